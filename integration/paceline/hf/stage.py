@@ -1,0 +1,180 @@
+"""One pipeline stage of a Hugging Face causal language model, by prune and reuse.
+
+The stage is the model itself with its own ``forward``. Decoder layers that live on other stages are replaced, at their
+place in the full-length list, by modules that pass the hidden states on; so global layer indices, per-layer masks and
+parameter names stay Hugging Face's own. Between stages travel the hidden states ``[batch, sequence, hidden]``.
+
+Legend: B batch, S sequence, H hidden size, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import router
+from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
+
+SIDE_INPUTS = ("attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one stage holds: decoder layers ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``."""
+
+    start: int
+    stop: int
+    first: bool
+    last: bool
+
+    @staticmethod
+    def whole(num_layers: int) -> Cut:
+        return Cut(0, num_layers, True, True)
+
+
+class PassThrough(nn.Module):
+    """Stands where a module lives on another stage: hands on its first input."""
+
+    def __init__(self, returns: Literal["tensor", "tuple"] = "tensor") -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stream = args[0] if args else next(iter(kwargs.values()))
+        return stream if self.returns == "tensor" else (stream, None)
+
+
+class AddsNothing(nn.Module):
+    """Stands where a position embedding lives on another stage: the sum with it is unchanged."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        reference = args[0] if args else next(iter(kwargs.values()))
+        return torch.zeros((), device=reference.device)
+
+
+def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
+    """Take out of ``model``, in place, everything that ``cut`` does not hold. Works on meta and on real weights.
+
+    A model with tied embeddings keeps the embedding on the last stage too, as the weight of its head: same name, same
+    tying, two copies of one weight (see :func:`tied_weight`).
+    """
+    adapter = anatomy.adapter
+    trunk, layers = anatomy.trunk_of(model), anatomy.layers_of(model)
+    tied = tied_weight(model, anatomy)
+    returns = _layer_returns(trunk)
+    for index in range(anatomy.num_layers):
+        if not cut.start <= index < cut.stop:
+            layers[index] = PassThrough(returns)
+    if not cut.first:
+        for name in anatomy.before:
+            module = trunk.get_submodule(name)
+            if name == anatomy.embedding and cut.last and tied:
+                continue
+            is_position_table = isinstance(module, nn.Embedding) and name != anatomy.embedding
+            setattr(trunk, name, AddsNothing() if is_position_table else PassThrough())
+        for name, value in adapter.neutral.items():
+            if hasattr(trunk, name):
+                setattr(trunk, name, value)
+    if not cut.last:
+        for name in anatomy.after:
+            if getattr(trunk, name) is not None:
+                setattr(trunk, name, PassThrough())
+        for name in anatomy.head:
+            setattr(model, name, PassThrough())
+    _drop_lost_ties(model)
+
+
+def tied_weight(model: PreTrainedModel, anatomy: Anatomy) -> str | None:
+    """Name of the embedding weight if the model's head is tied to it, else None."""
+    embedding = f"{anatomy.trunk}.{anatomy.embedding}.weight"
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {*ties.keys(), *ties.values()}
+    return embedding if embedding in names else None
+
+
+def _drop_lost_ties(model: PreTrainedModel) -> None:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for owner in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
+        ties = getattr(owner, "all_tied_weights_keys", None)
+        if ties and owner is model:
+            owner.all_tied_weights_keys = {a: b for a, b in ties.items() if a in names and b in names}
+
+
+def _layer_returns(trunk: nn.Module) -> Literal["tensor", "tuple"]:
+    """Whether the trunk's loop takes a layer's output as the hidden states or as a tuple that begins with them."""
+    source = inspect.getsource(inspect.unwrap(type(trunk).forward))
+    return "tuple" if "outputs[0]" in source or "layer_outputs" in source else "tensor"
+
+
+class CausalLMStage(nn.Module):
+    """A pruned model as a function from what comes in over the boundary to what goes out.
+
+    ``forward(stream, side, routing)``:
+
+    * ``stream``: token ids ``[B, S]`` (int64) on the first stage, hidden states ``[B, S, H]`` on the others;
+    * ``side``: the batch's ``attention_mask`` and ``position_ids`` ``[B, S]``, where it has them;
+    * ``routing``: the experts' running sums (:mod:`paceline.hf.router`), where the model asks for its router loss.
+
+    Returns ``(stream, routing)``: hidden states ``[B, S, H]``, or logits ``[B, S, V]`` on the last stage.
+    """
+
+    def __init__(self, model: PreTrainedModel, cut: Cut, anatomy: Anatomy | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.cut = cut
+        self.anatomy = anatomy or anatomy_of(model)
+        self.router_loss = router.router_loss_of(model)
+        trunk = self.anatomy.trunk_of(model)
+        target = model if cut.last else trunk
+        self._trunk = (trunk,)  # in a tuple: the trunk is already registered as part of the model
+        self._accepts = set(inspect.signature(inspect.unwrap(type(target).forward)).parameters)
+        self.tied_weight = tied_weight(model, self.anatomy)
+
+    def forward(
+        self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs: dict[str, Any] = {"input_ids" if self.cut.first else "inputs_embeds": stream}
+        for name, tensor in (side or {}).items():
+            if name not in self._accepts:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}.forward takes no {name!r}, but the batch has it: leave it out of the "
+                    "batch, or choose a model that can use it."
+                )
+            inputs[name] = tensor
+        if "use_cache" in self._accepts:
+            inputs["use_cache"] = False
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = True
+        target = self.model if self.cut.last else self._trunk[0]
+        outputs = target(**inputs, return_dict=True)
+        if self.router_loss is not None:
+            routing = self.router_loss.accumulate(
+                routing, outputs.router_logits, (side or {}).get("attention_mask"), device=stream.device
+            )
+        return (outputs.logits if self.cut.last else outputs.last_hidden_state), routing
+
+    def loss(self, logits: Tensor, labels: Tensor, routing: Tensor | None, num_items: Tensor | float) -> Tensor:
+        """Cross entropy summed over the label tokens and divided by ``num_items``, plus the router loss.
+
+        Args:
+            logits: ``[B, S, V]``.
+            labels: ``[B, S]``; -100 is no label. Shifted by the model's own loss function.
+            routing: the whole model's running sums of the experts, or None.
+            num_items: label tokens that this loss is an average over; need not be those of ``labels`` (the share of
+                this micro-batch in a step).
+        """
+        loss = self.model.loss_function(
+            logits=logits,
+            labels=labels,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            num_items_in_batch=num_items,
+        )
+        if self.router_loss is not None and routing is not None:
+            loss = loss + self.router_loss.coefficient * self.router_loss.value(routing).to(loss.device)
+        return loss

@@ -1,0 +1,121 @@
+"""Weights of one stage, in: from a checkpoint that holds the whole model, or drawn at random.
+
+Both go through ``from_pretrained`` of a subclass whose constructor prunes the model while it is still on the meta
+device: of the safetensors shards a rank then reads only its own tensors, and transformers' renaming and merging of
+checkpoint tensors applies as always.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
+
+from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
+from .stage import CausalLMStage, Cut, prune
+
+logger = logging.getLogger(__name__)
+
+
+def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The ``...ForCausalLM`` class that :class:`transformers.AutoModelForCausalLM` would take for ``config``."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} has no causal language model in transformers; "
+            "choose a model that AutoModelForCausalLM can load."
+        )
+    return _get_model_class(config, AutoModelForCausalLM._model_mapping)
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        return model_class_of(config)(config)
+
+
+def load_stage(
+    source: str | Path | None,
+    config: PretrainedConfig,
+    cut: Cut,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 42,
+    **from_pretrained: Any,
+) -> CausalLMStage:
+    """Build the stage ``cut`` of a model with its weights, on the CPU.
+
+    Args:
+        source: directory or hub name of a checkpoint; None draws the weights at random.
+        seed: for random weights. Every module's weights are drawn from ``seed`` and the module's own name, so they
+            are the same for every cut.
+        from_pretrained: passed on (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
+
+    Raises:
+        UnsupportedModelError: the model cannot be cut.
+    """
+    model_class = model_class_of(config)
+    anatomies: list[Anatomy] = []
+
+    class Stage(model_class):  # type: ignore[misc, valid-type]
+        def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            anatomy = anatomy_of(self)
+            anatomies.append(anatomy)
+            prune(self, anatomy, cut)
+
+        def initialize_weights(self) -> None:
+            _initialize_by_name(self, seed, super().initialize_weights)
+
+    # What is printed, saved as architecture and looked up by class name stays the model's own.
+    Stage.__name__, Stage.__qualname__, Stage.__module__ = (
+        model_class.__name__,
+        model_class.__qualname__,
+        model_class.__module__,
+    )
+    Stage._keys_to_ignore_on_load_unexpected = [".*"]  # tensors of the other stages
+    if source is None:
+        Stage._keys_to_ignore_on_load_missing = [".*"]
+        from_pretrained["state_dict"] = {}
+    model, info = Stage.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **from_pretrained)
+    missing = sorted(info["missing_keys"])
+    if source is not None and missing:
+        logger.warning(
+            "%s has no weights for %s%s: they start at random.",
+            source,
+            ", ".join(missing[:5]),
+            f" and {len(missing) - 5} more" if len(missing) > 5 else "",
+        )
+    model.__class__ = model_class
+    return CausalLMStage(model, cut, anatomies[-1])
+
+
+def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any) -> None:
+    """Run transformers' own initialisation with the generator seeded anew for each module, by its name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    state = torch.random.get_rng_state()
+
+    def seeded(owner: PreTrainedModel) -> Any:
+        initialize_module = type(owner)._init_weights
+
+        def initialize_one(module: nn.Module) -> None:
+            key = f"{seed}:{names[id(module)]}".encode()
+            torch.random.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+            initialize_module(owner, module)
+
+        return initialize_one
+
+    for owner in owners:
+        owner._init_weights = seeded(owner)
+    try:
+        initialize()
+    finally:
+        for owner in owners:
+            del owner._init_weights
+        torch.random.set_rng_state(state)
