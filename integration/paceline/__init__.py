@@ -1,3 +1,24 @@
 """Paceline: fine-tune Hugging Face models as DeepSpeed pipelines that follow the cluster they run on."""
 
+from __future__ import annotations
+
+from typing import Any
+
 __version__ = "0.1.0"
+
+__all__ = ["CausalLMPipeline", "__version__", "export", "initialize"]
+
+_HOME = {
+    "initialize": "runtime.initialize",
+    "CausalLMPipeline": "runtime.module",
+    "export": "hf.export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load DeepSpeed and transformers when something of theirs is first asked for, not with the package."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -9,7 +9,13 @@ Source: Switch Transformer, arXiv 2101.03961, equations (4) to (6), as transform
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +23,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-MEASURED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+from .anatomy import UnsupportedModelError
+
+KNOWN = {
+    "c15057ed9ce61076": "5.17.0, counts by torch.bincount",
+    "69fb71ea85a8156f": "5.23.0, counts by torch.histc",
+}
+"""Fingerprints of transformers' ``load_balancing_loss_func`` that compute the loss of :class:`RouterLoss`."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +76,73 @@ class RouterLoss:
         """The loss (a scalar) from the whole model's sums."""
         experts = self.num_experts
         tokens, probability, rows = routing[:experts], routing[experts:-1], routing[-1]
+        rows = rows.clamp(min=1)  # a model without one mixture layer, a micro-batch of nothing but padding
         return torch.sum(tokens / rows * (probability / rows)) * experts
 
 
 def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:
-    """The model's router loss if its config asks for one (``output_router_logits``), else None."""
-    config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
+    """The model's router loss if its config asks for one (``output_router_logits``) and its forward adds it, else None.
+
+    What the forward adds is read from its source: the number of experts, how many a token takes, the coefficient.
+
+    Raises:
+        UnsupportedModelError: the forward balances the experts by a function that is not the one computed here, or
+            from logits that this version of transformers does not record.
+    """
+    if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return None
-    coefficient = getattr(config, "router_aux_loss_coef", None)
-    if coefficient is None:
-        coefficient = getattr(config, "aux_loss_coef", None)
-    experts = _first(config, MEASURED)
-    top_k = _first(config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k"))
-    if coefficient is None or experts is None or top_k is None:
-        return None
-    return RouterLoss(int(experts), int(top_k), float(coefficient))
+    forward = inspect.unwrap(type(model).forward)
+    found = _balancing(forward)
+    if found is None or inspect.signature(forward).parameters["output_router_logits"].default is not None:
+        return None  # the forward adds no such loss, or does not ask the config for it
+    call, coefficient = found
+    function = ast.unparse(call.func)
+    known = len(call.args) == 4 and fingerprint(forward.__globals__[function]) in KNOWN
+    if not known or not _records_router_logits(model):
+        why = "no module records its router's logits" if known else f"its {function} cannot be cut over stages"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model type {model.config.model_type!r}) cannot be a pipeline with "
+            f"output_router_logits: {why}. Set output_router_logits to false in the config."
+        )
+    experts, top_k, weight = (_value(node, model, forward) for node in (call.args[1], call.args[2], coefficient))
+    return RouterLoss(int(experts), int(top_k), float(weight))
 
 
-def _first(config: Any, names: Sequence[str]) -> Any:
-    return next((getattr(config, n) for n in names if getattr(config, n, None) is not None), None)
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Digest of a function's code as written; its docstring, comments and line breaks do not count."""
+    source = textwrap.dedent(inspect.getsource(function))
+    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    docstring = range(body[0].lineno, body[0].end_lineno + 1) if documented else range(0)
+    words = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.start[0] not in docstring and token.type != tokenize.COMMENT and token.string.strip()
+    ]
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+
+
+def _balancing(forward: Callable[..., Any]) -> tuple[ast.Call, ast.expr] | None:
+    """Call and coefficient in ``aux_loss = load_balancing_loss_func(…)``, ``loss += coefficient * aux_loss``."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    call, coefficient = None, None
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("load_balancing_loss"):
+            call = node
+        if isinstance(node, ast.AugAssign) and "aux_loss" in ast.unparse(node.value):
+            assert isinstance(node.value, ast.BinOp)
+            coefficient = node.value.left
+    if call is None:
+        return None
+    assert coefficient is not None, "a balancing loss that is computed is added"
+    return call, coefficient
+
+
+def _records_router_logits(model: PreTrainedModel) -> bool:
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return any("router_logits" in (getattr(part, "_can_record_outputs", None) or {}) for part in parts)
+
+
+def _value(expression: ast.expr, model: PreTrainedModel, forward: Callable[..., Any]) -> Any:
+    code = compile(ast.Expression(expression), "<forward>", "eval")
+    return eval(code, forward.__globals__, {"self": model})

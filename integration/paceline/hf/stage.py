@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ SIDE_INPUTS = ("attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Cut:
-    """What one stage holds: decoder layers ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``."""
+    """What one stage holds: layers ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``."""
 
     start: int
     stop: int
@@ -39,15 +40,23 @@ class Cut:
 
 
 class PassThrough(nn.Module):
-    """Stands where a module lives on another stage: hands on its first input."""
+    """Stands where a module lives on another stage: hands on its first input.
 
-    def __init__(self, returns: Literal["tensor", "tuple"] = "tensor") -> None:
+    Args:
+        returns: length of the tuple to return, the input first; 0 returns the input itself.
+        stands_for: the module that it replaces, whose plain attributes (numbers, strings) the trunk may read.
+    """
+
+    def __init__(self, returns: int = 0, stands_for: nn.Module | None = None) -> None:
         super().__init__()
         self.returns = returns
+        for name, value in vars(stands_for).items() if stands_for is not None else ():
+            if isinstance(value, (bool, int, float, str)) and not hasattr(self, name):
+                setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream = args[0] if args else next(iter(kwargs.values()))
-        return stream if self.returns == "tensor" else (stream, None)
+        return (stream, *[None] * (self.returns - 1)) if self.returns else stream
 
 
 class AddsNothing(nn.Module):
@@ -67,20 +76,20 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     adapter = anatomy.adapter
     trunk, layers = anatomy.trunk_of(model), anatomy.layers_of(model)
     tied = tied_weight(model, anatomy)
-    returns = _layer_returns(trunk)
     for index in range(anatomy.num_layers):
         if not cut.start <= index < cut.stop:
-            layers[index] = PassThrough(returns)
+            layers[index] = _placeholder(layers[index], anatomy)
     if not cut.first:
         for name in anatomy.before:
             module = trunk.get_submodule(name)
             if name == anatomy.embedding and cut.last and tied:
                 continue
             is_position_table = isinstance(module, nn.Embedding) and name != anatomy.embedding
-            setattr(trunk, name, AddsNothing() if is_position_table else PassThrough())
+            setattr(trunk, name, AddsNothing() if is_position_table or name in adapter.adds else PassThrough())
         for name, value in adapter.neutral.items():
-            if hasattr(trunk, name):
-                setattr(trunk, name, value)
+            _neutralise(trunk, name, value)
+    if adapter.norm and not (cut.first and cut.last):
+        _split_norm(model, anatomy, cut)
     if not cut.last:
         for name in anatomy.after:
             if getattr(trunk, name) is not None:
@@ -106,10 +115,43 @@ def _drop_lost_ties(model: PreTrainedModel) -> None:
             owner.all_tied_weights_keys = {a: b for a, b in ties.items() if a in names and b in names}
 
 
-def _layer_returns(trunk: nn.Module) -> Literal["tensor", "tuple"]:
-    """Whether the trunk's loop takes a layer's output as the hidden states or as a tuple that begins with them."""
-    source = inspect.getsource(inspect.unwrap(type(trunk).forward))
-    return "tuple" if "outputs[0]" in source or "layer_outputs" in source else "tensor"
+def _placeholder(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
+    placeholder = PassThrough(anatomy.returns, layer)
+    for name in anatomy.adapter.keep:
+        owner, _, leaf = name.rpartition(".")
+        placeholder.add_module(owner, nn.Module())
+        placeholder.get_submodule(owner).register_buffer(leaf, layer.get_buffer(name), persistent=False)
+    return placeholder
+
+
+def _neutralise(trunk: nn.Module, name: str, value: float) -> None:
+    if name in trunk._buffers:
+        del trunk._buffers[name]
+        neutral = torch.tensor(value, device="cpu")
+        neutral._is_hf_initialized = True  # type: ignore[attr-defined]  # or the trunk's initialisation overwrites it
+        setattr(trunk, name, neutral)
+    elif hasattr(trunk, name):
+        setattr(trunk, name, value)
+
+
+def _split_norm(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
+    """Let a weightless norm that the trunk runs twice run after the embedding and before the head only."""
+    trunk = anatomy.trunk_of(model)
+    norm = trunk.get_submodule(anatomy.adapter.norm)
+    assert not list(norm.parameters()), "every stage would train a copy"
+    setattr(trunk, anatomy.adapter.norm, PassThrough())
+    if cut.first:
+        trunk.get_submodule(anatomy.embedding).register_forward_hook(partial(_norm_output, norm))
+    if cut.last:
+        model.get_output_embeddings().register_forward_pre_hook(partial(_norm_input, norm))
+
+
+def _norm_output(norm: nn.Module, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return norm(output)
+
+
+def _norm_input(norm: nn.Module, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (norm(args[0]), *args[1:])
 
 
 class CausalLMStage(nn.Module):
@@ -133,7 +175,7 @@ class CausalLMStage(nn.Module):
         trunk = self.anatomy.trunk_of(model)
         target = model if cut.last else trunk
         self._trunk = (trunk,)  # in a tuple: the trunk is already registered as part of the model
-        self._accepts = set(inspect.signature(inspect.unwrap(type(target).forward)).parameters)
+        self.accepts = frozenset(inspect.signature(inspect.unwrap(type(target).forward)).parameters)
         self.tied_weight = tied_weight(model, self.anatomy)
 
     def forward(
@@ -141,21 +183,25 @@ class CausalLMStage(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         inputs: dict[str, Any] = {"input_ids" if self.cut.first else "inputs_embeds": stream}
         for name, tensor in (side or {}).items():
-            if name not in self._accepts:
+            if name not in self.accepts:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}.forward takes no {name!r}, but the batch has it: leave it out of the "
                     "batch, or choose a model that can use it."
                 )
             inputs[name] = tensor
-        if "use_cache" in self._accepts:
+        if "use_cache" in self.accepts:
             inputs["use_cache"] = False
+        routed = self.router_loss is not None and self.cut.stop > self.cut.start
         if self.router_loss is not None:
-            inputs["output_router_logits"] = True
+            inputs["output_router_logits"] = routed
         target = self.model if self.cut.last else self._trunk[0]
         outputs = target(**inputs, return_dict=True)
         if self.router_loss is not None:
             routing = self.router_loss.accumulate(
-                routing, outputs.router_logits, (side or {}).get("attention_mask"), device=stream.device
+                routing,
+                (outputs.router_logits if routed else None) or (),
+                (side or {}).get("attention_mask"),
+                device=stream.device,
             )
         return (outputs.logits if self.cut.last else outputs.last_hidden_state), routing
 
@@ -172,7 +218,7 @@ class CausalLMStage(nn.Module):
         loss = self.model.loss_function(
             logits=logits,
             labels=labels,
-            vocab_size=self.model.config.get_text_config().vocab_size,
+            vocab_size=logits.shape[-1],  # some heads cut off the rows that pad the vocabulary
             num_items_in_batch=num_items,
         )
         if self.router_loss is not None and routing is not None:

@@ -17,10 +17,24 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 
-from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
+from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
 from .stage import CausalLMStage, Cut, prune
 
 logger = logging.getLogger(__name__)
+
+
+def causal_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of ``config`` that :class:`transformers.AutoModelForCausalLM` builds its model from.
+
+    The config of a model for text and images stands for its language model where that is a causal LM of its own.
+    """
+    text_class = config.sub_configs.get("text_config")
+    if text_class is None or type(config) not in AutoModelForCausalLM._model_mapping:
+        return config
+    if text_class not in AutoModelForCausalLM._model_mapping:
+        return config
+    model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    return config.get_text_config() if model_class.config_class is text_class else config
 
 
 def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -35,6 +49,8 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model on the meta device: names and shapes, no memory."""
+    config = causal_config(config)
+    refuse_known(config)
     with torch.device("meta"):
         return model_class_of(config)(config)
 
@@ -59,6 +75,8 @@ def load_stage(
     Raises:
         UnsupportedModelError: the model cannot be cut.
     """
+    config = causal_config(config)
+    refuse_known(config)
     model_class = model_class_of(config)
     anatomies: list[Anatomy] = []
 
@@ -92,6 +110,8 @@ def load_stage(
             f" and {len(missing) - 5} more" if len(missing) > 5 else "",
         )
     model.__class__ = model_class
+    if source is None:
+        del model._weight_conversions  # says "loaded in its own format"; a new model is saved in the hub's
     return CausalLMStage(model, cut, anatomies[-1])
 
 

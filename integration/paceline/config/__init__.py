@@ -1,0 +1,25 @@
+"""The DeepSpeed JSON: read strictly, filled from the command line, resolved for a cluster; and our section of it."""
+
+from .auto import fill_auto, open_autos
+from .files import read_ds_config
+from .known import near_misses, warn_near_misses
+from .resolve import Choice, Resolved, resolve
+from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig
+from .stages import choose_stages, resolve_stages
+
+__all__ = [
+    "Choice",
+    "PacelineConfig",
+    "PartitionConfig",
+    "PipelineConfig",
+    "ReportConfig",
+    "Resolved",
+    "choose_stages",
+    "fill_auto",
+    "near_misses",
+    "open_autos",
+    "read_ds_config",
+    "resolve",
+    "resolve_stages",
+    "warn_near_misses",
+]

@@ -1,0 +1,99 @@
+"""Keys that DeepSpeed 0.19 reads, and warnings about keys that look like one of them.
+
+DeepSpeed accepts unknown keys without a word at the top level and in some sections, so that a misspelt one is as good
+as absent. The lists are static, so that checking needs no DeepSpeed; a test records what DeepSpeed reads and compares.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from .section import SECTION
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TOP_LEVEL = _words(
+    """
+    activation_checkpointing aio allgather_size autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile csv_monitor data_efficiency data_parallel_size data_types dataloader_drop_last
+    datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine
+    log_level managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients scheduler
+    seq_parallel_communication_data_type sequence_parallel_size steps_per_print tensor_parallel tensorboard timers
+    torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization
+    """
+)
+
+# DeepSpeed refuses these by name.
+REMOVED = _words(
+    """
+    amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula progressive_layer_drop
+    quantize_training sparse_attention sparse_gradients
+    """
+)
+
+# Sections in which DeepSpeed accepts unknown keys silently.
+SECTIONS = {
+    "activation_checkpointing": _words(
+        """
+        contiguous_memory_optimization cpu_checkpointing number_checkpoints partition_activations profile
+        synchronize_checkpoint_boundary
+        """
+    ),
+    "checkpoint": _words(
+        "checkpoint_serialization load_universal parallel_write tag_validation use_node_local_storage writer"
+    ),
+    "data_types": _words("buffer_dtype grad_accum_dtype keep_in_fp32_modules param_dtype"),
+    "flops_profiler": _words("detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules"),
+    "optimizer": _words("legacy_fusion params type"),
+    "pipeline": _words(
+        "activation_checkpoint_interval grad_partitioned partition pipe_partitioned seed_layers stages use_reentrant"
+    ),
+    "scheduler": _words("params type"),
+    "torch_autocast": _words("dtype enabled lower_precision_safe_modules"),
+}
+
+_CUTOFF = 0.8
+
+
+def near_misses(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each key that DeepSpeed does not read and that looks like one it does, or that it refuses."""
+    lines = [
+        f'"{key}" was removed from DeepSpeed, which refuses a config that has it; delete it.'
+        for key in ds_config
+        if key in REMOVED
+    ]
+    lines += _near(ds_config, TOP_LEVEL | {SECTION}, "", skip=REMOVED)
+    for name, keys in SECTIONS.items():
+        section = ds_config.get(name)
+        if isinstance(section, Mapping):
+            lines += _near(section, keys, f"{name}.")
+    return lines
+
+
+def warn_near_misses(ds_config: Mapping[str, Any]) -> None:
+    """Log :func:`near_misses` as warnings of the logger ``"paceline"``."""
+    logger = logging.getLogger("paceline")
+    for line in near_misses(ds_config):
+        logger.warning(line)
+
+
+def _near(
+    section: Mapping[str, Any], known: frozenset[str], prefix: str, skip: frozenset[str] = frozenset()
+) -> list[str]:
+    lines = []
+    for key in section:
+        if key in known or key in skip:
+            continue
+        near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=_CUTOFF)
+        if near:
+            lines.append(f'"{prefix}{key}" is not a key that DeepSpeed reads; did you mean "{prefix}{near[0]}"?')
+    return lines

@@ -1,0 +1,154 @@
+"""A DeepSpeed config, resolved for a number of ranks and a model: stages, partition and batch sizes, all checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
+from .section import show, value_at
+from .stages import PARTITION, STAGES, resolve_method, resolve_stages
+
+# DeepSpeed features that this version has not been tested with in a pipeline.
+_NOT_WITH_STAGES = (
+    "expert_parallel.enabled",
+    "hybrid_engine.enabled",
+    "sequence_parallel_size",
+    "tensor_parallel.autotp_size",
+)
+
+
+class Choice(NamedTuple):
+    """A value that was chosen because its key was left out."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a run is started with.
+
+    Args:
+        partition: a method, or boundaries over the pipeline's items (``stages + 1`` of them).
+        micro_batches: per step and pipeline; DeepSpeed's ``gradient_accumulation_steps``.
+        ds_config: the dict for DeepSpeed, with all three batch sizes.
+        chosen: by path, every value that was chosen automatically.
+    """
+
+    stages: int
+    data_parallel: int
+    partition: str | list[int]
+    micro_batch_size: int
+    micro_batches: int
+    train_batch_size: int
+    ds_config: dict[str, Any]
+    chosen: dict[str, Choice]
+
+
+def resolve(
+    ds_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    num_layers: int,
+    num_items: int,
+    state_bytes: int | None,
+    device_bytes: int | None,
+    cpu: bool | None = None,
+) -> Resolved:
+    """Decide what is left open and check what is not.
+
+    Args:
+        ds_config: without ``"auto"`` (see :func:`~paceline.config.fill_auto`).
+        world_size: ranks.
+        num_layers: decoder layers.
+        num_items: what a partition cuts: embedding, decoder layers, head.
+        state_bytes: of weights, gradients and optimizer states of the whole model; ``None`` if unknown.
+        device_bytes: memory of the smallest device; ``None`` if unknown.
+        cpu: whether the ranks compute on CPUs; asks DeepSpeed's accelerator if ``None``.
+
+    Raises:
+        ValueError: one line with the value, the rule and the remedy.
+    """
+    config = copy.deepcopy(dict(ds_config))
+    chosen: dict[str, Choice] = {}
+
+    stages, why = resolve_stages(
+        config, world_size=world_size, num_layers=num_layers, state_bytes=state_bytes, device_bytes=device_bytes
+    )
+    if why:
+        chosen[STAGES] = Choice(stages, why)
+    _check_features(config, stages)
+
+    method, path = resolve_method(config)
+    if method is None:
+        method = "parameters"
+        chosen[PARTITION] = Choice(method, "the default: stages of about equally many parameters")
+    if isinstance(method, tuple):
+        _check_boundaries(path, method, stages, num_items)
+
+    data_parallel = world_size // stages
+    sizes, reasons = batch_sizes(config, stages, data_parallel)
+    config.update(sizes)
+    chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}
+
+    if _is_stock_adam(config) and (_on_cpu() if cpu is None else cpu):
+        config["optimizer"].setdefault("params", {})["torch_adam"] = True
+        chosen["optimizer.params.torch_adam"] = Choice(True, "saves building DeepSpeed's C++ Adam on CPUs")
+    return Resolved(
+        stages=stages,
+        data_parallel=data_parallel,
+        partition=list(method) if isinstance(method, tuple) else method,
+        micro_batch_size=sizes[MICRO_BATCH],
+        micro_batches=sizes[MICRO_BATCHES],
+        train_batch_size=sizes[TRAIN_BATCH],
+        ds_config=config,
+        chosen=chosen,
+    )
+
+
+def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_items: int) -> None:
+    if len(boundaries) != stages + 1:
+        raise ValueError(
+            f"{path} is {show(boundaries)}: {stages} stages need {stages + 1} boundaries, it has {len(boundaries)}; "
+            "correct it, or leave out one of stages and partition."
+        )
+    if boundaries[-1] != num_items:
+        raise ValueError(
+            f"{path} is {show(boundaries)}: it must end at {num_items}, the number of items (embedding, "
+            f"{num_items - 2} decoder layers, head); correct its last number."
+        )
+
+
+def _check_features(config: Mapping[str, Any], stages: int) -> None:
+    zero = config.get("zero_optimization", {})
+    zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
+    if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
+        raise ValueError(f"zero_optimization.stage is {show(zero_stage)}: it must be 0, 1, 2 or 3; write one of them.")
+    if zero_stage > 1:
+        raise ValueError(
+            f"zero_optimization.stage is {zero_stage}: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 "
+            "only; write 1."
+        )
+    if stages == 1:
+        return
+    for path in _NOT_WITH_STAGES:
+        value = value_at(config, path)
+        if value is True or (isinstance(value, int) and value > 1):
+            raise ValueError(
+                f"{path} is {show(value)} with {stages} pipeline stages: this version has no pipelines with it; "
+                f"leave it out, or set {STAGES} to 1."
+            )
+
+
+def _is_stock_adam(config: Mapping[str, Any]) -> bool:
+    name = str(value_at(config, "optimizer.type")).lower()
+    return name in ("adam", "adamw") and value_at(config, "optimizer.params.torch_adam") is None
+
+
+def _on_cpu() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cpu")

@@ -1,0 +1,199 @@
+"""The ``"paceline"`` section of a DeepSpeed JSON.
+
+A key that is left out is chosen automatically. There is no ``"auto"`` in this section: accelerate refuses that string
+in a section which it does not know.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, TypeAlias, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+
+SECTION = "paceline"
+METHODS = ("parameters", "uniform")
+
+_METHOD_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": list(METHODS)},
+        {"type": "string", "pattern": "^type:."},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2},
+    ]
+}
+
+
+Method: TypeAlias = str | tuple[int, ...]
+
+
+def check_method(value: Any) -> Method:
+    """A partition method: ``"parameters"``, ``"uniform"``, ``"type:<regex>"`` or boundaries over the pipeline's items.
+
+    Raises:
+        ValueError: the rule that ``value`` breaks.
+    """
+    if isinstance(value, str):
+        if value in METHODS:
+            return value
+        if value.startswith("type:") and value != "type:":
+            try:
+                re.compile(value[len("type:") :])
+            except re.error as error:
+                raise ValueError(f"what follows type: must be a regular expression ({error})") from None
+            return value
+    elif isinstance(value, (list, tuple)):
+        whole = all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+        if whole and len(value) >= 2 and value[0] == 0 and all(a < b for a, b in pairwise(value)):
+            return tuple(value)
+        raise ValueError("boundaries must be whole numbers that start at 0 and strictly increase, such as [0, 5, 9]")
+    raise ValueError('it must be "parameters", "uniform", "type:<regex>" or a list of boundaries')
+
+
+def _method(value: Any) -> Method | None:
+    return None if value is None else check_method(value)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PartitionConfig(_Section):
+    """Which items (embedding, decoder layers, head) each stage holds."""
+
+    method: Annotated[Method | None, PlainValidator(_method), WithJsonSchema(_METHOD_SCHEMA)] = Field(
+        default=None,
+        description='"parameters": stages of about equally many parameters; "uniform": of equally many items; '
+        '"type:<regex>": of equally many layers whose class name matches; a list of boundaries over the items, one '
+        'more than there are stages. Left out: "parameters".',
+    )
+
+
+def _long_form(value: Any) -> Any:
+    return value if value is None or isinstance(value, (dict, PartitionConfig)) else {"method": value}
+
+
+class PipelineConfig(_Section):
+    """How the model is cut into stages."""
+
+    stages: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Number of pipeline stages; it divides the number of ranks. Left out: chosen."
+    )
+    partition: Annotated[
+        PartitionConfig | None,
+        BeforeValidator(_long_form),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    *_METHOD_SCHEMA["anyOf"],
+                    {"type": "object", "properties": {"method": _METHOD_SCHEMA}, "additionalProperties": False},
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = Field(
+        default=None, description='Which items each stage holds: a method, or {"method": ...}. Left out: "parameters".'
+    )
+
+
+class ReportConfig(_Section):
+    """What a run tells about itself."""
+
+    metrics: bool = Field(
+        default=True, description="Write metrics of every step (loss, speed, memory, time per stage)."
+    )
+
+
+class PacelineConfig(_Section):
+    """The section, whole. A part that is absent has all its values chosen."""
+
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="How the model is cut into stages.")
+    report: ReportConfig = Field(default=ReportConfig(), description="What a run tells about itself.")
+
+    @classmethod
+    def of(cls, ds_config: Mapping[str, Any]) -> PacelineConfig:
+        """The section of a whole DeepSpeed config.
+
+        Raises:
+            ValueError: one line with the path, the value, the rule and the remedy.
+        """
+        section = ds_config.get(SECTION, {})
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{SECTION} is {show(section)}: it must be an object; leave it out or write {{}}.")
+        _refuse_unknown(section, cls, SECTION)
+        try:
+            return cls.model_validate(dict(section))
+        except ValidationError as invalid:
+            raise ValueError(_one_line(invalid)) from None
+
+
+def _refuse_unknown(section: Mapping[str, Any], model: type[BaseModel], path: str) -> None:
+    for key, value in section.items():
+        if key not in model.model_fields:
+            raise ValueError(_unknown(key, model, path))
+        if value == "auto":
+            raise ValueError(
+                f'{path}.{key} is "auto": the {SECTION} section has no "auto"; leave the key out to have it chosen.'
+            )
+        inner = _inner(model, key)
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_unknown(value, inner, f"{path}.{key}")
+
+
+def _unknown(key: str, model: type[BaseModel], path: str) -> str:
+    near = difflib.get_close_matches(key, model.model_fields, n=1)
+    if not near:
+        # A right key in the wrong place: "stages" beside "pipeline" instead of in it.
+        elsewhere = {p.rpartition(".")[2]: p for p in _paths(PacelineConfig, SECTION)}
+        near = [elsewhere[k] for k in difflib.get_close_matches(key, elsewhere, n=1)]
+    hint = f'; did you mean "{near[0]}"?' if near else "."
+    valid = ", ".join(f'"{k}"' for k in sorted(model.model_fields))
+    return f"{path}.{key} is not a key of this version of paceline{hint} Valid keys of {path}: {valid}."
+
+
+def _paths(model: type[BaseModel], path: str) -> Iterator[str]:
+    for key in model.model_fields:
+        yield f"{path}.{key}"
+        inner = _inner(model, key)
+        if inner is not None:
+            yield from _paths(inner, f"{path}.{key}")
+
+
+def _inner(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[key].annotation
+    kinds = (annotation, *get_args(annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _one_line(invalid: ValidationError) -> str:
+    error = invalid.errors()[0]
+    path = ".".join([SECTION, *(str(part) for part in error["loc"])])
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{path} is {show(error['input'])}: it must be an object; leave it out or write {{}}."
+    rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+    return f"{path} is {show(error['input'])}: {rule}; leave the key out to have it chosen."
+
+
+def whole(path: str, value: Any) -> int:
+    """``value`` if it is a whole number of at least 1, else a ValueError that names ``path``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{path} is {show(value)}: it must be a whole number, at least 1; leave the key out to have it chosen."
+        )
+    return value
+
+
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, ``None`` where there is none."""
+    node: Any = config
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def show(value: Any) -> str:
+    """A value as the JSON has it, for error messages."""
+    return json.dumps(value, default=repr)

@@ -1,0 +1,119 @@
+"""How many stages, and by which partition: our section, DeepSpeed's own ``pipeline``, or the ranks and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .batches import divisors
+from .section import SECTION, Method, PacelineConfig, check_method, show, whole
+
+STAGES = f"{SECTION}.pipeline.stages"
+PARTITION = f"{SECTION}.pipeline.partition"
+# Share of a device's memory for weights, gradients and optimizer states; activations live in the rest.
+STATE_SHARE = 0.6
+
+
+def resolve_stages(
+    ds_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    num_layers: int,
+    state_bytes: int | None,
+    device_bytes: int | None,
+) -> tuple[int, str]:
+    """Number of stages, and why if it was chosen (empty if the JSON says it).
+
+    In this order: ``paceline.pipeline.stages``, DeepSpeed's ``pipeline.stages`` (which DeepSpeed parses and ignores),
+    as many as an explicit partition has, :func:`choose_stages`. Arguments as of :func:`~paceline.config.resolve`.
+    """
+    theirs = _deepspeeds(ds_config).get("stages")
+    stages, path = _agree(
+        PacelineConfig.of(ds_config).pipeline.stages,
+        None if theirs in (None, "auto") else whole("pipeline.stages", theirs),
+        STAGES,
+    )
+    if stages is None:
+        method, path = resolve_method(ds_config)
+        if not isinstance(method, tuple):
+            stages = choose_stages(world_size, num_layers, state_bytes, device_bytes)
+            return stages, _why(stages, world_size, num_layers, state_bytes, device_bytes)
+        stages = len(method) - 1
+        why = f"{path} has {len(method)} boundaries"
+        value = why
+    else:
+        why, value = "", f"{path} is {stages}"
+    usable = [s for s in divisors(world_size) if s <= num_layers]
+    if world_size % stages:
+        raise ValueError(
+            f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
+            "another number of ranks."
+        )
+    if stages > num_layers:
+        raise ValueError(
+            f"{value} and the model has {num_layers} decoder layers: every stage needs one; write one of {usable}."
+        )
+    return stages, why
+
+
+def resolve_method(ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
+    """The partition method, ``None`` if the JSON has none, and the path of the key that says it.
+
+    DeepSpeed's ``pipeline.partition`` counts too; its default ``"best"`` means none.
+    """
+    ours = PacelineConfig.of(ds_config).pipeline.partition
+    theirs = _deepspeeds(ds_config).get("partition")
+    if theirs == "best":
+        theirs = None
+    if theirs is not None:
+        try:
+            theirs = check_method(theirs)
+        except ValueError as error:
+            raise ValueError(
+                f"pipeline.partition is {show(theirs)}: {error}; leave the key out to have it chosen."
+            ) from None
+    return _agree(None if ours is None else ours.method, theirs, PARTITION)
+
+
+def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, device_bytes: int | None) -> int:
+    """The fewest stages that divide the ranks and whose share of the states fits a device.
+
+    At least two where there are two ranks: who wants one writes it. If nothing fits, the most stages that the ranks
+    and the decoder layers allow. What is unknown fits.
+    """
+    usable = [s for s in divisors(world_size) if s <= num_layers]
+    fitting = [s for s in usable if s >= min(2, world_size) and _fits(s, state_bytes, device_bytes)]
+    return fitting[0] if fitting else usable[-1]
+
+
+def _fits(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:
+    return state_bytes is None or device_bytes is None or state_bytes / stages <= STATE_SHARE * device_bytes
+
+
+def _why(stages: int, world_size: int, num_layers: int, state_bytes: int | None, device_bytes: int | None) -> str:
+    limits = f"{world_size} ranks and {num_layers} decoder layers"
+    if stages < min(2, world_size):
+        return f"{limits} allow no other number"
+    if state_bytes is None or device_bytes is None:
+        return f"the fewest pipeline stages for {limits}"
+    states = f"{state_bytes / 1e9:.3g} GB of states on devices of {device_bytes / 1e9:.3g} GB"
+    if _fits(stages, state_bytes, device_bytes):
+        return f"the fewest for {limits} that leave activations {1 - STATE_SHARE:.0%} of a device ({states})"
+    return f"the most for {limits}; {states} will be tight"
+
+
+def _deepspeeds(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    pipeline = ds_config.get("pipeline", {})
+    if not isinstance(pipeline, Mapping):
+        raise ValueError(f"pipeline is {show(pipeline)}: it must be an object; write {{}} or leave it out.")
+    return pipeline
+
+
+def _agree(ours: Any, theirs: Any, path: str) -> tuple[Any, str]:
+    their_path = path.removeprefix(f"{SECTION}.")
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ValueError(
+            f"{path} is {show(ours)} and DeepSpeed's {their_path} is {show(theirs)}: they must agree; "
+            f"drop {their_path}."
+        )
+    return (theirs, their_path) if ours is None else (ours, path)

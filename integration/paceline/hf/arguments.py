@@ -1,0 +1,306 @@
+"""The flags of ``paceline.launch.finetune``: names and meaning of transformers' run_clm.py and TrainingArguments.
+
+Each dataclass checks itself; a ``ValueError`` names the flag with its value, the rule it breaks and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from transformers import HfArgumentParser, PretrainedConfig
+
+BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet", "txt": "text", "py": "text"}
+"""File extension -> the ``datasets`` builder that reads it."""
+
+ELSEWHERE = {
+    "do_train": "leave it out, training is what this program does",
+    "do_eval": "leave it out and use --eval_strategy",
+    "do_predict": "leave it out and use --sample_prompt",
+    "streaming": "datasets are read from memory-mapped files; bound them with --max_train_samples",
+    "use_fast_tokenizer": "leave it out, the fast tokenizer is taken where there is one",
+    "optim": "set the optimizer in the DeepSpeed JSON",
+    "optimizer": "set the optimizer in the DeepSpeed JSON",
+}
+
+
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def _refuse(name: str, value: Any, rule: str, remedy: str) -> NoReturn:
+    raise ValueError(f"--{name} {value}: {rule}. Remedy: {remedy}.")
+
+
+def _check_range(args: Any, low: float, *names: str, below: float = math.inf) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not low <= value < below:
+            rule = f"must be at least {low} and {f'less than {below}' if below < math.inf else 'finite'}"
+            _refuse(name, value, rule, "pass such a value or leave the flag out")
+
+
+def _check_file(name: str, value: str | None) -> None:
+    if value is None:
+        return
+    path = Path(value)
+    if not path.is_file():
+        found = "is a directory" if path.is_dir() else "does not exist"
+        _refuse(name, value, f"must be a file, but {found}", "check the path; each node of the job needs it")
+    if path.stat().st_size == 0:
+        _refuse(name, value, "must have content, but is empty", "check the path")
+
+
+@dataclass
+class ModelArguments:
+    """Which model and tokenizer; without ``model_name_or_path`` a model is trained from scratch."""
+
+    model_name_or_path: str | None = _flag(None, "Checkpoint to fine-tune: hub name or directory. None: from scratch.")
+    model_type: str | None = _flag(None, "From scratch: model type, for example llama.")
+    config_name: str | None = _flag(None, "Config name or path, if not that of model_name_or_path.")
+    config_overrides: str | None = _flag(
+        None, "From scratch: changes to the config, hidden_size=64,num_hidden_layers=4"
+    )
+    tokenizer_name: str | None = _flag(None, "Tokenizer name or path, if not that of model_name_or_path.")
+    cache_dir: str | None = _flag(None, "Where downloaded models and data sets are kept.")
+    model_revision: str = _flag("main", "Version of the model: branch, tag or commit.")
+    token: str | None = _flag(None, "Hugging Face token. None: the one that `hf auth login` stored.")
+    trust_remote_code: bool = _flag(False, "Run code that comes with the model.")
+    attn_implementation: str | None = _flag(None, "Attention: eager, sdpa, flash_attention_2, ...")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = _flag(
+        None, "Type the weights are loaded in.", aliases="--torch_dtype"
+    )
+
+    def __post_init__(self) -> None:
+        if self.config_overrides is None:
+            return
+        if self.model_name_or_path is not None:
+            rule = (
+                f"only models from scratch can change their config, not --model_name_or_path {self.model_name_or_path}"
+            )
+            _refuse("config_overrides", self.config_overrides, rule, "leave one of the two out")
+        for item in self.config_overrides.split(","):
+            if not re.fullmatch(r"\w+=[^=]+", item):
+                rule = f"must be key=value pairs with commas between, but has {item!r}"
+                _refuse(
+                    "config_overrides", self.config_overrides, rule, "write it as hidden_size=64,num_hidden_layers=4"
+                )
+
+    def override(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Apply ``config_overrides`` to ``config`` in place, with the semantics of ``update_from_string``."""
+        if self.config_overrides is not None:
+            for item in self.config_overrides.split(","):
+                key = item.split("=")[0]
+                if not hasattr(config, key):
+                    near = _nearest(key, config.to_dict(), "the keys are those of the model's config.json")
+                    _refuse("config_overrides", item, f"{config.model_type} configs have no {key!r}", near)
+            try:
+                config.update_from_string(self.config_overrides)
+            except (ValueError, TypeError) as error:
+                remedy = "values have the type of the config's own; others need a --config_name"
+                _refuse("config_overrides", self.config_overrides, str(error), remedy)
+        return config
+
+
+@dataclass
+class DataArguments:
+    """What to train on; without ``dataset_name`` and ``train_file``, :mod:`paceline.hf.standard_library`."""
+
+    dataset_name: str | None = _flag(None, "Data set: hub name or directory.")
+    dataset_config_name: str | None = _flag(None, "Configuration of the data set.")
+    train_file: str | None = _flag(None, "Training data: csv, json, jsonl, parquet, txt or py file.")
+    validation_file: str | None = _flag(None, "Evaluation data, the same kinds of file.")
+    text_column: str | None = _flag(None, "Column with the text. None: `text`, or the first column of strings.")
+    max_train_samples: int | None = _flag(None, "Train on this many blocks at most.")
+    max_eval_samples: int | None = _flag(None, "Evaluate on this many blocks at most.")
+    block_size: int | None = _flag(None, "Tokens in a sample. None: what the model can take, 1024 at most.")
+    validation_split_percentage: int = _flag(5, "Share of the data held out if no validation set is there; 0: none.")
+    preprocessing_num_workers: int | None = _flag(None, "Processes that tokenize.")
+    overwrite_cache: bool = _flag(False, "Tokenize again although it was done before.")
+    keep_linebreaks: bool = _flag(True, "txt files: keep line breaks; without them each line is a document.")
+
+    def __post_init__(self) -> None:
+        for name in ("train_file", "validation_file"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.dataset_name is not None:
+                rule = f"cannot stand with --dataset_name {self.dataset_name}: the data comes from one place"
+                _refuse(name, value, rule, "leave one of the two out")
+            if extension(value) not in BUILDERS:
+                rule = f"the extension must be one of {', '.join(BUILDERS)}"
+                _refuse(name, value, rule, "rename or convert the file")
+            _check_file(name, value)
+        if self.validation_file is not None and self.train_file is None:
+            _refuse("validation_file", self.validation_file, "needs --train_file", "name the file to train on")
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            _refuse("dataset_config_name", self.dataset_config_name, "needs --dataset_name", "name the data set")
+        _check_range(self, 1, "max_train_samples", "max_eval_samples", "preprocessing_num_workers")
+        _check_range(self, 2, "block_size")
+        _check_range(self, 0, "validation_split_percentage", below=100)
+
+
+@dataclass
+class TrainArguments:
+    """How to train. Defaults are those of ``TrainingArguments`` where it has the flag."""
+
+    output_dir: str = _flag("paceline_output", "Directory the trained model is written to.")
+    overwrite_output_dir: bool = _flag(False, "Write into output_dir although it is not empty.")
+    seed: int = _flag(42, "Seed of weights and of the order of samples.")
+    max_steps: int = _flag(-1, "Steps to train; -1: num_train_epochs decides.")
+    num_train_epochs: float = _flag(3.0, "Passes over the data.")
+    per_device_train_batch_size: int = _flag(8, "Samples in a micro-batch of one pipeline.")
+    per_device_eval_batch_size: int = _flag(8, "Samples in a micro-batch of one pipeline, in evaluation.")
+    gradient_accumulation_steps: int | None = _flag(None, "Micro-batches in a step of one pipeline. None: chosen.")
+    learning_rate: float = _flag(5e-5, "Peak learning rate.")
+    weight_decay: float = _flag(0.0, "Weight decay of AdamW.")
+    adam_beta1: float = _flag(0.9, "Decay of AdamW's first moment.")
+    adam_beta2: float = _flag(0.999, "Decay of AdamW's second moment.")
+    adam_epsilon: float = _flag(1e-8, "Epsilon of AdamW.")
+    max_grad_norm: float = _flag(1.0, "Gradients are clipped to this norm; 0: not clipped.")
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ] = _flag("linear", "Course of the learning rate after warm-up.")
+    warmup_steps: float = _flag(0, "Steps of linear warm-up; below 1 a share of all steps.")
+    warmup_ratio: float = _flag(0.0, "Steps of linear warm-up as a share of all steps.")
+    logging_steps: int = _flag(10, "Steps between two log lines.")
+    eval_steps: int | None = _flag(
+        None, "Steps between two evaluations. None: logging_steps, with --eval_strategy steps."
+    )
+    eval_strategy: Literal["no", "steps", "epoch"] | None = _flag(
+        None, "When to evaluate besides at the end. None: steps if eval_steps is given, else no."
+    )
+    gradient_checkpointing: bool = _flag(False, "Compute activations again in the backward pass to save memory.")
+    bf16: bool = _flag(False, "Train in bfloat16.")
+    fp16: bool = _flag(False, "Train in float16 with loss scaling.")
+    ddp_timeout: int = _flag(1800, "Seconds any rank waits for another.")
+    deepspeed: str | None = _flag(None, "DeepSpeed JSON file.")
+    local_rank: int = _flag(-1, "Given by the launcher.")
+    disable_tqdm: bool = _flag(False, "No progress bars.")
+    report_to: Literal["none"] = _flag(
+        "none", "Trackers are set in the DeepSpeed JSON (tensorboard, wandb, csv_monitor)."
+    )
+    max_shard_size: str = _flag("5GB", "Size of the largest file of weights that is written.")
+    sample_prompt: str | None = _flag(None, "A line for the trained model to complete after the export.")
+
+    def __post_init__(self) -> None:
+        one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        _check_range(self, 1, *one, "logging_steps", "eval_steps", "ddp_timeout")
+        _check_range(self, 0, "seed", below=2**63)
+        _check_range(self, 0, "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
+        _check_range(self, 0, "adam_beta1", "adam_beta2", "warmup_ratio", below=1)
+        for name in ("adam_epsilon", "num_train_epochs"):
+            if not 0 < getattr(self, name) < math.inf:
+                _refuse(name, getattr(self, name), "must be more than 0 and finite", "leave the flag out")
+        if self.max_steps != -1 and self.max_steps < 1:
+            _refuse("max_steps", self.max_steps, "must be at least 1, or -1", "use -1 to go by --num_train_epochs")
+        if self.fp16 and self.bf16:
+            _refuse("fp16", "--bf16", "training has one precision", "leave one of the two out")
+        if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
+            rule = "must be a whole number of steps, or a share below 1"
+            _refuse("warmup_steps", self.warmup_steps, rule, f"use {round(self.warmup_steps)}")
+        if self.warmup_steps and self.warmup_ratio:
+            rule = f"cannot stand with --warmup_ratio {self.warmup_ratio}"
+            _refuse("warmup_steps", self.warmup_steps, rule, "leave one of the two out")
+        if self.eval_strategy is None:
+            self.eval_strategy = "no" if self.eval_steps is None else "steps"
+        if self.eval_strategy == "steps":
+            self.eval_steps = self.eval_steps or self.logging_steps
+        elif self.eval_steps is not None:
+            rule = f"cannot stand with --eval_strategy {self.eval_strategy}"
+            _refuse("eval_steps", self.eval_steps, rule, "leave one of the two out")
+        if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", self.max_shard_size, re.IGNORECASE):
+            rule = "must be a whole number above 0 with KB, MB, GB or TB"
+            _refuse("max_shard_size", self.max_shard_size, rule, "write it as 5GB")
+        if Path(self.output_dir).is_file():
+            _refuse("output_dir", self.output_dir, "must be a directory, but is a file", "choose another name")
+        _check_file("deepspeed", self.deepspeed)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Warm-up steps of a training of ``num_steps`` steps."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_steps * (self.warmup_steps or self.warmup_ratio))
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def parse(
+    argv: Sequence[str], prog: str = "paceline.launch.finetune"
+) -> tuple[ModelArguments, DataArguments, TrainArguments, set[str]]:
+    """Parse flags, or the one JSON file ``argv`` names (``{"learning_rate": 1e-4, ...}``, null: the default).
+
+    Returns the three groups and the names that were given by the user, ``local_rank`` (the launcher's) excepted.
+
+    Raises:
+        SystemExit: 2 with one line on stderr: a flag nobody knows, a value that does not parse. 0 after ``--help``.
+        ValueError: values that break a rule.
+    """
+    parser = _Parser((ModelArguments, DataArguments, TrainArguments), prog=prog, allow_abbrev=False)
+    names = [f.name for group in parser.dataclass_types for f in fields(group)]
+    launcher = [a for a in argv if re.match(r"--local[-_]rank=", a)]
+    rest = [a for a in argv if a not in launcher]
+    if len(rest) == 1 and rest[0].endswith(".json") and not rest[0].startswith("-"):
+        rest = _flags_in(rest[0])
+    # names still bound to the sentinel after parsing were not given
+    missing = object()
+    namespace, unknown = parser.parse_known_args([*launcher, *rest], Namespace(**dict.fromkeys(names, missing)))
+    if unknown:
+        parser.error(_unknown(unknown, names))
+    given = {name: value for name, value in vars(namespace).items() if value is not missing}
+    model_args, data_args, train_args = parser.parse_dict(given)
+    return model_args, data_args, train_args, set(given) - {"local_rank"}
+
+
+def _flags_in(path: str) -> list[str]:
+    _check_file("json", path)
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: must be strict JSON, but {error}. Remedy: correct it there.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must be one object with flags as keys, but is a {type(values).__name__}.")
+    for name, value in values.items():
+        if isinstance(value, (list, dict)):
+            raise ValueError(f"{path}: {name} must be a number, a string, true, false or null, but is {value}.")
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _unknown(arguments: Sequence[str], names: Sequence[str]) -> str:
+    flags = [a.split("=")[0] for a in arguments if a.startswith("--")]
+    if not flags:
+        return f"unexpected argument {arguments[0]!r}; every value follows its --flag"
+    return "; ".join(f"unknown flag {flag}: {_remedy(flag, names)}" for flag in flags)
+
+
+def _remedy(flag: str, names: Sequence[str]) -> str:
+    name = flag.removeprefix("--").replace("-", "_")
+    return ELSEWHERE.get(name) or _nearest(name, names, "see --help", prefix="--")
+
+
+def _nearest(name: str, known: Any, otherwise: str, prefix: str = "") -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise
+
+
+def extension(path: str | Path) -> str:
+    """``"jsonl"`` of ``"data/Train.JSONL"``."""
+    return Path(path).suffix.lower().removeprefix(".")

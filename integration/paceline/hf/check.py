@@ -1,0 +1,256 @@
+"""Can this model be trained as a pipeline and stay the same model? Asked before training, and by ``check-model``.
+
+Families in ``families.json`` were compared with their unsplit models by ``python -m paceline.hf.table``; any other
+family is compared here, on a small copy of the given config. What the given config itself can break, the operations
+that a decoder applies to its hidden states between the embedding and the layers, is checked for every model: a stage
+that holds nothing must change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from .adapters import ADAPTERS
+from .anatomy import UnsupportedModelError, anatomy_of, refuse_known
+from .families import NUM_LAYERS, shrink
+from .parity import ROUNDING, check_split
+from .router import router_loss_of
+from .stage import Cut, tied_weight
+from .weights import causal_config, load_stage, model_class_of, skeleton
+
+Verdict = Literal["exact", "rounding", "refused"]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What is known of one model.
+
+    Args:
+        difference: largest relative difference of loss, logits and gradients between cut and whole, in float32.
+        tied: the head shares the embedding's weight.
+        router_loss: its loss has a router's auxiliary term.
+        adapter: its family needs more than prune and reuse (:mod:`paceline.hf.adapters`).
+        num_parameters: of the whole model, a shared weight counted once.
+
+    Of a refused model only ``reason`` is sure to be known.
+    """
+
+    model_type: str
+    model_class: str
+    verdict: Verdict
+    reason: str = ""
+    difference: float | None = None
+    num_layers: int | None = None
+    tied: bool = False
+    router_loss: bool = False
+    adapter: bool = False
+    num_parameters: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of ``families.json``."""
+
+    verdict: Verdict
+    difference: float | None
+    tied: bool
+    router_loss: bool
+    adapter: bool
+    reason: str
+
+
+@lru_cache(maxsize=1)
+def families() -> dict[str, Family]:
+    """The families that were compared, by model type."""
+    return {model_type: Family(**row) for model_type, row in _table()["families"].items()}
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    return json.loads(resources.files("paceline.hf").joinpath("families.json").read_text())
+
+
+def compared_here() -> bool:
+    """Whether the installed transformers is one of those, oldest to newest, that ``families.json`` speaks of."""
+    oldest, newest = map(Version, _table()["transformers"])
+    return oldest <= Version(transformers.__version__) <= newest
+
+
+def check_source(source: str | Path) -> ModelReport:
+    """Report on the model whose config is at ``source``, a directory or a hub name. No weights are read.
+
+    Raises:
+        ValueError: there is no config that transformers can read.
+    """
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(str(source))
+    except Exception as error:
+        raise ValueError(
+            f"{str(source)!r} has no config that transformers {transformers.__version__} can read: "
+            f"{_first_line(error)} Give a directory with a config.json, or the name of a model on the hub."
+        ) from error
+    return check_model(config)
+
+
+def check_model(config: PretrainedConfig) -> ModelReport:
+    """Report on the model of ``config``; a model that cannot be cut is reported as refused, not raised."""
+    config = causal_config(config)
+    try:
+        with quiet():
+            model_class = model_class_of(config).__name__
+            difference = _difference(config)
+            model = skeleton(config)
+            anatomy = anatomy_of(model)
+    except UnsupportedModelError as error:
+        return ModelReport(config.model_type, type(config).__name__, "refused", str(error))
+    return ModelReport(
+        model_type=config.model_type,
+        model_class=model_class,
+        verdict=verdict(difference),
+        difference=difference,
+        num_layers=anatomy.num_layers,
+        tied=tied_weight(model, anatomy) is not None,
+        router_loss=router_loss_of(model) is not None,
+        adapter=config.model_type in ADAPTERS,
+        num_parameters=_num_parameters(model),
+    )
+
+
+def require_supported(config: PretrainedConfig) -> None:
+    """Check, at the start of training, that the model of ``config`` is the same model when cut into stages.
+
+    Under a second for a family that was compared before; seconds for another. Every rank comes to the same answer,
+    without asking the others.
+
+    Raises:
+        UnsupportedModelError: it is not, or it cannot be found out; the message says why.
+    """
+    with quiet():
+        _difference(causal_config(config))
+
+
+def verdict(difference: float) -> Verdict:
+    """What to call the largest relative difference of a model that is not refused."""
+    return "exact" if difference == 0.0 else "rounding"
+
+
+def _difference(config: PretrainedConfig) -> float:
+    refuse_known(config)
+    name = f"model type {config.model_type!r}"
+    family = families().get(config.model_type) if compared_here() else None
+    if family is None:
+        difference = _compare_small_copy(config, name)
+    elif family.difference is None:
+        raise UnsupportedModelError(f"{name} cannot be a pipeline: {family.reason}.")
+    else:
+        difference = family.difference
+    check_stream_identity(config)
+    return difference
+
+
+def _compare_small_copy(config: PretrainedConfig, name: str) -> float:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            parity = check_split(shrink(config), NUM_LAYERS)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} is not among the families that were compared with transformers {transformers.__version__}, and a "
+            f"small copy to compare now cannot be built: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    if not parity.worst <= ROUNDING:
+        raise UnsupportedModelError(
+            f"{name} cannot be a pipeline: cut into stages, a small copy of it differs from the whole model by "
+            f"{parity.worst:.1e} (loss {parity.loss:.1e}, logits {parity.logits:.1e}, gradient of "
+            f"{parity.worst_gradient!r} {parity.gradient:.1e})."
+        )
+    return parity.worst
+
+
+def check_stream_identity(config: PretrainedConfig) -> None:
+    """Check that a stage without layers, embedding and head hands on the hidden states that it gets, bit for bit.
+
+    With the config as it is (no weights are made): an embedding multiplier, dropout or position embedding that the
+    decoder would apply once more on every stage shows here.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    config = deepcopy(config)
+    config._attn_implementation = "eager"
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):
+            delattr(config, name)
+    stage = load_stage(None, config, Cut(0, 0, False, False))
+    # Some decoders ask their first parameter for their dtype.
+    stage.anatomy.trunk_of(stage.model).register_parameter("unused", torch.nn.Parameter(torch.zeros(())))
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randn(2, 8, stage.model.config.hidden_size, generator=generator)
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, 6:] = 0
+    side = {"attention_mask": mask, "position_ids": torch.arange(8).expand(2, 8)}
+    side = {name: tensor for name, tensor in side.items() if name in stage.accepts}
+    for training in (True, False):
+        out = _pass(stage.train(training), stream, side)
+        if out.shape != stream.shape or not torch.equal(out, stream):
+            what = (
+                f"by up to {(out - stream).abs().max():.1e}" if out.shape == stream.shape else f"to {list(out.shape)}"
+            )
+            raise UnsupportedModelError(
+                f"model type {config.model_type!r} cannot be a pipeline: in "
+                f"{'training' if training else 'evaluation'} its decoder changes the hidden states that come from "
+                f"another stage {what}, before or after its layers."
+            )
+
+
+def _pass(stage: torch.nn.Module, stream: Tensor, side: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        out, _ = stage(stream.clone(), side)
+    return out
+
+
+def _num_parameters(model: transformers.PreTrainedModel) -> int:
+    shared = getattr(model, "all_tied_weights_keys", None) or {}
+    return sum(p.numel() for name, p in model.named_parameters(remove_duplicate=False) if name not in shared)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from logging, warning and drawing progress bars; what was set before comes back."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        log.set_verbosity(logging.CRITICAL + 1)
+        log.disable_progress_bar()
+        try:
+            yield
+        finally:
+            log.set_verbosity(level)
+            if bars:
+                log.enable_progress_bar()

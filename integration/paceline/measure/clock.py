@@ -1,0 +1,80 @@
+"""Where a rank's time goes: compute, communication, idle. No synchronisation with the device while training.
+
+On a GPU the kernels run behind the host, so everything is timed with CUDA events on the stream and read later; on a
+CPU with the host's clock. A transfer that took longer than the fastest one of its kind and size waited for its peer, and
+the excess counts as idle: with blocking communication nothing else tells waiting from transferring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Clock:
+    """Sums of seconds by kind since the last :meth:`read`."""
+
+    device: torch.device
+    _compute_s: float = 0.0
+    _communication_s: float = 0.0
+    _idle_s: float = 0.0
+    _pending: list[tuple[Any, Any, tuple[str, int] | None]] = field(default_factory=list)
+    _fastest: dict[tuple[str, int], float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """Time of the device's own work."""
+        start = self._now()
+        yield
+        self._keep(start, None)
+
+    @contextmanager
+    def transfer(self, kind: str, num_bytes: int) -> Iterator[None]:
+        """Time of a blocking send, receive or collective of ``num_bytes``."""
+        start = self._now()
+        yield
+        self._keep(start, (kind, num_bytes))
+
+    def read(self) -> dict[str, float]:
+        """``compute_s``, ``communication_s``, ``idle_s``, ``other_s`` and ``wall_s`` since the last call.
+
+        ``other_s`` is the host's: loading data, Python, logging.
+        """
+        for start, stop, transfer in self._pending:
+            stop.synchronize()
+            self._add(start.elapsed_time(stop) / 1e3, transfer)
+        now = time.perf_counter()
+        spent = {"compute_s": self._compute_s, "communication_s": self._communication_s, "idle_s": self._idle_s}
+        wall = now - self._since
+        self._compute_s = self._communication_s = self._idle_s = 0.0
+        self._pending.clear()
+        self._since = now
+        return {**spent, "other_s": max(0.0, wall - sum(spent.values())), "wall_s": wall}
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _keep(self, start: Any, transfer: tuple[str, int] | None) -> None:
+        if self.device.type != "cuda":
+            self._add(time.perf_counter() - start, transfer)
+        else:
+            self._pending.append((start, self._now(), transfer))
+
+    def _add(self, seconds: float, transfer: tuple[str, int] | None) -> None:
+        if transfer is None:
+            self._compute_s += seconds
+            return
+        fastest = self._fastest[transfer] = min(seconds, self._fastest.get(transfer, seconds))
+        self._communication_s += fastest
+        self._idle_s += seconds - fastest

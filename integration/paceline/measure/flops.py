@@ -1,0 +1,37 @@
+"""Floating-point operations of one training step, from the model's shape alone."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from ..hf.anatomy import Anatomy
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
+
+
+def flops_per_token(model: PreTrainedModel, anatomy: Anatomy, length: int) -> float:
+    """Forward and backward FLOPs for one token in a sequence of ``length``.
+
+    ``6 N + 6 L · length · A``: two for each multiply-add, three passes (forward, gradients of inputs and of weights),
+    N the weights that a token meets (not the embedding table unless it is also the head; of the experts only those
+    it is routed to) and A = heads · head size, for scores and weighted sum under a causal mask. Recomputation of
+    checkpointed activations does not count: it is not work of the model.
+
+    Source: PaLM, arXiv 2204.02311, appendix B, with the causal mask's half of the attention counted.
+    """
+    config = model.config.get_text_config()
+    experts, top_k = (
+        next((v for n in names if (v := getattr(config, n, None))), None) for names in (NUM_EXPERTS, TOP_K)
+    )
+    met = 0.0
+    for name, parameter in model.named_parameters():
+        share = (top_k or 1) / experts if experts and ".experts." in f"{name}." else 1.0
+        met += parameter.numel() * share
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
+    if head is None or head.weight is not embedding:
+        met -= embedding.numel()
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return 6.0 * met + 6.0 * anatomy.num_layers * length * heads * size

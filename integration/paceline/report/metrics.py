@@ -1,0 +1,130 @@
+"""What a run leaves behind: a line of JSON per report while it trains, and a summary at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
+
+
+@dataclass
+class MetricsFile:
+    """Append-only ``metrics.jsonl``: one JSON object a line, flushed at once. A path of None writes nothing."""
+
+    path: Path | None
+    _file: TextIO | None = field(default=None, repr=False)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write ``record``; numbers that JSON cannot hold (NaN, infinity) become null."""
+        if self.path is None:
+            return
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a")
+        print(json.dumps(_finite(record), allow_nan=False), file=self._file, flush=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass
+class RankTotals:
+    """One rank's share of a run, summed over its reports."""
+
+    rank: int
+    stage: int
+    where: str
+    parameters: int
+    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
+    peak_memory_bytes: int = 0
+
+    def add(self, times: Mapping[str, float]) -> None:
+        for name in TIMES:
+            self.times[name] += times[name]
+
+
+def summarize(
+    ranks: Sequence[RankTotals],
+    *,
+    steps: int,
+    tokens: int,
+    flops_per_token: float,
+    train_loss: float,
+    evaluation: Mapping[str, float] | None,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The whole run as one JSON object.
+
+    Args:
+        tokens: trained on by all replicas together, padding not counted.
+        flops_per_token: of the model, forward and backward (:mod:`paceline.measure.flops`).
+        facts: what identifies the run (model, versions, hardware).
+    """
+    seconds = max(rank.times["wall_s"] for rank in ranks)
+    rate = tokens / seconds if seconds else 0.0
+    return _finite(
+        {
+            **facts,
+            "steps": steps,
+            "tokens": tokens,
+            "train_loss": train_loss,
+            **(evaluation or {}),
+            "training_s": seconds,
+            "tokens_per_s": rate,
+            "tokens_per_s_per_rank": rate / len(ranks),
+            "model_flop_per_s": rate * flops_per_token,
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "stage": rank.stage,
+                    "holds": rank.where,
+                    "parameters": rank.parameters,
+                    "peak_memory_bytes": rank.peak_memory_bytes,
+                    **{name: rank.times[name] for name in TIMES},
+                }
+                for rank in ranks
+            ],
+        }
+    )
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """``summary`` for a terminal."""
+    head = (
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['training_s']:.1f} s: "
+        f"{summary['tokens_per_s']:,.0f} tokens/s ({summary['tokens_per_s_per_rank']:,.0f} a rank), "
+        f"{_si(summary['model_flop_per_s'])}FLOP/s"
+    )
+    lines = [head, "rank  stage  compute  communicate  idle  other  peak memory  holds"]
+    for rank in summary["ranks"]:
+        wall = rank["wall_s"] or 1.0
+        compute, communicate, idle, other = (100 * rank[name] / wall for name in TIMES[:4])
+        lines.append(
+            f"{rank['rank']:>4}  {rank['stage']:>5}  {compute:>6.0f}%  {communicate:>10.0f}%  {idle:>3.0f}%  {other:>4.0f}%"
+            f"  {rank['peak_memory_bytes'] / 2**20:>7.0f} MiB  {rank['holds']}"
+        )
+    return "\n".join(lines)
+
+
+def _si(value: float) -> str:
+    for power, letter in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.1f} {letter}"
+    return f"{value:.0f} "
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

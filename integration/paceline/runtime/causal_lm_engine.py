@@ -1,0 +1,392 @@
+"""Training and evaluation of a :class:`CausalLMPipeline`: dictionaries in, exact token-weighted losses out.
+
+A step begins with a look at all its micro-batches. The first stage tells the others their shapes and which side
+tensors they have, so that receives need no headers; all ranks learn the number of label tokens of the whole step, so
+that each micro-batch's loss can be weighted as if the step were one batch; and a rank that has no data, or bad data,
+stops every rank with the same message.
+
+Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.schedule import InferenceSchedule
+from torch import Tensor
+
+from ..hf.stage import SIDE_INPUTS
+from .engine import PacelineEngine
+
+IGNORED = -100
+"""Label of a token that has no loss."""
+
+_COLUMNS = 5  # of the step's table: batch, length, side inputs (bits), label tokens, tokens
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """What every stage knows of a micro-batch before it arrives."""
+
+    batch: int
+    length: int
+    side: tuple[str, ...]
+    label_tokens: int
+    tokens: int
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch on the first or last stage, on the CPU: ``[B, S]`` int64 each."""
+
+    input_ids: Tensor
+    labels: Tensor
+    side: dict[str, Tensor]
+
+    @property
+    def row(self) -> list[int]:
+        bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
+        mask = self.side.get("attention_mask")
+        tokens = self.input_ids.numel() if mask is None else int(mask.sum())
+        return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens]
+
+
+def count_label_tokens(labels: Tensor) -> int:
+    """Label tokens that a next-token loss over ``labels`` ``[B, S]`` averages over: the first position has none."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def read_micro_batch(batch: Any) -> MicroBatch:
+    """A micro-batch from what a data loader yields: a mapping with Hugging Face's names, or ``(inputs, labels)``.
+
+    Raises:
+        ValueError: no token ids or labels, unknown keys, or shapes that do not match.
+    """
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        fields = dict(batch)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, labels = batch
+        fields = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
+    else:
+        raise ValueError(
+            f"a micro-batch is a {type(batch).__name__}: it must be a mapping with 'input_ids' and 'labels', "
+            "or a pair (input_ids, labels)."
+        )
+    for name in ("input_ids", "labels"):
+        if name not in fields:
+            raise ValueError(
+                f"a micro-batch has {sorted(fields)} but no {name!r}: add it"
+                + (" (a copy of input_ids, -100 where there is no loss)." if name == "labels" else ".")
+            )
+    unknown = set(fields) - {"input_ids", "labels", *SIDE_INPUTS}
+    if unknown:
+        raise ValueError(
+            f"a micro-batch has {sorted(unknown)}, which a causal-LM pipeline does not pass on: give only "
+            f"{['input_ids', 'labels', *SIDE_INPUTS]}."
+        )
+    tensors = {name: torch.as_tensor(value) for name, value in fields.items() if value is not None}
+    shape = tensors["input_ids"].shape
+    for name, tensor in tensors.items():
+        if tensor.shape != shape or tensor.dim() != 2:
+            raise ValueError(
+                f"{name!r} has shape {list(tensor.shape)}, input_ids {list(shape)}: both must be [batch, sequence]."
+            )
+    side = {name: tensors[name] for name in SIDE_INPUTS if name in tensors}
+    if set(side) == {"attention_mask"} and bool(side["attention_mask"].all()):
+        side = {}  # nothing is padded: the mask says no more than its absence, and need not travel
+    return MicroBatch(tensors["input_ids"], tensors["labels"], side)
+
+
+class CausalLMEngine(PacelineEngine):
+    """The engine that :func:`paceline.initialize` builds for a Hugging Face model.
+
+    ``train_batch(data_iter)`` takes M micro-batches from the iterator on the first and on the last stage; both must
+    see the same data. The loss that it returns, and whose gradient it applies, is that of the unsplit model over all
+    tokens of the step: micro-batches and replicas weigh by their label tokens.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._shapes: list[MicroBatchShape] = []
+        self._loaded: list[MicroBatch] = []
+        self._next = {"load": 0, "receive": 0, "forward": 0}
+        self._step_label_tokens = 0
+        self.step_tokens = 0
+        """Tokens of the last step, of all replicas together, padding not counted."""
+        self._stream_in: tuple[int, torch.dtype] | None = None
+        self._stream_out: tuple[int, torch.dtype] | None = None
+        super().__init__(*args, **kwargs)
+        if self._config.pipeline["activation_checkpoint_interval"] > 0:
+            self.module.enable_gradient_checkpointing()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over M micro-batches.
+
+        Returns:
+            The step's loss, a scalar tensor, on every rank.
+
+        Raises:
+            StopIteration: on every rank, when the iterator of any of them has less than a step left.
+            ValueError: on every rank, when a micro-batch does not fit.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._open_step(self.micro_batches)
+        return super().train_batch()
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As :meth:`deepspeed.PipelineEngine.eval_batch`; the mean loss is over label tokens."""
+        trained_on, self.data_iterator = self.data_iterator, data_iter
+        try:
+            self._open_step(num_micro_batches or self.micro_batches)
+        finally:
+            self.data_iterator = trained_on
+        return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Mean loss per label token over all of ``batches``, of all replicas together.
+
+        Args:
+            batches: this replica's micro-batches, the same on its first and last stage; ignored on other stages.
+                Replicas may have different numbers of them, also none.
+
+        Returns:
+            ``{"eval_loss", "perplexity", "eval_tokens"}`` on every rank. The router loss is not in it.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        trained_on, self.data_iterator = self.data_iterator, iter(batches) if self._loads else None
+        sums = torch.zeros(2, dtype=torch.float64)
+        try:
+            while self._open_step(self.micro_batches, partial=True):
+                self._sum_losses = torch.zeros((), dtype=torch.float64, device=self.device)
+                self._exec_schedule(InferenceSchedule(len(self._shapes), self.num_stages, self.stage_id))
+                if self.is_last_stage():
+                    sums += torch.stack([self._sum_losses.cpu(), torch.tensor(self._label_tokens, dtype=torch.float64)])
+        finally:
+            self.data_iterator = trained_on
+            self._sum_losses = None
+            self.module.train(was_training)
+        self.control.sum(sums)
+        loss = (sums[0] / sums[1]).item() if sums[1] else float("nan")
+        return {"eval_loss": loss, "perplexity": float(torch.tensor(loss).exp()), "eval_tokens": int(sums[1])}
+
+    _sum_losses: Tensor | None = None
+
+    @property
+    def _loads(self) -> bool:
+        return self.is_first_stage() or self.is_last_stage()
+
+    @property
+    def _label_tokens(self) -> int:
+        return sum(shape.label_tokens for shape in self._shapes)
+
+    def _open_step(self, num_micro_batches: int, partial: bool = False) -> int:
+        """Load the step's micro-batches and agree on their shapes; returns how many there are on any replica.
+
+        Args:
+            partial: take what is left of the data, down to nothing, instead of stopping when it is short.
+        """
+        error: BaseException | None = None
+        loaded: list[MicroBatch] = []
+        if self._loads:
+            try:
+                loaded = self._load(num_micro_batches, partial)
+            except Exception as caught:
+                error = caught
+        table = torch.zeros(1 + num_micro_batches * _COLUMNS, dtype=torch.int64)
+        if error is not None:
+            table[0] = -1
+        elif loaded:
+            rows = torch.tensor([batch.row for batch in loaded], dtype=torch.int64).flatten()
+            table[0] = len(loaded)
+            table[1 : 1 + len(rows)] = rows
+        own = table.clone()
+        if self.is_pipe_parallel:
+            self.control.from_first_stage(table)
+        if error is None and self.is_last_stage() and table[0] >= 0 and not torch.equal(own, table):
+            error = ValueError(
+                f"the first and the last stage see different data at step {self.global_steps}: "
+                "give both the same iterator (same files, seed and data-parallel rank)."
+            )
+        rows = table[1:].view(-1, _COLUMNS)[: max(int(table[0]), 0)].tolist()
+        self._shapes = [
+            MicroBatchShape(batch, length, tuple(n for i, n in enumerate(SIDE_INPUTS) if bits >> i & 1), *counts)
+            for batch, length, bits, *counts in rows
+        ]
+        self._loaded = loaded
+        self._next = dict.fromkeys(self._next, 0)
+        counts = [self._label_tokens, sum(shape.tokens for shape in self._shapes), len(rows)]
+        totals = torch.tensor([*(counts if self.is_last_stage() else [0, 0, 0]), int(error is not None)])
+        label_tokens, tokens, count, failures = self.control.sum(totals).tolist()
+        if failures:
+            self.control.raise_shared(error, f"loading the data of step {self.global_steps}")
+        self._step_label_tokens, self.step_tokens = label_tokens, tokens
+        return count
+
+    def _load(self, num_micro_batches: int, partial: bool) -> list[MicroBatch]:
+        if self.data_iterator is None:
+            raise ValueError("no training data: pass an iterator to train_batch, or training_data to initialize.")
+        loaded: list[MicroBatch] = []
+        while len(loaded) < num_micro_batches:
+            try:
+                batch = self._next_batch()
+            except StopIteration:
+                if partial:
+                    break
+                raise StopIteration(
+                    f"the data ended after {len(loaded)} of a step's {num_micro_batches} micro-batches"
+                ) from None
+            loaded.append(read_micro_batch(batch))
+        return loaded
+
+    # -- the instructions of a schedule --------------------------------------------------------------------------
+
+    def _take(self, counter: str) -> int:
+        index = self._next[counter]
+        self._next[counter] += 1
+        return index
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        batch = self._loaded[self._take("load")]
+        if self.is_first_stage():
+            side = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.side.items()}
+            ids = batch.input_ids.to(self.device, non_blocking=True)
+            self.pipe_buffers["inputs"][buffer_id] = (ids, side, None)
+        if self.is_last_stage():
+            self.pipe_buffers["labels"][buffer_id] = batch.labels.to(self.device, non_blocking=True)
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
+        shape = self._shapes[self._take("forward")]
+        with self.clock.compute():
+            out, routing_out = DeepSpeedEngine.forward(self, stream, side, routing)
+            if self.is_last_stage():
+                self._keep_loss(buffer_id, out, routing_out, shape)
+            else:
+                self.pipe_buffers["outputs"][buffer_id] = (out, routing_out, side)
+
+    def _keep_loss(self, buffer_id: int, logits: Tensor, routing: Tensor | None, shape: MicroBatchShape) -> None:
+        stage, labels = self.module.stage, self.pipe_buffers["labels"][buffer_id]
+        if self._sum_losses is not None:
+            if shape.label_tokens:
+                self._sum_losses += stage.loss(logits, labels, None, 1.0).double()
+            return
+        if self.eval_return_logits:
+            self.outputs = logits
+        # DeepSpeed divides by M and averages over replicas; so n label tokens of the step's N weigh n·M·D/N here.
+        share = max(self._step_label_tokens, 1) / (len(self._shapes) * self.dp_world_size)
+        loss = stage.loss(logits, labels, routing, share)
+        self.pipe_buffers["outputs"][buffer_id] = (loss, None, None)
+        self.fwd_outputs.append(loss.detach())
+        self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        with self.clock.compute():
+            if self.is_last_stage():
+                DeepSpeedEngine.backward(self, self.pipe_buffers["outputs"][buffer_id][0])
+            else:
+                self._backward_from_gradients(buffer_id)
+        self.pipe_buffers["outputs"][buffer_id] = None
+
+    def _backward_from_gradients(self, buffer_id: int) -> None:
+        out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
+        gradients = list(self.pipe_buffers["gradients"][buffer_id])
+        self.pipe_buffers["gradients"][buffer_id] = None
+        tensors = [out, routing][: len(gradients)]
+        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()
+        self._running_engine_backward = True
+        try:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    # -- the boundary --------------------------------------------------------------------------------------------
+    # Hidden states, then the side inputs packed into one int32 tensor, then the experts' sums; gradients likewise.
+    # Width and dtype of the hidden states are the model's business (some keep them in fp32 under bf16) and are sent
+    # once, before the first; batch and length are in the step's table.
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        out, routing, side = self.pipe_buffers["outputs"][buffer_id]
+        if self._stream_out is None:
+            self._stream_out = (out.shape[-1], out.dtype)
+            announced = [out.shape[-1], self.DTYPE_TO_ID[out.dtype]]
+            self._send(torch.tensor(announced, device=self.device), self.next_stage)
+        self._send(out.detach(), self.next_stage)
+        if side:
+            packed = torch.stack([side[name].to(torch.int32) for name in SIDE_INPUTS if name in side])
+            self._send(packed, self.next_stage)
+        if routing is not None:
+            self._send(routing.detach(), self.next_stage)
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["outputs"][buffer_id] = None
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        shape = self._shapes[self._take("receive")]
+        if self._stream_in is None:
+            hidden, dtype_id = self._receive((2,), torch.int64, self.prev_stage).tolist()
+            self._stream_in = (hidden, self.ID_TO_DTYPE[dtype_id])
+        hidden, dtype = self._stream_in
+        stream = self._receive((shape.batch, shape.length, hidden), dtype, self.prev_stage)
+        side: dict[str, Tensor] = {}
+        if shape.side:
+            packed = self._receive((len(shape.side), shape.batch, shape.length), torch.int32, self.prev_stage)
+            side = {name: packed[i].long() for i, name in enumerate(shape.side)}
+        routing = None
+        router_loss = self.module.stage.router_loss
+        if router_loss is not None:
+            routing = self._receive((router_loss.size,), torch.float32, self.prev_stage)
+        if torch.is_grad_enabled():
+            stream.requires_grad_()
+            if routing is not None:
+                routing.requires_grad_()
+        self.pipe_buffers["inputs"][buffer_id] = (stream, side, routing)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        stream, _, routing = self.pipe_buffers["inputs"][buffer_id]
+        self._send(stream.grad, self.prev_stage)
+        if routing is not None:
+            self._send(routing.grad, self.prev_stage)
+        self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
+        gradients = [self._receive(out.shape, out.dtype, self.next_stage)]
+        if routing is not None:
+            gradients.append(self._receive(routing.shape, routing.dtype, self.next_stage))
+        self.pipe_buffers["gradients"][buffer_id] = gradients
+
+    def _reserve_pipe_buffers(self, num_buffers: int) -> None:
+        self.pipe_buffers.setdefault("gradients", [])
+        super()._reserve_pipe_buffers(num_buffers)
+
+    def _send(self, tensor: Tensor, stage: int) -> None:
+        tensor = tensor.contiguous()
+        with self.clock.transfer(f"send {stage}", tensor.numel() * tensor.element_size()):
+            p2p.send(tensor, stage)
+
+    def _receive(self, shape: Iterable[int], dtype: torch.dtype, stage: int) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with self.clock.transfer(f"receive {stage}", tensor.numel() * tensor.element_size()):
+            p2p.recv(tensor, stage)
+        return tensor

@@ -1,0 +1,96 @@
+"""Small messages between ranks beside the tensors' transport: agreement on errors, shapes, counts.
+
+They go over gloo on the CPU whatever the tensors use, so they never make a GPU wait for its own queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PeerError(RuntimeError):
+    """Another rank failed; the message names the rank, what it was doing, and its error."""
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    """The gloo groups of one job. Made once, by all ranks together (:meth:`create`)."""
+
+    world: dist.ProcessGroup
+    pipe: dist.ProcessGroup
+    rank: int
+    pipe_ranks: tuple[int, ...]
+
+    @staticmethod
+    def create(num_stages: int = 1, timeout: timedelta | None = None) -> ControlPlane:
+        """Groups for a world laid out with stages outermost: rank = stage · data-parallel size + replica."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        world = dist.new_group(backend="gloo", timeout=timeout)
+        if num_stages == 1:
+            return ControlPlane(world, world, rank, (rank,))
+        replicas = size // num_stages
+        pipes = [tuple(range(replica, size, replicas)) for replica in range(replicas)]
+        groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in pipes]
+        mine = rank % replicas
+        return ControlPlane(world, groups[mine], rank, pipes[mine])
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place. CPU tensor of any shape."""
+        dist.all_reduce(values, group=self.world)
+        return values
+
+    def from_first_stage(self, values: Tensor) -> Tensor:
+        """The first stage's values, in place on the other stages of this pipeline."""
+        dist.broadcast(values, self.pipe_ranks[0], group=self.pipe)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order, on every rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.world)
+        return values
+
+    def settle(self, error: BaseException | None, doing: str) -> None:
+        """Raise on every rank if any rank failed; call it on all ranks, with the local error or None.
+
+        A :class:`ValueError` (wrong input) that every failing rank shares is raised as it is everywhere.
+        """
+        failed = self.sum(torch.tensor([int(error is not None)]))
+        if failed.item():
+            self.raise_shared(error, doing)
+
+    def raise_shared(self, error: BaseException | None, doing: str) -> None:
+        """The raising half of :meth:`settle`, for callers that have already counted failures."""
+        reports = self.gather(None if error is None else (type(error).__name__, str(error), _is_input_error(error)))
+        told = [(rank, *report) for rank, report in enumerate(reports) if report]
+        # Running out of data elsewhere is no explanation when some rank has a real error.
+        rank, kind, message, is_input = next((r for r in told if r[1] != "StopIteration"), told[0])
+        if kind == "StopIteration":
+            raise StopIteration(message)
+        if error is not None and not isinstance(error, StopIteration):
+            raise error
+        if is_input:
+            raise ValueError(message)
+        raise PeerError(f"rank {rank} failed while {doing}: {kind}: {message}")
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Run a block without collectives on all ranks; if it fails on any, it fails on all."""
+        caught: BaseException | None = None
+        try:
+            yield
+        except Exception as error:
+            caught = error
+        self.settle(caught, doing)
+
+
+def _is_input_error(error: BaseException) -> bool:
+    return isinstance(error, (ValueError, FileNotFoundError))

@@ -1,0 +1,130 @@
+"""``paceline.initialize``: the arguments and results of ``deepspeed.initialize``, with pipelines of Hugging Face models."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..config import PacelineConfig, read_ds_config, warn_near_misses
+from ..patches.registry import applied
+from ..patches.deepspeed_initialize import engine_class
+from ..patches.deepspeed_ops import NO_SHM_COMM
+from .causal_lm_engine import CausalLMEngine
+from .engine import PacelineEngine
+from .module import CausalLMPipeline
+
+logger = logging.getLogger("paceline")
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """As :func:`deepspeed.initialize`; in addition ``model`` may be a Hugging Face model to be cut into stages.
+
+    Args:
+        model: * a hub name or directory, a ``PretrainedConfig`` or a ``PreTrainedModel``: with ``"paceline":
+            {"pipeline": …}`` in the config, a pipeline of it is built (:class:`CausalLMPipeline`);
+            * a ``PipelineModule``: run by :class:`PacelineEngine`;
+            * any other module: given to DeepSpeed as it is.
+        config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
+
+    Returns:
+        ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+
+    Raises:
+        ValueError: on every rank, if config, model and world do not fit.
+
+    Example::
+
+        engine, *_ = paceline.initialize(model="Qwen/Qwen3-0.6B", config="ds_configs/pp2.json")
+        loss = engine.train_batch(iter(loader))  # batches with input_ids, labels, attention_mask, …
+    """
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+        args = None
+    if source is None:
+        raise ValueError("no DeepSpeed config: pass config=PATH or a dict, or args with deepspeed_config.")
+    ds_config = read_ds_config(source)
+    warn_near_misses(ds_config)
+    PacelineConfig.of(ds_config)
+    start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
+
+    if isinstance(model, (str, Path, PretrainedConfig, PreTrainedModel)):
+        if isinstance(model, PreTrainedModel) and "pipeline" not in ds_config.get("paceline", {}):
+            return _deepspeed(locals(), ds_config, None)
+        model, ds_config = _pipeline(model, ds_config)
+    if isinstance(model, CausalLMPipeline):
+        return _deepspeed(locals(), ds_config, CausalLMEngine)
+    if isinstance(model, PipelineModule):
+        return _deepspeed(locals(), ds_config, PacelineEngine)
+    return _deepspeed(locals(), ds_config, None)
+
+
+def start_distributed(**kwargs: Any) -> None:
+    """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU."""
+    on_cpu = get_accelerator().device_name() == "cpu"
+    with applied(*([NO_SHM_COMM] if on_cpu else [])):
+        deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
+
+
+def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+    """The dtype that DeepSpeed will train in."""
+    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if ds_config.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+def _pipeline(model: Any, ds_config: dict[str, Any]) -> tuple[CausalLMPipeline, dict[str, Any]]:
+    from ..hf.check import require_supported
+    from .plan import plan_for
+
+    if isinstance(model, PretrainedConfig):
+        hf_config = model
+    elif isinstance(model, PreTrainedModel):
+        hf_config = model.config
+    else:
+        from transformers import AutoConfig
+
+        hf_config = AutoConfig.from_pretrained(model)
+    require_supported(hf_config)
+    resolved = plan_for(hf_config, ds_config)
+    pipeline = CausalLMPipeline(
+        model,
+        num_stages=resolved.stages,
+        partition=resolved.partition,
+        dtype=dtype_of(resolved.ds_config),
+        config=hf_config,
+    )
+    return pipeline, resolved.ds_config
+
+
+def _deepspeed(arguments: dict[str, Any], ds_config: dict[str, Any], engine: type | None) -> tuple[Any, Any, Any, Any]:
+    names = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "distributed_port")
+    names += ("mpu", "dist_init_required", "collate_fn", "mesh_param")
+    passed = {name: arguments[name] for name in names}
+    model = arguments["model"]
+    if engine is not None and passed["model_parameters"] is None:
+        passed["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
+    with applied(*([engine_class(engine)] if engine is not None else [])):
+        return deepspeed.initialize(**passed, config=ds_config)

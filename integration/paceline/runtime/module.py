@@ -1,0 +1,242 @@
+"""A Hugging Face causal language model as a DeepSpeed :class:`PipelineModule`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime import utils as ds_utils
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..hf.anatomy import Anatomy, anatomy_of
+from ..hf.stage import CausalLMStage, Cut, prune, tied_weight
+from ..hf.weights import load_stage, skeleton
+
+logger = logging.getLogger("paceline")
+
+EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One place where a model can be cut off from the next: the embedding, a decoder layer, or norm and head."""
+
+    name: str
+    kind: str
+    num_parameters: int
+
+
+def items_of(model: PreTrainedModel, anatomy: Anatomy) -> list[Item]:
+    """Embedding, decoder layers in order, head. Counts only; ``model`` may be on the meta device."""
+
+    def count(*modules: torch.nn.Module | None) -> int:
+        parameters = {id(p): p for m in modules if m is not None for p in m.parameters()}
+        return sum(p.numel() for p in parameters.values())
+
+    trunk = anatomy.trunk_of(model)
+    embedding = trunk.get_submodule(anatomy.embedding)
+    head = [getattr(trunk, name) for name in anatomy.after] + [getattr(model, name) for name in anatomy.head]
+    layers = anatomy.layers_of(model)
+    return [
+        Item(EMBEDDING, type(embedding).__name__, count(*(getattr(trunk, name) for name in anatomy.before))),
+        *(Item(f"layers.{i}", type(layer).__name__, count(layer)) for i, layer in enumerate(layers)),
+        Item("head", "Head", count(*head)),
+    ]
+
+
+def partition_items(items: Sequence[Item], num_stages: int, method: str | Sequence[int]) -> list[int]:
+    """Boundaries ``[0, …, len(items)]`` of ``num_stages`` runs of items.
+
+    Args:
+        method: ``"parameters"`` balances weights, ``"uniform"`` counts decoder layers, ``"type:REGEX"`` counts items
+            whose class name matches; each stage gets a decoder layer, the first also the embedding, the last the head.
+            Or the boundaries themselves.
+
+    Raises:
+        ValueError: a method that is none of these, boundaries that do not fit, or a stage left without layers.
+    """
+    num_layers = len(items) - 2
+    if not isinstance(method, str):
+        parts = list(method)
+        if len(parts) != num_stages + 1 or parts[0] != 0 or parts[-1] != len(items) or sorted(set(parts)) != parts:
+            raise ValueError(
+                f"partition {parts} does not cut {len(items)} items (embedding, {num_layers} decoder layers, head) "
+                f"into {num_stages} stages: give {num_stages + 1} rising boundaries from 0 to {len(items)}."
+            )
+        return parts
+    name, _, pattern = method.partition(":")
+    if name == "uniform":
+        weights = [1] * num_layers
+    elif name == "parameters":
+        weights = _per_layer([item.num_parameters for item in items])
+    elif name == "type" and pattern:
+        matches = [int(bool(re.search(pattern, item.kind, re.IGNORECASE))) for item in items]
+        if not any(matches):
+            kinds = sorted({item.kind for item in items})
+            raise ValueError(f"partition method {method!r} matches no layer class; this model has {kinds}.")
+        weights = _per_layer(matches)
+    else:
+        raise ValueError(
+            f"partition method {method!r} is not known: choose 'parameters', 'uniform', 'type:REGEX' or boundaries."
+        )
+    layers = [int(cut) for cut in ds_utils.partition_balanced(weights=weights, num_parts=num_stages)]
+    if sorted(set(layers)) != layers:
+        raise ValueError(
+            f"partition method {method!r} leaves a stage without decoder layers ({layers}): choose 'uniform', give "
+            f"boundaries, or take fewer than {num_stages} stages."
+        )
+    return [0, *(layer + 1 for layer in layers[1:-1]), len(items)]
+
+
+def _per_layer(weights: Sequence[int]) -> list[int]:
+    """Weights of items as weights of decoder layers: the embedding goes with the first, the head with the last."""
+    embedding, *layers, head = weights
+    layers[0] += embedding
+    layers[-1] += head
+    return layers
+
+
+def cut_of(parts: Sequence[int], stage: int) -> Cut:
+    """The part of the model that ``stage`` holds under the boundaries ``parts`` over items."""
+    start, stop, end = parts[stage], parts[stage + 1], parts[-1]
+    layer = [min(max(item - 1, 0), end - 2) for item in (start, stop)]
+    return Cut(layer[0], layer[1], first=start == 0, last=stop == end)
+
+
+class CausalLMPipeline(PipelineModule):
+    """A causal LM over ``num_stages`` stages; this rank builds, and holds weights for, its own stage only.
+
+    Args:
+        source: hub name or directory of a checkpoint; a config (weights drawn at random, the same for every number
+            of stages); or a model in memory, of which this rank keeps its stage.
+        num_stages: pipeline stages; divides the world size, at most the number of decoder layers.
+        partition: see :func:`partition_items`.
+        dtype: of the weights.
+        seed: for random weights.
+        gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
+        timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
+        from_pretrained: passed to transformers (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
+
+    Raises:
+        UnsupportedModelError: the model cannot be cut exactly.
+        ValueError: stages or partition do not fit.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | PretrainedConfig | PreTrainedModel,
+        *,
+        num_stages: int,
+        partition: str | Sequence[int] = "parameters",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 42,
+        gradient_checkpointing: bool = False,
+        config: PretrainedConfig | None = None,
+        timeout: timedelta | None = None,
+        **from_pretrained: Any,
+    ) -> None:
+        if isinstance(source, PreTrainedModel):
+            config = source.config
+        elif isinstance(source, PretrainedConfig):
+            config = source
+        elif config is None:
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(source)
+        self.config = config
+        self.timeout = timeout
+        self._source, self._dtype, self._seed = source, dtype, seed
+        self._from_pretrained = from_pretrained
+        whole = source if isinstance(source, PreTrainedModel) else skeleton(config)
+        self.anatomy = anatomy_of(whole)
+        self.items = items_of(whole, self.anatomy)
+        self.total_parameters = sum(p.numel() for p in whole.parameters())
+        self.is_tied = tied_weight(whole, self.anatomy) is not None
+        if num_stages > self.anatomy.num_layers:
+            raise ValueError(
+                f"{num_stages} stages are more than the model's {self.anatomy.num_layers} decoder layers: "
+                f"choose at most {self.anatomy.num_layers}."
+            )
+        # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
+        with contextlib.redirect_stdout(io.StringIO()):
+            super().__init__(layers=self.items, num_stages=num_stages, partition_method=partition)
+        if gradient_checkpointing:
+            self.enable_gradient_checkpointing()
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of each decoder layer in the backward pass."""
+        self.stage.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def _partition_layers(self, method: Any = "parameters") -> None:
+        self.parts = partition_items(self.items, self.num_stages, method)
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def _build(self) -> None:
+        cut = cut_of(self.parts, self.stage_id)
+        source = self._source
+        if isinstance(source, PreTrainedModel):
+            prune(source, self.anatomy, cut)
+            stage = CausalLMStage(source.to(self._dtype), cut, self.anatomy)
+        else:
+            directory = None if isinstance(source, PretrainedConfig) else source
+            stage = load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
+        self._source = None
+        self.stage = stage
+        self.forward_funcs.append(stage)
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+
+    def forward(
+        self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :class:`paceline.hf.stage.CausalLMStage`."""
+        return self.stage(stream, side, routing)
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """The embedding on the first stage and its copy, the head's weight, on the last."""
+        if not self.is_tied or self.num_stages == 1:
+            return {}
+        comms = {}
+        for replica in range(self._grid.data_parallel_size):
+            ranks = [self._grid.stage_to_global(stage_id=s, data=replica) for s in (0, self.num_stages - 1)]
+            group = dist.new_group(ranks=ranks)
+            if self.global_rank in ranks:
+                embedding = self.anatomy.trunk_of(self.stage.model).get_submodule(self.anatomy.embedding)
+                comms[EMBEDDING] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": embedding}
+                if self.global_rank != ranks[0]:
+                    for parameter in embedding.parameters():
+                        parameter.ds_pipe_replicated = True  # counted once, on the first stage
+        return comms
+
+    @torch.no_grad()  # stock broadcasts into a parameter under autograd, which torch warns of at the first backward
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
+
+    def describe(self) -> list[str]:
+        """Where the model went, a line a stage."""
+        lines = []
+        for stage in range(self.num_stages):
+            items = self.items[self.parts[stage] : self.parts[stage + 1]]
+            layers = [item for item in items if item.name.startswith("layers.")]
+            names = [item.name for item in items if item not in layers]
+            if layers:
+                first, last = layers[0].name.partition(".")[2], layers[-1].name.partition(".")[2]
+                span = f"layer {first}" if first == last else f"layers {first}-{last}"
+                names.insert(1 if names and names[0] == EMBEDDING else 0, span)
+            size = sum(item.num_parameters for item in items)
+            lines.append(f"stage {stage}: {', '.join(names)} ({size / 1e6:.2f} M parameters)")
+        return lines

@@ -1,0 +1,78 @@
+"""From a model, a JSON and the ranks that there are to stages, partition and batch sizes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import PretrainedConfig
+
+from ..config import Resolved, fill_auto, resolve, resolve_stages
+from ..hf.weights import skeleton
+from ..measure.memory import available_bytes
+
+logger = logging.getLogger("paceline")
+
+STATE_BYTES = 16
+"""Per parameter under Adam: weight, gradient and two moments in fp32, or their mixed-precision equivalents."""
+
+
+def plan_for(
+    hf_config: PretrainedConfig,
+    ds_config: Mapping[str, Any],
+    *,
+    args: Any = None,
+    given: Iterable[str] = (),
+    num_steps: Callable[[Resolved], int] | None = None,
+) -> Resolved:
+    """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once.
+
+    Args:
+        args: the command line that fills ``"auto"`` values, see :func:`paceline.config.fill_auto`.
+        given: names in ``args`` that the user gave.
+        num_steps: optimizer steps of the run, once the batch sizes are known.
+
+    Raises:
+        ValueError: stages, batch sizes and world do not fit.
+    """
+    model = skeleton(hf_config)
+    text = hf_config.get_text_config()
+    world_size = dist.get_world_size()
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", 0))))
+    room: dict[str, Any] = {
+        "world_size": world_size,
+        "num_layers": text.num_hidden_layers,
+        "state_bytes": STATE_BYTES * sum(p.numel() for p in model.parameters()),
+        "device_bytes": available_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
+    }
+    # Ranks see different amounts of free memory: the least of all decides.
+    least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    room["device_bytes"] = int(least)
+    stages, _ = resolve_stages(ds_config, **room)
+
+    def filled(config: Mapping[str, Any], max_steps: int | None) -> Resolved:
+        complete = fill_auto(
+            config,
+            args,
+            data_parallel=world_size // stages,
+            hidden_size=text.hidden_size,
+            max_steps=max_steps,
+            given=given,
+        )
+        return resolve(complete, num_items=text.num_hidden_layers + 2, **room)
+
+    without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
+    max_steps = num_steps(filled(without_schedule, None)) if num_steps is not None else None
+    resolved = filled(ds_config, max_steps)
+    if dist.get_rank() == 0:
+        for path, choice in resolved.chosen.items():
+            logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
+        logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
+    return resolved

@@ -1,0 +1,147 @@
+"""The ``paceline`` command: what can be asked without a cluster.
+
+Nothing heavy is imported before a subcommand runs, so that ``paceline --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline import __version__
+
+OK, BAD_INPUT, REFUSED = 0, 2, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
+    args = build_parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except ValueError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="Fine-tune Hugging Face models as DeepSpeed pipelines.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        sub.set_defaults(command=command)
+        return sub
+
+    check_config = add("check-config", _check_config, "Check a DeepSpeed JSON and show what paceline makes of it.")
+    check_config.add_argument("file", metavar="FILE", help="DeepSpeed JSON")
+    check_config.add_argument("--world-size", type=_positive, metavar="N", help="ranks; also resolve for so many")
+    check_config.add_argument("--num-layers", type=_positive, metavar="L", help="decoder layers of the model")
+    check_model = add("check-model", _check_model, "Say whether a Hugging Face model can be a pipeline.")
+    check_model.add_argument("model", metavar="NAME_OR_DIR", help="name on the hub, or a directory with a config.json")
+    add("schema", _schema, 'Print the JSON schema of the "paceline" section.')
+    patches = add("patches", _patches, "List what paceline replaces in other packages at run time, and why.")
+    for sub in (check_config, check_model, patches):
+        sub.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _check_config(args: argparse.Namespace) -> int:
+    from paceline.config import PacelineConfig, near_misses, open_autos, read_ds_config, resolve
+
+    if (args.world_size is None) != (args.num_layers is None):
+        raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
+    config = read_ds_config(args.file)
+    for line in near_misses(config):
+        print(f"paceline: warning: {line}", file=sys.stderr)
+    section = PacelineConfig.of(config)
+    shown: dict[str, Any] = {"paceline": section.model_dump(mode="json")}
+    shown["auto"] = open_autos(config)
+    if args.world_size is not None:
+        batches = [key for key in shown["auto"] if key in config]
+        if batches:
+            print(f"paceline: {', '.join(batches)}: taken as left out; the command line decides.", file=sys.stderr)
+        resolved = resolve(
+            {key: value for key, value in config.items() if key not in batches},
+            world_size=args.world_size,
+            num_layers=args.num_layers,
+            num_items=args.num_layers + 2,
+            state_bytes=None,
+            device_bytes=None,
+            cpu=False,
+        )
+        names = ("stages", "data_parallel", "partition", "micro_batch_size", "micro_batches", "train_batch_size")
+        shown["resolved"] = {name: getattr(resolved, name) for name in names}
+        shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
+    print(json.dumps(shown, indent=2) if args.json else _config_text(shown))
+    return OK
+
+
+def _config_text(shown: Mapping[str, Any]) -> str:
+    lines = [f'"paceline": {json.dumps(shown["paceline"])}']
+    lines += [f"{path}: filled from the command line" for path in shown["auto"]]
+    lines += [f"{name}: {json.dumps(value)}" for name, value in shown.get("resolved", {}).items()]
+    lines += [
+        f"chosen {path} = {json.dumps(choice['value'])}: {choice['why']}"
+        for path, choice in shown.get("chosen", {}).items()
+    ]
+    return "\n".join(lines)
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from paceline.config import PacelineConfig
+
+    print(json.dumps(PacelineConfig.model_json_schema(), indent=2))
+    return OK
+
+
+def _check_model(args: argparse.Namespace) -> int:
+    from paceline.hf.check import check_source
+
+    report = check_source(args.model).to_dict()
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(f"{name}: {value}" for name, value in report.items() if value not in (None, "")))
+    return REFUSED if report["verdict"] == "refused" else OK
+
+
+def _patches(args: argparse.Namespace) -> int:
+    from paceline.patches.registry import all_patches
+
+    rows = [
+        {
+            "target": patch.target,
+            "reason": patch.reason,
+            "requires": patch.requires,
+            "removable_when": patch.removable_when,
+            "problem": patch.problem(),
+        }
+        for patch in all_patches()
+    ]
+    if args.json:
+        print(json.dumps([{**row, "fits": not row["problem"]} for row in rows], indent=2))
+        return OK
+    for row in rows:
+        print(row["target"])
+        print(f"  why:            {row['reason']}")
+        print(f"  needs:          {row['requires']}")
+        print(f"  removable when: {row['removable_when']}")
+        print(f"  here:           {row['problem'] or 'fits'}")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

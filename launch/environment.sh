@@ -1,0 +1,96 @@
+# shellcheck shell=bash
+# Source this file, then call `prepare_environment run` (to run paceline) or `prepare_environment test` (to test it).
+# Afterwards $PYTHON is a Python with paceline installed from this repository, and its environment is active.
+#
+# An active virtual environment that has torch is used as it is; otherwise .venv in the repository is, and is made when
+# it is missing. A torch that the Python underneath has is used, never replaced.
+#   PACELINE_VENV           use, or make, this virtual environment and no other
+#   PACELINE_TRANSFORMERS   test with this version of transformers
+
+TORCH_TO_INSTALL=2.13.0
+TRANSFORMERS_TO_TEST=5.23.0
+REPOSITORY=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+
+prepare_environment() { # run|test
+  local venv stamp transformers="" requirement=$REPOSITORY
+  if [[ -n ${PACELINE_VENV:-} ]]; then
+    venv=$PACELINE_VENV
+  elif [[ -n ${VIRTUAL_ENV:-} ]] && _has_usable_torch "$VIRTUAL_ENV/bin/python"; then
+    venv=$VIRTUAL_ENV
+  else
+    venv=$REPOSITORY/.venv
+  fi
+  # An environment for tests serves those who only run paceline: their stamp is the beginning of its stamp.
+  stamp="$REPOSITORY $(cksum <"$REPOSITORY/pyproject.toml")"
+  if [[ $1 == test ]]; then
+    transformers=transformers==${PACELINE_TRANSFORMERS:-$TRANSFORMERS_TO_TEST}
+    stamp+=" test $transformers"
+    requirement+="[test]"
+  fi
+
+  if ! [[ -x $venv/bin/python && -f $venv/paceline-stamp && $(<"$venv/paceline-stamp") == "$stamp"* ]]; then
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+      _make_venv "$venv" || return
+    fi
+    if ! _has_usable_torch "$venv/bin/python"; then
+      step "installing torch $TORCH_TO_INSTALL" pip_install "$venv" "torch==$TORCH_TO_INSTALL" || return
+    fi
+    "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+      >"$venv/paceline-constraints.txt" || return
+    step "installing what it takes to $1 paceline" pip_install "$venv" \
+      --constraint "$venv/paceline-constraints.txt" --editable "$requirement" ${transformers:+"$transformers"} || return
+    printf '%s' "$stamp" >"$venv/paceline-stamp"
+  fi
+
+  export PYTHON=$venv/bin/python VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+  unset PYTHONHOME
+}
+
+_make_venv() { # venv
+  local python="" candidate options=()
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    # A virtual environment cannot stand on another one: what counts is the Python underneath.
+    python=$("$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))' 2>/dev/null) &&
+      "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' && break
+    python=""
+  done
+  if [[ -z $python ]]; then
+    _fail "no Python 3.10 or newer found as python3: install one"
+  elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    _fail "$python has no ensurepip or venv: install them (Debian, Ubuntu: apt install python3-venv)"
+  else
+    if _has_usable_torch "$python"; then options=(--system-site-packages); fi
+    step "making a virtual environment in $1" "$python" -m venv --clear ${options[@]+"${options[@]}"} "$1"
+  fi
+}
+
+_has_usable_torch() { # python
+  "$1" - 2>/dev/null <<'EOF'
+import re
+import sys
+from importlib.metadata import version
+
+sys.exit(tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2]) < (2, 11))
+EOF
+}
+
+pip_install() { # venv arguments...
+  "$1/bin/python" -m pip install -qq --disable-pip-version-check --no-input "${@:2}"
+}
+
+# Runs a command, and says what it is for and how long it took.
+step() { # description command...
+  local start=$SECONDS
+  printf 'paceline: %s ... ' "$1" >&2
+  if "${@:2}" >&2; then
+    printf '%d s\n' "$((SECONDS - start))" >&2
+  else
+    printf '\n' >&2
+    _fail "$1: failed after $((SECONDS - start)) s"
+  fi
+}
+
+_fail() { # message
+  printf 'paceline: error: %s\n' "$1" >&2
+  return 1
+}

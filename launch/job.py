@@ -1,0 +1,389 @@
+"""One fine-tuning job, step by step: model, data, engine, training, evaluation, export, summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from paceline.config import PacelineConfig, Resolved, read_ds_config, warn_near_misses
+from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
+from paceline.hf.check import require_supported
+from paceline.hf.data import (
+    BatchPlan,
+    choose_block_size,
+    evaluation_batches,
+    load_raw,
+    micro_batches,
+    tokenize_and_group,
+)
+from paceline.hf.export import export
+from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
+from paceline.hf.weights import skeleton
+from paceline.measure.flops import flops_per_token
+from paceline.measure.memory import peak_bytes
+from paceline.report.metrics import MetricsFile, RankTotals, summarize, table
+from paceline.report.progress import Progress
+from paceline.runtime.control import ControlPlane
+from paceline.runtime.initialize import dtype_of, initialize
+from paceline.runtime.module import CausalLMPipeline
+from paceline.runtime.plan import plan_for
+
+logger = logging.getLogger("paceline")
+
+TOKENIZER_TEXTS = 2_000
+"""Rows that a tokenizer is trained on when a model from scratch brings none."""
+
+
+class Job:
+    """The main job on one rank. All ranks call :meth:`run`; a wrong input stops all of them with the same message."""
+
+    def __init__(
+        self, model_args: ModelArguments, data_args: DataArguments, args: TrainArguments, given: set[str]
+    ) -> None:
+        self.model_args, self.data_args, self.args, self.given = model_args, data_args, args, given
+        self.rank = dist.get_rank()
+        self.timeout = timedelta(seconds=args.ddp_timeout)
+        self.control = ControlPlane.create(timeout=self.timeout)
+        self.output = Path(args.output_dir)
+
+    def run(self) -> None:
+        torch.manual_seed(self.args.seed)
+        with _deepspeed_warnings_only():
+            with self.control.together("reading the configuration"):
+                self._check_output()
+                ds_config = self._read_config()
+            with self.control.together("reading the data"):
+                train_text, held_out_text = load_raw(
+                    self.data_args, cache_dir=self.model_args.cache_dir, token=self.model_args.token, progress=False
+                )
+                self.tokenizer = self._tokenizer(train_text)
+                self.config = self._model_config()
+                require_supported(self.config)
+                self.train_data, self.held_out = self._tokenize(train_text, held_out_text)
+            resolved = plan_for(self.config, ds_config, args=self.args, given=self.given, num_steps=self._num_steps)
+            self._build(resolved)
+            self._train()
+        self._finish()
+
+    # -- before training -----------------------------------------------------------------------------------------
+
+    def _check_output(self) -> None:
+        there = self.output / "config.json"
+        if there.exists() and not self.args.overwrite_output_dir and "output_dir" in self.given:
+            raise ValueError(
+                f"--output_dir {self.output} already holds a model: choose another directory, "
+                "or replace it with --overwrite_output_dir."
+            )
+
+    def _read_config(self) -> dict[str, Any]:
+        ds_config = read_ds_config(self.args.deepspeed or {})
+        if self.rank == 0:
+            warn_near_misses(ds_config)
+        self.section = PacelineConfig.of(ds_config)
+        ds_config.setdefault("paceline", {}).setdefault("pipeline", {})  # it is what this job is for
+        if ds_config.get("steps_per_print") is None:
+            ds_config["steps_per_print"] = None  # DeepSpeed's own lines; progress is ours
+        return ds_config
+
+    def _tokenizer(self, train_text: Any) -> PreTrainedTokenizerBase:
+        if self.model_args.tokenizer_name or self.model_args.model_name_or_path:
+            return load_tokenizer(self.model_args)
+        (column,) = train_text.column_names
+        return train_tokenizer(train_text[:TOKENIZER_TEXTS][column])
+
+    def _model_config(self) -> PretrainedConfig:
+        args = self.model_args
+        name = args.config_name or args.model_name_or_path
+        if name is None:
+            config = AutoConfig.for_model(args.model_type, **_special_tokens(self.tokenizer))
+            return args.override(config)
+        try:
+            config = AutoConfig.from_pretrained(
+                name,
+                cache_dir=args.cache_dir,
+                revision=args.model_revision,
+                token=args.token,
+                trust_remote_code=args.trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            flag = "config_name" if args.config_name else "model_name_or_path"
+            raise ValueError(f"--{flag} {name}: no model config can be loaded: {error}") from error
+        if args.model_name_or_path is None:
+            config.update(_special_tokens(self.tokenizer))
+        return args.override(config)
+
+    def _tokenize(self, train_text: Any, held_out_text: Any) -> tuple[Any, Any]:
+        block_size = choose_block_size(self.data_args.block_size, self.tokenizer, self.config)
+        largest = len(self.tokenizer) - 1
+        if largest >= self.config.get_text_config().vocab_size:
+            raise ValueError(
+                f"the tokenizer has {largest + 1} tokens, the model's vocabulary "
+                f"{self.config.get_text_config().vocab_size}: choose a tokenizer that belongs to the model."
+            )
+
+        def blocks(text: Any, limit: int | None, what: str) -> Any:
+            return tokenize_and_group(
+                text,
+                self.tokenizer,
+                block_size,
+                max_samples=limit,
+                num_proc=self.data_args.preprocessing_num_workers,
+                overwrite_cache=self.data_args.overwrite_cache,
+                progress=self.rank == 0 and not self.args.disable_tqdm,
+                what=what,
+            )
+
+        train = blocks(train_text, self.data_args.max_train_samples, "training data")
+        if held_out_text is None:
+            return train, None
+        return train, blocks(held_out_text, self.data_args.max_eval_samples, "held-out data")
+
+    def _plan(self, resolved: Resolved, replica: int = 0) -> BatchPlan:
+        return BatchPlan(
+            num_samples=len(self.train_data),
+            micro_batch_size=resolved.micro_batch_size,
+            micro_batches_per_step=resolved.micro_batches,
+            data_parallel_rank=replica,
+            data_parallel_size=resolved.data_parallel,
+            seed=self.args.seed,
+        )
+
+    def _num_steps(self, resolved: Resolved) -> int:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * self._plan(resolved).steps_per_epoch)
+
+    def _build(self, resolved: Resolved) -> None:
+        args = self.model_args
+        loading: dict[str, Any] = {}
+        if args.attn_implementation:
+            loading["attn_implementation"] = args.attn_implementation
+        if args.model_name_or_path:
+            loading |= {"cache_dir": args.cache_dir, "revision": args.model_revision, "token": args.token}
+        self.resolved = resolved
+        self.pipeline = CausalLMPipeline(
+            args.model_name_or_path or self.config,
+            num_stages=resolved.stages,
+            partition=resolved.partition,
+            dtype=dtype_of(resolved.ds_config),
+            seed=self.args.seed,
+            gradient_checkpointing=self.args.gradient_checkpointing,
+            config=self.config,
+            timeout=self.timeout,
+            **loading,
+        )
+        # Dropout differs between ranks; the weights were drawn by name and do not care.
+        torch.manual_seed(self.args.seed + self.rank)
+        if self.rank == 0:
+            for line in self.pipeline.describe():
+                logger.info("%s", line)
+        self.num_steps = self._num_steps(resolved)
+        self.engine, *_ = initialize(
+            model=self.pipeline,
+            model_parameters=_decay_groups(self.pipeline, resolved.ds_config),
+            lr_scheduler=None if "scheduler" in resolved.ds_config else self._schedule,
+            config=resolved.ds_config,
+        )
+        self.replica = self.engine.grid.data_parallel_id
+        self.plan = self._plan(resolved, self.replica)
+
+    def _schedule(self, optimizer: Any) -> Any:
+        from transformers import get_scheduler
+
+        warmup = self.args.num_warmup_steps(self.num_steps)
+        return get_scheduler(self.args.lr_scheduler_type, optimizer, warmup, self.num_steps)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        args, engine = self.args, self.engine
+        self.totals = RankTotals(
+            self.rank, engine.stage_id, self.pipeline.describe()[engine.stage_id].partition(": ")[2],
+            sum(p.numel() for p in self.pipeline.parameters()),
+        )  # fmt: skip
+        writes = self.rank == 0 and self.section.report.metrics
+        self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None)
+        self.progress = Progress(self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm)
+        self.tokens, self.evaluation = 0, None
+        batches = (
+            micro_batches(self.train_data, self.plan) if engine.is_first_stage() or engine.is_last_stage() else None
+        )
+        self._evaluate(0)
+        losses: list[torch.Tensor] = []
+        tokens = 0
+        engine.clock.read()
+        for step in range(1, self.num_steps + 1):
+            losses.append(engine.train_batch(batches))
+            tokens += engine.step_tokens
+            self.progress.step()
+            if step % args.logging_steps == 0 or step == self.num_steps:
+                self._report(step, losses, tokens)
+                losses, tokens = [], 0
+            if self._is_evaluation_due(step):
+                self._evaluate(step)
+        self.progress.close()
+
+    def _report(self, step: int, losses: list[torch.Tensor], tokens: int) -> None:
+        times = self.engine.clock.read()
+        self.totals.add(times)
+        self.tokens += tokens
+        self.train_loss = torch.stack(losses).mean().item()
+        rate = tokens / times["wall_s"]
+        norm = self.engine.grad_norm()
+        self.progress.report(step, {"loss": self.train_loss, "tokens/s": rate, "lr": self.engine.get_lr()[0]})
+        self.metrics.write(
+            {
+                "step": step,
+                "epoch": step / self.plan.steps_per_epoch,
+                "loss": self.train_loss,
+                "learning_rate": self.engine.get_lr()[0],
+                "grad_norm": norm,
+                "tokens": self.tokens,
+                "tokens_per_s": rate,
+                "step_s": times["wall_s"] / len(losses),
+                "skipped_steps": self.engine.skipped_steps,
+                "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
+            }
+        )
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        if step == self.num_steps:
+            return True
+        if self.args.eval_strategy == "epoch":
+            return step % self.plan.steps_per_epoch == 0
+        return self.args.eval_strategy == "steps" and step % (self.args.eval_steps or 1) == 0
+
+    def _evaluate(self, step: int) -> None:
+        if self.held_out is None or (step == 0 and self.args.eval_strategy == "no"):
+            return
+        batches = evaluation_batches(
+            self.held_out, self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
+        )
+        self.evaluation = self.engine.evaluate(batches)
+        self.engine.clock.read()
+        self.progress.say(
+            f"[paceline] step {step}: held-out loss {self.evaluation['eval_loss']:.4f}, "
+            f"perplexity {self.evaluation['perplexity']:.2f}"
+        )
+        self.metrics.write({"step": step, **self.evaluation})
+
+    # -- after training ------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        export(
+            self.pipeline,
+            self.output,
+            self.control,
+            tokenizer=self.tokenizer,
+            max_shard_size=self.args.max_shard_size,
+        )
+        self.totals.peak_memory_bytes = peak_bytes(torch.device(self.engine.device))
+        ranks = self.control.gather(self.totals)
+        with self.control.together("writing the summary"):
+            if self.rank == 0:
+                self._summarize(ranks)
+                if self.args.sample_prompt:
+                    self._sample(self.args.sample_prompt)
+
+    def _summarize(self, ranks: list[RankTotals]) -> None:
+        length = len(self.train_data[0]["input_ids"])
+        summary = summarize(
+            ranks,
+            steps=self.num_steps,
+            tokens=self.tokens,
+            flops_per_token=flops_per_token(skeleton(self.config), self.pipeline.anatomy, length),
+            train_loss=self.train_loss,
+            evaluation=self.evaluation,
+            facts=self._facts(),
+        )
+        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.metrics.close()
+        logger.info("%s", table(summary))
+        logger.info("model written to %s: AutoModelForCausalLM.from_pretrained(%r)", self.output, str(self.output))
+
+    def _facts(self) -> dict[str, Any]:
+        import transformers
+
+        device = torch.device(self.engine.device)
+        hardware = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+        )
+        return {
+            "model_type": self.config.model_type,
+            "parameters": self.pipeline.total_parameters,
+            "stages": self.resolved.stages,
+            "data_parallel": self.resolved.data_parallel,
+            "boundaries": self.pipeline.parts,
+            "micro_batches": self.resolved.micro_batches,
+            "micro_batch_size": self.resolved.micro_batch_size,
+            "dtype": str(dtype_of(self.resolved.ds_config)).removeprefix("torch."),
+            "hardware": f"{dist.get_world_size()} × {hardware} ({os.cpu_count()} cores)",
+            "versions": {
+                "torch": torch.__version__,
+                "deepspeed": deepspeed.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+    def _sample(self, prompt: str) -> None:
+        """Load what was exported as anybody would, and let it complete a line."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(self.output)
+        tokenizer = AutoTokenizer.from_pretrained(self.output)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        text = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        logger.info("%r continues as %r", prompt, text)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _decay_groups(pipeline: CausalLMPipeline, ds_config: dict[str, Any]) -> list[Any]:
+    """Trainer's rule: with weight decay, biases and norms are a group without."""
+    model = pipeline.stage.model
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not ds_config.get("optimizer", {}).get("params", {}).get("weight_decay"):
+        return list(trainable.values())
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    plain = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], plain))
+    return [
+        {"params": [p for name, p in trainable.items() if name in decayed]},
+        {"params": [p for name, p in trainable.items() if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+@contextmanager
+def _deepspeed_warnings_only() -> Iterator[None]:
+    """DeepSpeed says at INFO, on every rank, what it does at every turn."""
+    from deepspeed.utils import logger as ds_logger
+
+    level = ds_logger.level
+    ds_logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        ds_logger.setLevel(level)

@@ -1,0 +1,208 @@
+"""Reversible, fingerprinted replacements of upstream attributes and items. Nothing is replaced at import.
+
+A patch is the last resort, for what has no hook. It says where, why, for which versions, against which source it was
+written, and when it can go; ``paceline patches`` lists them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.requirements import Requirement
+
+_ITEM = re.compile(r"(?P<path>.+)\[(?P<key>.+)\]")
+
+
+class PatchError(RuntimeError):
+    """A patch does not fit what is installed, or something else has already replaced its target."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """``make`` of a patch that puts one value in place, whatever was there. Equal for equal values."""
+
+    value: Any
+
+    def __call__(self, original: Any) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One declared replacement.
+
+    Args:
+        target: ``"module:Owner.attribute"`` or ``"module:mapping[key]"``.
+        make: the replacement, given the original.
+        requires: PEP 508 requirement that the installed distribution must meet (``"deepspeed>=0.19.8,<0.20"``).
+        reason: why there is no other way, one line.
+        removable_when: what makes it superfluous, one line.
+        watches: ``"module:function"`` whose source the patch was written against.
+        fingerprint: of that source, see :func:`fingerprint`.
+        original: ``"module:attribute"`` where upstream defines what the target holds; anything else there is a
+            foreign replacement. Empty where ``watches`` is the target itself.
+        accelerator: name of DeepSpeed's accelerator that it is for; empty for all.
+    """
+
+    target: str
+    make: Callable[[Any], Any]
+    requires: str
+    reason: str
+    removable_when: str
+    watches: str
+    fingerprint: str
+    original: str = ""
+    accelerator: str = ""
+
+    def check(self) -> None:
+        """Raise :class:`PatchError` unless the patch fits what is installed and its target is as upstream left it."""
+        requirement = Requirement(self.requires)
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            raise PatchError(f"{self.target}: needs {self.requires}, which is not installed") from None
+        if not requirement.specifier.contains(found, prereleases=True):
+            raise PatchError(f"{self.target}: needs {self.requires}, found {found}; port the patch or install that")
+        if self.accelerator and self.accelerator != _accelerator():
+            raise PatchError(f"{self.target}: is for the {self.accelerator} accelerator, this is {_accelerator()}")
+        slot = _slot(self.target)
+        now = slot.get()
+        before = _ACTIVE[self.target].original if self.target in _ACTIVE else now
+        if self.original and before is not _slot(self.original).get():
+            raise PatchError(f"{self.target}: was replaced by {before!r}; undo that replacement first")
+        source = fingerprint(_slot(self.watches).get())
+        if source != self.fingerprint:
+            raise PatchError(
+                f"{self.target}: the source of {self.watches} is {source}, the patch was written against "
+                f"{self.fingerprint}; read what changed, then update the fingerprint"
+            )
+
+    def problem(self) -> str:
+        """Why the patch does not fit, empty if it does."""
+        try:
+            self.check()
+        except PatchError as error:
+            return str(error)
+        return ""
+
+
+def fingerprint(function: Any) -> str:
+    """First 12 hex digits of the SHA-256 of a function's or class's source."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError) as error:
+        raise PatchError(f"{function!r} has no source to compare ({error})") from None
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+@contextmanager
+def applied(*patches: Patch) -> Iterator[None]:
+    """Apply all patches or none, and undo them in reverse order.
+
+    A patch that is applied already stays as it is and is undone by who applied it.
+
+    Raises:
+        PatchError: a patch does not fit, or its target holds another replacement.
+    """
+    new = [patch for patch in patches if not _is_applied(patch)]
+    for patch in new:
+        patch.check()
+    with ExitStack() as stack:
+        for patch in new:
+            if not _is_applied(patch):  # twice among the arguments
+                _apply(patch)
+                stack.callback(_undo, patch)
+        yield
+
+
+def all_patches() -> tuple[Patch, ...]:
+    """Every patch of this package."""
+    from paceline.patches import deepspeed_initialize, deepspeed_ops
+
+    return (*deepspeed_initialize.PATCHES, *deepspeed_ops.PATCHES)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place that can be read and written: an attribute of an object or an item of a mapping."""
+
+    owner: Any
+    name: str
+    is_item: bool
+
+    def get(self) -> Any:
+        # Not getattr: a function of a class would come back bound, a static method bare.
+        return self.owner[self.name] if self.is_item else vars(self.owner)[self.name]
+
+    def set(self, value: Any) -> None:
+        if self.is_item:
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True)
+class _Active:
+    patch: Patch
+    original: Any
+    replacement: Any
+
+
+_ACTIVE: dict[str, _Active] = {}
+
+
+def _slot(target: str) -> _Slot:
+    module, _, path = target.partition(":")
+    item = _ITEM.fullmatch(path)
+    *parents, name = (item["path"] if item else path).split(".")
+    if item:
+        parents, name = [*parents, name], item["key"]
+    try:
+        owner: Any = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        slot = _Slot(owner, name, bool(item))
+        slot.get()
+    except (ImportError, AttributeError, KeyError):
+        raise PatchError(f"{target}: is no longer there upstream; port the patch or delete it") from None
+    return slot
+
+
+def _is_applied(patch: Patch) -> bool:
+    active = _ACTIVE.get(patch.target)
+    if active is None:
+        return False
+    now = _slot(patch.target).get()
+    if active.patch != patch or now is not active.replacement:
+        raise PatchError(f"{patch.target}: holds another replacement, {now!r}; undo that one first")
+    return True
+
+
+def _apply(patch: Patch) -> None:
+    slot = _slot(patch.target)
+    original = slot.get()
+    replacement = patch.make(original)
+    slot.set(replacement)
+    _ACTIVE[patch.target] = _Active(patch, original, replacement)
+
+
+def _undo(patch: Patch) -> None:
+    active = _ACTIVE.pop(patch.target)
+    slot = _slot(patch.target)
+    if slot.get() is not active.replacement:
+        raise PatchError(f"{patch.target}: was replaced by {slot.get()!r} while it was patched; it stays so")
+    slot.set(active.original)
+
+
+def _accelerator() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator().device_name())

@@ -1,0 +1,60 @@
+"""Environment and fixtures of all tests. Runs before anything imports torch, DeepSpeed or transformers."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from importlib import metadata
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_OWN_CACHE = "PACELINE_TESTS_HF_HOME"
+
+
+def _prepare_environment() -> None:
+    os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    if not os.path.exists("/dev/nvidiactl"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if _OWN_CACHE not in os.environ:  # workers of pytest-xdist inherit it
+        os.environ[_OWN_CACHE] = tempfile.mkdtemp(prefix="paceline-hf-")
+        atexit.register(shutil.rmtree, os.environ[_OWN_CACHE], ignore_errors=True)
+    os.environ["HF_HOME"] = os.environ[_OWN_CACHE]
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_ASSETS_CACHE", "HF_TOKEN"):
+        os.environ.pop(name, None)
+
+
+_prepare_environment()
+
+# Shared cores make single examples slow now and then, which says nothing about the code.
+settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("paceline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")
+
+
+def pytest_report_header() -> str:
+    return ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "deepspeed", "transformers"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device: run `bash tests/run.sh -m gpu` on a machine with one")
+    for item in marked:
+        item.add_marker(skip)
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether this run writes the golden files rather than compares with them."""
+    return bool(request.config.getoption("--update-golden"))

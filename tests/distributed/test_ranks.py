@@ -1,0 +1,254 @@
+"""The runner of multi-process tests, tested on itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ranks
+from ranks import RankError, RankTimeout, launch, run_ranks
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
+def rank_and_environment(point: Point, scale: int = 1) -> tuple[int, Point, dict[str, str]]:
+    assert point.x == 7
+    return int(os.environ["RANK"]), Point(point.x * scale), dict(os.environ)
+
+
+def modules_and_threads() -> tuple[bool, int, int]:
+    preload = sys.modules["rank_preload"]
+    import torch
+
+    return "deepspeed" in sys.modules, preload.num_threads(), torch.get_num_threads()
+
+
+def all_reduced() -> float:
+    import deepspeed
+    import torch
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    value = torch.tensor([float(os.environ["RANK"]) + 1])
+    deepspeed.comm.all_reduce(value)
+    return value.item()
+
+
+def summed_tensor():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    values = torch.full((1000,), float(dist.get_rank()))
+    dist.all_reduce(values)
+    return values
+
+
+def one_raises_while_others_wait(failing: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == failing:
+        print("about to fail")
+        raise ValueError(f"rank {failing} cannot")
+    dist.barrier()
+
+
+def one_dies(failing: int) -> None:
+    if os.environ["RANK"] == str(failing):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def sleeps_on_one(sleeper: int, child_file: str) -> None:
+    if os.environ["RANK"] == str(sleeper):
+        child = subprocess.Popen(["sleep", "60"])
+        Path(child_file).write_text(str(child.pid))
+        print("going to sleep")
+        a_long_nap()
+
+
+def a_long_nap() -> None:
+    time.sleep(60)
+
+
+def returns_a_lambda():
+    return lambda: None
+
+
+def test_results_come_in_rank_order():
+    results = run_ranks(rank_and_environment, 3, Point(7), scale=2, env={"COLOUR": "red"})
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    assert {point for _, point, _ in results} == {Point(14)}
+    environments = [environment for _, _, environment in results]
+    for rank, environment in enumerate(environments):
+        assert environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+        assert environment["COLOUR"] == "red"
+        assert environment["HF_HOME"] == os.environ["HF_HOME"]
+        assert environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    assert len({environment["MASTER_PORT"] for environment in environments}) == 1
+    assert "COLOUR" not in os.environ
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_ranks_are_forked_with_everything_imported_and_one_thread():
+    assert run_ranks(modules_and_threads, 2) == [(True, 1, 1)] * 2
+
+
+def test_collectives():
+    assert run_ranks(all_reduced, 4) == [10.0] * 4
+
+
+def test_eight_ranks_return_tensors():
+    results = run_ranks(summed_tensor, 8)
+    assert [result.tolist() for result in results] == [[28.0] * 1000] * 8
+
+
+def test_a_warm_start_is_fast():
+    run_ranks(os.getpid, 1)
+    start = time.monotonic()
+    run_ranks(os.getpid, 4)
+    assert time.monotonic() - start < 5.0  # 0.2 s on two idle cores
+
+
+def test_the_first_failure_is_shown_and_ends_the_others():
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run_ranks(one_raises_while_others_wait, 3, 1)
+    assert time.monotonic() - start < 20.0
+    message = str(error.value)
+    assert error.value.rank == 1
+    assert message.startswith("rank 1 of 3 raised ValueError: rank 1 cannot\n")
+    assert 'raise ValueError(f"rank {failing} cannot")' in message
+    assert message.endswith("---- rank 1, end of output ----\nabout to fail")
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(RankError, match=r"^rank 2 of 3 died with exit status -9 \(SIGKILL\)"):
+        run_ranks(one_dies, 3, 2)
+
+
+def test_time_limit_kills_and_shows_stacks(tmp_path):
+    child_file = tmp_path / "child"
+    start = time.monotonic()
+    with pytest.raises(RankTimeout) as error:
+        run_ranks(sleeps_on_one, 3, 1, str(child_file), timeout=2.0)
+    assert time.monotonic() - start < 20.0
+    message = str(error.value)
+    assert message.startswith("ranks [1] of 3 not done after 2 s: all ranks killed\n---- rank 1, stack ----\n")
+    assert "in a_long_nap" in message
+    assert message.endswith("---- rank 1, end of output ----\ngoing to sleep")
+    assert not _is_running(int(child_file.read_text()))
+
+
+CALLER = """
+import time
+from ranks import run_ranks
+if __name__ == "__main__":
+    run_ranks(time.sleep, 1, 60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks notice on Linux only")
+def test_ranks_end_with_their_caller(tmp_path):
+    (tmp_path / "caller.py").write_text(CALLER)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ranks.TESTS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(tmp_path / "caller.py")]
+    caller = subprocess.Popen(command, env=environment | {"TMPDIR": str(tmp_path)})
+    try:
+        while not (begun := list(tmp_path.glob("ranks-*/stack0"))):
+            assert caller.poll() is None
+            time.sleep(0.05)
+        rank = _writer_of(begun[0])
+    finally:
+        caller.kill()
+        caller.wait()
+    assert not _is_running(rank)
+
+
+def test_what_a_rank_returns_must_be_picklable():
+    with pytest.raises(RankError, match=r"rank 0 of 1 raised .*returns_a_lambda"):
+        run_ranks(returns_a_lambda, 1)
+
+
+def test_functions_must_be_of_module_level():
+    with pytest.raises(ValueError, match="define it at module level"):
+        run_ranks(lambda: None, 1)
+
+
+def test_output_of_ranks_is_replayed(capsys):
+    run_ranks(print, 2, "hello")
+    assert capsys.readouterr().out == "---- rank 0 ----\nhello\n---- rank 1 ----\nhello\n"
+
+
+def test_ports_differ():
+    assert len({ranks.free_port() for _ in range(20)}) > 10
+
+
+SCRIPT = """
+import os, sys, time
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]}\\n")
+sys.stderr.write("trouble\\n")
+def nap(): time.sleep(60)
+if "sleep" in sys.argv: nap()
+sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.launcher
+def test_launch_captures_output(script, tmp_path):
+    done = launch([script, "--answer", "42"], 2, timeout=120.0, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2: ['--local_rank=0', '--answer', '42']" in done.stdout
+    assert "rank 1 of 2: ['--local_rank=1', '--answer', '42']" in done.stdout
+    assert "trouble" in done.stderr
+
+
+@pytest.mark.launcher
+def test_launch_returns_the_status_of_a_failure(script):
+    assert launch([script, "fail"], 1, timeout=120.0).returncode == 3
+
+
+@pytest.mark.launcher
+def test_launch_kills_the_ranks_of_a_job_that_hangs(script):
+    with pytest.raises(RankTimeout) as error:
+        launch([script, "sleep"], 2, timeout=15.0)
+    assert "in nap" in str(error.value)
+
+
+def _writer_of(file: Path) -> int:
+    """The process that has ``file`` open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == file:
+                return int(link.parts[2])
+    raise AssertionError(f"nobody has {file} open")
+
+
+def _is_running(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return False
+        time.sleep(0.02)
+    return True

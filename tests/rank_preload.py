@@ -1,0 +1,63 @@
+"""Everything a rank imports, imported once in the server that ranks are forked from (see ``ranks``).
+
+Nothing here may start a thread: a fork copies only the thread that forks, and a lock held by another one stays locked.
+``num_threads`` is what the test of the runner looks at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pkgutil
+import sys
+import warnings
+from pathlib import Path
+
+_PRELOAD = (
+    "datasets",
+    "deepspeed",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "pytest",
+    "ranks",
+    "torch._dynamo",  # the first step of any torch.optim optimizer imports it
+    "torch.distributed",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+)
+
+
+def num_threads() -> int:
+    """Threads of this process, those of C++ libraries included; -1 where the system does not say."""
+    tasks = Path("/proc/self/task")
+    return len(os.listdir(tasks)) if tasks.exists() else -1
+
+
+def _preload() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _PRELOAD:
+            importlib.import_module(name)
+        import deepspeed.ops
+        import torch
+
+        import paceline
+
+        # A module that does not import is for the rank that needs it to report.
+        for module in pkgutil.walk_packages(paceline.__path__, "paceline.", onerror=lambda name: None):
+            with contextlib.suppress(Exception):
+                importlib.import_module(module.name)
+
+    torch.set_num_threads(1)
+    # init_distributed compiles this extension where it can: half a minute, for shared-memory collectives.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    gc.collect()
+    gc.freeze()  # keeps the collector of a forked rank from copying the server's pages
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+_preload()

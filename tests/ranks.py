@@ -1,0 +1,434 @@
+"""Run a function on several ranks, or a job through the DeepSpeed launcher, with an end in every case.
+
+``run_ranks`` forks its ranks from a server that has imported torch, DeepSpeed, transformers and paceline once: that
+takes seconds, a rank then milliseconds. ``launch`` starts a job as a user does, with everything that this costs.
+
+Forked ranks share the server's hash seed. A collective whose order comes from iterating over a ``set`` is therefore in
+step here and may be out of step under the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import operator
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+
+RANK_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",  # gloo looks the host's name up, which containers may not resolve
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What a rank on the CPU sees beside RANK, WORLD_SIZE and the like."""
+
+_SERVER_ENVIRONMENT = {
+    **RANK_ENVIRONMENT,
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow would start a thread, and the server must have none
+}
+
+_STACKS = signal.SIGUSR2  # SIGUSR1 is what clusters send before they take a node away
+_TAIL_LINES = 40
+_WARM_UP_S = 300.0
+
+
+class RankError(RuntimeError):
+    """A rank raised or died. ``rank`` is the one that did so first."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankTimeout(RankError):
+    """Ranks, or a launched job, ran past the time limit and were killed."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    at: float
+    summary: str
+    details: str
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on ``world_size`` new processes; its results in rank order.
+
+    Each process finds the variables that ``init_distributed`` reads (RANK, WORLD_SIZE, MASTER_PORT, ...) and
+    ``RANK_ENVIRONMENT``; nothing is initialised for it. Arguments and results are pickled. A process group that is
+    still there when the function returns is left behind a barrier.
+
+    Args:
+        function: of module level, in a test module or an importable one. The ranks import its module from its file;
+            ``conftest.py`` and pytest's rewriting of ``assert`` are not at work there, so return values and compare
+            them in the test, or give ``assert`` a message.
+        timeout: seconds, from the start of the first rank until the last one has returned.
+        env: environment variables beside, or instead of, those above. With another ``DS_ACCELERATOR`` than ``cpu``
+            ranks see the GPUs and are not forked (CUDA does not survive that): their imports count.
+
+    Raises:
+        RankError: a rank raised or died. The message has the traceback of the first one; the others are killed.
+        RankTimeout: it took too long. The message has every rank's stack.
+    """
+    __tracebackhide__ = True
+    if "<" in function.__qualname__:
+        raise ValueError(f"{function.__qualname__} cannot be found from another process: define it at module level")
+    file = getattr(sys.modules[function.__module__], "__file__", None)
+    call = pickle.dumps((function.__module__, file, function.__qualname__))
+    call_args = pickle.dumps((args, kwargs))
+    environment = _environment(env)
+    forked = environment["DS_ACCELERATOR"] == "cpu"
+    if forked:
+        _warm_up()
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        ranks = _Ranks(Path(directory), forked)
+        try:
+            for rank in range(world_size):
+                ranks.start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, call, call_args)
+            results = ranks.collect(time.monotonic() + timeout, timeout)
+        finally:
+            ranks.kill()
+        for rank in range(world_size):
+            if output := ranks.output(rank):
+                print(f"---- rank {rank} ----\n{output}")
+    return results
+
+
+def launch(
+    args: Sequence[str],
+    num_ranks: int,
+    timeout: float = 300.0,
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``deepspeed --num_gpus num_ranks *args`` in this Python environment and wait for it.
+
+    Args:
+        args: what follows the launcher's own options, such as ``["--module", "paceline.launch.finetune", ...]``.
+        timeout: seconds until the launcher and all its ranks are killed.
+        cwd: the job's working directory; by default this process's.
+        env: environment variables beside, or instead of, ``RANK_ENVIRONMENT``.
+
+    Returns:
+        The launcher's exit status and what it and the ranks wrote, whatever the status is.
+
+    Raises:
+        RankTimeout: it took too long. The message ends with what the job wrote last, stacks of all threads included.
+    """
+    __tracebackhide__ = True
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    launcher = shutil.which("deepspeed", path=search)
+    if launcher is None:
+        raise FileNotFoundError(f"no `deepspeed` command beside {sys.executable} or on PATH: install deepspeed")
+    command = [sys.executable, launcher, "--num_gpus", str(num_ranks), "--master_port", str(free_port()), *args]
+    environment = _environment(env) | {"PYTHONFAULTHANDLER": "1"}
+    if environment["DS_ACCELERATOR"] == "cpu":
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # the launcher sets it, and warns of one that is set
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _signal_group(process.pid, signal.SIGABRT)  # faulthandler writes the stacks
+            time.sleep(1.0)
+            status = None
+        finally:
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        stdout, stderr = out.read(), err.read()
+    if status is None:
+        shown = _tail(stdout, _TAIL_LINES) + "\n" + _tail(stderr, 3 * _TAIL_LINES)
+        raise RankTimeout(-1, f"not over after {timeout:g} s: {' '.join(command)}\n{shown}")
+    return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, below those that outgoing connections are given."""
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free TCP port between 15000 and 32000 found in 1000 tries")
+
+
+class _Ranks:
+    """The processes of one call, as their parent sees them."""
+
+    def __init__(self, directory: Path, forked: bool) -> None:
+        self.directory = directory
+        self.context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+        self.processes: list[Any] = []
+        self.reports: list[connection.Connection] = []
+
+    def start(self, environment: dict[str, str], call: bytes, call_args: bytes) -> None:
+        report, sender = self.context.Pipe(duplex=False)
+        self.reports.append(report)
+        with sender, _server_environment():
+            process = self.context.Process(
+                target=_rank_main, args=(environment, sender, str(self.directory), call, call_args)
+            )
+            process.start()
+        self.processes.append(process)
+
+    def collect(self, deadline: float, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        results: dict[int, Any] = {}
+        while len(results) < len(self.processes):
+            outcomes = self._next({rank for rank in range(len(self.processes)) if rank not in results}, deadline)
+            if not outcomes:
+                self._raise_timeout(results, timeout)
+            if any(isinstance(outcome, _Failure) for outcome in outcomes.values()):
+                self._raise_failure(outcomes, set(results) | set(outcomes))
+            results |= outcomes
+        for process in self.processes:
+            process.join(5.0)
+        return [results[rank] for rank in sorted(results)]
+
+    def _next(self, waiting: set[int], deadline: float) -> dict[int, Any]:
+        """What the ranks that have ended brought: results and failures. Empty when the time is up."""
+        events: dict[Any, int] = {self.reports[rank]: rank for rank in waiting}
+        events |= {self.processes[rank].sentinel: rank for rank in waiting}
+        ready = connection.wait(list(events), max(0.0, deadline - time.monotonic()))
+        return {rank: self._read(rank) for rank in {events[event] for event in ready}}
+
+    def _read(self, rank: int) -> Any:
+        try:
+            return pickle.loads(self.reports[rank].recv_bytes())
+        except EOFError:
+            process = self.processes[rank]
+            process.join(5.0)
+            status = process.exitcode
+            name = f" ({signal.Signals(-status).name})" if status is not None and status < 0 else ""
+            return _Failure(rank, time.monotonic(), f"died with exit status {status}{name}", "")
+
+    def _raise_failure(self, outcomes: dict[int, Any], done: set[int]) -> None:
+        __tracebackhide__ = True
+        # Ranks that lost their peer fail a moment later and may be heard first: time decides, not arrival.
+        late = self._next(set(range(len(self.processes))) - done, time.monotonic() + 0.1)
+        failures = [outcome for outcome in (outcomes | late).values() if isinstance(outcome, _Failure)]
+        first, *others = sorted(failures, key=lambda failure: failure.at)
+        parts = [f"rank {first.rank} of {len(self.processes)} {first.summary}", first.details]
+        parts += [f"then rank {other.rank} {other.summary}" for other in others]
+        self.kill()
+        parts.append(self._shown_output(first.rank))
+        raise RankError(first.rank, "\n".join(part for part in parts if part)) from None
+
+    def _raise_timeout(self, results: dict[int, Any], timeout: float) -> None:
+        __tracebackhide__ = True
+        late = [rank for rank in range(len(self.processes)) if rank not in results]
+        stacks = {rank: self._stack(rank) for rank in late}
+        parts = [f"ranks {late} of {len(self.processes)} not done after {timeout:g} s: all ranks killed"]
+        self.kill()
+        for rank in late:
+            parts += [f"---- rank {rank}, stack ----", stacks[rank], self._shown_output(rank)]
+        raise RankTimeout(late[0], "\n".join(part for part in parts if part))
+
+    def _stack(self, rank: int) -> str:
+        file = self.directory / f"stack{rank}"
+        if not file.exists():
+            return "(the rank had not begun)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, _STACKS)
+        for _ in range(100):
+            time.sleep(0.02)
+            if text := file.read_text(errors="replace"):
+                return text.rstrip()
+        return "(the rank did not answer)"
+
+    def _shown_output(self, rank: int) -> str:
+        output = self.output(rank)
+        return f"---- rank {rank}, end of output ----\n{_tail(output, _TAIL_LINES)}" if output else ""
+
+    def output(self, rank: int) -> str:
+        file = self.directory / f"output{rank}"
+        return file.read_text(errors="replace").rstrip() if file.exists() else ""
+
+    def kill(self) -> None:
+        """End every rank and what it has started. Those that have ended are not disturbed."""
+        for process in self.processes:
+            _signal_group(process.pid, signal.SIGKILL)
+            process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        for report in self.reports:
+            report.close()
+        self.processes.clear()
+        self.reports.clear()
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    environment = dict(os.environ) | RANK_ENVIRONMENT | dict(env or {})
+    if environment["DS_ACCELERATOR"] != "cpu" and "CUDA_VISIBLE_DEVICES" not in (env or {}):
+        environment.pop("CUDA_VISIBLE_DEVICES")
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    return environment
+
+
+@contextlib.contextmanager
+def _server_environment() -> Iterator[None]:
+    """The environment in which the fork server starts, should it not be running."""
+    before = dict(os.environ)
+    path = [str(TESTS), *filter(None, [before.get("PYTHONPATH")])]
+    os.environ.update(_SERVER_ENVIRONMENT, PYTHONPATH=os.pathsep.join(path))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _warm_up() -> None:
+    """Have the fork server run, everything imported."""
+    global _warm
+    if _warm:
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_preload"])
+    with _server_environment():
+        process = context.Process(target=_nothing)
+        process.start()
+    process.join(_WARM_UP_S)
+    if process.exitcode is None:
+        process.kill()
+        raise RankTimeout(-1, f"the server that ranks are forked from is not ready after {_WARM_UP_S:g} s")
+    process.close()
+    _warm = True
+
+
+_warm = False
+
+
+def _nothing() -> None:
+    pass
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def _tail(text: str, num_lines: int) -> str:
+    lines = text.splitlines()
+    return "\n".join(lines if len(lines) <= num_lines else ["...", *lines[-num_lines:]])
+
+
+def _rank_main(
+    environment: dict[str, str], report: connection.Connection, directory: str, call: bytes, call_args: bytes
+) -> None:
+    """The whole life of one rank. Does not return: what others do as an interpreter ends may abort in gloo."""
+    os.setsid()
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
+    output = os.open(Path(directory, f"output{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    stack = open(Path(directory, f"stack{rank}"), "w")  # noqa: SIM115 (faulthandler writes to it until the end)
+    faulthandler.register(_STACKS, stack)
+    status = 0
+    try:
+        payload = pickle.dumps(_call(call, call_args))
+        _leave_group()
+    except BaseException as error:
+        at = time.monotonic()
+        summary = "raised " + "".join(traceback.format_exception_only(error)).strip()
+        payload = pickle.dumps(_Failure(rank, at, summary, traceback.format_exc().rstrip()))
+        status = 1
+    report.send_bytes(payload)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _call(call: bytes, call_args: bytes) -> Any:
+    importlib.import_module("rank_preload")
+    module_name, file, qualname = pickle.loads(call)
+    function = operator.attrgetter(qualname)(_module(module_name, file))
+    args, kwargs = pickle.loads(call_args)  # may need the module
+    return function(*args, **kwargs)
+
+
+def _module(name: str, file: str | None) -> ModuleType:
+    """The module ``name`` of ``file``, which need not be where imports are looked for (pytest's importlib mode)."""
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is not None and found.origin == file:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file or "")
+    assert spec is not None and spec.loader is not None, (name, file)  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    for end in (i for i, character in enumerate(name) if character == "."):
+        sys.modules.setdefault(name[:end], ModuleType(name[:end]))  # unpickling imports the parents too
+    spec.loader.exec_module(module)
+    return module
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Have Linux end this process when the one that called ``run_ranks`` ends, however that comes about.
+
+    The sentinel is a pipe that only the caller can close, and a hang-up there is a SIGIO here.
+    """
+    if sys.platform == "linux":
+        import fcntl
+
+        caller = multiprocessing.parent_process()
+        assert caller is not None
+        fcntl.fcntl(caller.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(caller.sentinel, fcntl.F_SETFL, fcntl.fcntl(caller.sentinel, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Every check there is:  bash tests/run.sh [arguments of pytest, paths from the repository's root]
+# Style, types, part of the tests with the lowest transformers that is supported, and then the tests, whose summary comes
+# last. Fails if any of these fails. Arguments select tests: the run with the lowest transformers is left out then.
+# shellcheck source-path=SCRIPTDIR
+set -uo pipefail
+
+LOWEST_TRANSFORMERS=5.17.0
+LOWEST_TESTS=(tests/parity tests/unit/hf)
+
+source "$(dirname -- "${BASH_SOURCE[0]}")/../launch/environment.sh"
+prepare_environment test || exit
+cd -- "$REPOSITORY" || exit
+export OMP_NUM_THREADS=1
+
+failed=()
+
+part() { # name command...
+  printf '==== %s\n' "$1"
+  "${@:2}" || failed+=("$1")
+}
+
+# shellcheck disable=SC2317  # called by part
+with_lowest_transformers() {
+  local packages=$VIRTUAL_ENV/transformers-$LOWEST_TRANSFORMERS
+  if [[ ! -d $packages ]]; then
+    rm -rf -- "$packages.part"
+    step "installing transformers $LOWEST_TRANSFORMERS" \
+      pip_install "$VIRTUAL_ENV" --no-deps --target "$packages.part" "transformers==$LOWEST_TRANSFORMERS" || return
+    mv -- "$packages.part" "$packages"
+  fi
+  PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m pytest "${LOWEST_TESTS[@]}"
+}
+
+part style "$PYTHON" -m ruff check .
+part format "$PYTHON" -m ruff format --check .
+part types "$PYTHON" -m mypy
+if (($# == 0)); then
+  part "tests with transformers $LOWEST_TRANSFORMERS" with_lowest_transformers
+fi
+status=${#failed[@]}
+if ((status)); then
+  printf '==== FAILED: %s\n' "${failed[@]}"
+fi
+printf '==== tests\n'
+"$PYTHON" -m pytest "$@" || status=$?
+exit "$status"

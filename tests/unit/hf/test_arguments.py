@@ -1,0 +1,181 @@
+"""The command line: what parses, what is explicit, what is refused and how."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from transformers import LlamaConfig, TrainingArguments
+
+from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments, parse
+
+
+def test_defaults_are_those_of_hugging_face() -> None:
+    model_args, data_args, train_args, explicit = parse([])
+    assert explicit == set()
+    assert (model_args, data_args, train_args) == (ModelArguments(), DataArguments(), TrainArguments())
+    theirs = {f.name: f.default for f in fields(TrainingArguments)}
+    same = "seed max_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size learning_rate"
+    same += " weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type warmup_steps eval_steps"
+    same += " fp16 ddp_timeout"
+    for name in same.split():
+        assert getattr(train_args, name) == theirs[name], name
+
+
+def test_explicit_names_even_where_the_value_is_the_default() -> None:
+    argv = ["--local_rank=3", "--learning_rate", "5e-5", "--bf16", "--no_keep_linebreaks", "--torch_dtype", "bfloat16"]
+    model_args, data_args, train_args, explicit = parse(argv)
+    assert explicit == {"learning_rate", "bf16", "keep_linebreaks", "dtype"}
+    assert (train_args.local_rank, train_args.learning_rate, train_args.bf16) == (3, 5e-5, True)
+    assert not data_args.keep_linebreaks
+    assert model_args.dtype == "bfloat16"
+
+
+def test_dashes_for_underscores() -> None:
+    assert parse(["--max-steps=7", "--local-rank=1"])[2].max_steps == 7
+
+
+def test_json_file(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"learning_rate": 1e-4, "bf16": True, "sample_prompt": "--x", "eval_steps": None}))
+    for argv in ([str(path)], ["--local_rank=2", str(path)]):
+        _, _, train_args, explicit = parse(argv)
+        assert explicit == {"learning_rate", "bf16", "sample_prompt"}
+        assert (train_args.learning_rate, train_args.bf16, train_args.sample_prompt) == (1e-4, True, "--x")
+    assert train_args.local_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{'a': 1}", "must be strict JSON"),
+        ("[1]", "must be one object with flags as keys, but is a list"),
+        ('{"seed": [1]}', r"seed must be a number, a string, true, false or null, but is \[1\]"),
+    ],
+)
+def test_json_file_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "args.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        parse([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--lerning_rate", "1"], "unknown flag --lerning_rate: did you mean --learning_rate?"),
+        (["--learning-rat=1"], "unknown flag --learning-rat: did you mean --learning_rate?"),
+        (["--max_step", "1"], "unknown flag --max_step: did you mean --max_steps?"),
+        (["--qqqqqq"], "unknown flag --qqqqqq: see --help"),
+        (["--do_train"], "unknown flag --do_train: leave it out, training is what this program does"),
+        (["corpus.txt"], "unexpected argument 'corpus.txt'; every value follows its --flag"),
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+    ],
+)
+def test_unknown_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"paceline.launch.finetune: {line}\n"
+
+
+def test_a_wrong_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--eval_strategy", "often"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "steps" in error
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    assert "--config_overrides" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--dataset_name", "a", "--train_file", "b.txt"], "cannot stand with --dataset_name a.*leave one"),
+        (
+            ["--train_file", "missing.txt"],
+            "--train_file missing.txt: must be a file, but does not exist. Remedy: check",
+        ),
+        (["--train_file", "/tmp/x.xml"], "the extension must be one of csv, json, jsonl, parquet, txt, py. Remedy"),
+        (["--validation_file", __file__], "needs --train_file"),
+        (["--dataset_config_name", "x"], "needs --dataset_name"),
+        (["--deepspeed", "missing.json"], "--deepspeed missing.json: must be a file"),
+        (["--output_dir", __file__], "must be a directory, but is a file"),
+        (["--block_size", "1"], "--block_size 1: must be at least 2 and finite. Remedy"),
+        (["--max_train_samples", "-5"], "--max_train_samples -5: must be at least 1"),
+        (["--validation_split_percentage", "100"], "must be at least 0 and less than 100"),
+        (["--per_device_train_batch_size", "0"], "must be at least 1"),
+        (["--gradient_accumulation_steps", "0"], "must be at least 1"),
+        (["--learning_rate", "nan"], "--learning_rate nan: must be at least 0 and finite"),
+        (["--learning_rate", "inf"], "must be at least 0 and finite"),
+        (["--adam_beta2", "1"], "less than 1"),
+        (["--adam_epsilon", "0"], "must be more than 0"),
+        (["--num_train_epochs", "0"], "must be more than 0"),
+        (["--max_steps", "0"], "must be at least 1, or -1"),
+        (["--fp16", "--bf16"], "training has one precision"),
+        (["--warmup_steps", "1.5"], "whole number"),
+        (["--warmup_steps", "5", "--warmup_ratio", "0.1"], "cannot stand with --warmup_ratio"),
+        (["--eval_steps", "5", "--eval_strategy", "no"], "cannot stand with --eval_strategy no"),
+        (["--max_shard_size", "5"], "--max_shard_size 5: must be a whole number above 0 with KB, MB, GB or TB"),
+        (
+            ["--config_overrides", "a=1", "--model_name_or_path", "m"],
+            "only models from scratch.*--model_name_or_path m",
+        ),
+        (["--config_overrides", "a=1,b"], "must be key=value pairs with commas between, but has 'b'"),
+    ],
+)
+def test_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("no", None)),
+        ({"eval_steps": 5}, ("steps", 5)),
+        ({"eval_strategy": "steps"}, ("steps", 10)),
+        ({"eval_strategy": "epoch"}, ("epoch", None)),
+    ],
+)
+def test_eval_strategy(options: dict[str, Any], expected: tuple[str, int | None]) -> None:
+    args = TrainArguments(**options)
+    assert (args.eval_strategy, args.eval_steps) == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 0), ({"warmup_steps": 7}, 7), ({"warmup_steps": 0.1}, 3)])
+def test_warmup(options: dict[str, Any], expected: int) -> None:
+    assert TrainArguments(**options).num_warmup_steps(25) == expected
+    assert TrainArguments(warmup_ratio=0.1).num_warmup_steps(25) == 3
+
+
+def test_config_overrides() -> None:
+    overrides = "hidden_size=64,num_hidden_layers=4,rms_norm_eps=1e-5,tie_word_embeddings=true,hidden_act=gelu"
+    config = ModelArguments(config_overrides=overrides).override(LlamaConfig())
+    assert (config.hidden_size, config.num_hidden_layers, config.rms_norm_eps) == (64, 4, 1e-5)
+    assert (config.tie_word_embeddings, config.hidden_act) == (True, "gelu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("hiden_size=64", "llama configs have no 'hiden_size'. Remedy: did you mean hidden_size?"),
+        ("hidden_size=big", "invalid literal for int"),
+        ("pad_token_id=1", "only update int, float, bool or string"),
+    ],
+)
+def test_config_overrides_refused(overrides: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelArguments(config_overrides=overrides).override(LlamaConfig())

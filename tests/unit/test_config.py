@@ -1,0 +1,257 @@
+"""The section, reading files, and near misses."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from paceline.config import PacelineConfig, PartitionConfig, near_misses, read_ds_config, warn_near_misses
+from paceline.config.known import REMOVED, SECTIONS, TOP_LEVEL
+
+
+def section(**keys):
+    return PacelineConfig.of({"paceline": keys})
+
+
+def test_absent_means_automatic():
+    for config in (PacelineConfig.of({}), section(), section(pipeline={})):
+        assert config.pipeline.stages is None
+        assert config.pipeline.partition is None
+        assert config.report.metrics is True
+    assert section(pipeline={"stages": None, "partition": None}) == section()
+
+
+@pytest.mark.parametrize("method", ["parameters", "uniform", "type:Llama.*Layer", [0, 3, 6]])
+def test_partition_short_and_long_form_agree(method):
+    short = section(pipeline={"partition": method})
+    assert short == section(pipeline={"partition": {"method": method}})
+    assert short.pipeline.partition == PartitionConfig(method=method)
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        section().pipeline.stages = 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"pipeline": {"stage": 4}},
+            'paceline.pipeline.stage is not a key of this version of paceline; did you mean "stages"? Valid keys of '
+            'paceline.pipeline: "partition", "stages".',
+        ),
+        (
+            {"pipline": {}},
+            'paceline.pipline is not a key of this version of paceline; did you mean "pipeline"? Valid keys of '
+            'paceline: "pipeline", "report".',
+        ),
+        (
+            {"stages": 4},
+            'paceline.stages is not a key of this version of paceline; did you mean "paceline.pipeline.stages"? Valid '
+            'keys of paceline: "pipeline", "report".',
+        ),
+        (
+            {"moe": {"rebalance_every": 50}},
+            'paceline.moe is not a key of this version of paceline. Valid keys of paceline: "pipeline", "report".',
+        ),
+        (
+            {"pipeline": {"partition": {"methods": "uniform"}}},
+            'paceline.pipeline.partition.methods is not a key of this version of paceline; did you mean "method"? '
+            'Valid keys of paceline.pipeline.partition: "method".',
+        ),
+        (
+            {"pipeline": {"stages": "auto"}},
+            'paceline.pipeline.stages is "auto": the paceline section has no "auto"; leave the key out to have it '
+            "chosen.",
+        ),
+        (
+            {"pipeline": {"stages": "4"}},
+            'paceline.pipeline.stages is "4": it must be a valid integer; leave the key out to have it chosen.',
+        ),
+        (
+            {"pipeline": {"stages": True}},
+            "paceline.pipeline.stages is true: it must be a valid integer; leave the key out to have it chosen.",
+        ),
+        (
+            {"pipeline": {"stages": 0}},
+            "paceline.pipeline.stages is 0: it must be greater than or equal to 1; leave the key out to have it "
+            "chosen.",
+        ),
+        (
+            {"pipeline": {"partition": "best"}},
+            'paceline.pipeline.partition.method is "best": it must be "parameters", "uniform", "type:<regex>" or a '
+            "list of boundaries; leave the key out to have it chosen.",
+        ),
+        (
+            {"pipeline": {"partition": [0, 4, 4]}},
+            "paceline.pipeline.partition.method is [0, 4, 4]: boundaries must be whole numbers that start at 0 and "
+            "strictly increase, such as [0, 5, 9]; leave the key out to have it chosen.",
+        ),
+        (
+            {"pipeline": {"partition": "type:("}},
+            'paceline.pipeline.partition.method is "type:(": what follows type: must be a regular expression (missing '
+            "), unterminated subpattern at position 0); leave the key out to have it chosen.",
+        ),
+        (
+            {"pipeline": 4},
+            "paceline.pipeline is 4: it must be an object; leave it out or write {}.",
+        ),
+        (
+            {"report": {"metrics": "yes"}},
+            'paceline.report.metrics is "yes": it must be a valid boolean; leave the key out to have it chosen.',
+        ),
+    ],
+)
+def test_refusals(keys, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        section(**keys)
+
+
+def test_section_must_be_an_object():
+    with pytest.raises(ValueError, match=r"^paceline is \[\]: it must be an object"):
+        PacelineConfig.of({"paceline": []})
+
+
+@pytest.mark.parametrize("bad", [[], [0], [1, 2], [0, 2.0], [0, True], ["a"], [0, -1]])
+def test_bad_boundaries(bad):
+    with pytest.raises(ValueError, match="strictly increase"):
+        section(pipeline={"partition": bad})
+
+
+def test_schema_describes_every_field():
+    schema = PacelineConfig.model_json_schema()
+    objects = [schema, *schema["$defs"].values()]
+    fields = {name: field for node in objects for name, field in node.get("properties", {}).items()}
+    assert {"pipeline", "stages", "partition", "report", "metrics"} <= set(fields)
+    for field in fields.values():  # a description equal to the one of the section stands there only
+        assert field.get("description") or schema["$defs"][field["$ref"].rpartition("/")[2]]["description"]
+    assert all(node["additionalProperties"] is False for node in objects)
+
+
+def test_read_copies_a_dict():
+    source = {"optimizer": {"params": {"lr": 1}}}
+    config = read_ds_config(source)
+    config["optimizer"]["params"]["lr"] = 2
+    assert source == {"optimizer": {"params": {"lr": 1}}}
+
+
+def test_read_file(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"bf16": {"enabled": true}, "list": [{"a": "{,"}, {"a": 2}], "a": "a"}')
+    assert read_ds_config(path) == json.loads(path.read_text())
+    assert read_ds_config(str(path)) == read_ds_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1,\n "b": {"x": [{"c": 1}, {"c": 1}],\n  "x": 2}}', 'line 3, column 3: duplicate key "x", first at '
+         "line 2, column 8; keep one of them."),
+        ('{"a\\u0062": 1, "ab": 2}', 'line 1, column 16: duplicate key "ab", first at line 1, column 2; keep one of '
+         "them."),
+        ('{"a": "NaN",\n "b": NaN}', "line 2, column 7: NaN is not JSON; write a number or null."),
+        ('{"a": 1,}', "line 1, column 8: Illegal trailing comma before end of object."),
+        ('{"a": 1 // one\n}', "line 1, column 9: Expecting ',' delimiter."),
+        ("[]", None),
+    ],
+)  # fmt: skip
+def test_strict_json(tmp_path, text, message):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r".") as error:
+        read_ds_config(path)
+    if message is None:
+        assert str(error.value) == f"{path}: holds list, a DeepSpeed config is an object {{...}}."
+    elif "trailing" in message and sys.version_info < (3, 13):
+        assert str(error.value).startswith(f"{path}, line 1, column 9: ")
+    else:
+        assert str(error.value) == f"{path}, {message}"
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.json: no such file; give the path of a DeepSpeed JSON\.$"):
+        read_ds_config(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_ds_config(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_ds_config(tmp_path / "latin.json")
+
+
+def test_near_misses(caplog):
+    config = {
+        "gradient_acumulation_steps": 4,
+        "train_micro_batch_size": 1,
+        "_comment": "mine",
+        "paceline": {},
+        "packeline": {},
+        "pipeline": {"stage": 2, "stages": 2, "comment": "mine"},
+        "checkpoint": {"load_universel": True},
+        "activation_checkpointing": {"partitioned_activations": True},
+        "optimizer": {"type": "Adam", "params": {"lrr": 1}},
+        "elasticity": {},
+    }
+    assert near_misses(config) == [
+        '"elasticity" was removed from DeepSpeed, which refuses a config that has it; delete it.',
+        '"gradient_acumulation_steps" is not a key that DeepSpeed reads; did you mean "gradient_accumulation_steps"?',
+        '"train_micro_batch_size" is not a key that DeepSpeed reads; did you mean "train_micro_batch_size_per_gpu"?',
+        '"packeline" is not a key that DeepSpeed reads; did you mean "paceline"?',
+        '"activation_checkpointing.partitioned_activations" is not a key that DeepSpeed reads; did you mean '
+        '"activation_checkpointing.partition_activations"?',
+        '"checkpoint.load_universel" is not a key that DeepSpeed reads; did you mean "checkpoint.load_universal"?',
+        '"pipeline.stage" is not a key that DeepSpeed reads; did you mean "pipeline.stages"?',
+    ]
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        warn_near_misses(config)
+    assert caplog.messages == near_misses(config)
+    assert {record.name for record in caplog.records} == {"paceline"}
+
+
+RECORD = """
+import json
+from deepspeed.runtime import config
+
+class Keys:
+    def __init__(self, spy): self.spy = spy
+    def __contains__(self, key): return key in self.spy
+    def __iter__(self): return dict.__iter__(self.spy)
+
+class Spy(dict):
+    def __init__(self, **items):
+        super().__init__(items)
+        self.seen = set()
+    def __contains__(self, key): self.seen.add(key); return super().__contains__(key)
+    def __getitem__(self, key): self.seen.add(key); return super().__getitem__(key)
+    def get(self, key, default=None): self.seen.add(key); return super().get(key, default)
+    def keys(self): return Keys(self)
+    def __copy__(self): return self
+
+sections = {name: Spy() for name in (
+    "activation_checkpointing", "checkpoint", "data_types", "flops_profiler", "torch_autocast")}
+sections["optimizer"] = Spy(type="Adam", params=Spy())
+sections["scheduler"] = Spy(type="WarmupLR", params=Spy())
+whole = Spy(train_batch_size=1, **sections)
+parsed = config.DeepSpeedConfig(whole)
+print(json.dumps({
+    "top": sorted(whole.seen),
+    "removed": sorted(config._REMOVED_TOP_LEVEL_CONFIG_KEYS),
+    "sections": {name: sorted(spy.seen) for name, spy in sections.items()} | {"pipeline": sorted(parsed.pipeline)},
+}))
+"""
+
+
+def test_known_keys_are_what_deepspeed_reads():
+    """DeepSpeed parses a dict that writes down which keys it is asked for. A process of its own, for its logging."""
+    out = subprocess.run([sys.executable, "-c", RECORD], capture_output=True, text=True, check=True, timeout=120).stdout
+    read = json.loads(out.splitlines()[-1])
+    assert set(read["removed"]) == REMOVED
+    # Read by deepspeed.initialize, and by the deprecated form of zero_optimization.
+    elsewhere = {"data_parallel_size", "sequence_parallel_size", "allgather_size"}
+    assert set(read["top"]) - REMOVED | elsewhere == TOP_LEVEL
+    # Read by the pipeline engine.
+    read["sections"]["pipeline"].append("use_reentrant")
+    assert {name: frozenset(keys) for name, keys in read["sections"].items()} == SECTIONS
