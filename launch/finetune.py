@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on this rank; returns the exit code."""
     # gloo and datasets threads would fight over the cores that the ranks compute on.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK", "0"))
     _set_up_logging(rank)
     try:
         _train(list(sys.argv[1:] if argv is None else argv))

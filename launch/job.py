@@ -10,7 +10,6 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +217,8 @@ class Job:
         writes = self.rank == 0 and self.section.report.metrics
         self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None)
         self.progress = Progress(self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm)
-        self.tokens, self.evaluation = 0, None
+        self.tokens = 0
+        self.evaluation: dict[str, float] | None = None
         batches = (
             micro_batches(self.train_data, self.plan) if engine.is_first_stage() or engine.is_last_stage() else None
         )
@@ -273,13 +273,12 @@ class Job:
         batches = evaluation_batches(
             self.held_out, self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
         )
-        self.evaluation = self.engine.evaluate(batches)
+        found = self.evaluation = self.engine.evaluate(batches)
         self.engine.clock.read()
         self.progress.say(
-            f"[paceline] step {step}: held-out loss {self.evaluation['eval_loss']:.4f}, "
-            f"perplexity {self.evaluation['perplexity']:.2f}"
+            f"[paceline] step {step}: held-out loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
         )
-        self.metrics.write({"step": step, **self.evaluation})
+        self.metrics.write({"step": step, **found})
 
     # -- after training ------------------------------------------------------------------------------------------
 
@@ -331,7 +330,7 @@ class Job:
             "micro_batches": self.resolved.micro_batches,
             "micro_batch_size": self.resolved.micro_batch_size,
             "dtype": str(dtype_of(self.resolved.ds_config)).removeprefix("torch."),
-            "hardware": f"{dist.get_world_size()} × {hardware} ({os.cpu_count()} cores)",
+            "hardware": f"{dist.get_world_size()} x {hardware} ({os.cpu_count()} cores)",
             "versions": {
                 "torch": torch.__version__,
                 "deepspeed": deepspeed.__version__,

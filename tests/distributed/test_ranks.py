@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 import ranks
 from ranks import RankError, RankTimeout, launch, run_ranks
 

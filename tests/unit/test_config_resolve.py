@@ -177,8 +177,7 @@ def test_boundaries_tell_the_stages():
         ),
         (
             stages(2) | {"zero_optimization": {"stage": 2}},
-            "zero_optimization.stage is 2 with 2 pipeline stages: DeepSpeed has pipelines with ZeRO 0 and 1 only; "
-            "write 1, or set paceline.pipeline.stages to 1.",
+            "zero_optimization.stage is 2: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 only; write 1.",
         ),
         (
             {"zero_optimization": {"stage": "two"}},
@@ -237,7 +236,7 @@ def test_fewer_layers_than_stages():
 
 
 def test_one_stage_keeps_deepspeeds_features():
-    got = resolved(stages(1) | {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}})
+    got = resolved(stages(1) | {"tensor_parallel": {"autotp_size": 2}})
     assert (got.stages, got.data_parallel, got.micro_batches) == (1, 4, 1)
 
 

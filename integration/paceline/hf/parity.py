@@ -126,7 +126,7 @@ def _compare(
     loss.backward()
     for sent, received, sums_sent, sums_received in reversed(crossings):
         tensors, gradients = [sent], [received.grad]
-        if sums_sent is not None and sums_received is not None and sums_sent.requires_grad:
+        if sums_sent is not None and sums_received is not None and sums_received.grad is not None:
             tensors.append(sums_sent)
             gradients.append(sums_received.grad)
         torch.autograd.backward(tensors, gradients)

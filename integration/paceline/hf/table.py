@@ -112,7 +112,7 @@ def to_json(rows: dict[str, Family]) -> str:
     return json.dumps(table, indent=1) + "\n"
 
 
-def to_markdown(rows: dict[str, Family]) -> str:
+def to_markdown(rows: dict[str, Family], transformers_version: str, torch_version: str) -> str:
     """The README's section, without its markers."""
     cut = {model_type: row for model_type, row in rows.items() if row.verdict != "refused"}
     exact = [model_type for model_type, row in cut.items() if row.verdict == "exact"]
@@ -125,10 +125,10 @@ def to_markdown(rows: dict[str, Family]) -> str:
     reasons = sorted({row.reason for row in rows.values() if row.reason})
     groups |= {f"refused: {why}": [t for t, row in rows.items() if row.reason == why] for why in reasons}
     lines = [
-        f"Of the {len(rows)} causal-LM families of transformers {transformers.__version__}, {len(exact)} train as "
+        f"Of the {len(rows)} causal-LM families of transformers {transformers_version}, {len(exact)} train as "
         "pipelines with exactly the loss, logits and gradients of the unsplit model (difference 0.0), "
         f"{len(cut) - len(exact)} with a difference in rounding, and {len(rows) - len(cut)} are refused with the "
-        f"reason. Measured in float32 on the CPU (torch {_torch_version()}) on small copies of four layers, cut into "
+        f"reason. Measured in float32 on the CPU (torch {torch_version}) on small copies of four layers, cut into "
         f"1 and 3 and into 1, 2 and 1, by `{COMMAND}`; the tests repeat it with transformers {OLDEST}.",
         "",
         "| Families | | |",
@@ -153,7 +153,8 @@ def write(rows: dict[str, Family], root: Path) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{readme} lacks the lines {BEGIN} and {END}: add them where the table is to stand.")
     Path(__file__).with_name("families.json").write_text(to_json(rows))
-    readme.write_text(text.partition(BEGIN)[0] + f"{BEGIN}\n{to_markdown(rows)}{END}" + text.partition(END)[2])
+    section = to_markdown(rows, transformers.__version__, _torch_version())
+    readme.write_text(text.partition(BEGIN)[0] + f"{BEGIN}\n{section}{END}" + text.partition(END)[2])
 
 
 def main(argv: list[str] | None = None) -> int:

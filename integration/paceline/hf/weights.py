@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 
@@ -21,6 +24,13 @@ from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
 from .stage import CausalLMStage, Cut, prune
 
 logger = logging.getLogger(__name__)
+
+CONSTRUCTED: dict[str, Callable[[Any], nn.Module]] = {
+    "Conv1D": lambda module: type(module)(module.nf, module.nx),
+    "XIELUActivation": lambda module: type(module)(dtype=module.alpha_p.dtype),
+}
+"""Classes whose weights some families set in the constructor and nowhere else, and how to construct one anew: the
+constructor's own values are lost on the meta device."""
 
 
 def causal_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -116,26 +126,62 @@ def load_stage(
 
 
 def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any) -> None:
-    """Run transformers' own initialisation with the generator seeded anew for each module, by its name."""
+    """Run transformers' own initialisation with the generator seeded anew for each module, by its name.
+
+    Raises:
+        UnsupportedModelError: it leaves a tensor as the memory was.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     state = torch.random.get_rng_state()
+
+    def seed_for(name: str) -> None:
+        key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        torch.random.default_generator.manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
     def seeded(owner: PreTrainedModel) -> Any:
         initialize_module = type(owner)._init_weights
 
         def initialize_one(module: nn.Module) -> None:
-            key = f"{seed}:{names[id(module)]}".encode()
-            torch.random.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+            seed_for(names[id(module)])
             initialize_module(owner, module)
 
         return initialize_one
 
+    empty = {n for n, t in _float_tensors(model, recurse=True) if not getattr(t, "_is_hf_initialized", False)}
+    for name, tensor in _float_tensors(model, recurse=True):
+        if name in empty:
+            tensor.data.fill_(math.nan)
     for owner in owners:
         owner._init_weights = seeded(owner)
     try:
         initialize()
+        for name, module in model.named_modules():
+            prefix = f"{name}." if name else ""
+            own = [(leaf, t) for leaf, t in _float_tensors(module, recurse=False) if prefix + leaf in empty]
+            forgotten = [leaf for leaf, tensor in own if tensor.isnan().any()]
+            if forgotten:
+                seed_for(name)
+                _construct_again(model, name, module, forgotten)
     finally:
         for owner in owners:
             del owner._init_weights
         torch.random.set_rng_state(state)
+
+
+def _float_tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    tensors = chain(module.named_parameters(recurse=recurse), module.named_buffers(recurse=recurse))
+    yield from ((name, tensor) for name, tensor in tensors if tensor.is_floating_point() and not tensor.is_meta)
+
+
+def _construct_again(model: PreTrainedModel, name: str, module: nn.Module, tensors: list[str]) -> None:
+    construct = CONSTRUCTED.get(type(module).__name__)
+    if construct is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model type {model.config.model_type!r}) has no initial values for "
+            f"{[f'{name}.{tensor}' for tensor in tensors]}: start from a checkpoint that has them."
+        )
+    fresh = construct(module)
+    with torch.no_grad():
+        for tensor in tensors:
+            getattr(module, tensor).copy_(getattr(fresh, tensor))

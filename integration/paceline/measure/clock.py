@@ -1,8 +1,8 @@
 """Where a rank's time goes: compute, communication, idle. No synchronisation with the device while training.
 
 On a GPU the kernels run behind the host, so everything is timed with CUDA events on the stream and read later; on a
-CPU with the host's clock. A transfer that took longer than the fastest one of its kind and size waited for its peer, and
-the excess counts as idle: with blocking communication nothing else tells waiting from transferring.
+CPU with the host's clock. A transfer that took longer than the fastest one of its kind and size waited for its peer,
+and the excess counts as idle: with blocking communication nothing else tells waiting from transferring.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def table(summary: Mapping[str, Any]) -> str:
         wall = rank["wall_s"] or 1.0
         compute, communicate, idle, other = (100 * rank[name] / wall for name in TIMES[:4])
         lines.append(
-            f"{rank['rank']:>4}  {rank['stage']:>5}  {compute:>6.0f}%  {communicate:>10.0f}%  {idle:>3.0f}%  {other:>4.0f}%"
-            f"  {rank['peak_memory_bytes'] / 2**20:>7.0f} MiB  {rank['holds']}"
+            f"{rank['rank']:>4}  {rank['stage']:>5}  {compute:>6.0f}%  {communicate:>10.0f}%  {idle:>3.0f}%"
+            f"  {other:>4.0f}%  {rank['peak_memory_bytes'] / 2**20:>7.0f} MiB  {rank['holds']}"
         )
     return "\n".join(lines)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.schedule import InferenceSchedule
@@ -118,6 +117,8 @@ class CausalLMEngine(PacelineEngine):
         self._step_label_tokens = 0
         self.step_tokens = 0
         """Tokens of the last step, of all replicas together, padding not counted."""
+        self.data_iterator: Iterator[Any] | None = None
+        self.total_loss: Tensor | None = None
         self._stream_in: tuple[int, torch.dtype] | None = None
         self._stream_out: tuple[int, torch.dtype] | None = None
         super().__init__(*args, **kwargs)
@@ -214,9 +215,8 @@ class CausalLMEngine(PacelineEngine):
         if error is not None:
             table[0] = -1
         elif loaded:
-            rows = torch.tensor([batch.row for batch in loaded], dtype=torch.int64).flatten()
             table[0] = len(loaded)
-            table[1 : 1 + len(rows)] = rows
+            table[1 : 1 + len(loaded) * _COLUMNS] = torch.tensor([batch.row for batch in loaded]).flatten()
         own = table.clone()
         if self.is_pipe_parallel:
             self.control.from_first_stage(table)

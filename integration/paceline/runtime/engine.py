@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..measure.clock import Clock
 from .control import ControlPlane
+from .module import REPLICATED
 
 
 class PacelineEngine(PipelineEngine):
@@ -50,9 +51,9 @@ class PacelineEngine(PipelineEngine):
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
-        """Scale all gradients to a global 2-norm of at most ``gradient_clipping``; a weight on two stages counts once."""
+        """Scale gradients to a global 2-norm of at most ``gradient_clipping``; a weight on two stages counts once."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        own = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+        own = [p.grad for p in parameters if not getattr(p, REPLICATED, False)]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in own:
             squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()

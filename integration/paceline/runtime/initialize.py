@@ -1,7 +1,8 @@
-"""``paceline.initialize``: the arguments and results of ``deepspeed.initialize``, with pipelines of Hugging Face models."""
+"""``paceline.initialize``: ``deepspeed.initialize``, with Hugging Face models as pipelines."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PacelineConfig, read_ds_config, warn_near_misses
-from ..patches.registry import applied
 from ..patches.deepspeed_initialize import engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
+from ..patches.registry import applied
 from .causal_lm_engine import CausalLMEngine
 from .engine import PacelineEngine
 from .module import CausalLMPipeline
@@ -120,11 +121,13 @@ def _pipeline(model: Any, ds_config: dict[str, Any]) -> tuple[CausalLMPipeline, 
 
 
 def _deepspeed(arguments: dict[str, Any], ds_config: dict[str, Any], engine: type | None) -> tuple[Any, Any, Any, Any]:
-    names = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "distributed_port")
-    names += ("mpu", "dist_init_required", "collate_fn", "mesh_param")
-    passed = {name: arguments[name] for name in names}
+    passed = {
+        name: value for name, value in arguments.items() if name in inspect.signature(deepspeed.initialize).parameters
+    }
+    passed.pop("config_params")
+    passed["config"] = ds_config
     model = arguments["model"]
     if engine is not None and passed["model_parameters"] is None:
         passed["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
     with applied(*([engine_class(engine)] if engine is not None else [])):
-        return deepspeed.initialize(**passed, config=ds_config)
+        return deepspeed.initialize(**passed)

@@ -26,6 +26,8 @@ from ..hf.weights import load_stage, skeleton
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
+REPLICATED = "ds_pipe_replicated"
+"""DeepSpeed's mark on a parameter of which another stage holds the one that counts."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class CausalLMPipeline(PipelineModule):
             config = AutoConfig.from_pretrained(source)
         self.config = config
         self.timeout = timeout
-        self._source, self._dtype, self._seed = source, dtype, seed
+        self._source = [source]  # in a list: a model in memory is not to be registered as a part of this one
+        self._dtype, self._seed = dtype, seed
         self._from_pretrained = from_pretrained
         whole = source if isinstance(source, PreTrainedModel) else skeleton(config)
         self.anatomy = anatomy_of(whole)
@@ -184,18 +187,17 @@ class CausalLMPipeline(PipelineModule):
 
     def _build(self) -> None:
         cut = cut_of(self.parts, self.stage_id)
-        source = self._source
+        source = self._source.pop()
         if isinstance(source, PreTrainedModel):
             prune(source, self.anatomy, cut)
             stage = CausalLMStage(source.to(self._dtype), cut, self.anatomy)
         else:
             directory = None if isinstance(source, PretrainedConfig) else source
             stage = load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
-        self._source = None
         self.stage = stage
         self.forward_funcs.append(stage)
         for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False
+            setattr(parameter, REPLICATED, False)
 
     def forward(
         self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None
@@ -216,7 +218,7 @@ class CausalLMPipeline(PipelineModule):
                 comms[EMBEDDING] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": embedding}
                 if self.global_rank != ranks[0]:
                     for parameter in embedding.parameters():
-                        parameter.ds_pipe_replicated = True  # counted once, on the first stage
+                        setattr(parameter, REPLICATED, True)  # counted once, on the first stage
         return comms
 
     @torch.no_grad()  # stock broadcasts into a parameter under autograd, which torch warns of at the first backward

@@ -44,12 +44,12 @@ def plan_for(
     model = skeleton(hf_config)
     text = hf_config.get_text_config()
     world_size = dist.get_world_size()
-    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", 0))))
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     room: dict[str, Any] = {
         "world_size": world_size,
         "num_layers": text.num_hidden_layers,
         "state_bytes": STATE_BYTES * sum(p.numel() for p in model.parameters()),
-        "device_bytes": available_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
+        "device_bytes": available_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
     least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)

@@ -1,0 +1,46 @@
+"""Every shipped configuration trains, evaluates and exports."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from jobs import TINY, finetune, flags
+from ranks import run_ranks
+
+CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+
+
+def num_ranks(config: Path) -> int:
+    stages = int(match[1]) if (match := re.match(r"pp(\d+)", config.stem)) else 2
+    replicas = int(match[1]) if (match := re.search(r"_dp(\d+)", config.stem)) else 1
+    return stages * replicas
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_runs(config: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    output = tmp_path / "model"
+    ranks = run_ranks(finetune, num_ranks(config), flags(**TINY, deepspeed=config, output_dir=output))
+    assert {code for code, _ in ranks} == {0}, ranks
+    model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.config.num_hidden_layers == 4
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    assert any("perplexity" in line for line in lines)
+    summary = json.loads((output / "summary.json").read_text())
+    assert len(summary["ranks"]) == num_ranks(config)
+    assert summary["steps"] == 4
+
+
+def test_table_lists_every_file() -> None:
+    table = (CONFIGS[0].parent / "README.md").read_text()
+    assert set(re.findall(r"`(\w+\.json)`", table)) == {path.name for path in CONFIGS}

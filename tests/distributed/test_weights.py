@@ -1,0 +1,227 @@
+"""Weights in and out: each rank reads its own, no rank takes the whole model's memory, exports are identical."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import model_config
+from ranks import RankError, run_ranks
+
+GIB = 2**30
+
+
+def save_random(directory: str, stages: int, shard_size: str, config: dict[str, Any]) -> dict[str, str]:
+    """Export a model with random weights; digests of this stage's tensors by name."""
+    import torch.distributed as dist
+    from transformers import LlamaConfig
+
+    from paceline.hf.export import export
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.module import CausalLMPipeline
+
+    start_distributed()
+    pipeline = CausalLMPipeline(LlamaConfig(**config), num_stages=stages)
+    export(pipeline, directory, ControlPlane.create(stages), max_shard_size=shard_size)
+    dist.barrier()
+    return digests(pipeline)
+
+
+def digests(pipeline: Any) -> dict[str, str]:
+    import hashlib
+
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in pipeline.stage.model.state_dict().items()
+    }
+
+
+def load_and_measure(directory: str, stages: int, export_to: str) -> dict[str, Any]:
+    """Load a checkpoint into this rank's stage while a thread watches this process's anonymous memory."""
+    from transformers import AutoConfig
+
+    from paceline.hf.export import export
+    from paceline.measure.memory import anonymous_bytes
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.module import CausalLMPipeline
+
+    start_distributed()
+    control = ControlPlane.create(stages)
+    config = AutoConfig.from_pretrained(directory)
+    before = peak = anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    pipeline = CausalLMPipeline(directory, num_stages=stages, config=config)
+    loaded = anonymous_bytes()
+    with torch.no_grad():
+        for parameter in pipeline.parameters():
+            parameter.add_(0)  # as the first step of an optimizer: a tensor mapped from the file becomes the rank's own
+    trained = anonymous_bytes()
+    done.set()
+    watcher.join()
+    digest = digests(pipeline)
+    share = sum(p.numel() * p.element_size() for p in pipeline.parameters())
+    export(pipeline, export_to, control, max_shard_size="700MB")
+    return {
+        "share": share,
+        "whole": pipeline.total_parameters * 4,
+        "loaded": loaded - before,
+        "trained": trained - before,
+        "peak": max(peak, trained) - before,
+        "digests": digest,
+    }
+
+
+def test_a_large_model_in_four_stages(tmp_path: Path) -> None:
+    """2.5 GiB: no rank's anonymous memory grows by more than its share plus a quarter, and what comes out went in."""
+    if shutil.disk_usage(tmp_path).free < 8 * GIB:
+        pytest.skip("needs 8 GiB of disk for two copies of a 2.5 GiB model")
+    config = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    saved = {k: v for rank in run_ranks(save_random, 4, source, 4, "1GB", config, timeout=280) for k, v in rank.items()}
+    ranks = run_ranks(load_and_measure, 4, source, 4, target, timeout=280)
+    assert ranks[0]["whole"] > 2 * GIB
+    assert sum(rank["share"] for rank in ranks) == ranks[0]["whole"]
+    for rank in ranks:
+        for moment in ("loaded", "trained", "peak"):
+            assert rank[moment] <= 1.25 * rank["share"], (moment, rank[moment] / rank["share"])
+        assert {name: saved[name] for name in rank["digests"]} == rank["digests"]
+    shutil.rmtree(source)
+    again = {k: v for rank in run_ranks(load_digests, 2, target, 2, timeout=280) for k, v in rank.items()}
+    assert again == saved
+    shutil.rmtree(target)
+
+
+def load_digests(directory: str, stages: int) -> dict[str, str]:
+    from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.module import CausalLMPipeline
+
+    start_distributed()
+    return digests(CausalLMPipeline(directory, num_stages=stages))
+
+
+def export_family(family: str, directory: str, stages: int, shard_size: str, **changes: Any) -> None:
+    from paceline.hf.export import export
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.module import CausalLMPipeline
+
+    start_distributed()
+    pipeline = CausalLMPipeline(model_config(family, **changes), num_stages=stages)
+    export(pipeline, directory, ControlPlane.create(stages), max_shard_size=shard_size)
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (3, 3), (2, 4)])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_export_loads_as_anybody_loads_it(family: str, stages: int, ranks: int, tmp_path: Path) -> None:
+    """Tied weights once, merged experts in the hub's own format, shards over stages and in a stage, twice over."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline.hf.stage import Cut
+    from paceline.hf.weights import load_stage
+
+    whole = load_stage(None, model_config(family), Cut.whole(4)).model.state_dict()
+    for shard_size in ("5GB", "20KB"):
+        run_ranks(export_family, ranks, family, str(tmp_path), stages, shard_size)
+        model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(info.values()), info
+        assert model.state_dict().keys() == whole.keys()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, whole[name]), name
+        assert not (tmp_path / ".export").exists()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
+    if family == "mixtral":
+        assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in index["weight_map"]
+    if family == "llama":
+        assert "lm_head.weight" not in index["weight_map"]
+
+
+def test_full_disk_ends_every_rank_and_leaves_no_model(tmp_path: Path) -> None:
+    """A real full disk: the directory is on a file system of one MiB."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("mounting a small file system needs root: runs in CI")
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.system(f"mount -t tmpfs -o size=100k tmpfs {small} 2>/dev/null") != 0:
+        pytest.skip("no permission to mount a file system here: runs where containers allow it")
+    try:
+        began = time.monotonic()
+        with pytest.raises(RankError, match="No space left|os error 28|StorageFull"):
+            run_ranks(export_family, 2, "llama", str(small / "model"), 2, "5GB", hidden_size=64, timeout=60)
+        assert time.monotonic() - began < 40
+        assert not (small / "model" / "config.json").exists()
+    finally:
+        os.system(f"umount {small}")
+
+
+def train_from(source: str, stages: int, output: str) -> list[float]:
+    """From a checkpoint by name, own loop, and out again by the public names alone."""
+    import paceline
+    from jobs import step_batches
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": None,
+        "paceline": {"pipeline": {"stages": stages}},
+    }
+    engine, *_ = paceline.initialize(model=source, config=config)
+    losses = [engine.train_batch(iter(step_batches(step))).item() for step in range(4)]
+    paceline.export(engine.module, output, engine.control)
+    return losses
+
+
+def train_in_memory(source: str, stages: int) -> list[float]:
+    """The same from a model that every rank has loaded whole."""
+    from transformers import AutoModelForCausalLM
+
+    import paceline
+    from jobs import step_batches
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": None,
+        "paceline": {"pipeline": {"stages": stages}},
+    }
+    engine, *_ = paceline.initialize(model=AutoModelForCausalLM.from_pretrained(source), config=config)
+    return [engine.train_batch(iter(step_batches(step))).item() for step in range(4)]
+
+
+def test_fine_tune_a_checkpoint_by_name_and_from_memory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(export_family, 1, "mixtral", str(tmp_path / "start"), 1, "20KB")
+    ranks = run_ranks(train_from, 3, str(tmp_path / "start"), 3, str(tmp_path / "tuned"))
+    assert ranks[0] == ranks[2]
+    assert ranks[0] == run_ranks(train_in_memory, 3, str(tmp_path / "start"), 3)[0]
+    assert ranks[0] == run_ranks(train_in_memory, 2, str(tmp_path / "start"), 2)[0]
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("start", "tuned"))
+    changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(changed)

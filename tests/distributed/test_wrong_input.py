@@ -1,0 +1,191 @@
+"""Wrong input stops every rank, soon, with a non-zero code and one line that names value, rule and remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import TINY, finetune, flags, model_config, step_batches
+from ranks import RankError, RankTimeout, launch, run_ranks
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def section(**pipeline: Any) -> dict[str, Any]:
+    return {"paceline": {"pipeline": pipeline}}
+
+
+CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "stages that do not divide the ranks": (
+        {},
+        section(stages=3),
+        r"paceline\.pipeline\.stages is 3 and there are 2 ranks: stages must divide the ranks; write one of \[1, 2\]",
+    ),
+    "more stages than layers": (
+        {"config_overrides": "hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=4"},
+        section(stages=2),
+        r"paceline\.pipeline\.stages is 2 and the model has 1 decoder layers: every stage needs one",
+    ),
+    "batch size that does not divide": (
+        {},
+        {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, **section(stages=2)},
+        r"train_batch_size is 9: it must be a multiple of 2 .*; write 10",
+    ),
+    "unknown key": ({}, section(stage=2), r"paceline\.pipeline\.stage.*stages"),
+    "ZeRO-2": ({}, {"zero_optimization": {"stage": 2}, **section(stages=2)}, r"zero_optimization\.stage is 2.*write 1"),
+    "boundaries that do not fit": (
+        {},
+        section(stages=2, partition=[0, 3, 9]),
+        r"\[0, 3, 9\].*must end at 6, the number of items \(embedding, 4 decoder layers, head\)",
+    ),
+    "JSON against flag": (
+        {"learning_rate": 0.5},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, **section(stages=2)},
+        r"optimizer\.params\.lr is 0\.1 in the JSON and --learning_rate on the command line makes it 0\.5",
+    ),
+    "missing file": ({"train_file": "nowhere.txt"}, None, r"--train_file nowhere\.txt.*does not exist"),
+    "missing JSON": ({"deepspeed": "nowhere.json"}, None, r"--deepspeed nowhere\.json.*does not exist"),
+    "data set without the column": (
+        {"text_column": "story"},
+        None,
+        r"there is no column 'story' of strings; the columns are text",
+    ),
+    "unsupported model": (
+        {"model_type": "bert", "config_overrides": "num_hidden_layers=2"},
+        None,
+        r"bert.*cannot be a pipeline",
+    ),
+    "model that does not exist": (
+        {"model_name_or_path": "no/such-model", "train_file": __file__},
+        None,
+        r"--model_name_or_path no/such-model",
+    ),
+    "checkpoint without data": ({"model_name_or_path": "no/such-model"}, None, r"add --dataset_name or --train_file"),
+    "unknown flag": ({"learning_rates": 1}, None, r"learning_rates.*learning_rate"),
+    "less data than a batch": (
+        {"max_train_samples": 3},
+        section(stages=2),
+        r"3 training samples: less than one global batch.*= 16\. Remedy",
+    ),
+    "block longer than the model": ({"block_size": 128}, None, r"--block_size 128: the model has 64 positions"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_line(case: str, tmp_path: Path) -> None:
+    changes, ds_config, message = CASES[case]
+    values = {**TINY, "output_dir": tmp_path / "model", **changes}
+    if ds_config is not None:
+        values["deepspeed"] = write(tmp_path / "ds.json", ds_config)
+    if "model_name_or_path" in changes:
+        values = {k: v for k, v in values.items() if k not in ("model_type", "config_overrides")}
+    began = time.monotonic()
+    ranks = run_ranks(finetune, 2, flags(**values), timeout=60)
+    assert time.monotonic() - began < 40
+    for code, errors in ranks:
+        assert code == 2, errors
+        assert "Traceback" not in errors
+    lines = [line for line in ranks[0][1].splitlines() if "[paceline]" not in line and line.strip()]
+    lines = [line for line in lines if line.startswith("paceline")]
+    assert len(lines) == 1, ranks[0][1]
+    assert re.search(message, lines[0]), lines[0]
+
+
+def test_error_on_one_rank_stops_all(tmp_path: Path) -> None:
+    text = write(tmp_path / "text.jsonl", '{"text": "to be"}\n' * 2000)
+    table = write(tmp_path / "table.jsonl", '{"story": 1}\n' * 2000)
+
+    ranks = run_ranks(outcome_on_rank_files, 2, flags(**TINY, output_dir=tmp_path / "m"), [str(text), str(table)])
+    assert [code for code, _ in ranks] == [2, 2]
+    assert "there is no column of strings" in ranks[0][1] + ranks[1][1]
+
+
+def outcome_on_rank_files(argv: list[str], files: list[str]) -> tuple[int, str]:
+    return finetune([*argv, "--train_file", files[int(os.environ["RANK"])]])
+
+
+@pytest.mark.launcher
+def test_through_the_launcher(tmp_path: Path) -> None:
+    """The launcher's own exit code, and that nobody is left hanging."""
+    ds_config = write(tmp_path / "ds.json", section(stages=3))
+    argv = ["--module", "paceline.launch.finetune", *flags(**TINY, deepspeed=ds_config, output_dir=tmp_path / "m")]
+    done = launch(argv, num_ranks=2, timeout=120)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("stages must divide the ranks") == 1
+
+
+def train_until_data_ends(stages: int, batches: int) -> list[str]:
+    """Own loop: an iterator that ends in the middle of a step, on every rank the same exception."""
+    import paceline
+
+    engine, *_ = paceline.initialize(
+        model=model_config(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "steps_per_print": None,
+            "paceline": {"pipeline": {"stages": stages}},
+        },
+    )
+    data = iter(step_batches(0)[:batches])
+    seen = []
+    try:
+        while True:
+            engine.train_batch(data)
+            seen.append("step")
+    except StopIteration as stop:
+        seen.append(str(stop))
+    for wrong in ({"input_ids": [[1, 2]]}, {"input_ids": [[1, 2]], "labels": [[1, 2, 3]]}):
+        try:
+            engine.train_batch(iter([wrong] * 4) if engine.stage_id == 0 else iter(step_batches(0)))
+        except ValueError as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
+    ranks = run_ranks(train_until_data_ends, 3, 3, 6, timeout=60)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert ranks[0][:2] == ["step", "the data ended after 2 of a step's 4 micro-batches"]
+    assert "no 'labels': add it" in ranks[0][2]
+    assert "'labels' has shape [1, 3], input_ids [1, 2]" in ranks[0][3]
+
+
+def dies_in_training(stages: int) -> None:
+    """Rank 1 is killed in the middle of training."""
+    import signal
+
+    import paceline
+
+    engine, *_ = paceline.initialize(
+        model=model_config(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 8,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "steps_per_print": None,
+            "paceline": {"pipeline": {"stages": stages}},
+        },
+    )
+    for step in range(3):
+        if step == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.train_batch(iter(step_batches(step)))
+
+
+def test_killed_rank_ends_the_others() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        run_ranks(dies_in_training, 3, 3, timeout=90)
+    assert not isinstance(raised.value, RankTimeout)
+    assert time.monotonic() - began < 60

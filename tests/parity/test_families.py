@@ -1,0 +1,144 @@
+"""Every causal-LM family of transformers, cut into stages and whole: ``families.json`` says what is so, and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+
+from paceline.hf import router
+from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
+from paceline.hf.anatomy import UnsupportedModelError, refuse_known
+from paceline.hf.check import Family, compared_here, families, quiet, require_supported
+from paceline.hf.families import NUM_LAYERS, causal_lm_configs, tiny_configs
+from paceline.hf.parity import ROUNDING, check_split, cuts
+from paceline.hf.stage import Cut
+from paceline.hf.table import BEGIN, END, measure, to_json, to_markdown
+from paceline.hf.weights import load_stage
+
+INSTALLED = {config_class.model_type: config_class for config_class in causal_lm_configs()}
+TABLE = json.loads(resources.files("paceline.hf").joinpath("families.json").read_text())
+IS_NEWEST = transformers.__version__ == TABLE["transformers"][1]
+README = Path(__file__).parents[2] / "README.md"
+
+
+def _config_class(model_type: str) -> type[transformers.PretrainedConfig]:
+    if model_type not in INSTALLED:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    return INSTALLED[model_type]
+
+
+@pytest.mark.parametrize("model_type", sorted(families()))
+def test_family_is_as_listed(model_type: str) -> None:
+    listed, measured = families()[model_type], measure(_config_class(model_type))
+    if not IS_NEWEST:  # older versions record the router's logits of fewer families, and refuse to ask for the others'
+        assert listed.router_loss or not measured.router_loss
+        measured = replace(measured, router_loss=listed.router_loss)
+    assert measured == listed
+    assert measured.verdict == "refused" or measured.difference <= ROUNDING
+
+
+@pytest.mark.parametrize("model_type", sorted(t for t, row in families().items() if row.verdict == "refused"))
+def test_refused_family_is_not_trained(model_type: str) -> None:
+    reason = families()[model_type].reason
+    with pytest.raises(UnsupportedModelError) as raised, quiet():
+        if model_type in REASONS:
+            refuse_known(SimpleNamespace(model_type=model_type))
+        require_supported(_config_class(model_type)())
+    assert reason in str(raised.value)
+
+
+def test_table_has_every_family() -> None:
+    assert compared_here()
+    assert set(INSTALLED) <= set(families()), "run python -m paceline.hf.table --write"
+    if IS_NEWEST:
+        assert set(INSTALLED) == set(families())
+
+
+def test_at_least_75_families_are_exact() -> None:
+    assert sum(row.verdict == "exact" for row in families().values()) >= 75
+
+
+def test_table_and_readme_are_as_written() -> None:
+    text = README.read_text()
+    section = text.partition(BEGIN + "\n")[2].partition(END)[0]
+    assert section == to_markdown(families(), TABLE["transformers"][1], TABLE["torch"])
+    if IS_NEWEST and torch.__version__.startswith(TABLE["torch"]):
+        assert json.loads(to_json(families())) == TABLE
+
+
+# What the comparison must notice.
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, model_type: str) -> Family:
+    monkeypatch.setitem(ADAPTERS, model_type, Adapter())
+    return measure(_config_class(model_type))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    sorted(t for t, a in ADAPTERS.items() if a.neutral or a.adds or a.norm or a.keep or a.count != Adapter().count),
+)
+def test_no_adapter_is_idle(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _without(monkeypatch, model_type).verdict == "refused"
+
+
+def test_multiplier_applied_on_every_stage_shows_in_both_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = _without(monkeypatch, "granite")
+    assert "in training its decoder changes the hidden states that come from another stage by up to" in row.reason
+    with quiet():
+        parity = check_split(tiny_configs(INSTALLED["granite"])[0], NUM_LAYERS)
+    assert min(parity.loss, parity.logits, parity.gradient) > 1e-3
+
+
+def test_router_loss_of_one_stage_only_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulate = router.RouterLoss.accumulate
+    monkeypatch.setattr(
+        router.RouterLoss, "accumulate", lambda self, routing, *args, **kwargs: accumulate(self, None, *args, **kwargs)
+    )
+    with quiet():
+        parity = check_split(tiny_configs(INSTALLED["mixtral"])[0], NUM_LAYERS)
+    assert parity.logits == 0.0
+    assert parity.loss > 1e-3
+    assert "gate" in parity.worst_gradient
+
+
+# Random weights.
+
+
+@pytest.fixture
+def unset_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unset_memory_is_nan")
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gpt2", "mixtral", "falcon", "mamba", "codegen", "falcon_h1", "recurrent_gemma", "apertus", "openai-gpt"],
+)
+def test_random_weights_are_the_same_for_every_cut(model_type: str) -> None:
+    config = tiny_configs(INSTALLED[model_type])[0]
+    with quiet():
+        whole = load_stage(None, config, Cut.whole(NUM_LAYERS)).model
+        stages = [load_stage(None, config, cut).model for cut in cuts(NUM_LAYERS, 1)]
+    tensors = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    assert not [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    held = set()
+    for stage in stages:
+        for name, tensor in [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()]:
+            held.add(name)
+            assert torch.equal(tensor, tensors[name]), name
+    assert held == set(tensors)
