@@ -21,15 +21,18 @@ logger = logging.getLogger("paceline")
 
 EMBEDDED_MODEL = {
     "model_type": "llama",
-    "config_overrides": "hidden_size=192,intermediate_size=512,num_hidden_layers=6,num_attention_heads=6,"
-    "num_key_value_heads=6,max_position_embeddings=512,tie_word_embeddings=true",
+    "config_overrides": "hidden_size=128,intermediate_size=384,num_hidden_layers=4,num_attention_heads=4,"
+    "num_key_value_heads=4,max_position_embeddings=512,initializer_range=0.08",
     "block_size": "128",
-    "max_steps": "160",
-    "learning_rate": "2e-3",
+    "max_steps": "240",
+    "learning_rate": "6e-3",
+    "adam_beta2": "0.95",
     "lr_scheduler_type": "cosine",
     "warmup_steps": "10",
-    "per_device_train_batch_size": "4",
-    "eval_steps": "40",
+    "per_device_train_batch_size": "2",
+    "gradient_accumulation_steps": "4",
+    "logging_steps": "20",
+    "eval_steps": "80",
     "max_eval_samples": "64",
     "output_dir": "runs/quickstart",
     "sample_prompt": "    def __init__(self, ",

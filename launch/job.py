@@ -30,6 +30,7 @@ from paceline.hf.data import (
     tokenize_and_group,
 )
 from paceline.hf.export import export
+from paceline.hf.quiet import quiet
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.weights import skeleton
 from paceline.measure.flops import flops_per_token
@@ -342,7 +343,8 @@ class Job:
         """Load what was exported as anybody would, and let it complete a line."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(self.output)
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(self.output)
         tokenizer = AutoTokenizer.from_pretrained(self.output)
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)

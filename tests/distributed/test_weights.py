@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from jobs import model_config
 from ranks import RankError, run_ranks
 
@@ -170,7 +171,7 @@ def test_full_disk_ends_every_rank_and_leaves_no_model(tmp_path: Path) -> None:
         pytest.skip("no permission to mount a file system here: runs where containers allow it")
     try:
         began = time.monotonic()
-        with pytest.raises(RankError, match="No space left|os error 28|StorageFull"):
+        with pytest.raises(RankError, match=r"No space left|os error 28|StorageFull"):
             run_ranks(export_family, 2, "llama", str(small / "model"), 2, "5GB", hidden_size=64, timeout=60)
         assert time.monotonic() - began < 40
         assert not (small / "model" / "config.json").exists()

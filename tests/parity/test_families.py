@@ -16,15 +16,15 @@ import pytest
 import torch
 import transformers
 
-from paceline.hf import router
+from paceline.hf import router, weights
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError, refuse_known
-from paceline.hf.check import Family, compared_here, families, quiet, require_supported
+from paceline.hf.check import Family, compared_here, families, quiet
 from paceline.hf.families import NUM_LAYERS, causal_lm_configs, tiny_configs
 from paceline.hf.parity import ROUNDING, check_split, cuts
 from paceline.hf.stage import Cut
 from paceline.hf.table import BEGIN, END, measure, to_json, to_markdown
-from paceline.hf.weights import load_stage
+from paceline.hf.weights import causal_config, load_stage
 
 INSTALLED = {config_class.model_type: config_class for config_class in causal_lm_configs()}
 TABLE = json.loads(resources.files("paceline.hf").joinpath("families.json").read_text())
@@ -51,10 +51,11 @@ def test_family_is_as_listed(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", sorted(t for t, row in families().items() if row.verdict == "refused"))
 def test_refused_family_is_not_trained(model_type: str) -> None:
     reason = families()[model_type].reason
-    with pytest.raises(UnsupportedModelError) as raised, quiet():
-        if model_type in REASONS:
-            refuse_known(SimpleNamespace(model_type=model_type))
-        require_supported(_config_class(model_type)())
+    config_class = _config_class(model_type)
+    with quiet():  # some configs have no defaults
+        config = SimpleNamespace(model_type=model_type) if model_type in REASONS else causal_config(config_class())
+    with pytest.raises(UnsupportedModelError) as raised:
+        refuse_known(config)
     assert reason in str(raised.value)
 
 
@@ -98,7 +99,8 @@ def test_multiplier_applied_on_every_stage_shows_in_both_checks(monkeypatch: pyt
     assert "in training its decoder changes the hidden states that come from another stage by up to" in row.reason
     with quiet():
         parity = check_split(tiny_configs(INSTALLED["granite"])[0], NUM_LAYERS)
-    assert min(parity.loss, parity.logits, parity.gradient) > 1e-3
+    assert parity.logits > 1e-2
+    assert parity.gradient > 0.1
 
 
 def test_router_loss_of_one_stage_only_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +111,8 @@ def test_router_loss_of_one_stage_only_shows(monkeypatch: pytest.MonkeyPatch) ->
     with quiet():
         parity = check_split(tiny_configs(INSTALLED["mixtral"])[0], NUM_LAYERS)
     assert parity.logits == 0.0
-    assert parity.loss > 1e-3
+    assert parity.loss > ROUNDING
+    assert parity.gradient > 0.1
     assert "gate" in parity.worst_gradient
 
 
@@ -142,3 +145,18 @@ def test_random_weights_are_the_same_for_every_cut(model_type: str) -> None:
             held.add(name)
             assert torch.equal(tensor, tensors[name]), name
     assert held == set(tensors)
+
+
+def test_weights_without_initial_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "CONSTRUCTED", {})
+    config = tiny_configs(INSTALLED["openai-gpt"])[0]
+    message = (
+        r"^OpenAIGPTLMHeadModel \(model type 'openai-gpt'\) has no initial values for "
+        r"\['transformer.h.0.attn.c_attn.weight', 'transformer.h.0.attn.c_attn.bias'\]: start from a checkpoint that "
+        "has them.$"
+    )
+    with quiet(), pytest.raises(UnsupportedModelError, match=message):
+        load_stage(None, config, Cut.whole(NUM_LAYERS))
+    with quiet():
+        stage = load_stage(None, config, Cut.whole(NUM_LAYERS), allow_empty=True)
+    assert stage.model.transformer.h[0].attn.c_attn.weight.isnan().all()

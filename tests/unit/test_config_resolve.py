@@ -177,7 +177,8 @@ def test_boundaries_tell_the_stages():
         ),
         (
             stages(2) | {"zero_optimization": {"stage": 2}},
-            "zero_optimization.stage is 2: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 only; write 1.",
+            "zero_optimization.stage is 2: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 only; "
+            "write 1.",
         ),
         (
             {"zero_optimization": {"stage": "two"}},

@@ -9,10 +9,6 @@ that holds nothing must change nothing.
 from __future__ import annotations
 
 import json
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -21,15 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from .adapters import ADAPTERS
 from .anatomy import UnsupportedModelError, anatomy_of, refuse_known
 from .families import NUM_LAYERS, shrink
 from .parity import ROUNDING, check_split
+from .quiet import quiet
 from .router import router_loss_of
 from .stage import Cut, tied_weight
 from .weights import causal_config, load_stage, model_class_of, skeleton
@@ -92,7 +89,7 @@ def _table() -> dict[str, Any]:
 def compared_here() -> bool:
     """Whether the installed transformers is one of those, oldest to newest, that ``families.json`` speaks of."""
     oldest, newest = map(Version, _table()["transformers"])
-    return oldest <= Version(transformers.__version__) <= newest
+    return oldest <= Version(transformers_version) <= newest
 
 
 def check_source(source: str | Path) -> ModelReport:
@@ -106,7 +103,7 @@ def check_source(source: str | Path) -> ModelReport:
             config = AutoConfig.from_pretrained(str(source))
     except Exception as error:
         raise ValueError(
-            f"{str(source)!r} has no config that transformers {transformers.__version__} can read: "
+            f"{str(source)!r} has no config that transformers {transformers_version} can read: "
             f"{_first_line(error)} Give a directory with a config.json, or the name of a model on the hub."
         ) from error
     return check_model(config)
@@ -176,7 +173,7 @@ def _compare_small_copy(config: PretrainedConfig, name: str) -> float:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name} is not among the families that were compared with transformers {transformers.__version__}, and a "
+            f"{name} is not among the families that were compared with transformers {transformers_version}, and a "
             f"small copy to compare now cannot be built: {type(error).__name__}: {_first_line(error)}"
         ) from error
     if not parity.worst <= ROUNDING:
@@ -230,27 +227,10 @@ def _pass(stage: torch.nn.Module, stream: Tensor, side: dict[str, Tensor]) -> Te
     return out
 
 
-def _num_parameters(model: transformers.PreTrainedModel) -> int:
+def _num_parameters(model: PreTrainedModel) -> int:
     shared = getattr(model, "all_tied_weights_keys", None) or {}
     return sum(p.numel() for name, p in model.named_parameters(remove_duplicate=False) if name not in shared)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from logging, warning and drawing progress bars; what was set before comes back."""
-    log = transformers.utils.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        log.set_verbosity(logging.CRITICAL + 1)
-        log.disable_progress_bar()
-        try:
-            yield
-        finally:
-            log.set_verbosity(level)
-            if bars:
-                log.enable_progress_bar()

@@ -18,14 +18,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-import transformers
 from transformers import PretrainedConfig
+from transformers import __version__ as transformers_version
 
 from .adapters import ADAPTERS, REASONS
 from .anatomy import UnsupportedModelError, anatomy_of
-from .check import Family, check_stream_identity, quiet, verdict
+from .check import Family, check_stream_identity, verdict
 from .families import NUM_LAYERS, causal_lm_configs, tiny_configs
 from .parity import ROUNDING, check_split
+from .quiet import quiet
 from .router import router_loss_of
 from .stage import tied_weight
 from .weights import skeleton
@@ -105,14 +106,14 @@ def _time_limit(seconds: int) -> Iterator[None]:
 def to_json(rows: dict[str, Family]) -> str:
     """``families.json`` from the rows by model type."""
     table: dict[str, Any] = {
-        "transformers": [OLDEST, transformers.__version__],
+        "transformers": [OLDEST, transformers_version],
         "torch": _torch_version(),
         "families": {model_type: asdict(rows[model_type]) for model_type in sorted(rows)},
     }
     return json.dumps(table, indent=1) + "\n"
 
 
-def to_markdown(rows: dict[str, Family], transformers_version: str, torch_version: str) -> str:
+def to_markdown(rows: dict[str, Family], transformers: str, torch_version: str) -> str:
     """The README's section, without its markers."""
     cut = {model_type: row for model_type, row in rows.items() if row.verdict != "refused"}
     exact = [model_type for model_type, row in cut.items() if row.verdict == "exact"]
@@ -125,7 +126,7 @@ def to_markdown(rows: dict[str, Family], transformers_version: str, torch_versio
     reasons = sorted({row.reason for row in rows.values() if row.reason})
     groups |= {f"refused: {why}": [t for t, row in rows.items() if row.reason == why] for why in reasons}
     lines = [
-        f"Of the {len(rows)} causal-LM families of transformers {transformers_version}, {len(exact)} train as "
+        f"Of the {len(rows)} causal-LM families of transformers {transformers}, {len(exact)} train as "
         "pipelines with exactly the loss, logits and gradients of the unsplit model (difference 0.0), "
         f"{len(cut) - len(exact)} with a difference in rounding, and {len(rows) - len(cut)} are refused with the "
         f"reason. Measured in float32 on the CPU (torch {torch_version}) on small copies of four layers, cut into "
@@ -153,7 +154,7 @@ def write(rows: dict[str, Family], root: Path) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{readme} lacks the lines {BEGIN} and {END}: add them where the table is to stand.")
     Path(__file__).with_name("families.json").write_text(to_json(rows))
-    section = to_markdown(rows, transformers.__version__, _torch_version())
+    section = to_markdown(rows, transformers_version, _torch_version())
     readme.write_text(text.partition(BEGIN)[0] + f"{BEGIN}\n{section}{END}" + text.partition(END)[2])
 
 

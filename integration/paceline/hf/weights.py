@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
+from .quiet import quiet
 from .stage import CausalLMStage, Cut, prune
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def load_stage(
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 42,
+    allow_empty: bool = False,
     **from_pretrained: Any,
 ) -> CausalLMStage:
     """Build the stage ``cut`` of a model with its weights, on the CPU.
@@ -80,10 +83,11 @@ def load_stage(
         source: directory or hub name of a checkpoint; None draws the weights at random.
         seed: for random weights. Every module's weights are drawn from ``seed`` and the module's own name, so they
             are the same for every cut.
+        allow_empty: leave NaN where transformers has no initial values, for a caller who sets the weights himself.
         from_pretrained: passed on (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 
     Raises:
-        UnsupportedModelError: the model cannot be cut.
+        UnsupportedModelError: the model cannot be cut, or is to start from initial values that transformers lacks.
     """
     config = causal_config(config)
     refuse_known(config)
@@ -98,7 +102,7 @@ def load_stage(
             prune(self, anatomy, cut)
 
         def initialize_weights(self) -> None:
-            _initialize_by_name(self, seed, super().initialize_weights)
+            _initialize_by_name(self, seed, super().initialize_weights, allow_empty)
 
     # What is printed, saved as architecture and looked up by class name stays the model's own.
     Stage.__name__, Stage.__qualname__, Stage.__module__ = (
@@ -110,7 +114,12 @@ def load_stage(
     if source is None:
         Stage._keys_to_ignore_on_load_missing = [".*"]
         from_pretrained["state_dict"] = {}
-    model, info = Stage.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **from_pretrained)
+    # One bar is enough, and what transformers says of a checkpoint is about the whole model, not about a stage.
+    shows_bar = source is not None and os.environ.get("RANK", "0") == "0"
+    with quiet(bars=shows_bar):
+        model, info = Stage.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **from_pretrained
+        )
     missing = sorted(info["missing_keys"])
     if source is not None and missing:
         logger.warning(
@@ -125,7 +134,7 @@ def load_stage(
     return CausalLMStage(model, cut, anatomies[-1])
 
 
-def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any) -> None:
+def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any, allow_empty: bool) -> None:
     """Run transformers' own initialisation with the generator seeded anew for each module, by its name.
 
     Raises:
@@ -160,7 +169,7 @@ def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any) -> N
             prefix = f"{name}." if name else ""
             own = [(leaf, t) for leaf, t in _float_tensors(module, recurse=False) if prefix + leaf in empty]
             forgotten = [leaf for leaf, tensor in own if tensor.isnan().any()]
-            if forgotten:
+            if forgotten and not allow_empty:
                 seed_for(name)
                 _construct_again(model, name, module, forgotten)
     finally:

@@ -1,0 +1,47 @@
+"""Counted FLOPs against the operations that torch itself counts."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.hf.anatomy import anatomy_of
+from paceline.hf.stage import Cut
+from paceline.hf.weights import load_stage
+from paceline.measure.flops import flops_per_token
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_dense_model_against_torch(tied: bool) -> None:
+    """torch counts matrix products, with eager attention the full square of scores; we count the causal half."""
+    import torch
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=101,
+        tie_word_embeddings=tied, attn_implementation="eager",
+    )  # fmt: skip
+    model = load_stage(None, config, Cut.whole(3)).model
+    ids = torch.randint(0, 101, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    scores = 6 * 3 * 32 * 64  # the half that a causal mask hides
+    # rotary embeddings and norms are not matrix products of weights: below a percent here
+    assert counter.get_total_flops() / ids.numel() == pytest.approx(
+        flops_per_token(model, anatomy_of(model), 32) + scores, rel=0.01
+    )
+
+
+def test_experts_count_as_far_as_tokens_meet_them() -> None:
+    from transformers import MixtralConfig
+
+    def count(top_k: int) -> float:
+        config = MixtralConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            num_local_experts=8, num_experts_per_tok=top_k, vocab_size=97,
+        )  # fmt: skip
+        model = load_stage(None, config, Cut.whole(2)).model
+        return flops_per_token(model, anatomy_of(model), 16)
+
+    one_expert = 3 * 32 * 64
+    assert count(3) - count(1) == pytest.approx(6 * 2 * one_expert * 2)

@@ -1,0 +1,44 @@
+"""Metrics file and summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from paceline.report.metrics import MetricsFile, RankTotals, summarize, table
+
+
+def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "deep" / "metrics.jsonl")
+    metrics.write({"step": 1, "loss": 2.5})
+    metrics.write({"step": 2, "loss": math.nan, "ranks": [{"idle_s": math.inf}]})
+    # on disk before it is closed: a killed run leaves what it had
+    lines = [json.loads(line) for line in (tmp_path / "deep" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None, "ranks": [{"idle_s": None}]}]
+    metrics.close()
+
+
+def test_no_path_writes_nothing() -> None:
+    MetricsFile(None).write({"step": 1})
+
+
+def test_summary_adds_up() -> None:
+    ranks = [RankTotals(rank, rank, f"layers {rank}", 10) for rank in range(2)]
+    for _ in range(2):
+        for rank in ranks:
+            rank.add({"compute_s": 1.0, "communication_s": 0.5, "idle_s": 0.25, "other_s": 0.25, "wall_s": 2.0})
+    summary = summarize(
+        ranks, steps=8, tokens=4000, flops_per_token=1e6, train_loss=1.0, evaluation={"perplexity": math.inf},
+        facts={"model_type": "llama"},
+    )  # fmt: skip
+    assert summary["training_s"] == 4.0
+    assert summary["tokens_per_s"] == 1000.0
+    assert summary["tokens_per_s_per_rank"] == 500.0
+    assert summary["model_flop_per_s"] == 1e9
+    assert summary["perplexity"] is None
+    assert summary["ranks"][1]["compute_s"] == 2.0
+    json.dumps(summary, allow_nan=False)
+    text = table(summary)
+    assert "8 steps, 4,000 tokens in 4.0 s: 1,000 tokens/s (500 a rank), 1.0 GFLOP/s" in text
+    assert "   1      1      50%          25%   12%" in text

@@ -1,0 +1,91 @@
+"""Partitions of a model's items into stages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.runtime.module import Item, cut_of, items_of, partition_items
+
+
+def items(weights: list[int]) -> list[Item]:
+    kinds = ["Embedding", *("Mamba" if i % 2 else "Attention" for i in range(len(weights) - 2)), "Head"]
+    names = ["embedding", *(f"layers.{i}" for i in range(len(weights) - 2)), "head"]
+    return [Item(name, kind, weight) for name, kind, weight in zip(names, kinds, weights, strict=True)]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=3, max_size=24), st.data())
+def test_every_stage_has_layers_and_every_item_one_stage(weights: list[int], data: st.DataObject) -> None:
+    num_layers = len(weights) - 2
+    stages = data.draw(st.integers(1, num_layers))
+    method = data.draw(st.sampled_from(["uniform", "parameters"]))
+    try:
+        parts = partition_items(items(weights), stages, method)
+    except ValueError as error:
+        assert "without decoder layers" in str(error)  # noqa: PT017
+        assert method == "parameters"
+        return
+    assert len(parts) == stages + 1
+    cuts = [cut_of(parts, stage) for stage in range(stages)]
+    assert [cut.first for cut in cuts] == [stage == 0 for stage in range(stages)]
+    assert [cut.last for cut in cuts] == [stage == stages - 1 for stage in range(stages)]
+    assert [layer for cut in cuts for layer in range(cut.start, cut.stop)] == list(range(num_layers))
+    assert all(cut.stop > cut.start for cut in cuts)
+
+
+@given(st.integers(1, 12), st.data())
+def test_uniform_is_even(num_layers: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, num_layers))
+    parts = partition_items(items([7] * (num_layers + 2)), stages, "uniform")
+    sizes = [cut_of(parts, s).stop - cut_of(parts, s).start for s in range(stages)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_parameters_counts_the_embedding_and_the_head() -> None:
+    assert partition_items(items([30, 10, 10, 10, 10, 10, 10, 10]), 2, "parameters") == [0, 3, 8]
+
+
+def test_type_counts_matching_layers_only() -> None:
+    kinds = items([1] * 10)
+    assert [item.kind for item in kinds].count("Mamba") == 4
+    parts = partition_items(kinds, 2, "type:mamba")
+    assert sum(item.kind == "Mamba" for item in kinds[: parts[1]]) == 2
+
+
+def test_boundaries_may_leave_the_embedding_alone() -> None:
+    parts = partition_items(items([1] * 6), 3, [0, 1, 5, 6])
+    assert [cut_of(parts, stage) for stage in range(3)] == [cut_of(parts, 0), cut_of(parts, 1), cut_of(parts, 2)]
+    assert (cut_of(parts, 0).start, cut_of(parts, 0).stop) == (0, 0)
+    assert (cut_of(parts, 1).start, cut_of(parts, 1).stop) == (0, 4)
+    assert (cut_of(parts, 2).start, cut_of(parts, 2).stop, cut_of(parts, 2).last) == (4, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("best", "partition method 'best' is not known: choose 'parameters', 'uniform', 'type:REGEX' or boundaries."),
+        ("type:rnn", "partition method 'type:rnn' matches no layer class; this model has ['Attention', 'Embedding', "),
+        ([0, 2], "partition [0, 2] does not cut 6 items (embedding, 4 decoder layers, head) into 2 stages: give 3 "),
+        ([0, 5, 4], "partition [0, 5, 4] does not cut 6 items"),
+    ],
+)
+def test_refusals(method: object, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        partition_items(items([1] * 6), 2, method)  # type: ignore[arg-type]
+    assert str(raised.value).startswith(message)
+
+
+def test_items_of_a_model_count_all_its_parameters_once() -> None:
+    from transformers import LlamaConfig
+
+    from paceline.hf.anatomy import anatomy_of
+    from paceline.hf.weights import skeleton
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=97
+    )
+    model = skeleton(config)
+    counted = items_of(model, anatomy_of(model))
+    assert [item.name for item in counted] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert sum(item.num_parameters for item in counted) == sum(p.numel() for p in model.parameters())
