@@ -29,7 +29,6 @@ from paceline.hf.data import (
     micro_batches,
     tokenize_and_group,
 )
-from paceline.hf.export import export
 from paceline.hf.quiet import quiet
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.weights import skeleton
@@ -38,6 +37,7 @@ from paceline.measure.memory import peak_bytes
 from paceline.report.metrics import MetricsFile, RankTotals, summarize, table
 from paceline.report.progress import Progress
 from paceline.runtime.control import ControlPlane
+from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import plan_for
@@ -305,7 +305,7 @@ class Job:
             ranks,
             steps=self.num_steps,
             tokens=self.tokens,
-            flops_per_token=flops_per_token(skeleton(self.config), self.pipeline.anatomy, length),
+            flops_per_token=flops_per_token(skeleton(self.config), self.pipeline.anatomy.num_layers, length),
             train_loss=self.train_loss,
             evaluation=self.evaluation,
             facts=self._facts(),

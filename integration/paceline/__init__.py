@@ -11,7 +11,7 @@ __all__ = ["CausalLMPipeline", "__version__", "export", "initialize"]
 _HOME = {
     "initialize": "runtime.initialize",
     "CausalLMPipeline": "runtime.module",
-    "export": "hf.export",
+    "export": "runtime.export",
 }
 
 

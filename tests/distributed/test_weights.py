@@ -24,8 +24,8 @@ def save_random(directory: str, stages: int, shard_size: str, config: dict[str, 
     import torch.distributed as dist
     from transformers import LlamaConfig
 
-    from paceline.hf.export import export
     from paceline.runtime.control import ControlPlane
+    from paceline.runtime.export import export
     from paceline.runtime.initialize import start_distributed
     from paceline.runtime.module import CausalLMPipeline
 
@@ -49,9 +49,9 @@ def load_and_measure(directory: str, stages: int, export_to: str) -> dict[str, A
     """Load a checkpoint into this rank's stage while a thread watches this process's anonymous memory."""
     from transformers import AutoConfig
 
-    from paceline.hf.export import export
     from paceline.measure.memory import anonymous_bytes
     from paceline.runtime.control import ControlPlane
+    from paceline.runtime.export import export
     from paceline.runtime.initialize import start_distributed
     from paceline.runtime.module import CausalLMPipeline
 
@@ -125,8 +125,8 @@ def load_digests(directory: str, stages: int) -> dict[str, str]:
 
 
 def export_family(family: str, directory: str, stages: int, shard_size: str, **changes: Any) -> None:
-    from paceline.hf.export import export
     from paceline.runtime.control import ControlPlane
+    from paceline.runtime.export import export
     from paceline.runtime.initialize import start_distributed
     from paceline.runtime.module import CausalLMPipeline
 

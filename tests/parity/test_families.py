@@ -19,9 +19,10 @@ import transformers
 from paceline.hf import router, weights
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError, refuse_known
-from paceline.hf.check import Family, compared_here, families, quiet
+from paceline.hf.check import Family, compared_here, families
 from paceline.hf.families import NUM_LAYERS, causal_lm_configs, tiny_configs
 from paceline.hf.parity import ROUNDING, check_split, cuts
+from paceline.hf.quiet import quiet
 from paceline.hf.stage import Cut
 from paceline.hf.table import BEGIN, END, measure, to_json, to_markdown
 from paceline.hf.weights import causal_config, load_stage

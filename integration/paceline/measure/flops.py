@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..hf.anatomy import Anatomy
-
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
 
 
-def flops_per_token(model: PreTrainedModel, anatomy: Anatomy, length: int) -> float:
+def flops_per_token(model: PreTrainedModel, num_layers: int, length: int) -> float:
     """Forward and backward FLOPs for one token in a sequence of ``length``.
 
     ``6 N + 6 L · length · A``: two for each multiply-add, three passes (forward, gradients of inputs and of weights),
@@ -34,4 +32,4 @@ def flops_per_token(model: PreTrainedModel, anatomy: Anatomy, length: int) -> fl
         met -= embedding.numel()
     heads = getattr(config, "num_attention_heads", 0) or 0
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return 6.0 * met + 6.0 * anatomy.num_layers * length * heads * size
+    return 6.0 * met + 6.0 * num_layers * length * heads * size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def initialize(
 def start_distributed(**kwargs: Any) -> None:
     """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU."""
     on_cpu = get_accelerator().device_name() == "cpu"
+    if not on_cpu:
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with applied(*([NO_SHM_COMM] if on_cpu else [])):
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
 

@@ -32,8 +32,9 @@ from transformers.utils import logging as log
 from paceline.hf import check
 from paceline.hf.adapters import ADAPTERS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError
-from paceline.hf.check import ModelReport, check_model, check_source, check_stream_identity, quiet, require_supported
+from paceline.hf.check import ModelReport, check_model, check_source, check_stream_identity, require_supported
 from paceline.hf.parity import Parity
+from paceline.hf.quiet import quiet
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..runtime.control import ControlPlane
-from ..runtime.module import CausalLMPipeline
+from .control import ControlPlane
+from .module import CausalLMPipeline
 
 
 def export(
