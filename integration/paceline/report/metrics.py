@@ -14,7 +14,7 @@ TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
 
 @dataclass
 class MetricsFile:
-    """Append-only ``metrics.jsonl``: one JSON object a line, flushed at once. A path of None writes nothing."""
+    """``metrics.jsonl`` of one run: a JSON object a line, flushed at once. A path of None writes nothing."""
 
     path: Path | None
     _file: TextIO | None = field(default=None, repr=False)
@@ -25,7 +25,7 @@ class MetricsFile:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a")
+            self._file = self.path.open("w")
         print(json.dumps(_finite(record), allow_nan=False), file=self._file, flush=True)
 
     def close(self) -> None:

@@ -1,0 +1,296 @@
+"""``paceline.initialize`` as people with their own loop use it: every kind of model, DeepSpeed's arguments, its API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jobs import LAYERS, model_config, step_batches
+from ranks import RankError, run_ranks
+
+
+def ds_config(stages: int | None = None, **changes: Any) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        **changes,
+    }
+    if stages is not None:
+        config["paceline"] = {"pipeline": {"stages": stages}}
+    return config
+
+
+class Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def stock_data(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [tuple(torch.randn(2, 2, 8, generator=generator)) for _ in range(4)]
+
+
+def train_stock_module(stages: int, clipping: float) -> dict[str, Any]:
+    """A hand-written PipelineModule, run by our engine."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import paceline
+    from paceline.runtime.engine import PacelineEngine
+    from paceline.runtime.initialize import start_distributed
+
+    start_distributed()
+    model = PipelineModule(
+        [LayerSpec(Block, seed) for seed in range(4)],
+        num_stages=stages,
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    engine, *_ = paceline.initialize(model=model, config=ds_config(gradient_clipping=clipping))
+    assert type(engine) is PacelineEngine
+    losses, norms = [], []
+    for step in range(5):
+        losses.append(engine.train_batch(iter(stock_data(step))).item())
+        norms.append(engine.grad_norm())
+    return {"losses": losses, "norms": norms}
+
+
+def test_stock_pipeline_module_is_clipped_by_the_whole_norm() -> None:
+    model = nn.Sequential(*(Block(seed) for seed in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(5):
+        total = 0.0
+        for x, y in stock_data(step):
+            loss = nn.functional.mse_loss(model(x), y) / 4
+            loss.backward()
+            total += loss.item()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    ranks = run_ranks(train_stock_module, 2, 2, 0.1)
+    assert min(norms) > 0.1
+    assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-6)
+    assert ranks[0]["norms"] == ranks[1]["norms"] == pytest.approx(norms, rel=1e-6)
+
+
+def plain_module() -> str:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=Block(0), config=ds_config())
+    x, y = stock_data(0)[0]
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    engine.step()
+    return type(engine).__name__
+
+
+def test_any_other_module_goes_to_deepspeed() -> None:
+    assert run_ranks(plain_module, 1) == ["DeepSpeedEngine"]
+
+
+def hugging_face_model_without_section() -> str:
+    from transformers import AutoModelForCausalLM
+
+    import paceline
+
+    engine, *_ = paceline.initialize(model=AutoModelForCausalLM.from_config(model_config()), config=ds_config())
+    return type(engine).__name__
+
+
+def test_a_part_that_is_absent_is_off() -> None:
+    assert run_ranks(hugging_face_model_without_section, 1) == ["DeepSpeedEngine"]
+
+
+def with_training_data(stages: int) -> list[float]:
+    """The data set given to initialize, batches made by transformers' own collator."""
+    from transformers import default_data_collator
+
+    import paceline
+
+    samples = [
+        {"input_ids": ids, "labels": ids}
+        for batch in (step_batches(0, "plain") + step_batches(1, "plain"))
+        for ids in batch["input_ids"]
+    ]
+    engine, _, loader, _ = paceline.initialize(
+        model=model_config(), config=ds_config(stages), training_data=samples, collate_fn=default_data_collator
+    )
+    assert loader is not None or not (engine.is_first_stage() or engine.is_last_stage())
+    return [engine.train_batch().item() for _ in range(5)]
+
+
+def test_training_data_and_collator() -> None:
+    ranks = run_ranks(with_training_data, 2, 2)
+    assert ranks[0] == ranks[1] == run_ranks(with_training_data, 1, 1)[0]
+    assert ranks[0][4] < ranks[0][0]  # the fifth step has the samples of the first again
+
+
+def client_optimizer(stages: int, groups: str) -> list[float]:
+    """An optimizer and a schedule of one's own; groups of parameters as recipes make them."""
+    import paceline
+    from paceline.runtime.module import CausalLMPipeline
+
+    paceline.runtime.initialize.start_distributed()
+    model = CausalLMPipeline(
+        model_config(), num_stages=stages, partition=[0, 1, 6] if groups == "uneven" else "uniform"
+    )
+    named = list(model.named_parameters())
+    parameters: list[Any] = [p for _, p in named]
+    if groups != "one":
+        parameters = [
+            {"params": [p for name, p in named if "norm" not in name]},
+            {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
+        ]
+    config = ds_config(stages)
+    del config["optimizer"]
+    engine, *_ = paceline.initialize(
+        model=model,
+        model_parameters=parameters,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        config=config,
+    )
+    rates = []
+    for step in range(3):
+        rates.append(engine.get_lr()[0])
+        engine.train_batch(iter(step_batches(step)))
+    return rates
+
+
+def test_own_optimizer_and_schedule() -> None:
+    assert run_ranks(client_optimizer, 2, 2, "two") == [[1e-2, 5e-3, 2.5e-3]] * 2
+
+
+def test_stages_with_different_numbers_of_groups_are_refused() -> None:
+    """Stage 0 holds the embedding alone and has no norm: stock DeepSpeed hangs at the first step under ZeRO-1."""
+    with pytest.raises(RankError, match=r"stages have \[1, 2\] non-empty optimizer parameter groups, by rank \[1, 2\]"):
+        run_ranks(client_optimizer, 2, 2, "uneven", timeout=60)
+
+
+def frozen_stage() -> None:
+    import paceline
+    from paceline.runtime.module import CausalLMPipeline
+
+    paceline.runtime.initialize.start_distributed()
+    model = CausalLMPipeline(model_config(), num_stages=2)
+    if model.stage_id == 0:
+        model.requires_grad_(False)
+    paceline.initialize(model=model, config=ds_config(2))
+
+
+def test_a_frozen_stage_is_refused_on_every_rank() -> None:
+    with pytest.raises(RankError, match="stage 0 has no trainable parameter"):
+        run_ranks(frozen_stage, 2, timeout=60)
+
+
+def evaluated(stages: int) -> dict[str, Any]:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages))
+    before = engine.eval_batch(iter(step_batches(0)), num_micro_batches=6).item()
+    loss, logits = engine.eval_batch(iter(step_batches(1)), return_logits=True)
+    trained = engine.train_batch(iter(step_batches(2))).item()
+    after = engine.evaluate(iter(step_batches(0)[:6]))
+    return {
+        "before": before,
+        "loss": loss.item(),
+        "logits": None if logits is None else logits.shape,
+        "trained": trained,
+        "after": after,
+    }
+
+
+def test_eval_batch_is_deepspeeds_with_token_weights() -> None:
+    whole = run_ranks(evaluated, 1, 1)[0]
+    ranks = run_ranks(evaluated, 3, 3)
+    for rank in ranks:
+        assert {k: v for k, v in rank.items() if k != "logits"} == {k: v for k, v in whole.items() if k != "logits"}
+    assert ranks[2]["logits"] == whole["logits"] == torch.Size([2, 16, 97])
+    assert whole["after"]["eval_loss"] < whole["before"]
+
+
+def saved_and_loaded(folder: str, stages: int) -> list[list[float]]:
+    """DeepSpeed's own checkpoints of the same shape."""
+    import paceline
+
+    def start() -> Any:
+        return paceline.initialize(model=model_config(), config=ds_config(stages))[0]
+
+    engine = start()
+    engine.train_batch(iter(step_batches(0)))
+    engine.save_checkpoint(folder)
+    straight = [engine.train_batch(iter(step_batches(step))).item() for step in (1, 2)]
+    again = start()
+    again.load_checkpoint(folder)
+    return [straight, [again.train_batch(iter(step_batches(step))).item() for step in (1, 2)]]
+
+
+def test_deepspeed_checkpoint_of_the_same_shape(tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(saved_and_loaded, 2, str(tmp_path), 2):
+        assert straight == resumed
+
+
+def half_precision(stages: int) -> list[float]:
+    import paceline
+
+    engine, *_ = paceline.initialize(
+        model=model_config(), config=ds_config(stages, fp16={"enabled": True, "initial_scale_power": 8})
+    )
+    return [engine.train_batch(iter(step_batches(step))).item() for step in range(10)]
+
+
+def test_fp16() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed has no fp16 on this accelerator: runs on GPUs")
+    wanted = run_ranks(half_precision, 1, 1)[0]
+    got = run_ranks(half_precision, 2, 2)[0]
+    assert got == pytest.approx(wanted, rel=2e-3)
+
+
+def bad_config(kind: str) -> str:
+    import paceline
+
+    configs: dict[str, Any] = {
+        "nothing": None,
+        "auto": ds_config(1, gradient_clipping="auto"),
+        "unknown": ds_config(1) | {"paceline": {"pipelines": {}}},
+        "layers": ds_config(int(os.environ["WORLD_SIZE"])),
+    }
+    try:
+        paceline.initialize(model=model_config(num_hidden_layers=1), config=configs[kind])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nothing", "no DeepSpeed config: pass config=PATH or a dict"),
+        ("auto", 'gradient_clipping is "auto" and there is no command line to fill it from'),
+        ("unknown", "paceline.pipelines"),
+        ("layers", "the model has 1 decoder layers"),
+    ],
+)
+def test_bad_configs_are_the_same_error_everywhere(kind: str, message: str) -> None:
+    ranks = run_ranks(bad_config, 2, kind, timeout=60)
+    assert ranks[0] == ranks[1]
+    assert message in ranks[0]
+
+
+assert LAYERS == 4, "the explicit partitions above cut four layers"
