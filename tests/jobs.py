@@ -63,6 +63,21 @@ def step_batches(step: int, kind: str = "padded") -> list[dict[str, torch.Tensor
     return batches
 
 
+def ds_config(stages: int | None = None, **changes: Any) -> dict[str, Any]:
+    """A DeepSpeed config for an own loop of four micro-batches a step; without ``stages``, no section of ours."""
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        **changes,
+    }
+    if stages is not None:
+        config["paceline"] = {"pipeline": {"stages": stages}}
+    return config
+
+
 def train(
     stages: int,
     zero: int = 0,
@@ -71,7 +86,7 @@ def train(
     family: str = "llama",
     partition: Any = "uniform",
     steps: int = STEPS,
-    ds_config: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
     checkpointing: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
@@ -79,16 +94,13 @@ def train(
     import paceline
 
     replicas = int(os.environ["WORLD_SIZE"]) // stages
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES // replicas,
-        "gradient_clipping": clipping,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": zero},
-        "steps_per_print": None,
-        "paceline": {"pipeline": {"stages": stages, "partition": partition}},
-        **(ds_config or {}),
-    }
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES // replicas,
+        gradient_clipping=clipping,
+        zero_optimization={"stage": zero},
+        paceline={"pipeline": {"stages": stages, "partition": partition}},
+        **(more or {}),
+    )
     if checkpointing:
         config["pipeline"] = {"activation_checkpoint_interval": 1}
     engine, *_ = paceline.initialize(model=model_config(family, **changes), config=config)

@@ -10,22 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from jobs import LAYERS, model_config, step_batches
+from jobs import LAYERS, ds_config, model_config, step_batches
 from ranks import RankError, run_ranks
-
-
-def ds_config(stages: int | None = None, **changes: Any) -> dict[str, Any]:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.0}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": None,
-        **changes,
-    }
-    if stages is not None:
-        config["paceline"] = {"pipeline": {"stages": stages}}
-    return config
 
 
 class Block(nn.Module):

@@ -87,7 +87,7 @@ def test_any_partition(partition: Any) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bf16_follows_fp32(zero: int) -> None:
-    ranks = run_ranks(train, 2, 2, zero=zero, clipping=0.5, ds_config={"bf16": {"enabled": True}})
+    ranks = run_ranks(train, 2, 2, zero=zero, clipping=0.5, more={"bf16": {"enabled": True}})
     wanted = reference(clipping=0.5)
     assert_close(ranks[0]["losses"], wanted["losses"], 2e-3)
     assert_close(ranks[0]["norms"], wanted["norms"], 5e-2)

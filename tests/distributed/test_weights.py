@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import model_config
+from jobs import ds_config, model_config, step_batches
 from ranks import RankError, run_ranks
 
 GIB = 2**30
@@ -182,16 +182,8 @@ def test_full_disk_ends_every_rank_and_leaves_no_model(tmp_path: Path) -> None:
 def train_from(source: str, stages: int, output: str) -> list[float]:
     """From a checkpoint by name, own loop, and out again by the public names alone."""
     import paceline
-    from jobs import step_batches
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "steps_per_print": None,
-        "paceline": {"pipeline": {"stages": stages}},
-    }
-    engine, *_ = paceline.initialize(model=source, config=config)
+    engine, *_ = paceline.initialize(model=source, config=ds_config(stages))
     losses = [engine.train_batch(iter(step_batches(step))).item() for step in range(4)]
     paceline.export(engine.module, output, engine.control)
     return losses
@@ -202,16 +194,8 @@ def train_in_memory(source: str, stages: int) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     import paceline
-    from jobs import step_batches
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "steps_per_print": None,
-        "paceline": {"pipeline": {"stages": stages}},
-    }
-    engine, *_ = paceline.initialize(model=AutoModelForCausalLM.from_pretrained(source), config=config)
+    engine, *_ = paceline.initialize(model=AutoModelForCausalLM.from_pretrained(source), config=ds_config(stages))
     return [engine.train_batch(iter(step_batches(step))).item() for step in range(4)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs import TINY, finetune, flags, model_config, step_batches
+from jobs import TINY, ds_config, finetune, flags, model_config, step_batches
 from ranks import RankError, RankTimeout, launch, run_ranks
 
 
@@ -113,6 +113,21 @@ def outcome_on_rank_files(argv: list[str], files: list[str]) -> tuple[int, str]:
     return finetune([*argv, "--train_file", files[int(os.environ["RANK"])]])
 
 
+def test_torn_checkpoint_stops_all(tmp_path: Path) -> None:
+    """A shard that was copied in part."""
+    start = tmp_path / "start"
+    argv = flags(**TINY | {"max_steps": 1}, max_shard_size="20KB", output_dir=start)
+    assert run_ranks(finetune, 1, argv)[0][0] == 0
+    shard = sorted(start.glob("model-*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    values = {k: v for k, v in TINY.items() if k not in ("model_type", "config_overrides")}
+    text = write(tmp_path / "text.txt", "to be or not to be\n" * 4000)
+    argv = flags(**values, model_name_or_path=start, train_file=text, output_dir=tmp_path / "m")
+    ranks = run_ranks(finetune, 2, argv, timeout=60)
+    assert [code for code, _ in ranks] == [1, 1]
+    assert "SafetensorError" in ranks[0][1]
+
+
 @pytest.mark.launcher
 def test_through_the_launcher(tmp_path: Path) -> None:
     """The launcher's own exit code, and that nobody is left hanging."""
@@ -127,16 +142,7 @@ def train_until_data_ends(stages: int, batches: int) -> list[str]:
     """Own loop: an iterator that ends in the middle of a step, on every rank the same exception."""
     import paceline
 
-    engine, *_ = paceline.initialize(
-        model=model_config(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 4,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-            "steps_per_print": None,
-            "paceline": {"pipeline": {"stages": stages}},
-        },
-    )
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages))
     data = iter(step_batches(0)[:batches])
     seen = []
     try:
@@ -167,16 +173,7 @@ def dies_in_training(stages: int) -> None:
 
     import paceline
 
-    engine, *_ = paceline.initialize(
-        model=model_config(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 8,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-            "steps_per_print": None,
-            "paceline": {"pipeline": {"stages": stages}},
-        },
-    )
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages))
     for step in range(3):
         if step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)

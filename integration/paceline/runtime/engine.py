@@ -26,7 +26,7 @@ class PacelineEngine(PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
-        self.control = ControlPlane.create(model.num_stages, getattr(model, "timeout", None))
+        self.control = getattr(model, "control", None) or ControlPlane.create(model.num_stages)
         super().__init__(*args, **kwargs)
         self.clock = Clock(torch.device(self.device))
 

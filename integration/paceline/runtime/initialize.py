@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,15 @@ from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PacelineConfig, read_ds_config, warn_near_misses
+from ..hf.check import require_supported
 from ..patches.deepspeed_initialize import engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from .causal_lm_engine import CausalLMEngine
+from .control import ControlPlane
 from .engine import PacelineEngine
-from .module import CausalLMPipeline
-
-logger = logging.getLogger("paceline")
+from .module import CausalLMPipeline, config_of
+from .plan import plan_for
 
 
 def initialize(
@@ -43,8 +42,8 @@ def initialize(
     """As :func:`deepspeed.initialize`; in addition ``model`` may be a Hugging Face model to be cut into stages.
 
     Args:
-        model: * a hub name or directory, a ``PretrainedConfig`` or a ``PreTrainedModel``: with ``"paceline":
-            {"pipeline": …}`` in the config, a pipeline of it is built (:class:`CausalLMPipeline`);
+        model: * a hub name, a directory or a ``PretrainedConfig``: becomes a :class:`CausalLMPipeline`;
+            * a ``PreTrainedModel``: likewise, if the config has ``"paceline": {"pipeline": …}``;
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
             * any other module: given to DeepSpeed as it is.
         config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
@@ -57,13 +56,12 @@ def initialize(
 
     Example::
 
-        engine, *_ = paceline.initialize(model="Qwen/Qwen3-0.6B", config="ds_configs/pp2.json")
+        engine, *_ = paceline.initialize(model="Qwen/Qwen3-0.6B", config="pp2.json")
         loss = engine.train_batch(iter(loader))  # batches with input_ids, labels, attention_mask, …
     """
     source = config if config is not None else config_params
     if source is None:
-        source = getattr(args, "deepspeed_config", None)
-        args = None
+        source, args = getattr(args, "deepspeed_config", None), None
     if source is None:
         raise ValueError("no DeepSpeed config: pass config=PATH or a dict, or args with deepspeed_config.")
     ds_config = read_ds_config(source)
@@ -71,15 +69,29 @@ def initialize(
     PacelineConfig.of(ds_config)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
 
-    if isinstance(model, (str, Path, PretrainedConfig, PreTrainedModel)):
-        if isinstance(model, PreTrainedModel) and "pipeline" not in ds_config.get("paceline", {}):
-            return _deepspeed(locals(), ds_config, None)
+    has_section = "pipeline" in ds_config.get("paceline", {})
+    if isinstance(model, (str, Path, PretrainedConfig)) or (isinstance(model, PreTrainedModel) and has_section):
         model, ds_config = _pipeline(model, ds_config)
-    if isinstance(model, CausalLMPipeline):
-        return _deepspeed(locals(), ds_config, CausalLMEngine)
+    engine: type | None = None
     if isinstance(model, PipelineModule):
-        return _deepspeed(locals(), ds_config, PacelineEngine)
-    return _deepspeed(locals(), ds_config, None)
+        engine = CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
+        if model_parameters is None:
+            model_parameters = [p for p in model.parameters() if p.requires_grad]
+    with applied(*([engine_class(engine)] if engine is not None else [])):
+        return deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=ds_config,
+            mesh_param=mesh_param,
+        )
 
 
 def start_distributed(**kwargs: Any) -> None:
@@ -99,19 +111,12 @@ def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
     return torch.float32
 
 
-def _pipeline(model: Any, ds_config: dict[str, Any]) -> tuple[CausalLMPipeline, dict[str, Any]]:
-    from ..hf.check import require_supported
-    from .plan import plan_for
-
-    if isinstance(model, PretrainedConfig):
-        hf_config = model
-    elif isinstance(model, PreTrainedModel):
-        hf_config = model.config
-    else:
-        from transformers import AutoConfig
-
-        hf_config = AutoConfig.from_pretrained(model)
-    require_supported(hf_config)
+def _pipeline(
+    model: str | Path | PretrainedConfig | PreTrainedModel, ds_config: dict[str, Any]
+) -> tuple[CausalLMPipeline, dict[str, Any]]:
+    with ControlPlane.create().together("reading the model's config"):
+        hf_config = config_of(model)
+        require_supported(hf_config)
     resolved = plan_for(hf_config, ds_config)
     pipeline = CausalLMPipeline(
         model,
@@ -121,16 +126,3 @@ def _pipeline(model: Any, ds_config: dict[str, Any]) -> tuple[CausalLMPipeline, 
         config=hf_config,
     )
     return pipeline, resolved.ds_config
-
-
-def _deepspeed(arguments: dict[str, Any], ds_config: dict[str, Any], engine: type | None) -> tuple[Any, Any, Any, Any]:
-    passed = {
-        name: value for name, value in arguments.items() if name in inspect.signature(deepspeed.initialize).parameters
-    }
-    passed.pop("config_params")
-    passed["config"] = ds_config
-    model = arguments["model"]
-    if engine is not None and passed["model_parameters"] is None:
-        passed["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
-    with applied(*([engine_class(engine)] if engine is not None else [])):
-        return deepspeed.initialize(**passed)

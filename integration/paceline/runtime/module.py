@@ -17,11 +17,12 @@ from deepspeed import comm as dist
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.stage import CausalLMStage, Cut, prune, tied_weight
 from ..hf.weights import load_stage, skeleton
+from .control import ControlPlane
 
 logger = logging.getLogger("paceline")
 
@@ -116,6 +117,15 @@ def cut_of(parts: Sequence[int], stage: int) -> Cut:
     return Cut(layer[0], layer[1], first=start == 0, last=stop == end)
 
 
+def config_of(source: str | Path | PretrainedConfig | PreTrainedModel) -> PretrainedConfig:
+    """The config of a model that is given by name, by config or in memory."""
+    if isinstance(source, PretrainedConfig):
+        return source
+    if isinstance(source, PreTrainedModel):
+        return source.config
+    return AutoConfig.from_pretrained(source)
+
+
 class CausalLMPipeline(PipelineModule):
     """A causal LM over ``num_stages`` stages; this rank builds, and holds weights for, its own stage only.
 
@@ -148,20 +158,12 @@ class CausalLMPipeline(PipelineModule):
         timeout: timedelta | None = None,
         **from_pretrained: Any,
     ) -> None:
-        if isinstance(source, PreTrainedModel):
-            config = source.config
-        elif isinstance(source, PretrainedConfig):
-            config = source
-        elif config is None:
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(source)
-        self.config = config
-        self.timeout = timeout
+        self.config = config or config_of(source)
+        self.control = ControlPlane.create(num_stages, timeout)
         self._source = [source]  # in a list: a model in memory is not to be registered as a part of this one
         self._dtype, self._seed = dtype, seed
         self._from_pretrained = from_pretrained
-        whole = source if isinstance(source, PreTrainedModel) else skeleton(config)
+        whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
         self.anatomy = anatomy_of(whole)
         self.items = items_of(whole, self.anatomy)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
@@ -188,12 +190,15 @@ class CausalLMPipeline(PipelineModule):
     def _build(self) -> None:
         cut = cut_of(self.parts, self.stage_id)
         source = self._source.pop()
-        if isinstance(source, PreTrainedModel):
-            prune(source, self.anatomy, cut)
-            stage = CausalLMStage(source.to(self._dtype), cut, self.anatomy)
-        else:
-            directory = None if isinstance(source, PretrainedConfig) else source
-            stage = load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
+        with self.control.together(f"loading stage {self.stage_id}"):
+            if isinstance(source, PreTrainedModel):
+                prune(source, self.anatomy, cut)
+                stage = CausalLMStage(source.to(self._dtype), cut, self.anatomy)
+            else:
+                directory = None if isinstance(source, PretrainedConfig) else source
+                stage = load_stage(
+                    directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained
+                )
         self.stage = stage
         self.forward_funcs.append(stage)
         for parameter in self.parameters():
