@@ -39,8 +39,10 @@ EMBEDDED_MODEL = {
 }
 """What the embedded default is made of; a flag on the command line replaces its entry."""
 
+OVERRULED = {"eval_strategy": "eval_steps", "num_train_epochs": "max_steps", "warmup_ratio": "warmup_steps"}
+"""A flag on the command line, and the embedded default's flag that would contradict it."""
+
 MODEL_FLAGS = ("model_name_or_path", "model_type", "config_name")
-DATA_FLAGS = ("dataset_name", "train_file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +84,9 @@ def _with_embedded_defaults(argv: list[str]) -> list[str]:
     named = {arg.removeprefix("--").partition("=")[0] for arg in argv if arg.startswith("--")}
     if named & set(MODEL_FLAGS) or (len(argv) == 1 and argv[0].endswith(".json")):
         return argv
-    return [*(part for name, value in EMBEDDED_MODEL.items() for part in (f"--{name}", value)), *argv]
+    dropped = {OVERRULED[name] for name in named & set(OVERRULED)}
+    defaults = {name: value for name, value in EMBEDDED_MODEL.items() if name not in dropped}
+    return [*(part for name, value in defaults.items() for part in (f"--{name}", value)), *argv]
 
 
 def _set_up_logging(rank: int) -> None:

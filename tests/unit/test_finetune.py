@@ -1,0 +1,39 @@
+"""The command line of the main job, and what it is without flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.hf.arguments import parse
+from paceline.launch.finetune import EMBEDDED_MODEL, _with_embedded_defaults
+
+
+def test_without_flags_the_embedded_model_is_trained() -> None:
+    model, data, train, given = parse(_with_embedded_defaults([]))
+    assert model.model_type == "llama"
+    assert (data.train_file, data.dataset_name) == (None, None)
+    assert train.max_steps == int(EMBEDDED_MODEL["max_steps"])
+    assert given == set(EMBEDDED_MODEL)
+
+
+def test_a_flag_replaces_its_default() -> None:
+    _, _, train, _ = parse(_with_embedded_defaults(["--max_steps", "3", "--local_rank=1"]))
+    assert (train.max_steps, train.local_rank) == (3, 1)
+    assert train.learning_rate == float(EMBEDDED_MODEL["learning_rate"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "name", "wanted"),
+    [
+        ("eval_strategy", "no", "eval_steps", None),
+        ("num_train_epochs", "1", "max_steps", -1),
+        ("warmup_ratio", "0.1", "warmup_steps", 0),
+    ],
+)
+def test_a_default_gives_way_to_a_flag_that_it_contradicts(flag: str, value: str, name: str, wanted: object) -> None:
+    assert getattr(parse(_with_embedded_defaults([f"--{flag}", value]))[2], name) == wanted
+
+
+@pytest.mark.parametrize("argv", [["--model_type", "gpt2"], ["--model_name_or_path=x"], ["arguments.json"]])
+def test_a_model_of_ones_own_gets_no_defaults(argv: list[str]) -> None:
+    assert _with_embedded_defaults(argv) == argv
