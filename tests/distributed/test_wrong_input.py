@@ -159,6 +159,23 @@ def train_until_data_ends(stages: int, batches: int) -> list[str]:
     return seen
 
 
+def train_on_different_data(stages: int) -> str:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages))
+    try:  # the same shapes and as many labels, but not the same tokens
+        engine.train_batch(iter(step_batches(1 if engine.is_last_stage() else 0, "plain")))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ends_of_a_pipeline_that_see_different_data_are_told() -> None:
+    told = run_ranks(train_on_different_data, 4, 2, timeout=60)
+    assert len(set(told)) == 1
+    assert told[0].startswith("the first and the last stage see different data at step 0: give both the same iterator")
+
+
 def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
     ranks = run_ranks(train_until_data_ends, 3, 3, 6, timeout=60)
     assert ranks[0] == ranks[1] == ranks[2]

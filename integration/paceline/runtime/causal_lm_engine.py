@@ -10,6 +10,7 @@ Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-paral
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from .engine import PacelineEngine
 IGNORED = -100
 """Label of a token that has no loss."""
 
-_COLUMNS = 5  # of the step's table: batch, length, side inputs (bits), label tokens, tokens
+_COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class MicroBatch:
         bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
         mask = self.side.get("attention_mask")
         tokens = self.input_ids.numel() if mask is None else int(mask.sum())
-        return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens]
+        contents = (self.input_ids, self.labels, *self.side.values())
+        checksum = zlib.crc32(torch.stack(contents).cpu().numpy().tobytes())
+        return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens, checksum]
 
 
 def count_label_tokens(labels: Tensor) -> int:
@@ -211,30 +214,35 @@ class CausalLMEngine(PacelineEngine):
                 loaded = self._load(num_micro_batches, partial)
             except Exception as caught:
                 error = caught
-        table = torch.zeros(1 + num_micro_batches * _COLUMNS, dtype=torch.int64)
-        if error is not None:
-            table[0] = -1
-        elif loaded:
-            table[0] = len(loaded)
-            table[1 : 1 + len(loaded) * _COLUMNS] = torch.tensor([batch.row for batch in loaded]).flatten()
-        own = table.clone()
+        # Both ends put their table down; every stage of the pipeline sees both.
+        tables = torch.zeros(2, 1 + num_micro_batches * _COLUMNS, dtype=torch.int64)
+        for row, is_mine in enumerate((self.is_first_stage(), self.is_last_stage())):
+            if is_mine and error is not None:
+                tables[row, 0] = -1
+            elif is_mine and loaded:
+                tables[row, 0] = len(loaded)
+                tables[row, 1 : 1 + len(loaded) * _COLUMNS] = torch.tensor([batch.row for batch in loaded]).flatten()
         if self.is_pipe_parallel:
-            self.control.from_first_stage(table)
-        if error is None and self.is_last_stage() and table[0] >= 0 and not torch.equal(own, table):
+            self.control.sum_over_stages(tables)
+        table = tables[0]
+        failed = bool((tables[:, 0] < 0).any())
+        if not failed and not torch.equal(*tables):
+            failed = True
             error = ValueError(
                 f"the first and the last stage see different data at step {self.global_steps}: "
                 "give both the same iterator (same files, seed and data-parallel rank)."
             )
-        rows = table[1:].view(-1, _COLUMNS)[: max(int(table[0]), 0)].tolist()
+        rows = [] if failed else table[1:].view(-1, _COLUMNS)[: int(table[0])].tolist()
         self._shapes = [
             MicroBatchShape(batch, length, tuple(n for i, n in enumerate(SIDE_INPUTS) if bits >> i & 1), *counts)
-            for batch, length, bits, *counts in rows
+            for batch, length, bits, *counts, _ in rows
         ]
         self._loaded = loaded
         self._next = dict.fromkeys(self._next, 0)
-        counts = [self._label_tokens, sum(shape.tokens for shape in self._shapes), len(rows)]
-        totals = torch.tensor([*(counts if self.is_last_stage() else [0, 0, 0]), int(error is not None)])
-        label_tokens, tokens, count, failures = self.control.sum(totals).tolist()
+        totals = [self._label_tokens, sum(shape.tokens for shape in self._shapes), len(rows), int(failed)]
+        if self.is_data_parallel:
+            totals = self.control.sum(torch.tensor(totals) * self.is_last_stage()).tolist()
+        label_tokens, tokens, count, failures = totals
         if failures:
             self.control.raise_shared(error, f"loading the data of step {self.global_steps}")
         self._step_label_tokens, self.step_tokens = label_tokens, tokens

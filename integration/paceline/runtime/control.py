@@ -27,7 +27,6 @@ class ControlPlane:
     world: dist.ProcessGroup
     pipe: dist.ProcessGroup
     rank: int
-    pipe_ranks: tuple[int, ...]
 
     @staticmethod
     def create(num_stages: int = 1, timeout: timedelta | None = None) -> ControlPlane:
@@ -35,21 +34,20 @@ class ControlPlane:
         rank, size = dist.get_rank(), dist.get_world_size()
         world = dist.new_group(backend="gloo", timeout=timeout)
         if num_stages == 1:
-            return ControlPlane(world, world, rank, (rank,))
+            return ControlPlane(world, world, rank)  # nothing is summed over one stage
         replicas = size // num_stages
-        pipes = [tuple(range(replica, size, replicas)) for replica in range(replicas)]
-        groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in pipes]
-        mine = rank % replicas
-        return ControlPlane(world, groups[mine], rank, pipes[mine])
+        pipes = [list(range(replica, size, replicas)) for replica in range(replicas)]
+        groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in pipes]
+        return ControlPlane(world, groups[rank % replicas], rank)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place. CPU tensor of any shape."""
         dist.all_reduce(values, group=self.world)
         return values
 
-    def from_first_stage(self, values: Tensor) -> Tensor:
-        """The first stage's values, in place on the other stages of this pipeline."""
-        dist.broadcast(values, self.pipe_ranks[0], group=self.pipe)
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        """Sum over the stages of this pipeline, in place. CPU tensor of any shape."""
+        dist.all_reduce(values, group=self.pipe)
         return values
 
     def gather(self, value: Any) -> list[Any]:
