@@ -35,11 +35,17 @@ EMBEDDED_MODEL = {
     "eval_steps": "80",
     "max_eval_samples": "64",
     "output_dir": "runs/quickstart",
+    "overwrite_output_dir": "true",
     "sample_prompt": "    def __init__(self, ",
 }
 """What the embedded default is made of; a flag on the command line replaces its entry."""
 
-OVERRULED = {"eval_strategy": "eval_steps", "num_train_epochs": "max_steps", "warmup_ratio": "warmup_steps"}
+OVERRULED = {
+    "eval_strategy": "eval_steps",
+    "num_train_epochs": "max_steps",
+    "warmup_ratio": "warmup_steps",
+    "output_dir": "overwrite_output_dir",
+}
 """A flag on the command line, and the embedded default's flag that would contradict it."""
 
 MODEL_FLAGS = ("model_name_or_path", "model_type", "config_name")
@@ -56,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return _fail(rank, error, 2)
     except Exception as error:
-        logger.debug("failed", exc_info=True)
         return _fail(rank, error, 1)
-    return _leave(0)
+    return _leave_together()
 
 
 def _train(argv: list[str]) -> None:
@@ -81,8 +86,8 @@ def _train(argv: list[str]) -> None:
 
 def _with_embedded_defaults(argv: list[str]) -> list[str]:
     """The command line with the embedded model's settings before it, if it names no model."""
-    named = {arg.removeprefix("--").partition("=")[0] for arg in argv if arg.startswith("--")}
-    if named & set(MODEL_FLAGS) or (len(argv) == 1 and argv[0].endswith(".json")):
+    named = {arg.removeprefix("--").partition("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")}
+    if named & set(MODEL_FLAGS) or any(arg.endswith(".json") for arg in argv[:2] if not arg.startswith("--")):
         return argv
     dropped = {OVERRULED[name] for name in named & set(OVERRULED)}
     defaults = {name: value for name, value in EMBEDDED_MODEL.items() if name not in dropped}
@@ -98,34 +103,45 @@ def _set_up_logging(rank: int) -> None:
 
 
 def _fail(rank: int, error: BaseException, code: int) -> int:
-    """One line for an error that all ranks share; a rank of its own says so."""
-    from paceline.runtime.control import PeerError
+    """Say once what all ranks know, and on a rank of its own what only that rank knows."""
+    from paceline.runtime.control import PeerError, is_shared
 
+    logger.debug("failed", exc_info=error)
     message = " ".join(str(error).split()) or type(error).__name__
-    kind = "" if isinstance(error, (ValueError, FileNotFoundError, PeerError)) else f"{type(error).__name__}: "
-    if rank == 0 or (code == 1 and not isinstance(error, PeerError)):
-        where = f" on rank {rank}" if code == 1 and not isinstance(error, PeerError) else ""
-        print(f"paceline: error{where}: {kind}{message}", file=sys.stderr, flush=True)
-    return _leave(code)
+    if not isinstance(error, (ValueError, FileNotFoundError, PeerError)):
+        message = f"{type(error).__name__}: {message}"
+    if is_shared(error):
+        speaks, where = rank == 0, ""
+    elif _is_distributed():
+        speaks, where = True, f" on rank {rank}"
+    else:  # wrong flags, which every rank of a node sees alike
+        speaks, where = os.environ.get("LOCAL_RANK", "0") == "0", ""
+    if speaks:
+        print(f"paceline: error{where}: {message}", file=sys.stderr, flush=True)
+    return code
 
 
-def _leave(code: int) -> int:
+def _is_distributed() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _leave_together() -> int:
     """Take down the process group in order: gloo's threads abort the process when it ends under them."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        try:
-            if code == 0:
-                dist.barrier()
-            dist.destroy_process_group()
-        except RuntimeError as error:  # a peer is gone, and has said why
-            logger.debug("leaving: %s", error)
-            return code or 1
-    return code
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError as error:  # a peer is gone, and has said why
+        logger.debug("leaving: %s", error)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # an interpreter that still unwinds gloo threads can turn a clean exit into an abort
+    os._exit(code)  # not sys.exit: after an error, threads of gloo or NCCL may still wait for a peer that is gone

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from paceline.config import PacelineConfig, Resolved, read_ds_config, warn_near_misses
+from paceline.config import PacelineConfig, Resolved, read_ds_config
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.check import require_supported
 from paceline.hf.data import (
@@ -34,7 +34,7 @@ from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.weights import skeleton
 from paceline.measure.flops import flops_per_token
 from paceline.measure.memory import peak_bytes
-from paceline.report.metrics import MetricsFile, RankTotals, summarize, table
+from paceline.report.metrics import TIMES, MetricsFile, RankTotals, summarize, table
 from paceline.report.progress import Progress
 from paceline.runtime.control import ControlPlane
 from paceline.runtime.export import export
@@ -63,8 +63,8 @@ class Job:
     def run(self) -> None:
         torch.manual_seed(self.args.seed)
         with _deepspeed_warnings_only():
+            self._check_output()
             with self.control.together("reading the configuration"):
-                self._check_output()
                 ds_config = self._read_config()
             with self.control.together("reading the data"):
                 train_text, held_out_text = load_raw(
@@ -74,7 +74,8 @@ class Job:
                 self.config = self._model_config()
                 require_supported(self.config)
                 self.train_data, self.held_out = self._tokenize(train_text, held_out_text)
-            resolved = plan_for(self.config, ds_config, args=self.args, given=self.given, num_steps=self._num_steps)
+            with self.control.together("planning"):  # its one collective comes before anything that can be wrong
+                resolved = plan_for(self.config, ds_config, args=self.args, given=self.given, num_steps=self._num_steps)
             self._build(resolved)
             self._train()
         self._finish()
@@ -82,21 +83,33 @@ class Job:
     # -- before training -----------------------------------------------------------------------------------------
 
     def _check_output(self) -> None:
-        there = self.output / "config.json"
-        if there.exists() and not self.args.overwrite_output_dir and "output_dir" in self.given:
-            raise ValueError(
-                f"--output_dir {self.output} already holds a model: choose another directory, "
-                "or replace it with --overwrite_output_dir."
-            )
+        """Before hours of training: the model's directory can be written, and all nodes see the same one."""
+        probe = self.output / ".paceline"
+        with self.control.together(f"preparing {self.output}"):
+            if self.rank == 0:
+                if (self.output / "config.json").exists() and not self.args.overwrite_output_dir:
+                    raise ValueError(
+                        f"--output_dir {self.output} already holds a model: choose another directory, or replace it "
+                        "with --overwrite_output_dir."
+                    )
+                self.output.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+        with self.control.together(f"looking for {self.output}"):
+            if not probe.exists():
+                raise ValueError(
+                    f"--output_dir {self.output} is not the same directory on all nodes (rank {self.rank} does not see "
+                    "what rank 0 wrote): choose one on a file system that they share."
+                )
+        with self.control.together(f"preparing {self.output}"):
+            if self.rank == 0:
+                probe.unlink()
 
     def _read_config(self) -> dict[str, Any]:
         ds_config = read_ds_config(self.args.deepspeed or {})
-        if self.rank == 0:
-            warn_near_misses(ds_config)
         self.section = PacelineConfig.of(ds_config)
         ds_config.setdefault("paceline", {}).setdefault("pipeline", {})  # it is what this job is for
-        if ds_config.get("steps_per_print") is None:
-            ds_config["steps_per_print"] = None  # DeepSpeed's own lines; progress is ours
+        if not ds_config.get("wall_clock_breakdown"):
+            ds_config.setdefault("steps_per_print", None)  # DeepSpeed's own lines; progress is ours
         return ds_config
 
     def _tokenizer(self, train_text: Any) -> PreTrainedTokenizerBase:
@@ -117,7 +130,6 @@ class Job:
                 cache_dir=args.cache_dir,
                 revision=args.model_revision,
                 token=args.token,
-                trust_remote_code=args.trust_remote_code,
             )
         except (OSError, ValueError) as error:
             flag = "config_name" if args.config_name else "model_name_or_path"
@@ -227,6 +239,7 @@ class Job:
         losses: list[torch.Tensor] = []
         tokens = 0
         engine.clock.read()
+        self.times = dict.fromkeys(TIMES, 0.0)
         for step in range(1, self.num_steps + 1):
             losses.append(engine.train_batch(batches))
             tokens += engine.step_tokens
@@ -239,7 +252,8 @@ class Job:
         self.progress.close()
 
     def _report(self, step: int, losses: list[torch.Tensor], tokens: int) -> None:
-        times = self.engine.clock.read()
+        self._take_time()
+        times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
         self.totals.add(times)
         self.tokens += tokens
         self.train_loss = torch.stack(losses).mean().item()
@@ -261,6 +275,11 @@ class Job:
             }
         )
 
+    def _take_time(self) -> None:
+        """Book the time since the clock was last read as training's."""
+        for name, seconds in self.engine.clock.read().items():
+            self.times[name] += seconds
+
     def _is_evaluation_due(self, step: int) -> bool:
         if step == self.num_steps:
             return True
@@ -271,11 +290,13 @@ class Job:
     def _evaluate(self, step: int) -> None:
         if self.held_out is None or (step == 0 and self.args.eval_strategy == "no"):
             return
+        if step > 0:
+            self._take_time()
         batches = evaluation_batches(
             self.held_out, self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
         )
         found = self.evaluation = self.engine.evaluate(batches)
-        self.engine.clock.read()
+        self.engine.clock.read()  # evaluating is not training
         self.progress.say(
             f"[paceline] step {step}: held-out loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
         )
@@ -297,7 +318,10 @@ class Job:
             if self.rank == 0:
                 self._summarize(ranks)
                 if self.args.sample_prompt:
-                    self._sample(self.args.sample_prompt)
+                    try:
+                        self._sample(self.args.sample_prompt)
+                    except Exception as error:  # the model is written; a sample is an extra
+                        logger.warning("no sample: %s: %s", type(error).__name__, error)
 
     def _summarize(self, ranks: list[RankTotals]) -> None:
         length = len(self.train_data[0]["input_ids"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.requirements import Requirement
+
+logger = logging.getLogger("paceline")
 
 _ITEM = re.compile(r"(?P<path>.+)\[(?P<key>.+)\]")
 
@@ -78,20 +81,27 @@ class Patch:
         before = _ACTIVE[self.target].original if self.target in _ACTIVE else now
         if self.original and before is not _slot(self.original).get():
             raise PatchError(f"{self.target}: was replaced by {before!r}; undo that replacement first")
+
+    def change(self) -> str:
+        """What upstream has changed since the patch was written, empty if nothing.
+
+        A reason to look, not to stop: most releases in ``requires`` change a docstring.
+        """
         source = fingerprint(_slot(self.watches).get())
-        if source != self.fingerprint:
-            raise PatchError(
-                f"{self.target}: the source of {self.watches} is {source}, the patch was written against "
-                f"{self.fingerprint}; read what changed, then update the fingerprint"
-            )
+        if source == self.fingerprint:
+            return ""
+        return (
+            f"{self.target}: the source of {self.watches} is {source}, the patch was written against "
+            f"{self.fingerprint}; read what changed, then update the fingerprint"
+        )
 
     def problem(self) -> str:
-        """Why the patch does not fit, empty if it does."""
+        """Why the patch does not fit, or may not; empty if it does."""
         try:
             self.check()
+            return self.change()
         except PatchError as error:
             return str(error)
-        return ""
 
 
 def fingerprint(function: Any) -> str:
@@ -115,6 +125,8 @@ def applied(*patches: Patch) -> Iterator[None]:
     new = [patch for patch in patches if not _is_applied(patch)]
     for patch in new:
         patch.check()
+        if change := patch.change():
+            logger.warning("%s", change)
     with ExitStack() as stack:
         for patch in new:
             if not _is_applied(patch):  # twice among the arguments

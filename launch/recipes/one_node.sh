@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fine-tune on the GPUs of this machine:
-#   bash one_node.sh --deepspeed ds_configs/pp4_kfkb.json --model_name_or_path <model> --dataset_name <dataset>
+#   bash one_node.sh --deepspeed ds_configs/pp4.json --model_name_or_path <model> --dataset_name <dataset>
 # All arguments go to paceline.launch.finetune.
 #   NUM_GPUS               the first so many GPUs; by default all
 #   CUDA_VISIBLE_DEVICES   these GPUs, such as 2,3; NUM_GPUS must not be set then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fine-tune on several machines, started from one of them:
-#   bash several_nodes.sh <hostfile> --deepspeed ds_configs/pp4_kfkb.json --model_name_or_path <model> ...
+#   bash several_nodes.sh <hostfile> --deepspeed ds_configs/pp4.json --model_name_or_path <model> ...
 # The other arguments go to paceline.launch.finetune. Here: pdsh, and ssh to every host without a password. On every
 # host: this directory, the Python environment and the model under the same paths.
 #   MASTER_ADDR   address of the first host as the others see it; by default asked of that host

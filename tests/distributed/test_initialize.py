@@ -147,7 +147,7 @@ def client_optimizer(stages: int, groups: str) -> list[float]:
         model_parameters=parameters,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        config=config,
+        config=config | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
     )
     rates = []
     for step in range(3):
@@ -166,7 +166,7 @@ def test_stages_with_different_numbers_of_groups_are_refused() -> None:
         run_ranks(client_optimizer, 2, 2, "uneven", timeout=60)
 
 
-def frozen_stage() -> None:
+def frozen_stage(optimizer: str) -> None:
     import paceline
     from paceline.runtime.module import CausalLMPipeline
 
@@ -174,12 +174,14 @@ def frozen_stage() -> None:
     model = CausalLMPipeline(model_config(), num_stages=2)
     if model.stage_id == 0:
         model.requires_grad_(False)
-    paceline.initialize(model=model, config=ds_config(2))
+    own = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)} if optimizer == "own" else {}
+    paceline.initialize(model=model, config=ds_config(2), **own)
 
 
-def test_a_frozen_stage_is_refused_on_every_rank() -> None:
+@pytest.mark.parametrize("optimizer", ["json", "own"])
+def test_a_frozen_stage_is_refused_on_every_rank(optimizer: str) -> None:
     with pytest.raises(RankError, match="stage 0 has no trainable parameter"):
-        run_ranks(frozen_stage, 2, timeout=60)
+        run_ranks(frozen_stage, 2, optimizer, timeout=60)
 
 
 def evaluated(stages: int) -> dict[str, Any]:
@@ -206,6 +208,41 @@ def test_eval_batch_is_deepspeeds_with_token_weights() -> None:
         assert {k: v for k, v in rank.items() if k != "logits"} == {k: v for k, v in whole.items() if k != "logits"}
     assert ranks[2]["logits"] == whole["logits"] == torch.Size([2, 16, 97])
     assert whole["after"]["eval_loss"] < whole["before"]
+
+
+def built_first(stages: int, asked: int) -> tuple[int, float]:
+    """A pipeline that is built already: the config is completed for it, or refused."""
+    import paceline
+
+    paceline.runtime.initialize.start_distributed()
+    model = paceline.CausalLMPipeline(model_config(), num_stages=stages)
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "train_batch_size": 8, "steps_per_print": None}
+    config["paceline"] = {"pipeline": {"stages": asked}}
+    engine, *_ = paceline.initialize(model=model, config=config)
+    return engine.micro_batches, engine.train_batch(iter(step_batches(0))).item()
+
+
+def test_a_pipeline_that_is_built_already() -> None:
+    (batches, loss), _ = run_ranks(built_first, 2, 2, 2)
+    assert batches == 8
+    assert loss > 0
+    with pytest.raises(RankError, match="stages is 1 and the pipeline was built with 2 stages: leave the key out"):
+        run_ranks(built_first, 2, 2, 1)
+
+
+def with_timers(stages: int, zero: int) -> list[float]:
+    import paceline
+
+    config = ds_config(stages, wall_clock_breakdown=True, steps_per_print=1, zero_optimization={"stage": zero})
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    return [engine.train_batch(iter(step_batches(step))).item() for step in range(2)]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_wall_clock_breakdown(zero: int) -> None:
+    """Stock DeepSpeed 0.19.8 stops at the second backward: nothing stops the timers on stages before the last."""
+    ranks = run_ranks(with_timers, 2, 2, zero)
+    assert ranks[0] == ranks[1]
 
 
 def saved_and_loaded(folder: str, stages: int) -> list[list[float]]:

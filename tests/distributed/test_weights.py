@@ -199,6 +199,44 @@ def train_in_memory(source: str, stages: int) -> list[float]:
     return [engine.train_batch(iter(step_batches(step))).item() for step in range(4)]
 
 
+def export_under_zero(source: str, output: str) -> None:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=source, config=ds_config(2, zero_optimization={"stage": 1}))
+    generation = engine.module.stage.model.generation_config
+    generation.temperature, generation.do_sample = 0.5, False  # which transformers refuses to save
+    paceline.export(engine.module, output, engine.control, max_shard_size="20KB")
+
+
+def test_shards_under_zero_and_with_a_generation_config_that_cannot_be_saved(tmp_path: Path) -> None:
+    """ZeRO makes all parameters of a stage views of one storage, which is no reason for one file."""
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(export_family, 1, "llama", str(tmp_path / "start"), 1, "20KB")
+    run_ranks(export_under_zero, 2, str(tmp_path / "start"), str(tmp_path / "out"))
+    shards = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 4
+    assert max(path.stat().st_size for path in shards) < 25_000
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("start", "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def losses_in_bf16(source: str, by_name: bool) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    import paceline
+
+    model = source if by_name else AutoModelForCausalLM.from_pretrained(source)
+    engine, *_ = paceline.initialize(model=model, config=ds_config(2, bf16={"enabled": True}))
+    return [engine.train_batch(iter(step_batches(step))).item() for step in range(3)]
+
+
+def test_bf16_by_name_and_from_memory_are_the_same_model(tmp_path: Path) -> None:
+    run_ranks(export_family, 1, "llama", str(tmp_path), 1, "5GB")
+    by_name, in_memory = (run_ranks(losses_in_bf16, 2, str(tmp_path), way)[0] for way in (True, False))
+    assert by_name == in_memory
+
+
 def test_fine_tune_a_checkpoint_by_name_and_from_memory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -151,7 +151,13 @@ def train_until_data_ends(stages: int, batches: int) -> list[str]:
             seen.append("step")
     except StopIteration as stop:
         seen.append(str(stop))
-    for wrong in ({"input_ids": [[1, 2]]}, {"input_ids": [[1, 2]], "labels": [[1, 2, 3]]}):
+    wrongs = (
+        {"input_ids": [[1, 2]]},
+        {"input_ids": [[1, 2]], "labels": [[1, 2, 3]]},
+        {"input_ids": [[1, 97]], "labels": [[1, 97]]},
+        {"input_ids": [[1, 2]], "labels": [[1, 2]], "token_type_ids": [[0, 0]]},
+    )
+    for wrong in wrongs:
         try:
             engine.train_batch(iter([wrong] * 4) if engine.stage_id == 0 else iter(step_batches(0)))
         except ValueError as error:
@@ -182,6 +188,8 @@ def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
     assert ranks[0][:2] == ["step", "the data ended after 2 of a step's 4 micro-batches"]
     assert "no 'labels': add it" in ranks[0][2]
     assert "'labels' has shape [1, 3], input_ids [1, 2]" in ranks[0][3]
+    assert "has the token id 97, the model's vocabulary is 0 to 96" in ranks[0][4]
+    assert "has ['token_type_ids'], which a causal-LM pipeline does not pass on" in ranks[0][5]
 
 
 def dies_in_training(stages: int) -> None:

@@ -1,4 +1,4 @@
-"""The main job on one GPU: its losses are those of the CPU, in fp32 and bf16; speed and memory are in the summary."""
+"""The main job on one GPU: its losses are those of the CPU, in fp32, bf16 and fp16; speed and memory are in the summary."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jobs import TINY, finetune, flags
 from ranks import run_ranks
@@ -39,7 +40,9 @@ def run(folder: Path, accelerator: str, **precision: Any) -> tuple[list[float], 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("precision", "relative"), [({}, 1e-4), ({"bf16": {"enabled": True}}, 2e-2)], ids=["fp32", "bf16"]
+    ("precision", "relative"),
+    [({}, 1e-4), ({"bf16": {"enabled": True}}, 2e-2), ({"fp16": {"enabled": True, "initial_scale_power": 8}}, 2e-2)],
+    ids=["fp32", "bf16", "fp16"],
 )
 def test_main_job_on_cuda(precision: dict[str, Any], relative: float, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -55,4 +58,5 @@ def test_main_job_on_cuda(precision: dict[str, Any], relative: float, tmp_path: 
     assert 0 < rank["peak_memory_bytes"] < 4 * 2**30
     assert rank["compute_s"] > 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "cuda")
-    assert str(model.dtype) == ("torch.bfloat16" if precision else "torch.float32")
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    assert model.dtype == dtypes.get(next(iter(precision), ""), torch.float32)

@@ -132,9 +132,15 @@ def test_foreign_replacements(upstream):
         upstream.also = "ours"
 
 
-def test_changed_source_and_lost_targets(upstream):
-    with pytest.raises(PatchError, match="written against 0123456789ab; read what changed"):
-        patch("also", fingerprint="0123456789ab").check()
+def test_changed_source_warns_and_is_listed(upstream, caplog):
+    changed = patch("also", fingerprint="0123456789ab")
+    with caplog.at_level("WARNING", logger="paceline"), applied(changed):
+        assert upstream.also == "ours"
+    assert "written against 0123456789ab; read what changed" in caplog.text
+    assert caplog.messages == [changed.problem()]
+
+
+def test_lost_targets(upstream):
     for path in ("gone", "Owner.gone", "gone.greet", "table[gone]"):
         with pytest.raises(PatchError, match="no longer there upstream"):
             patch(path).check()

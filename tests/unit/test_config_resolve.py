@@ -186,13 +186,11 @@ def test_boundaries_tell_the_stages():
         ),
         (
             {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size is 2 with 2 pipeline stages: this version has no pipelines with it; leave it "
-            "out, or set paceline.pipeline.stages to 1.",
+            "tensor_parallel.autotp_size is 2: this version has no pipelines with it; leave it out.",
         ),
         (
             {"expert_parallel": {"enabled": True}},
-            "expert_parallel.enabled is true with 2 pipeline stages: this version has no pipelines with it; leave it "
-            "out, or set paceline.pipeline.stages to 1.",
+            "expert_parallel.enabled is true: this version has no pipelines with it; leave it out.",
         ),
         (
             stages(2) | {"train_batch_size": 7},
@@ -236,9 +234,9 @@ def test_fewer_layers_than_stages():
     )
 
 
-def test_one_stage_keeps_deepspeeds_features():
-    got = resolved(stages(1) | {"tensor_parallel": {"autotp_size": 2}})
-    assert (got.stages, got.data_parallel, got.micro_batches) == (1, 4, 1)
+def test_one_stage_is_a_pipeline_too():
+    with pytest.raises(ValueError, match="autotp_size is 2: this version has no pipelines with it"):
+        resolved(stages(1) | {"tensor_parallel": {"autotp_size": 2}})
 
 
 SIZES = st.one_of(st.none(), st.integers(1, 48))

@@ -28,12 +28,27 @@ def test_a_flag_replaces_its_default() -> None:
         ("eval_strategy", "no", "eval_steps", None),
         ("num_train_epochs", "1", "max_steps", -1),
         ("warmup_ratio", "0.1", "warmup_steps", 0),
+        ("output_dir", "mine", "overwrite_output_dir", False),
     ],
 )
 def test_a_default_gives_way_to_a_flag_that_it_contradicts(flag: str, value: str, name: str, wanted: object) -> None:
     assert getattr(parse(_with_embedded_defaults([f"--{flag}", value]))[2], name) == wanted
 
 
-@pytest.mark.parametrize("argv", [["--model_type", "gpt2"], ["--model_name_or_path=x"], ["arguments.json"]])
+def test_the_quickstart_can_be_run_again() -> None:
+    train = parse(_with_embedded_defaults([]))[2]
+    assert (train.output_dir, train.overwrite_output_dir) == ("runs/quickstart", True)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model_type", "gpt2"],
+        ["--model_name_or_path=x"],
+        ["--model-name-or-path", "x"],
+        ["arguments.json"],
+        ["--local_rank=0", "arguments.json"],
+    ],
+)
 def test_a_model_of_ones_own_gets_no_defaults(argv: list[str]) -> None:
     assert _with_embedded_defaults(argv) == argv

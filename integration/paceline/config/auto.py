@@ -41,7 +41,7 @@ _CALCULATED = {
     "num_training_steps (calculated)": ["max_steps"],
 }
 # Flags of Trainer that a smaller command line may lack.
-_OFF = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval", "save_on_each_node")
+_OFF = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval", "save_on_each_node", "warmup_ratio")
 
 
 def fill_auto(
@@ -120,7 +120,7 @@ def _ask_for_more(config: dict[str, Any], args: Any, given: frozenset[str]) -> N
         if flag in given:
             config["optimizer"].setdefault("params", {}).setdefault(key, "auto")
     scheduler = config.get("scheduler", {})
-    if "warmup_steps" in given and str(scheduler.get("type", "")).startswith("Warmup"):
+    if given & {"warmup_steps", "warmup_ratio"} and str(scheduler.get("type", "")).startswith("Warmup"):
         scheduler.setdefault("params", {}).setdefault("warmup_num_steps", "auto")
 
 
@@ -192,6 +192,9 @@ class _Arguments:
         return getattr(self._args, name, False) if name in _OFF else getattr(self._args, name)
 
     def get_warmup_steps(self, num_training_steps: int | None) -> int:
+        ratio = getattr(self._args, "warmup_ratio", None)
+        if ratio and not self.warmup_steps:
+            return max(1, math.ceil((num_training_steps or 0) * ratio))
         # DeepSpeed 0.19.6 and later refuse 0; transformers before 5.20 would write it.
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
@@ -201,7 +204,9 @@ class _Arguments:
 def _refuse_unknowable(
     config: Mapping[str, Any], values: _Arguments, hidden_size: int | None, max_steps: int | None
 ) -> None:
-    needs_steps = ["total_num_steps"] + (["warmup_num_steps"] if 0 < values.warmup_steps < 1 else [])
+    needs_steps = ["total_num_steps"] + (
+        ["warmup_num_steps"] if 0 < values.warmup_steps < 1 or values.warmup_ratio else []
+    )
     for path in (f"scheduler.params.{key}" for key in needs_steps):
         if max_steps is None and value_at(config, path) == "auto":
             raise ValueError(

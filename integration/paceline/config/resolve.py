@@ -12,7 +12,7 @@ from .section import show, value_at
 from .stages import PARTITION, STAGES, resolve_method, resolve_stages
 
 # DeepSpeed features that this version has not been tested with in a pipeline.
-_NOT_WITH_STAGES = (
+_NOT_IN_PIPELINES = (
     "expert_parallel.enabled",
     "hybrid_engine.enabled",
     "sequence_parallel_size",
@@ -80,7 +80,7 @@ def resolve(
     )
     if why:
         chosen[STAGES] = Choice(stages, why)
-    _check_features(config, stages)
+    _check_features(config)
 
     method, path = resolve_method(config)
     if method is None:
@@ -122,7 +122,7 @@ def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_i
         )
 
 
-def _check_features(config: Mapping[str, Any], stages: int) -> None:
+def _check_features(config: Mapping[str, Any]) -> None:
     zero = config.get("zero_optimization", {})
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
@@ -132,15 +132,10 @@ def _check_features(config: Mapping[str, Any], stages: int) -> None:
             f"zero_optimization.stage is {zero_stage}: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 "
             "only; write 1."
         )
-    if stages == 1:
-        return
-    for path in _NOT_WITH_STAGES:
+    for path in _NOT_IN_PIPELINES:
         value = value_at(config, path)
         if value is True or (isinstance(value, int) and value > 1):
-            raise ValueError(
-                f"{path} is {show(value)} with {stages} pipeline stages: this version has no pipelines with it; "
-                f"leave it out, or set {STAGES} to 1."
-            )
+            raise ValueError(f"{path} is {show(value)}: this version has no pipelines with it; leave it out.")
 
 
 def _is_stock_adam(config: Mapping[str, Any]) -> bool:

@@ -103,7 +103,7 @@ class ReportConfig(_Section):
     """What a run tells about itself."""
 
     metrics: bool = Field(
-        default=True, description="Write metrics of every step (loss, speed, memory, time per stage)."
+        default=True, description="Write metrics every --logging_steps (loss, speed, memory, time per stage)."
     )
 
 

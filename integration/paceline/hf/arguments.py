@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from argparse import Namespace
@@ -22,6 +23,8 @@ BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet",
 """File extension -> the ``datasets`` builder that reads it."""
 
 ELSEWHERE = {
+    "dtype": "set bf16 or fp16, here or in the DeepSpeed JSON",
+    "torch_dtype": "set bf16 or fp16, here or in the DeepSpeed JSON",
     "do_train": "leave it out, training is what this program does",
     "do_eval": "leave it out and use --eval_strategy",
     "do_predict": "leave it out and use --sample_prompt",
@@ -73,11 +76,8 @@ class ModelArguments:
     cache_dir: str | None = _flag(None, "Where downloaded models and data sets are kept.")
     model_revision: str = _flag("main", "Version of the model: branch, tag or commit.")
     token: str | None = _flag(None, "Hugging Face token. None: the one that `hf auth login` stored.")
-    trust_remote_code: bool = _flag(False, "Run code that comes with the model.")
+    trust_remote_code: bool = _flag(False, "Run code that comes with the tokenizer; models with their own are refused.")
     attn_implementation: str | None = _flag(None, "Attention: eager, sdpa, flash_attention_2, ...")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = _flag(
-        None, "Type the weights are loaded in.", aliases="--torch_dtype"
-    )
 
     def __post_init__(self) -> None:
         if self.config_overrides is None:
@@ -195,7 +195,7 @@ class TrainArguments:
         "none", "Trackers are set in the DeepSpeed JSON (tensorboard, wandb, csv_monitor)."
     )
     max_shard_size: str = _flag("5GB", "Size of the largest file of weights that is written.")
-    sample_prompt: str | None = _flag(None, "A line for the trained model to complete after the export.")
+    sample_prompt: str | None = _flag(None, "A line to complete after the export; rank 0 loads the whole model for it.")
 
     def __post_init__(self) -> None:
         one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
@@ -239,7 +239,8 @@ class TrainArguments:
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node see the same flags
+            print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -281,19 +281,12 @@ def evaluation_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Every sample once over all ranks: rank r has samples r, r + D, ...; the last micro-batch may be smaller.
 
-    Ranks may have different numbers of micro-batches, see :func:`num_evaluation_batches`.
+    Ranks may have different numbers of micro-batches, also none.
     """
     samples = dataset.with_format("torch", columns=["input_ids"])
     mine = range(data_parallel_rank, len(dataset), data_parallel_size)
     for start in range(0, len(mine), micro_batch_size):
         yield _batch(samples, list(mine[start : start + micro_batch_size]))
-
-
-def num_evaluation_batches(
-    num_samples: int, micro_batch_size: int, data_parallel_rank: int = 0, data_parallel_size: int = 1
-) -> int:
-    """How many micro-batches :func:`evaluation_batches` gives this rank; may be 0."""
-    return -(-len(range(data_parallel_rank, num_samples, data_parallel_size)) // micro_batch_size)
 
 
 def _batch(samples: Dataset, indices: list[int]) -> dict[str, Tensor]:

@@ -8,12 +8,16 @@ and the excess counts as idle: with blocking communication nothing else tells wa
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+PENDING = 1024
+"""Pairs of CUDA events kept before those that are done are summed up."""
 
 
 @dataclass
@@ -24,7 +28,7 @@ class Clock:
     _compute_s: float = 0.0
     _communication_s: float = 0.0
     _idle_s: float = 0.0
-    _pending: list[tuple[Any, Any, tuple[str, int] | None]] = field(default_factory=list)
+    _pending: deque[tuple[Any, Any, tuple[str, int] | None]] = field(default_factory=deque)
     _fastest: dict[tuple[str, int], float] = field(default_factory=dict)
     _since: float = field(default_factory=time.perf_counter)
 
@@ -49,7 +53,7 @@ class Clock:
         """
         for start, stop, transfer in self._pending:
             stop.synchronize()
-            self._add(start.elapsed_time(stop) / 1e3, transfer)
+            self._add_elapsed(start, stop, transfer)
         now = time.perf_counter()
         spent = {"compute_s": self._compute_s, "communication_s": self._communication_s, "idle_s": self._idle_s}
         wall = now - self._since
@@ -70,6 +74,11 @@ class Clock:
             self._add(time.perf_counter() - start, transfer)
         else:
             self._pending.append((start, self._now(), transfer))
+            while len(self._pending) > PENDING and self._pending[0][1].query():  # nobody reads the clock
+                self._add_elapsed(*self._pending.popleft())
+
+    def _add_elapsed(self, start: Any, stop: Any, transfer: tuple[str, int] | None) -> None:
+        self._add(start.elapsed_time(stop) / 1e3, transfer)
 
     def _add(self, seconds: float, transfer: tuple[str, int] | None) -> None:
         if transfer is None:

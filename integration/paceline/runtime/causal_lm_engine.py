@@ -92,7 +92,7 @@ def read_micro_batch(batch: Any) -> MicroBatch:
             f"a micro-batch has {sorted(unknown)}, which a causal-LM pipeline does not pass on: give only "
             f"{['input_ids', 'labels', *SIDE_INPUTS]}."
         )
-    tensors = {name: torch.as_tensor(value) for name, value in fields.items() if value is not None}
+    tensors = {name: torch.as_tensor(value).long() for name, value in fields.items() if value is not None}
     shape = tensors["input_ids"].shape
     for name, tensor in tensors.items():
         if tensor.shape != shape or tensor.dim() != 2:
@@ -262,7 +262,24 @@ class CausalLMEngine(PacelineEngine):
                     f"the data ended after {len(loaded)} of a step's {num_micro_batches} micro-batches"
                 ) from None
             loaded.append(read_micro_batch(batch))
+            self._check_against_model(loaded[-1])
         return loaded
+
+    def _check_against_model(self, batch: MicroBatch) -> None:
+        """What would fail in the middle of the pipeline, where the other stages could only wait."""
+        stage = self.module.stage
+        for name in batch.side:
+            if name not in stage.accepts:
+                raise ValueError(
+                    f"a micro-batch has {name!r}, which {type(stage.model).__name__} does not take: leave it out."
+                )
+        vocab_size = stage.model.config.get_text_config().vocab_size
+        least, most = (int(value) for value in batch.input_ids.aminmax())
+        if least < 0 or most >= vocab_size:
+            raise ValueError(
+                f"a micro-batch has the token id {least if least < 0 else most}, the model's vocabulary is 0 to "
+                f"{vocab_size - 1}: use the tokenizer that belongs to the model."
+            )
 
     # -- the instructions of a schedule --------------------------------------------------------------------------
 
@@ -326,6 +343,9 @@ class CausalLMEngine(PacelineEngine):
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         finally:
             self._running_engine_backward = False
+        # The hook of DeepSpeed's forward starts these, and only its own backward, on the last stage, stops them.
+        self._stop_timers(self.engine_timers.backward_inner_timers)
+        self._stop_timers(self.engine_timers.backward_timers)
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 

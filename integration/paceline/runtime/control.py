@@ -20,6 +20,14 @@ class PeerError(RuntimeError):
     """Another rank failed; the message names the rank, what it was doing, and its error."""
 
 
+SHARED = "paceline_is_shared"
+"""Mark on an exception that all ranks raise together."""
+
+
+def is_shared(error: BaseException) -> bool:
+    return getattr(error, SHARED, False)
+
+
 @dataclass(frozen=True)
 class ControlPlane:
     """The gloo groups of one job. Made once, by all ranks together (:meth:`create`)."""
@@ -73,11 +81,12 @@ class ControlPlane:
         rank, kind, message, is_input = next((r for r in told if r[1] != "StopIteration"), told[0])
         if kind == "StopIteration":
             raise StopIteration(message)
-        if error is not None and not isinstance(error, StopIteration):
-            raise error
-        if is_input:
-            raise ValueError(message)
-        raise PeerError(f"rank {rank} failed while {doing}: {kind}: {message}")
+        if error is None or isinstance(error, StopIteration):
+            error = (
+                ValueError(message) if is_input else PeerError(f"rank {rank} failed while {doing}: {kind}: {message}")
+            )
+        setattr(error, SHARED, True)
+        raise error
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:

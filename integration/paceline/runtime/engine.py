@@ -34,7 +34,7 @@ class PacelineEngine(PipelineEngine):
         parameters = list(model_parameters or ())
         trainable = [p for p in _flatten(parameters) if p.requires_grad]
         error = None
-        if client_optimizer is None and not trainable:
+        if not isinstance(client_optimizer, torch.optim.Optimizer) and not trainable:
             error = ValueError(
                 f"stage {self.module.stage_id} has no trainable parameter: train at least one parameter on every "
                 "stage, or choose another partition."
@@ -43,7 +43,7 @@ class PacelineEngine(PipelineEngine):
         super()._configure_optimizer(client_optimizer, parameters)
         groups = [len(self.basic_optimizer.param_groups)]
         counts = self.control.gather(groups[0])
-        if len(set(counts)) > 1:
+        if len(set(counts)) > 1 and self.zero_optimization():
             raise ValueError(
                 f"stages have {sorted(set(counts))} non-empty optimizer parameter groups, by rank {counts}: ZeRO needs "
                 "the same number on every stage; group parameters so that each stage has some of every group."
@@ -52,6 +52,9 @@ class PacelineEngine(PipelineEngine):
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
         """Scale gradients to a global 2-norm of at most ``gradient_clipping``; a weight on two stages counts once."""
+        if self.is_model_parallel:  # slices of one parameter: DeepSpeed's own rule, with its own groups
+            super().clip_fp32_gradients()
+            return
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         own = [p.grad for p in parameters if not getattr(p, REPLICATED, False)]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -9,6 +9,7 @@ whole.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -23,6 +24,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .control import ControlPlane
 from .module import CausalLMPipeline
+
+logger = logging.getLogger("paceline")
 
 
 def export(
@@ -57,7 +60,9 @@ def export(
     with control.together(f"collecting the tensors of stage {pipeline.stage_id}"):
         if writes:
             state = {k: t.contiguous() for k, t in _hub_format(pipeline).items()}
-            split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+            # By shape alone: under ZeRO all parameters are views of one storage, which would be one file.
+            shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+            split = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
             files = list(split.filename_to_tensors.values())
             size = sum(t.numel() * t.element_size() for t in state.values())
     reports = sorted(r for r in control.gather((pipeline.stage_id, files, size) if writes else None) if r)
@@ -115,7 +120,10 @@ def _save_config(pipeline: CausalLMPipeline, folder: Path) -> None:
     config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:  # transformers loads such configs and does not save them
+            logger.warning("the generation config is left out of the export: %s", error)
 
 
 def _publish(draft: Path, target: Path, shards: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,7 +22,7 @@ from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
 from .engine import PacelineEngine
 from .module import CausalLMPipeline, config_of
-from .plan import plan_for
+from .plan import plan_for, resolve_for
 
 
 def initialize(
@@ -65,20 +66,23 @@ def initialize(
     if source is None:
         raise ValueError("no DeepSpeed config: pass config=PATH or a dict, or args with deepspeed_config.")
     ds_config = read_ds_config(source)
-    warn_near_misses(ds_config)
     PacelineConfig.of(ds_config)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
+    if dist.get_rank() == 0:
+        warn_near_misses(ds_config)
 
     has_section = "pipeline" in ds_config.get("paceline", {})
     if isinstance(model, (str, Path, PretrainedConfig)) or (isinstance(model, PreTrainedModel) and has_section):
         model, ds_config = _pipeline(model, ds_config)
+    elif isinstance(model, CausalLMPipeline):
+        ds_config = resolve_for(model, ds_config)
     engine: type | None = None
     if isinstance(model, PipelineModule):
         engine = CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
     with applied(*([engine_class(engine)] if engine is not None else [])):
-        return deepspeed.initialize(
+        results = deepspeed.initialize(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -92,6 +96,8 @@ def initialize(
             config=ds_config,
             mesh_param=mesh_param,
         )
+    assert engine is None or isinstance(results[0], engine), f"deepspeed.initialize built a {type(results[0]).__name__}"
+    return results
 
 
 def start_distributed(**kwargs: Any) -> None:

@@ -27,6 +27,9 @@ from .control import ControlPlane
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
+FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
+"""Of ``from_pretrained``'s arguments, those that say where a config comes from too."""
+
 REPLICATED = "ds_pipe_replicated"
 """DeepSpeed's mark on a parameter of which another stage holds the one that counts."""
 
@@ -117,13 +120,13 @@ def cut_of(parts: Sequence[int], stage: int) -> Cut:
     return Cut(layer[0], layer[1], first=start == 0, last=stop == end)
 
 
-def config_of(source: str | Path | PretrainedConfig | PreTrainedModel) -> PretrainedConfig:
+def config_of(source: str | Path | PretrainedConfig | PreTrainedModel, **from_hub: Any) -> PretrainedConfig:
     """The config of a model that is given by name, by config or in memory."""
     if isinstance(source, PretrainedConfig):
         return source
     if isinstance(source, PreTrainedModel):
         return source.config
-    return AutoConfig.from_pretrained(source)
+    return AutoConfig.from_pretrained(source, **from_hub)
 
 
 class CausalLMPipeline(PipelineModule):
@@ -158,7 +161,12 @@ class CausalLMPipeline(PipelineModule):
         timeout: timedelta | None = None,
         **from_pretrained: Any,
     ) -> None:
-        self.config = config or config_of(source)
+        from_hub = {name: from_pretrained[name] for name in FROM_HUB if name in from_pretrained}
+        self.config = config or config_of(source, **from_hub)
+        if from_pretrained and isinstance(source, PreTrainedModel):
+            raise ValueError(
+                f"{sorted(from_pretrained)} cannot be applied to a model in memory: load it with them or pass its name."
+            )
         self.control = ControlPlane.create(num_stages, timeout)
         self._source = [source]  # in a list: a model in memory is not to be registered as a part of this one
         self._dtype, self._seed = dtype, seed
@@ -193,7 +201,9 @@ class CausalLMPipeline(PipelineModule):
         with self.control.together(f"loading stage {self.stage_id}"):
             if isinstance(source, PreTrainedModel):
                 prune(source, self.anatomy, cut)
-                stage = CausalLMStage(source.to(self._dtype), cut, self.anatomy)
+                for parameter in source.parameters():
+                    parameter.data = parameter.data.to(self._dtype)  # not the buffers: rotary tables stay exact
+                stage = CausalLMStage(source, cut, self.anatomy)
             else:
                 directory = None if isinstance(source, PretrainedConfig) else source
                 stage = load_stage(

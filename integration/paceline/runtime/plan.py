@@ -13,9 +13,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import PretrainedConfig
 
-from ..config import Resolved, fill_auto, resolve, resolve_stages
+from ..config import PacelineConfig, Resolved, fill_auto, resolve, resolve_stages
+from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
+from .module import CausalLMPipeline
 
 logger = logging.getLogger("paceline")
 
@@ -43,13 +45,16 @@ def plan_for(
     """
     model = skeleton(hf_config)
     text = hf_config.get_text_config()
+    num_layers = anatomy_of(model).num_layers
     world_size = dist.get_world_size()
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     room: dict[str, Any] = {
         "world_size": world_size,
-        "num_layers": text.num_hidden_layers,
+        "num_layers": num_layers,
         "state_bytes": STATE_BYTES * sum(p.numel() for p in model.parameters()),
-        "device_bytes": available_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)),
+        "device_bytes": available_bytes(
+            device, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
+        ),
     }
     # Ranks see different amounts of free memory: the least of all decides.
     least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
@@ -66,7 +71,7 @@ def plan_for(
             max_steps=max_steps,
             given=given,
         )
-        return resolve(complete, num_items=text.num_hidden_layers + 2, **room)
+        return resolve(complete, num_items=num_layers + 2, **room)
 
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
     max_steps = num_steps(filled(without_schedule, None)) if num_steps is not None else None
@@ -76,3 +81,28 @@ def plan_for(
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
     return resolved
+
+
+def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """``ds_config`` completed for a pipeline that is built already.
+
+    Raises:
+        ValueError: it asks for another number of stages than the pipeline has.
+    """
+    asked = PacelineConfig.of(ds_config).pipeline.stages
+    if asked not in (None, pipeline.num_stages):
+        raise ValueError(
+            f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
+            "leave the key out, or build it anew."
+        )
+    config = {**ds_config, "paceline": {"pipeline": {"stages": pipeline.num_stages}}}
+    num_layers = pipeline.anatomy.num_layers
+    resolved = resolve(
+        fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),
+        world_size=dist.get_world_size(),
+        num_layers=num_layers,
+        num_items=num_layers + 2,
+        state_bytes=None,
+        device_bytes=None,
+    )
+    return {**resolved.ds_config, "paceline": dict(ds_config.get("paceline", {}))}

@@ -31,7 +31,6 @@ from paceline.hf.data import (
     evaluation_batches,
     load_raw,
     micro_batches,
-    num_evaluation_batches,
     tokenize_and_group,
 )
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
@@ -413,7 +412,6 @@ def test_evaluation_sees_each_sample_once(num_samples: int, size: int, ranks: in
     seen: list[int] = []
     for rank in range(ranks):
         batches = list(evaluation_batches(data, size, rank, ranks))
-        assert len(batches) == num_evaluation_batches(num_samples, size, rank, ranks)
         assert all(len(b["input_ids"]) == size for b in batches[:-1])
         mine = [i for b in batches for i in b["input_ids"][:, 0].tolist()]
         assert mine == list(range(rank, num_samples, ranks))
