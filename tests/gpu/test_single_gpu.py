@@ -1,4 +1,4 @@
-"""The main job on one GPU: its losses are those of the CPU, in fp32, bf16 and fp16; speed and memory are in the summary."""
+"""The main job on one GPU: its losses are those of the CPU in fp32, bf16 and fp16; it reports speed and memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""The main job as people start it: through the launcher, on its embedded default, and with their own flags."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import TINY, finetune, flags
+from ranks import launch, run_ranks
+
+
+@pytest.mark.launcher
+def test_embedded_default_through_the_launcher(tmp_path: Path) -> None:
+    """What the quickstart runs, only shorter: trains, evaluates, exports, loads again and completes a line."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "model"
+    argv = ["--module", "paceline.launch.finetune", *flags(max_steps=24, eval_steps=12, output_dir=output)]
+    done = launch(argv, num_ranks=2, timeout=240)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert "Traceback" not in told
+    assert "Warning" not in told
+    perplexities = [float(value) for value in re.findall(r"held-out loss [\d.]+, perplexity ([\d.]+)", told)]
+    assert len(perplexities) == 3
+    assert perplexities[2] < perplexities[1] < perplexities[0]
+    assert "continues as" in told
+    assert told.count("config: {") == 1
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.vocab_size == len(tokenizer)
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["perplexity"] == pytest.approx(perplexities[2], rel=1e-2)
+    assert [rank["holds"] for rank in summary["ranks"]] == [
+        "embedding, layers 0-1 (1.08 M parameters)",
+        "layers 2-3, head (1.08 M parameters)",
+    ]
+    for rank in summary["ranks"]:
+        assert rank["peak_memory_bytes"] > 0
+        parts = sum(rank[name] for name in ("compute_s", "communication_s", "idle_s", "other_s"))
+        assert parts == pytest.approx(rank["wall_s"], rel=0.05)
+    assert summary["tokens"] == 24 * 8 * 128
+    assert summary["model_flop_per_s"] > 0
+
+
+def losses(folder: Path, ranks: int, stages: int, **changes: Any) -> list[float]:
+    folder.mkdir()
+    ds_config = folder / "ds.json"
+    ds_config.write_text(json.dumps({"train_batch_size": 8, "paceline": {"pipeline": {"stages": stages}}}))
+    values = TINY | {"per_device_train_batch_size": 2, "logging_steps": 1, **changes}
+    argv = flags(**values, deepspeed=ds_config, output_dir=folder / "model")
+    for code, errors in run_ranks(finetune, ranks, argv):
+        assert code == 0, errors
+    lines = [json.loads(line) for line in (folder / "model" / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+@pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.1, "gradient_checkpointing": True}], ids=["plain", "decay"])
+def test_the_same_run_for_every_number_of_stages_and_replicas(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Same samples in every step, same weights at the start, same decay groups: the same losses."""
+    wanted = losses(tmp_path / "1", 1, 1, **changes)
+    assert len(wanted) == 5
+    for ranks, stages in ((2, 2), (2, 1), (4, 2)):
+        got = losses(tmp_path / f"{ranks}x{stages}", ranks, stages, **changes)
+        assert got == pytest.approx(wanted, rel=1e-5), (ranks, stages)
+
+
+def test_an_epoch_and_a_schedule_of_deepspeeds(tmp_path: Path) -> None:
+    """Steps follow from epochs, and the JSON's schedule from the steps."""
+    scheduler = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    }
+    ds_config = tmp_path / "ds.json"
+    ds_config.write_text(json.dumps({"scheduler": scheduler, "paceline": {"pipeline": {"stages": 2}}}))
+    values = {k: v for k, v in TINY.items() if k != "max_steps"}
+    values |= {"num_train_epochs": 2, "max_train_samples": 40, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    argv = flags(**values, warmup_ratio=0.5, eval_strategy="epoch", deepspeed=ds_config, output_dir=tmp_path / "model")
+    for code, errors in run_ranks(finetune, 2, argv):
+        assert code == 0, errors
+    lines = [json.loads(line) for line in (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    assert len(rates) == 20
+    assert rates.index(max(rates)) in (9, 10)
+    assert rates[-1] < max(rates) / 5
+    assert [line["step"] for line in lines if "perplexity" in line] == [0, 10, 20]
+
+
+def test_a_model_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
+    argv = flags(**TINY | {"max_steps": 1}, output_dir=tmp_path / "model")
+    assert [code for code, _ in run_ranks(finetune, 2, argv)] == [0, 0]
+    ((code, errors), _) = run_ranks(finetune, 2, argv)
+    assert code == 2
+    assert "already holds a model: choose another directory, or replace it with --overwrite_output_dir" in errors
+    assert [code for code, _ in run_ranks(finetune, 2, [*argv, "--overwrite_output_dir"])] == [0, 0]
