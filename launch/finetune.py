@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on this rank; returns the exit code."""
     # gloo and datasets threads would fight over the cores that the ranks compute on.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" not in os.environ:
+        _be_the_only_rank()
+    rank = int(os.environ["RANK"])
     _set_up_logging(rank)
     try:
         _train(list(sys.argv[1:] if argv is None else argv))
@@ -92,6 +94,17 @@ def _with_embedded_defaults(argv: list[str]) -> list[str]:
     dropped = {OVERRULED[name] for name in named & set(OVERRULED)}
     defaults = {name: value for name, value in EMBEDDED_MODEL.items() if name not in dropped}
     return [*(part for name, value in defaults.items() for part in (f"--{name}", value)), *argv]
+
+
+def _be_the_only_rank() -> None:
+    """Started by plain ``python -m``: the world is this process."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in alone.items()})
 
 
 def _set_up_logging(rank: int) -> None:

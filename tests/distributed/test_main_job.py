@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs import TINY, finetune, flags
-from ranks import launch, run_ranks
+from ranks import RANK_ENVIRONMENT, free_port, launch, run_ranks
 
 
 @pytest.mark.launcher
@@ -97,3 +100,24 @@ def test_a_model_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert code == 2
     assert "already holds a model: choose another directory, or replace it with --overwrite_output_dir" in errors
     assert [code for code, _ in run_ranks(finetune, 2, [*argv, "--overwrite_output_dir"])] == [0, 0]
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("starter", ["python", "torchrun"])
+def test_other_starters(starter: str, tmp_path: Path) -> None:
+    prefix = [sys.executable, "-m"]
+    if starter == "torchrun":
+        prefix += ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), "-m"]
+    argv = flags(**TINY, output_dir=tmp_path / "model")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*prefix, "paceline.launch.finetune", *argv],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment | RANK_ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "model" / "summary.json").read_text())
+    assert summary["stages"] == (2 if starter == "torchrun" else 1)

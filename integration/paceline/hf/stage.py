@@ -109,10 +109,8 @@ def tied_weight(model: PreTrainedModel, anatomy: Anatomy) -> str | None:
 
 def _drop_lost_ties(model: PreTrainedModel) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for owner in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
-        ties = getattr(owner, "all_tied_weights_keys", None)
-        if ties and owner is model:
-            owner.all_tied_weights_keys = {a: b for a, b in ties.items() if a in names and b in names}
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    model.all_tied_weights_keys = {a: b for a, b in ties.items() if a in names and b in names}
 
 
 def _placeholder(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
