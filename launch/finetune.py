@@ -126,7 +126,7 @@ def _fail(rank: int, error: BaseException, code: int) -> int:
     if is_shared(error):
         speaks, where = rank == 0, ""
     elif _is_distributed():
-        speaks, where = True, f" on rank {rank}"
+        speaks, where = True, "" if isinstance(error, PeerError) else f" on rank {rank}"
     else:  # wrong flags, which every rank of a node sees alike
         speaks, where = os.environ.get("LOCAL_RANK", "0") == "0", ""
     if speaks:

@@ -192,22 +192,30 @@ def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
     assert "has ['token_type_ids'], which a causal-LM pipeline does not pass on" in ranks[0][5]
 
 
-def dies_in_training(stages: int) -> None:
-    """Rank 1 is killed in the middle of training."""
+def dies_in_training(stages: int, folder: str) -> None:
+    """Rank 1 is killed in the middle of training; the others write down what they are told."""
     import signal
 
     import paceline
+    from paceline.runtime.control import PeerError
 
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages))
-    for step in range(3):
-        if step == 2 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        engine.train_batch(iter(step_batches(step)))
+    try:
+        for step in range(3):
+            if step == 2 and os.environ["RANK"] == "1":
+                time.sleep(1)  # the others are waiting by now
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.train_batch(iter(step_batches(step)))
+    except PeerError as error:
+        Path(folder, os.environ["RANK"]).write_text(str(error))
+        raise
 
 
-def test_killed_rank_ends_the_others() -> None:
+def test_killed_rank_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as raised:
-        run_ranks(dies_in_training, 3, 3, timeout=90)
+        run_ranks(dies_in_training, 3, 3, str(tmp_path), timeout=90)
     assert not isinstance(raised.value, RankTimeout)
     assert time.monotonic() - began < 60
+    for told in tmp_path.iterdir():  # the runner kills the others too, often before they can write
+        assert re.search(r"lost another rank at step 2 while", told.read_text())

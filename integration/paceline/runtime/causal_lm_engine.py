@@ -10,8 +10,10 @@ Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-paral
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +24,13 @@ from deepspeed.runtime.pipe.schedule import InferenceSchedule
 from torch import Tensor
 
 from ..hf.stage import SIDE_INPUTS
+from .control import PeerError
 from .engine import PacelineEngine
 
 IGNORED = -100
 """Label of a token that has no loss."""
+
+_LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
 _COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
 
@@ -142,8 +147,28 @@ class CausalLMEngine(PacelineEngine):
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._open_step(self.micro_batches)
-        return super().train_batch()
+        with self._naming_lost_peers():
+            self._open_step(self.micro_batches)
+            return super().train_batch()
+
+    _doing: tuple[str, int] | None = None
+
+    @contextmanager
+    def _naming_lost_peers(self) -> Iterator[None]:
+        """Say where a rank was when the connection to another broke; the backends only say that it did."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _LOST_CONNECTION.search(str(error)):
+                raise
+            doing = "agreeing with the other ranks"
+            if self._doing is not None:
+                verb, stage = self._doing
+                doing = f"{verb} stage {stage}, rank {self.grid.stage_to_global(stage_id=stage)}"
+            raise PeerError(
+                f"rank {self.global_rank}, stage {self.stage_id}, lost another rank at step {self.global_steps} while "
+                f"{doing}; that rank's own error, if it could still give one, is the cause ({error})"
+            ) from error
 
     def eval_batch(
         self,
@@ -173,6 +198,10 @@ class CausalLMEngine(PacelineEngine):
         Returns:
             ``{"eval_loss", "perplexity", "eval_tokens"}`` on every rank. The router loss is not in it.
         """
+        with self._naming_lost_peers():
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         was_training = self.module.training
         self.module.eval()
         trained_on, self.data_iterator = self.data_iterator, iter(batches) if self._loads else None
@@ -411,10 +440,14 @@ class CausalLMEngine(PacelineEngine):
     def _send(self, tensor: Tensor, stage: int) -> None:
         tensor = tensor.contiguous()
         with self.clock.transfer(f"send {stage}", tensor.numel() * tensor.element_size()):
+            self._doing = ("sending to", stage)
             p2p.send(tensor, stage)
+            self._doing = None
 
     def _receive(self, shape: Iterable[int], dtype: torch.dtype, stage: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with self.clock.transfer(f"receive {stage}", tensor.numel() * tensor.element_size()):
+            self._doing = ("receiving from", stage)
             p2p.recv(tensor, stage)
+            self._doing = None
         return tensor
