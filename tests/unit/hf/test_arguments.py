@@ -107,7 +107,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
             ["--train_file", "missing.txt"],
             "--train_file missing.txt: must be a file, but does not exist. Remedy: check",
         ),
-        (["--train_file", "/tmp/x.xml"], "the extension must be one of csv, json, jsonl, parquet, txt, py. Remedy"),
+        (["--train_file", "x.xml"], "the extension must be one of csv, json, jsonl, parquet, txt, py. Remedy"),
         (["--validation_file", __file__], "needs --train_file"),
         (["--dataset_config_name", "x"], "needs --dataset_name"),
         (["--deepspeed", "missing.json"], "--deepspeed missing.json: must be a file"),
