@@ -66,14 +66,11 @@ class Job:
             self._check_output()
             with self.control.together("reading the configuration"):
                 ds_config = self._read_config()
-            with self.control.together("reading the data"):
-                train_text, held_out_text = load_raw(
-                    self.data_args, cache_dir=self.model_args.cache_dir, token=self.model_args.token, progress=False
-                )
-                self.tokenizer = self._tokenizer(train_text)
-                self.config = self._model_config()
-                require_supported(self.config)
-                self.train_data, self.held_out = self._tokenize(train_text, held_out_text)
+            # One rank of each node tokenizes; the others find its work in the cache of datasets.
+            for turn in (True, False):
+                with self.control.together("reading the data"):
+                    if (os.environ["LOCAL_RANK"] == "0") == turn:
+                        self._read_data()
             with self.control.together("planning"):  # its one collective comes before anything that can be wrong
                 resolved = plan_for(self.config, ds_config, args=self.args, given=self.given, num_steps=self._num_steps)
             self._build(resolved)
@@ -111,6 +108,15 @@ class Job:
         if not ds_config.get("wall_clock_breakdown"):
             ds_config.setdefault("steps_per_print", None)  # DeepSpeed's own lines; progress is ours
         return ds_config
+
+    def _read_data(self) -> None:
+        train_text, held_out_text = load_raw(
+            self.data_args, cache_dir=self.model_args.cache_dir, token=self.model_args.token, progress=False
+        )
+        self.tokenizer = self._tokenizer(train_text)
+        self.config = self._model_config()
+        require_supported(self.config)
+        self.train_data, self.held_out = self._tokenize(train_text, held_out_text)
 
     def _tokenizer(self, train_text: Any) -> PreTrainedTokenizerBase:
         if self.model_args.tokenizer_name or self.model_args.model_name_or_path:
