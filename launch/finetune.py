@@ -89,7 +89,8 @@ def _train(argv: list[str]) -> None:
 def _with_embedded_defaults(argv: list[str]) -> list[str]:
     """The command line with the embedded model's settings before it, if it names no model."""
     named = {arg.removeprefix("--").partition("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")}
-    if named & set(MODEL_FLAGS) or any(arg.endswith(".json") for arg in argv[:2] if not arg.startswith("--")):
+    own = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]  # not the launcher's
+    if named & set(MODEL_FLAGS) or (len(own) == 1 and own[0].endswith(".json")):
         return argv
     dropped = {OVERRULED[name] for name in named & set(OVERRULED)}
     defaults = {name: value for name, value in EMBEDDED_MODEL.items() if name not in dropped}

@@ -210,6 +210,22 @@ def test_eval_batch_is_deepspeeds_with_token_weights() -> None:
     assert whole["after"]["eval_loss"] < whole["before"]
 
 
+def evaluated_unevenly(stages: int, batches_of_replica: list[int]) -> dict[str, float]:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages))
+    replica = engine.grid.data_parallel_id
+    start = sum(batches_of_replica[:replica])
+    return engine.evaluate(step_batches(0)[start : start + batches_of_replica[replica]])
+
+
+def test_replicas_may_have_different_numbers_of_batches_to_evaluate_also_none() -> None:
+    """Five and none: in the second round of four, and in the first on one replica, there is nothing to do."""
+    wanted = run_ranks(evaluated_unevenly, 1, 1, [5])[0]
+    for rank in run_ranks(evaluated_unevenly, 4, 2, [5, 0], timeout=60):
+        assert rank == pytest.approx(wanted, rel=1e-6)
+
+
 def built_first(stages: int, asked: int) -> tuple[int, float]:
     """A pipeline that is built already: the config is completed for it, or refused."""
     import paceline

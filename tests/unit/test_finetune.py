@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paceline.hf.arguments import parse
@@ -33,6 +35,14 @@ def test_a_flag_replaces_its_default() -> None:
 )
 def test_a_default_gives_way_to_a_flag_that_it_contradicts(flag: str, value: str, name: str, wanted: object) -> None:
     assert getattr(parse(_with_embedded_defaults([f"--{flag}", value]))[2], name) == wanted
+
+
+@pytest.mark.parametrize("first", [[], ["--local_rank=0"]])
+def test_a_json_that_is_a_flags_value_is_no_arguments_file(first: list[str], tmp_path: Path) -> None:
+    ds_config = tmp_path / "ds.json"
+    ds_config.write_text("{}")
+    model, _, train, _ = parse(_with_embedded_defaults([*first, "--deepspeed", str(ds_config)]))
+    assert (model.model_type, train.deepspeed) == ("llama", str(ds_config))
 
 
 def test_the_quickstart_can_be_run_again() -> None:

@@ -181,11 +181,14 @@ class CausalLMEngine(PacelineEngine):
     ) -> Any:
         """As :meth:`deepspeed.PipelineEngine.eval_batch`; the mean loss is over label tokens."""
         trained_on, self.data_iterator = self.data_iterator, data_iter
-        try:
-            self._open_step(num_micro_batches or self.micro_batches)
-        finally:
-            self.data_iterator = trained_on
-        return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        with self._naming_lost_peers():
+            try:
+                self._open_step(num_micro_batches or self.micro_batches)
+            finally:
+                self.data_iterator = trained_on
+            return super().eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -238,9 +241,11 @@ class CausalLMEngine(PacelineEngine):
         """
         error: BaseException | None = None
         loaded: list[MicroBatch] = []
+        own: list[int] = []
         if self._loads:
             try:
                 loaded = self._load(num_micro_batches, partial)
+                own = [len(loaded), *(value for batch in loaded for value in batch.row)]
             except Exception as caught:
                 error = caught
         # Both ends put their table down; every stage of the pipeline sees both.
@@ -248,9 +253,8 @@ class CausalLMEngine(PacelineEngine):
         for row, is_mine in enumerate((self.is_first_stage(), self.is_last_stage())):
             if is_mine and error is not None:
                 tables[row, 0] = -1
-            elif is_mine and loaded:
-                tables[row, 0] = len(loaded)
-                tables[row, 1 : 1 + len(loaded) * _COLUMNS] = torch.tensor([batch.row for batch in loaded]).flatten()
+            elif is_mine:
+                tables[row, : len(own)] = torch.tensor(own)
         if self.is_pipe_parallel:
             self.control.sum_over_stages(tables)
         table = tables[0]

@@ -41,8 +41,7 @@ class PacelineEngine(PipelineEngine):
             )
         self.control.settle(error, "collecting parameters")
         super()._configure_optimizer(client_optimizer, parameters)
-        groups = [len(self.basic_optimizer.param_groups)]
-        counts = self.control.gather(groups[0])
+        counts = self.control.gather(len(self.basic_optimizer.param_groups))
         if len(set(counts)) > 1 and self.zero_optimization():
             raise ValueError(
                 f"stages have {sorted(set(counts))} non-empty optimizer parameter groups, by rank {counts}: ZeRO needs "
