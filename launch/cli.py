@@ -47,7 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     check_model.add_argument("model", metavar="NAME_OR_DIR", help="name on the hub, or a directory with a config.json")
     add("schema", _schema, 'Print the JSON schema of the "paceline" section.')
     patches = add("patches", _patches, "List what paceline replaces in other packages at run time, and why.")
-    for sub in (check_config, check_model, patches):
+    export = add("export", _export, "Turn a checkpoint, of a killed run too, into a Hugging Face model.")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder of them: its latest one")
+    export.add_argument("directory", metavar="DIR", help="where to write the model")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default 5GB)")
+    export.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: as trained"
+    )
+    for sub in (check_config, check_model, patches, export):
         sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -120,14 +127,20 @@ def _check_model(args: argparse.Namespace) -> int:
 
 def _patches(args: argparse.Namespace) -> int:
     from paceline.patches.registry import all_patches
+    from paceline.patches.repairs import REPAIRS
 
-    rows = [
+    repair_of = {patch.target: name for name, patches in REPAIRS.items() for patch in patches}
+    rows: list[dict[str, Any]] = [
         {
             "target": patch.target,
             "reason": patch.reason,
             "requires": patch.requires,
             "removable_when": patch.removable_when,
             "problem": patch.problem(),
+            "repair": repair_of.get(patch.target),
+            "applied": patch.is_applied(),
+            "applied_by": patch.applied_by,
+            "optional": patch.optional,
         }
         for patch in all_patches()
     ]
@@ -139,7 +152,24 @@ def _patches(args: argparse.Namespace) -> int:
         print(f"  why:            {row['reason']}")
         print(f"  needs:          {row['requires']}")
         print(f"  removable when: {row['removable_when']}")
-        print(f"  here:           {row['problem'] or 'fits'}")
+        if row["repair"]:
+            print(f"  repair:         {row['repair']}")
+        print(f"  state:          {'' if row['applied'] else 'not '}applied in this process")
+        print(f"  applied by:     {row['applied_by']}")
+        print(f"  here:           {'refused: ' + row['problem'] if row['problem'] else 'fits'}")
+    return OK
+
+
+def _export(args: argparse.Namespace) -> int:
+    from paceline.checkpoint.export import export_checkpoint
+
+    done = export_checkpoint(args.checkpoint, args.directory, max_shard_size=args.max_shard_size, dtype=args.dtype)
+    if args.json:
+        paths = {"checkpoint": str(done.checkpoint), "directory": str(done.directory)}
+        print(json.dumps({**vars(done), **paths}, indent=2))
+    else:
+        size = f"{done.num_files} file{'s' if done.num_files > 1 else ''}, {done.num_bytes / 1e6:.1f} MB"
+        print(f"{done.checkpoint} is now the model {done.directory}: {done.dtype}, {size} of weights.")
     return OK
 
 

@@ -11,11 +11,15 @@ downloaded.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+
+from paceline.runtime.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
 
 logger = logging.getLogger("paceline")
 
@@ -52,26 +56,37 @@ MODEL_FLAGS = ("model_name_or_path", "model_type", "config_name")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job on this rank; returns the exit code."""
+    """Run the job on this rank; returns the exit code.
+
+    0: done; 1: a failure; 2: wrong input; 143: stopped by SIGTERM, SIGUSR1 or the launcher's end, and saved if training
+    had begun; 130: interrupted (Ctrl-C).
+    """
     # gloo and datasets threads would fight over the cores that the ranks compute on.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "RANK" not in os.environ:
         _be_the_only_rank()
     rank = int(os.environ["RANK"])
     _set_up_logging(rank)
-    try:
-        _train(list(sys.argv[1:] if argv is None else argv))
-    except (ValueError, FileNotFoundError) as error:
-        return _fail(rank, error, 2)
-    except Exception as error:
-        return _fail(rank, error, 1)
-    return _leave_together()
+    # Before the imports that take seconds: from here on a launcher that ends takes its ranks with it.
+    with Preemption(in_training=False, interrupt=True, tell=_stop_all):
+        try:
+            _train(list(sys.argv[1:] if argv is None else argv))
+            code = 0
+        except Preempted as stop:
+            if rank == 0:
+                print(f"paceline: {stop}", file=sys.stderr, flush=True)
+            code = PREEMPTED
+        except Exception as error:
+            return _fail(rank, error)
+        return _leave_together(code)
 
 
 def _train(argv: list[str]) -> None:
     from paceline.hf.arguments import parse
 
-    model_args, data_args, train_args, given = parse(_with_embedded_defaults(argv))
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.nullcontext() if first_of_host else contextlib.redirect_stdout(io.StringIO()):  # --help, once
+        model_args, data_args, train_args, given = parse(_with_embedded_defaults(argv))
     if train_args.deepspeed is not None:
         given &= parse(argv)[3]  # a JSON's values go before the embedded defaults, not before the user's flags
     if model_args.model_name_or_path and not (data_args.dataset_name or data_args.train_file):
@@ -81,8 +96,10 @@ def _train(argv: list[str]) -> None:
         )
     from paceline.launch.job import Job
     from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.watch import WATCH
 
     start_distributed(timeout=timedelta(seconds=train_args.ddp_timeout))
+    WATCH.start(train_args.ddp_timeout)
     Job(model_args, data_args, train_args, given).run()
 
 
@@ -109,29 +126,40 @@ def _be_the_only_rank() -> None:
 
 
 def _set_up_logging(rank: int) -> None:
+    """Rank 0 says what all could say, the others errors of their own; all say all with ``PACELINE_LOG=debug``."""
+    asked = os.environ.get("PACELINE_LOG", "INFO")
+    known = logging.getLevelName(asked.upper())
+    level = known if isinstance(known, int) else logging.INFO
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[paceline] %(message)s"))
+    prefix = "paceline" if rank == 0 else f"paceline rank {rank}"
+    handler.setFormatter(logging.Formatter(f"[{prefix}] %(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(os.environ.get("PACELINE_LOG", "INFO").upper() if rank == 0 else logging.WARNING)
+    logger.setLevel(level if rank == 0 or level < logging.INFO else max(level, logging.ERROR))
+    if level is not known:
+        logger.warning("PACELINE_LOG is %s: choose debug, info, warning or error; it is info now", asked)
 
 
-def _fail(rank: int, error: BaseException, code: int) -> int:
-    """Say once what all ranks know, and on a rank of its own what only that rank knows."""
-    from paceline.runtime.control import PeerError, is_shared
+def _fail(rank: int, error: BaseException) -> int:
+    """Say once what all ranks know; of what only this rank knows, have the first cause of all said once.
+
+    Returns the exit code: the first cause's where that is no failure (this rank has lost one that was told to stop).
+    """
+    from paceline.runtime.control import is_shared
+    from paceline.runtime.watch import WATCH, describe, is_input
 
     logger.debug("failed", exc_info=error)
-    message = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, (ValueError, FileNotFoundError, PeerError)):
-        message = f"{type(error).__name__}: {message}"
+    code = 2 if is_input(error) else 1
     if is_shared(error):
-        speaks, where = rank == 0, ""
+        speaks = rank == 0
     elif _is_distributed():
-        speaks, where = True, "" if isinstance(error, PeerError) else f" on rank {rank}"
+        cause = WATCH.fail(error)
+        return code if cause.code == 1 else cause.code
     else:  # wrong flags, which every rank of a node sees alike
-        speaks, where = os.environ.get("LOCAL_RANK", "0") == "0", ""
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     if speaks:
-        print(f"paceline: error{where}: {message}", file=sys.stderr, flush=True)
+        print(f"paceline: error: {describe(error)}", file=sys.stderr, flush=True)
+    WATCH.close()
     return code
 
 
@@ -141,21 +169,35 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _leave_together() -> int:
+def _leave_together(code: int) -> int:
     """Take down the process group in order: gloo's threads abort the process when it ends under them."""
     import torch.distributed as dist
 
+    from paceline.runtime.watch import EVERYONE, WATCH
+
     try:
+        WATCH.doing("leaving", EVERYONE)
         dist.barrier()
         dist.destroy_process_group()
-    except RuntimeError as error:  # a peer is gone, and has said why
+    except RuntimeError as error:
         logger.debug("leaving: %s", error)
-        return 1
-    return 0
+        cause = WATCH.fail(error)
+        return cause.code if cause.code != 1 else code or 1
+    WATCH.close()
+    return code
+
+
+def _stop_all(code: int, text: str) -> None:
+    """Before a signal ends this process: have the others end too, and ``text`` said once."""
+    watch = sys.modules.get("paceline.runtime.watch")
+    if code == INTERRUPTED and watch is not None and watch.WATCH.step >= 0:
+        text += f" at step {watch.WATCH.step}; what was done since the last checkpoint is lost"
+    if watch is not None:
+        watch.WATCH.stop_all(code, text)
+    elif text and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # not sys.exit: after an error, threads of gloo or NCCL may still wait for a peer that is gone
+    # Not sys.exit: after an error, threads of gloo or NCCL may still wait for a peer that is gone.
+    end_process(main())

@@ -8,39 +8,38 @@ import math
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from paceline.checkpoint import Checkpoint
+from paceline.checkpoint.format import MODEL
 from paceline.config import PacelineConfig, Resolved, read_ds_config
+from paceline.hf import data
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
+from paceline.hf.batches import BatchPlan
 from paceline.hf.check import require_supported
-from paceline.hf.data import (
-    BatchPlan,
-    choose_block_size,
-    evaluation_batches,
-    load_raw,
-    micro_batches,
-    tokenize_and_group,
-)
 from paceline.hf.quiet import quiet
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.weights import skeleton
+from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume, remove_earlier_run
 from paceline.measure.flops import flops_per_token
 from paceline.measure.memory import peak_bytes
-from paceline.report.metrics import TIMES, MetricsFile, RankTotals, summarize, table
+from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, table
 from paceline.report.progress import Progress
-from paceline.runtime.control import ControlPlane
+from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize
+from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import plan_for
+from paceline.runtime.watch import WATCH
 
 logger = logging.getLogger("paceline")
 
@@ -56,9 +55,11 @@ class Job:
     ) -> None:
         self.model_args, self.data_args, self.args, self.given = model_args, data_args, args, given
         self.rank = dist.get_rank()
-        self.timeout = timedelta(seconds=args.ddp_timeout)
+        # Ranks wait for each other's small messages as long as it takes: what may take how long, the watch knows.
+        self.timeout = timedelta(days=7)
         self.control = ControlPlane.create(timeout=self.timeout)
         self.output = Path(args.output_dir)
+        self.resume_path: Path | None = None
 
     def run(self) -> None:
         torch.manual_seed(self.args.seed)
@@ -68,14 +69,25 @@ class Job:
                 ds_config = self._read_config()
             # One rank of each node tokenizes; the others find its work in the cache of datasets.
             for turn in (True, False):
-                with self.control.together("reading the data"):
+                with WATCH.pause("reading the data"), self.control.together("reading the data"):
                     if (os.environ["LOCAL_RANK"] == "0") == turn:
                         self._read_data()
             with self.control.together("planning"):  # its one collective comes before anything that can be wrong
                 resolved = plan_for(self.config, ds_config, args=self.args, given=self.given, num_steps=self._num_steps)
-            self._build(resolved)
-            self._train()
-        self._finish()
+                self._plan(resolved)  # there is data for a step
+            self._check_state_to_resume(resolved)
+            with WATCH.pause("loading the model"):
+                self._build(resolved)
+                self._resume()
+            try:
+                self._train()
+            except Exception as error:
+                if is_shared(error):  # all ranks are here: let the checkpoint that is being written be finished
+                    with suppress(Exception):
+                        self.engine.finish_checkpoint()
+                raise
+        with WATCH.pause("writing the model"):
+            self._finish()
 
     # -- before training -----------------------------------------------------------------------------------------
 
@@ -84,11 +96,7 @@ class Job:
         probe = self.output / ".paceline"
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:
-                if (self.output / "config.json").exists() and not self.args.overwrite_output_dir:
-                    raise ValueError(
-                        f"--output_dir {self.output} already holds a model: choose another directory, or replace it "
-                        "with --overwrite_output_dir."
-                    )
+                check_nothing_is_lost(self.output, self.args)
                 self.output.mkdir(parents=True, exist_ok=True)
                 probe.touch()
         with self.control.together(f"looking for {self.output}"):
@@ -97,6 +105,11 @@ class Job:
                     f"--output_dir {self.output} is not the same directory on all nodes (rank {self.rank} does not see "
                     "what rank 0 wrote): choose one on a file system that they share."
                 )
+        found = None
+        with self.control.together("looking for the checkpoint to go on from"):
+            if self.rank == 0:
+                found = checkpoint_to_resume(self.output, self.args)
+        self.resume_path = self.control.gather(found)[0]
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:
                 probe.unlink()
@@ -110,19 +123,18 @@ class Job:
         return ds_config
 
     def _read_data(self) -> None:
-        train_text, held_out_text = load_raw(
-            self.data_args, cache_dir=self.model_args.cache_dir, token=self.model_args.token, progress=False
+        raw = data.read(
+            self.data_args, seed=self.args.seed, cache_dir=self.model_args.cache_dir, token=self.model_args.token
         )
-        self.tokenizer = self._tokenizer(train_text)
+        self.tokenizer = self._tokenizer(raw)
         self.config = self._model_config()
         require_supported(self.config)
-        self.train_data, self.held_out = self._tokenize(train_text, held_out_text)
+        self.data = self._tokenize(raw)
 
-    def _tokenizer(self, train_text: Any) -> PreTrainedTokenizerBase:
+    def _tokenizer(self, raw: data.RawData) -> PreTrainedTokenizerBase:
         if self.model_args.tokenizer_name or self.model_args.model_name_or_path:
             return load_tokenizer(self.model_args)
-        (column,) = train_text.column_names
-        return train_tokenizer(train_text[:TOKENIZER_TEXTS][column])
+        return train_tokenizer(raw.texts(TOKENIZER_TEXTS))
 
     def _model_config(self) -> PretrainedConfig:
         args = self.model_args
@@ -144,35 +156,25 @@ class Job:
             config.update(_special_tokens(self.tokenizer))
         return args.override(config)
 
-    def _tokenize(self, train_text: Any, held_out_text: Any) -> tuple[Any, Any]:
-        block_size = choose_block_size(self.data_args.block_size, self.tokenizer, self.config)
+    def _tokenize(self, raw: data.RawData) -> data.Data:
         largest = len(self.tokenizer) - 1
         if largest >= self.config.get_text_config().vocab_size:
             raise ValueError(
                 f"the tokenizer has {largest + 1} tokens, the model's vocabulary "
                 f"{self.config.get_text_config().vocab_size}: choose a tokenizer that belongs to the model."
             )
-
-        def blocks(text: Any, limit: int | None, what: str) -> Any:
-            return tokenize_and_group(
-                text,
-                self.tokenizer,
-                block_size,
-                max_samples=limit,
-                num_proc=self.data_args.preprocessing_num_workers,
-                overwrite_cache=self.data_args.overwrite_cache,
-                progress=self.rank == 0 and not self.args.disable_tqdm,
-                what=what,
-            )
-
-        train = blocks(train_text, self.data_args.max_train_samples, "training data")
-        if held_out_text is None:
-            return train, None
-        return train, blocks(held_out_text, self.data_args.max_eval_samples, "held-out data")
+        return data.prepare(
+            raw,
+            self.data_args,
+            self.tokenizer,
+            self.config,
+            seed=self.args.seed,
+            attn_implementation=self.model_args.attn_implementation,
+            progress=self.rank == 0 and not self.args.disable_tqdm,
+        )
 
     def _plan(self, resolved: Resolved, replica: int = 0) -> BatchPlan:
-        return BatchPlan(
-            num_samples=len(self.train_data),
+        return self.data.plan(
             micro_batch_size=resolved.micro_batch_size,
             micro_batches_per_step=resolved.micro_batches,
             data_parallel_rank=replica,
@@ -183,7 +185,9 @@ class Job:
     def _num_steps(self, resolved: Resolved) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
-        return math.ceil(self.args.num_train_epochs * self._plan(resolved).steps_per_epoch)
+        steps_per_epoch = self._plan(resolved).steps_per_epoch
+        assert steps_per_epoch is not None, "a stream needs --max_steps, parse() has seen to it"
+        return math.ceil(self.args.num_train_epochs * steps_per_epoch)
 
     def _build(self, resolved: Resolved) -> None:
         args = self.model_args
@@ -219,6 +223,44 @@ class Job:
         self.replica = self.engine.grid.data_parallel_id
         self.plan = self._plan(resolved, self.replica)
 
+    def _check_state_to_resume(self, resolved: Resolved) -> None:
+        """Before the model is loaded: other data, another seed or batch size would not go on where the run stopped."""
+        if self.resume_path is None:
+            return
+        with self.control.together(f"opening {self.resume_path}"):
+            run = Checkpoint.open(self.resume_path).meta["client_state"].get("paceline")
+            if run is None:
+                raise ValueError(
+                    f"{self.resume_path} was not saved by this job: load it with engine.load_checkpoint in a loop of "
+                    "your own."
+                )
+            self.data.training_batches(self._plan(resolved)).check_state(run["data"])
+
+    def _resume(self) -> None:
+        self.batches = self.data.training_batches(self.plan)
+        self.first_step, self.first_tokens, self.tokens = 0, 0, 0
+        self.losses: list[torch.Tensor] = []
+        self.pending_tokens = 0
+        if self.resume_path is None:
+            with self.control.together(f"clearing {self.output}"):
+                if self.rank == 0 and self.args.overwrite_output_dir:
+                    remove_earlier_run(self.output)
+            return
+        path, state = self.engine.load_checkpoint(self.resume_path.parent, tag=self.resume_path.name)
+        run = state["paceline"]
+        with self.control.together(f"going on from {path}"):
+            if self._reads_data:
+                self.batches.load_state_dict(run["data"])
+        self.first_step, self.first_tokens = self.engine.global_steps, run["tokens"]
+        self.tokens, self.pending_tokens = run["tokens"], run["pending_tokens"]
+        self.losses = [torch.tensor(loss, device=self.engine.device) for loss in run["losses"]]
+        if self.rank == 0:
+            logger.info("going on from %s, after step %d", path, self.first_step)
+
+    @property
+    def _reads_data(self) -> bool:
+        return self.engine.is_first_stage() or self.engine.is_last_stage()
+
     def _schedule(self, optimizer: Any) -> Any:
         from transformers import get_scheduler
 
@@ -234,30 +276,86 @@ class Job:
             sum(p.numel() for p in self.pipeline.parameters()),
         )  # fmt: skip
         writes = self.rank == 0 and self.section.report.metrics
-        self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None)
-        self.progress = Progress(self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm)
-        self.tokens = 0
-        self.evaluation: dict[str, float] | None = None
-        batches = (
-            micro_batches(self.train_data, self.plan) if engine.is_first_stage() or engine.is_last_stage() else None
+        self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None, self.first_step)
+        self.progress = Progress(
+            self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm, first_step=self.first_step
         )
-        self._evaluate(0)
-        losses: list[torch.Tensor] = []
-        tokens = 0
+        self.evaluation: dict[str, float] | None = None
+        self.train_loss = math.nan
+        if self.first_step == 0:
+            self._evaluate(0)
         engine.clock.read()
         self.times = dict.fromkeys(TIMES, 0.0)
-        for step in range(1, self.num_steps + 1):
-            losses.append(engine.train_batch(batches))
-            tokens += engine.step_tokens
+        current().expect_boundaries()
+        for step in range(self.first_step + 1, self.num_steps + 1):
+            self.losses.append(engine.train_batch(self.batches if self._reads_data else None))
+            self.pending_tokens += engine.step_tokens
             self.progress.step()
+            if step == self.num_steps:
+                current().finishing()  # the export is next; no signal is to cut it off
             if step % args.logging_steps == 0 or step == self.num_steps:
-                self._report(step, losses, tokens)
-                losses, tokens = [], 0
+                self._report(step)
+            if step == self.first_step + 1 and args.save_strategy != "no":
+                engine.prepare_checkpoint()
+            if engine.is_stopping and step < self.num_steps:
+                self._stop(step)
+            if self._is_save_due(step):
+                self._save(step)
             if self._is_evaluation_due(step):
                 self._evaluate(step)
+                if engine.is_stopping and step < self.num_steps:
+                    self._stop(step)
+        if self.first_step >= self.num_steps:
+            self._evaluate(self.num_steps)
+        engine.finish_checkpoint()
         self.progress.close()
 
-    def _report(self, step: int, losses: list[torch.Tensor], tokens: int) -> None:
+    def _is_save_due(self, step: int) -> bool:
+        if self.args.save_strategy == "epoch":
+            return self.plan.steps_per_epoch is not None and step % self.plan.steps_per_epoch == 0
+        if self.args.save_strategy == "no":
+            return False
+        return step == self.num_steps or step % (self.args.save_steps or 1) == 0  # at the end too, as Trainer does
+
+    def _save(self, step: int) -> None:
+        """Begin to save; training goes on meanwhile."""
+        run = {
+            "tokens": self.tokens,
+            "pending_tokens": self.pending_tokens,
+            "losses": [loss.item() for loss in self.losses],
+        }
+        if self._reads_data:
+            run["data"] = self.batches.state_dict()
+
+        def write_files(draft: Path) -> None:
+            self.tokenizer.save_pretrained(draft / MODEL)
+
+        self.engine.save_checkpoint(
+            self.output,
+            tag=f"checkpoint-{step}",
+            client_state={"paceline": run},
+            wait=False,
+            keep=self.args.save_total_limit,
+            files=write_files,
+        )
+
+    def _stop(self, step: int) -> NoReturn:
+        """Some rank was asked to stop, and all of them know: save together and leave."""
+        reasons = self.control.gather(current().reason if current().requested else None)
+        current().reached()
+        path = None
+        if self.args.save_strategy != "no":
+            with WATCH.pause("saving the checkpoint"):
+                self._save(step)
+                self.engine.finish_checkpoint()
+            path = self.output / f"checkpoint-{step}"
+        self.progress.close()
+        self.metrics.close()
+        raise Preempted(step, path, next(reason for reason in reasons if reason))
+
+    def _report(self, step: int) -> None:
+        losses, tokens = self.losses, self.pending_tokens
+        self.losses, self.pending_tokens = [], 0
         self._take_time()
         times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
         self.totals.add(times)
@@ -266,10 +364,10 @@ class Job:
         rate = tokens / times["wall_s"]
         norm = self.engine.grad_norm()
         self.progress.report(step, {"loss": self.train_loss, "tokens/s": rate, "lr": self.engine.get_lr()[0]})
-        self.metrics.write(
+        self._tell(
             {
                 "step": step,
-                "epoch": step / self.plan.steps_per_epoch,
+                "epoch": step / self.plan.steps_per_epoch if self.plan.steps_per_epoch else None,
                 "loss": self.train_loss,
                 "learning_rate": self.engine.get_lr()[0],
                 "grad_norm": norm,
@@ -277,6 +375,7 @@ class Job:
                 "tokens_per_s": rate,
                 "step_s": times["wall_s"] / len(losses),
                 "skipped_steps": self.engine.skipped_steps,
+                **({"loss_scale": self.engine.optimizer.loss_scale} if self.engine.fp16_enabled() else {}),
                 "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
             }
         )
@@ -290,23 +389,33 @@ class Job:
         if step == self.num_steps:
             return True
         if self.args.eval_strategy == "epoch":
-            return step % self.plan.steps_per_epoch == 0
+            return self.plan.steps_per_epoch is not None and step % self.plan.steps_per_epoch == 0
         return self.args.eval_strategy == "steps" and step % (self.args.eval_steps or 1) == 0
 
     def _evaluate(self, step: int) -> None:
-        if self.held_out is None or (step == 0 and self.args.eval_strategy == "no"):
+        if self.data.held_out is None or (step == 0 and self.args.eval_strategy == "no"):
             return
         if step > 0:
             self._take_time()
-        batches = evaluation_batches(
-            self.held_out, self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
+        batches = self.data.evaluation_batches(
+            self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
         )
-        found = self.evaluation = self.engine.evaluate(batches)
+        with WATCH.pause("evaluating"):
+            found = self.engine.evaluate(batches)
         self.engine.clock.read()  # evaluating is not training
+        if self.engine.is_stopping:
+            return  # it was cut short
+        self.evaluation = found
         self.progress.say(
             f"[paceline] step {step}: held-out loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
         )
-        self.metrics.write({"step": step, **found})
+        self._tell({"step": step, **found})
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        """To the metrics file, and to DeepSpeed's monitors (TensorBoard, CSV, W&B), by samples as they count."""
+        self.metrics.write(record)
+        if self.rank == 0 and self.engine.monitor.enabled:
+            self.engine.monitor.write_events(events(record, self.engine.global_samples))
 
     # -- after training ------------------------------------------------------------------------------------------
 
@@ -330,12 +439,15 @@ class Job:
                         logger.warning("no sample: %s: %s", type(error).__name__, error)
 
     def _summarize(self, ranks: list[RankTotals]) -> None:
-        length = len(self.train_data[0]["input_ids"])
         summary = summarize(
             ranks,
             steps=self.num_steps,
+            first_step=self.first_step,
             tokens=self.tokens,
-            flops_per_token=flops_per_token(skeleton(self.config), self.pipeline.anatomy.num_layers, length),
+            first_tokens=self.first_tokens,
+            flops_per_token=flops_per_token(
+                skeleton(self.config), self.pipeline.anatomy.num_layers, self.data.train.length
+            ),
             train_loss=self.train_loss,
             evaluation=self.evaluation,
             facts=self._facts(),

@@ -15,6 +15,7 @@ _ENGINE = Patch(
     watches="deepspeed:initialize",
     fingerprint="82505af39fb2",
     original="deepspeed.runtime.pipe.engine:PipelineEngine",
+    applied_by="paceline.initialize, for a pipeline",
 )
 
 # As declared it changes nothing; engine_class puts a class in.

@@ -13,6 +13,8 @@ NO_SHM_COMM = Patch(
     watches="deepspeed.comm.torch:build_shm_op",
     fingerprint="2bf3cff9e3d1",
     accelerator="cpu",
+    applied_by="paceline.initialize and paceline.launch.patched, on a CPU",
+    optional=True,  # without it a run only starts later
 )
 
 PATCHES = (NO_SHM_COMM,)

@@ -2,6 +2,10 @@
 
 A patch is the last resort, for what has no hook. It says where, why, for which versions, against which source it was
 written, and when it can go; ``paceline patches`` lists them all.
+
+A patch that does not fit what is installed is refused, also when only the source that it was written against has
+changed. What happens then is declared with the patch: by default :class:`PatchError`; a patch that is ``optional``
+(a run is right without it) is left out with a warning.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from typing import Any
 from packaging.requirements import Requirement
 
 logger = logging.getLogger("paceline")
+
+BY_REPAIR = "paceline.repair_deepspeed, which paceline.initialize and paceline.launch.patched call"
+"""What applies the repairs of DeepSpeed's faults."""
 
 _ITEM = re.compile(r"(?P<path>.+)\[(?P<key>.+)\]")
 
@@ -53,6 +60,8 @@ class Patch:
         original: ``"module:attribute"`` where upstream defines what the target holds; anything else there is a
             foreign replacement. Empty where ``watches`` is the target itself.
         accelerator: name of DeepSpeed's accelerator that it is for; empty for all.
+        applied_by: what applies it.
+        optional: a run is right without it, so that refusing it is a warning.
     """
 
     target: str
@@ -64,6 +73,8 @@ class Patch:
     fingerprint: str
     original: str = ""
     accelerator: str = ""
+    applied_by: str = ""
+    optional: bool = False
 
     def check(self) -> None:
         """Raise :class:`PatchError` unless the patch fits what is installed and its target is as upstream left it."""
@@ -81,27 +92,28 @@ class Patch:
         before = _ACTIVE[self.target].original if self.target in _ACTIVE else now
         if self.original and before is not _slot(self.original).get():
             raise PatchError(f"{self.target}: was replaced by {before!r}; undo that replacement first")
-
-    def change(self) -> str:
-        """What upstream has changed since the patch was written, empty if nothing.
-
-        A reason to look, not to stop: most releases in ``requires`` change a docstring.
-        """
-        source = fingerprint(_slot(self.watches).get())
-        if source == self.fingerprint:
-            return ""
-        return (
-            f"{self.target}: the source of {self.watches} is {source}, the patch was written against "
-            f"{self.fingerprint}; read what changed, then update the fingerprint"
-        )
+        watched = _ACTIVE.get(self.watches)
+        source = fingerprint(watched.original if watched else _slot(self.watches).get())
+        if source != self.fingerprint:
+            raise PatchError(
+                f"{self.target}: the source of {self.watches} is {source}, the patch was written against "
+                f"{self.fingerprint}; read what changed, then update the fingerprint"
+            )
 
     def problem(self) -> str:
-        """Why the patch does not fit, or may not; empty if it does."""
+        """Why the patch does not fit; empty if it does."""
         try:
             self.check()
-            return self.change()
         except PatchError as error:
             return str(error)
+        return ""
+
+    def is_applied(self) -> bool:
+        """Whether its target holds its replacement, in this process."""
+        try:
+            return _is_applied(self)
+        except PatchError:
+            return False
 
 
 def fingerprint(function: Any) -> str:
@@ -113,33 +125,47 @@ def fingerprint(function: Any) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
-@contextmanager
-def applied(*patches: Patch) -> Iterator[None]:
-    """Apply all patches or none, and undo them in reverse order.
+def apply(*patches: Patch) -> ExitStack:
+    """Apply all patches or none, until the stack that is returned is closed.
 
-    A patch that is applied already stays as it is and is undone by who applied it.
+    A patch that is applied already stays as it is and is undone by who applied it. An ``optional`` one that does not
+    fit is left out with a warning.
 
     Raises:
-        PatchError: a patch does not fit, or its target holds another replacement.
+        PatchError: another patch does not fit, or its target holds another replacement.
     """
-    new = [patch for patch in patches if not _is_applied(patch)]
-    for patch in new:
-        patch.check()
-        if change := patch.change():
-            logger.warning("%s", change)
+    fitting = []
+    for patch in patches:
+        try:
+            if not _is_applied(patch):
+                patch.check()
+                fitting.append(patch)
+        except PatchError as error:
+            if not patch.optional:
+                raise
+            logger.warning("going on without a patch: %s", error)
     with ExitStack() as stack:
-        for patch in new:
+        for patch in fitting:
             if not _is_applied(patch):  # twice among the arguments
                 _apply(patch)
                 stack.callback(_undo, patch)
+        return stack.pop_all()
+
+
+@contextmanager
+def applied(*patches: Patch) -> Iterator[None]:
+    """:func:`apply`, and undo in reverse order when the context is left."""
+    with apply(*patches):
         yield
 
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of this package."""
     from paceline.patches import deepspeed_initialize, deepspeed_ops
+    from paceline.patches.repairs import REPAIRS
 
-    return (*deepspeed_initialize.PATCHES, *deepspeed_ops.PATCHES)
+    repairs = [patch for patches in REPAIRS.values() for patch in patches]
+    return (*deepspeed_initialize.PATCHES, *deepspeed_ops.PATCHES, *repairs)
 
 
 @dataclass(frozen=True)

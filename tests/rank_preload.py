@@ -19,6 +19,7 @@ _PRELOAD = (
     "datasets",
     "deepspeed",
     "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # stock ZeRO imports it, and with it torch._inductor
     "deepspeed.runtime.zero.stage_1_and_2",
     "pytest",
     "ranks",

@@ -6,12 +6,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["CausalLMPipeline", "__version__", "export", "initialize"]
+__all__ = ["CausalLMPipeline", "__version__", "export", "initialize", "repair_deepspeed"]
 
 _HOME = {
     "initialize": "runtime.initialize",
     "CausalLMPipeline": "runtime.module",
     "export": "runtime.export",
+    "repair_deepspeed": "patches.repairs",
 }
 
 

@@ -1,6 +1,6 @@
 """A step of Paceline against a step of stock DeepSpeed on the same layers, in one run, turn by turn.
 
-    deepspeed --num_gpus 2 tests/benchmarks/step_vs_stock.py [--pairs 40] [--dtype bf16]
+    deepspeed --num_gpus 2 tests/benchmarks/step_vs_stock.py [--pairs 40] [--dtype bf16] [--zero 1 --stages 1]
 
 Both engines live in the same processes with the same weights and data. The stock pipeline is as lean as one can be
 written by hand: the model's own decoder layers, rotary tables computed once for all layers, the loss on the last stage,
@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from facts import facts
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -84,13 +82,15 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--stages", type=int, help="of the ranks' number, the rest are replicas; default: all ranks")
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
     start_distributed()
-    stages = dist.get_world_size()
+    stages = args.stages or dist.get_world_size()
+    replicas = dist.get_world_size() // stages
 
     config = LlamaConfig(
         hidden_size=args.hidden,
@@ -104,7 +104,7 @@ def main() -> None:
     ds_config = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.micro_batches,
-        "train_batch_size": args.micro_batch_size * args.micro_batches,
+        "train_batch_size": args.micro_batch_size * args.micro_batches * replicas,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_optimization": {"stage": args.zero},
         "bf16": {"enabled": args.dtype == "bf16"},
@@ -156,24 +156,15 @@ def main() -> None:
                 seconds[name].append(got[name][0])
     if dist.get_rank() == 0:
         ratios = sorted(a / b for a, b in zip(seconds["paceline"], seconds["stock"], strict=True))
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
         result = {
             "median_ratio": statistics.median(ratios),
             "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
             "median_s": {name: statistics.median(values) for name, values in seconds.items()},
             "largest_relative_loss_difference": largest_difference,
             "pairs": args.pairs,
-            "settings": {k: v for k, v in vars(args).items() if k not in ("output", "local_rank", "warmup", "pairs")},
             "stages": stages,
-            "hardware": f"{get_accelerator().device_name()}, {os.cpu_count()} cores, {platform.machine()}",
-            "versions": {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, paceline)},
-            "commit": commit.stdout.strip(),
+            "replicas": replicas,
+            **facts(args, "warmup", "pairs"),
         }
         args.output.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result, indent=2))

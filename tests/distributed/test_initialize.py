@@ -124,7 +124,7 @@ def test_training_data_and_collator() -> None:
     assert ranks[0][4] < ranks[0][0]  # the fifth step has the samples of the first again
 
 
-def client_optimizer(stages: int, groups: str) -> list[float]:
+def client_optimizer(stages: int, groups: str) -> tuple[list[float], list[float]]:
     """An optimizer and a schedule of one's own; groups of parameters as recipes make them."""
     import paceline
     from paceline.runtime.module import CausalLMPipeline
@@ -149,21 +149,20 @@ def client_optimizer(stages: int, groups: str) -> list[float]:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
         config=config | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
     )
-    rates = []
+    rates, losses = [], []
     for step in range(3):
         rates.append(engine.get_lr()[0])
-        engine.train_batch(iter(step_batches(step)))
-    return rates
+        losses.append(engine.train_batch(iter(step_batches(step))).item())
+    return rates, losses
 
 
 def test_own_optimizer_and_schedule() -> None:
-    assert run_ranks(client_optimizer, 2, 2, "two") == [[1e-2, 5e-3, 2.5e-3]] * 2
+    assert [rates for rates, _ in run_ranks(client_optimizer, 2, 2, "two")] == [[1e-2, 5e-3, 2.5e-3]] * 2
 
 
-def test_stages_with_different_numbers_of_groups_are_refused() -> None:
+def test_stages_may_have_different_numbers_of_groups() -> None:
     """Stage 0 holds the embedding alone and has no norm: stock DeepSpeed hangs at the first step under ZeRO-1."""
-    with pytest.raises(RankError, match=r"stages have \[1, 2\] non-empty optimizer parameter groups, by rank \[1, 2\]"):
-        run_ranks(client_optimizer, 2, 2, "uneven", timeout=60)
+    assert run_ranks(client_optimizer, 2, 2, "uneven", timeout=60) == run_ranks(client_optimizer, 2, 2, "two")
 
 
 def frozen_stage(optimizer: str) -> None:

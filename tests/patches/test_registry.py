@@ -1,5 +1,6 @@
 """The registry on a module of its own, and each patch on the real DeepSpeed."""
 
+import gc
 import importlib
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 from paceline.patches import registry
 from paceline.patches.deepspeed_initialize import engine_class
 from paceline.patches.deepspeed_ops import NO_SHM_COMM
-from paceline.patches.registry import Patch, PatchError, Use, all_patches, applied, fingerprint
+from paceline.patches.registry import Patch, PatchError, Use, all_patches, applied, apply, fingerprint
 
 
 def build():
@@ -132,12 +133,45 @@ def test_foreign_replacements(upstream):
         upstream.also = "ours"
 
 
-def test_changed_source_warns_and_is_listed(upstream, caplog):
+def test_a_changed_source_is_refused(upstream):
     changed = patch("also", fingerprint="0123456789ab")
-    with caplog.at_level("WARNING", logger="paceline"), applied(changed):
-        assert upstream.also == "ours"
-    assert "written against 0123456789ab; read what changed" in caplog.text
-    assert caplog.messages == [changed.problem()]
+    message = f"the source of .*:build is {fingerprint(build)}, .* written against 0123456789ab; read what changed"
+    with pytest.raises(PatchError, match=message), applied(patch(), changed):
+        pass
+    assert upstream.build is upstream.also is build
+    assert "read what changed" in changed.problem()
+    assert not changed.is_applied()
+
+
+def test_the_source_that_is_compared_is_upstreams(upstream):
+    """Also where the patch replaces what it watches, and another patch is asked about it meanwhile."""
+    with applied(patch()):
+        assert patch().problem() == ""
+        assert patch("also").problem() == ""
+
+
+def test_an_optional_patch_that_is_refused_is_left_out(upstream, caplog):
+    """A run is right without it. One that others rely on is an error, and nothing is applied."""
+    optional = patch("also", fingerprint="0123456789ab", optional=True)
+    with caplog.at_level("WARNING", logger="paceline"), applied(patch(), optional):
+        assert (upstream.build, upstream.also) == ("ours", build)
+        assert patch().is_applied()
+        assert not optional.is_applied()
+    assert caplog.messages == [f"going on without a patch: {optional.problem()}"]
+    assert NO_SHM_COMM.optional
+    assert not engine_class(Owner).optional
+
+
+def test_apply_lasts_until_it_is_undone(upstream):
+    undo = apply(patch())
+    gc.collect()
+    assert upstream.build == "ours"
+    undo.close()
+    assert upstream.build is build
+    apply(patch())  # whether its result is kept or not
+    gc.collect()
+    assert upstream.build == "ours"
+    registry._undo(patch())
 
 
 def test_lost_targets(upstream):

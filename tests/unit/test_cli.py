@@ -8,6 +8,7 @@ import pytest
 
 import paceline
 from paceline.launch.cli import build_parser, main
+from paceline.patches.repairs import REPAIRS, repair_deepspeed
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_version_and_help(capsys):
         assert stop.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"paceline {paceline.__version__}\n")
-    for command in ("check-config", "check-model", "schema", "patches"):
+    for command in ("check-config", "check-model", "schema", "patches", "export"):
         assert command in out
 
 
@@ -122,15 +123,22 @@ def test_schema(capsys):
 def test_patches(capsys):
     assert main(["patches", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["target"] for row in rows] == [
-        "deepspeed:PipelineEngine",
-        "deepspeed.ops:__compatible_ops__[deepspeed_shm_comm]",
-    ]
+    targets = [row["target"] for row in rows]
+    assert targets[:2] == ["deepspeed:PipelineEngine", "deepspeed.ops:__compatible_ops__[deepspeed_shm_comm]"]
+    assert len(targets) == len(set(targets))
+    assert {row["repair"] for row in rows[2:]} == set(REPAIRS)
     for row in rows:
         assert row["fits"] == (not row["problem"])
         assert row["reason"]
         assert row["removable_when"]
-        assert row["requires"].startswith("deepspeed")
+        assert row["requires"].startswith(("deepspeed", "accelerate"))
+        assert row["applied_by"].startswith("paceline.")
+        assert row["applied"] is False
+    with repair_deepspeed("receive-pool"):
+        assert main(["patches", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [row["repair"] for row in rows if row["applied"]] == ["receive-pool"]
+        assert all(row["fits"] for row in rows if row["applied"])  # the source that is compared is upstream's
     assert main(["patches"]) == 0
     out = capsys.readouterr().out
     assert all(row["target"] in out and row["reason"] in out for row in rows)

@@ -193,6 +193,23 @@ def test_boundaries_tell_the_stages():
             "expert_parallel.enabled is true: this version has no pipelines with it; leave it out.",
         ),
         (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            'zero_optimization.offload_optimizer.device is "cpu": pipelines keep their states on the devices; write '
+            '"none", and take more stages or ZeRO 1 if they do not fit.',
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads is true: this version has no pipelines with it; leave it out.",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}},
+            'torch_autocast.dtype is null: pipelines scale no loss for it; write "bfloat16", or use fp16.',
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            'torch_autocast.dtype is "float16": pipelines scale no loss for it; write "bfloat16", or use fp16.',
+        ),
+        (
             stages(2) | {"train_batch_size": 7},
             "train_batch_size is 7: it must be a multiple of 2 (data parallel 2); write 8, or leave it out.",
         ),

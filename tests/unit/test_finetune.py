@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from paceline.checkpoint import CheckpointError
 from paceline.hf.arguments import parse
-from paceline.launch.finetune import EMBEDDED_MODEL, _with_embedded_defaults
+from paceline.launch.finetune import EMBEDDED_MODEL, _fail, _set_up_logging, _train, _with_embedded_defaults
 
 
 def test_without_flags_the_embedded_model_is_trained() -> None:
@@ -62,3 +65,77 @@ def test_the_quickstart_can_be_run_again() -> None:
 )
 def test_a_model_of_ones_own_gets_no_defaults(argv: list[str]) -> None:
     assert _with_embedded_defaults(argv) == argv
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_help_is_said_once(
+    local_rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit) as ended:
+        _train(["--help", f"--local_rank={local_rank}"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.count("usage: ") == lines
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ValueError("--x 3: too many"), 2, "--x 3: too many"),
+        (FileNotFoundError("no notes.jsonl"), 2, "no notes.jsonl"),
+        (CheckpointError("no space left"), 1, "no space left"),
+        (KeyError("x"), 1, "KeyError: 'x'"),
+    ],
+)
+def test_exit_codes(
+    error: Exception, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _fail(0, error) == code
+    assert capsys.readouterr().err == f"paceline: error: {told}\n"
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("paceline")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    yield logger
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
+
+
+@pytest.mark.parametrize(
+    ("level", "rank", "told"),
+    [
+        (None, 0, "[paceline] info\n[paceline] warning\n[paceline] error\n"),
+        (None, 3, "[paceline rank 3] error\n"),
+        ("warning", 0, "[paceline] warning\n[paceline] error\n"),
+        ("warning", 3, "[paceline rank 3] error\n"),
+        ("debug", 3, "".join(f"[paceline rank 3] {kind}\n" for kind in ("debug", "info", "warning", "error"))),
+    ],
+)
+def test_one_rank_says_what_all_could(
+    level: str | None,
+    rank: int,
+    told: str,
+    logger: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if level is None:
+        monkeypatch.delenv("PACELINE_LOG", raising=False)
+    else:
+        monkeypatch.setenv("PACELINE_LOG", level)
+    _set_up_logging(rank)
+    for kind in ("debug", "info", "warning", "error"):
+        getattr(logger, kind)(kind)
+    assert capsys.readouterr().err == told
+
+
+def test_a_level_that_nobody_knows(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_LOG", "loud")
+    _set_up_logging(0)
+    assert logger.level == logging.INFO
+    assert "PACELINE_LOG is loud: choose debug, info, warning or error" in capsys.readouterr().err

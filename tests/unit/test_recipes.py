@@ -26,11 +26,12 @@ printf '<%s> ' "${@/$hostfile/HOSTFILE}"
 echo "$(paste -sd, "$hostfile")"
 """
 SCONTROL = """#!/usr/bin/env bash
-[[ $* == "show hostnames node-[a-b]" ]] && printf 'node-a\\nnode-b\\n'
+if [[ $* == "show hostnames node-[a-b]" ]]; then printf 'node-a\\nnode-b\\n'; else echo "scontrol $*"; fi
 """
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done
+exit "${SRUN_CODE:-0}"
 """
 
 
@@ -91,7 +92,15 @@ def test_slurm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     expected = (
         "<--no_ssh> <--node_rank> <{node}> <--hostfile> <HOSTFILE> <--master_addr> <node-a> <--master_port> <24567> "
-        "<--module> <paceline.launch.finetune> <--model_name_or_path> <my model> node-a slots=8,node-b slots=8"
+        "<--module> <paceline.launch.finetune> <--resume_from_checkpoint> <auto> <--model_name_or_path> <my model> "
+        "node-a slots=8,node-b slots=8"
     )
     assert done.stdout.splitlines() == [expected.format(node=0), expected.format(node=1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deepspeed", "scontrol", "srun"]
+
+    failed = run("bash", RECIPES / "slurm.sbatch", **slurm, SRUN_CODE="1")
+    assert failed.returncode == 1
+    assert "requeue" not in failed.stdout
+    stopped = run("bash", RECIPES / "slurm.sbatch", **slurm, SRUN_CODE="143")
+    assert stopped.returncode == 143
+    assert stopped.stdout.splitlines()[-1] == "scontrol requeue 1234567"

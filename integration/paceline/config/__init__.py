@@ -3,7 +3,7 @@
 from .auto import fill_auto, open_autos
 from .files import read_ds_config
 from .known import near_misses, warn_near_misses
-from .resolve import Choice, Resolved, resolve
+from .resolve import Choice, Resolved, check_features, resolve
 from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig
 from .stages import choose_stages, resolve_stages
 
@@ -14,6 +14,7 @@ __all__ = [
     "PipelineConfig",
     "ReportConfig",
     "Resolved",
+    "check_features",
     "choose_stages",
     "fill_auto",
     "near_misses",

@@ -11,13 +11,18 @@ from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .section import show, value_at
 from .stages import PARTITION, STAGES, resolve_method, resolve_stages
 
-# DeepSpeed features that this version has not been tested with in a pipeline.
+# DeepSpeed features that this version has not been tested with in a pipeline, or whose work its optimizer does not do.
 _NOT_IN_PIPELINES = (
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
     "expert_parallel.enabled",
+    "fp16.fp16_master_weights_and_grads",
     "hybrid_engine.enabled",
     "sequence_parallel_size",
     "tensor_parallel.autotp_size",
+    "zero_optimization.cpu_offload",
 )
+_OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
 
 class Choice(NamedTuple):
@@ -80,7 +85,7 @@ def resolve(
     )
     if why:
         chosen[STAGES] = Choice(stages, why)
-    _check_features(config)
+    check_features(config)
 
     method, path = resolve_method(config)
     if method is None:
@@ -122,7 +127,8 @@ def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_i
         )
 
 
-def _check_features(config: Mapping[str, Any]) -> None:
+def check_features(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for what DeepSpeed knows and a pipeline cannot do, as one line with the value and the remedy."""
     zero = config.get("zero_optimization", {})
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
@@ -136,6 +142,18 @@ def _check_features(config: Mapping[str, Any]) -> None:
         value = value_at(config, path)
         if value is True or (isinstance(value, int) and value > 1):
             raise ValueError(f"{path} is {show(value)}: this version has no pipelines with it; leave it out.")
+    for path in _OFFLOADS:
+        value = value_at(config, path)
+        if value not in (None, "none"):
+            raise ValueError(
+                f'{path} is {show(value)}: pipelines keep their states on the devices; write "none", and take more '
+                "stages or ZeRO 1 if they do not fit."
+            )
+    autocast = value_at(config, "torch_autocast.dtype")
+    if value_at(config, "torch_autocast.enabled") and str(autocast).lower() not in ("bf16", "bfloat16"):
+        raise ValueError(
+            f'torch_autocast.dtype is {show(autocast)}: pipelines scale no loss for it; write "bfloat16", or use fp16.'
+        )
 
 
 def _is_stock_adam(config: Mapping[str, Any]) -> bool:

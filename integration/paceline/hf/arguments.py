@@ -19,20 +19,16 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, PretrainedConfig
 
+from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
+
 BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet", "txt": "text", "py": "text"}
 """File extension -> the ``datasets`` builder that reads it."""
 
-ELSEWHERE = {
-    "dtype": "set bf16 or fp16, here or in the DeepSpeed JSON",
-    "torch_dtype": "set bf16 or fp16, here or in the DeepSpeed JSON",
-    "do_train": "leave it out, training is what this program does",
-    "do_eval": "leave it out and use --eval_strategy",
-    "do_predict": "leave it out and use --sample_prompt",
-    "streaming": "datasets are read from memory-mapped files; bound them with --max_train_samples",
-    "use_fast_tokenizer": "leave it out, the fast tokenizer is taken where there is one",
-    "optim": "set the optimizer in the DeepSpeed JSON",
-    "optimizer": "set the optimizer in the DeepSpeed JSON",
-}
+DEFAULT_SAVE_STEPS = 500
+"""TrainingArguments' own."""
+
+AUTO = "auto"
+"""Of --resume_from_checkpoint: go on if there is something to go on from."""
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -112,16 +108,32 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """What to train on; without ``dataset_name`` and ``train_file``, :mod:`paceline.hf.standard_library`."""
+    """What to train on; without ``dataset_name`` and ``train_file``, :mod:`paceline.hf.standard_library`.
+
+    Names and meaning are run_clm.py's, and for conversations, completions and packing those of TRL's ``SFTConfig``.
+    """
 
     dataset_name: str | None = _flag(None, "Data set: hub name or directory.")
     dataset_config_name: str | None = _flag(None, "Configuration of the data set.")
     train_file: str | None = _flag(None, "Training data: csv, json, jsonl, parquet, txt or py file.")
     validation_file: str | None = _flag(None, "Evaluation data, the same kinds of file.")
     text_column: str | None = _flag(None, "Column with the text. None: `text`, or the first column of strings.")
-    max_train_samples: int | None = _flag(None, "Train on this many blocks at most.")
-    max_eval_samples: int | None = _flag(None, "Evaluate on this many blocks at most.")
-    block_size: int | None = _flag(None, "Tokens in a sample. None: what the model can take, 1024 at most.")
+    sample_kind: Literal["text", "messages", "prompt_completion"] | None = _flag(
+        None, "What a row is, where its columns allow more than one. None: by its columns."
+    )
+    completion_only_loss: bool = _flag(
+        True, "Loss on completions and assistant turns only; without it, on prompts too."
+    )
+    chat_template_path: str | None = _flag(
+        None, "Chat template: Jinja file, or directory with a tokenizer. None: the tokenizer's own."
+    )
+    packing: bool = _flag(False, "Pack several samples into a row of block_size, none attending to another.")
+    pad_to_multiple_of: int | None = _flag(None, "Rows that are padded or packed: to a multiple of so many tokens.")
+    streaming: bool = _flag(False, "Read the data as it is needed; --max_steps says for how long.")
+    shuffle_buffer_size: int = _flag(10_000, "Streaming: rows that are shuffled together; 0: the data's own order.")
+    max_train_samples: int | None = _flag(None, "Train on this many samples (of running text, blocks) at most.")
+    max_eval_samples: int | None = _flag(None, "Evaluate on this many samples (of running text, blocks) at most.")
+    block_size: int | None = _flag(None, "Tokens in a row at most. None: what the model can take, 1024 at most.")
     validation_split_percentage: int = _flag(5, "Share of the data held out if no validation set is there; 0: none.")
     preprocessing_num_workers: int | None = _flag(None, "Processes that tokenize.")
     overwrite_cache: bool = _flag(False, "Tokenize again although it was done before.")
@@ -145,7 +157,24 @@ class DataArguments:
             _refuse("dataset_config_name", self.dataset_config_name, "needs --dataset_name", "name the data set")
         _check_range(self, 1, "max_train_samples", "max_eval_samples", "preprocessing_num_workers")
         _check_range(self, 2, "block_size")
+        _check_range(self, 1, "pad_to_multiple_of")
+        _check_range(self, 0, "shuffle_buffer_size")
         _check_range(self, 0, "validation_split_percentage", below=100)
+        if self.text_column is not None and self.sample_kind not in (None, "text"):
+            rule = f"cannot stand with --sample_kind {self.sample_kind}, which has no text column"
+            _refuse("text_column", self.text_column, rule, "leave one of the two out")
+        if self.streaming:
+            self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        if self.dataset_name is None and self.train_file is None:
+            remedy = "--dataset_name or --train_file, or leave it out"
+            _refuse("streaming", True, "the embedded corpus is not streamed", remedy)
+        for name in ("max_train_samples", "preprocessing_num_workers", "overwrite_cache"):
+            value = getattr(self, name)
+            if value not in (None, False):
+                remedy = "leave it out" + ("; --max_steps ends the training" if name == "max_train_samples" else "")
+                _refuse(name, value, "is not for --streaming, which tokenizes as it goes and keeps nothing", remedy)
 
 
 @dataclass
@@ -184,6 +213,14 @@ class TrainArguments:
     eval_strategy: Literal["no", "steps", "epoch"] | None = _flag(
         None, "When to evaluate besides at the end. None: steps if eval_steps is given, else no."
     )
+    save_strategy: Literal["no", "steps", "epoch"] = _flag("steps", "When to save a checkpoint into output_dir.")
+    save_steps: int | None = _flag(None, "Steps between two checkpoints. None: 500, with --save_strategy steps.")
+    save_total_limit: int | None = _flag(None, "Checkpoints that are kept, the newest ones. None: all.")
+    resume_from_checkpoint: str | None = _flag(
+        None,
+        "Go on from a checkpoint: its directory; true: the last one in output_dir; auto: that, or from the beginning "
+        "where there is none.",
+    )
     gradient_checkpointing: bool = _flag(False, "Compute activations again in the backward pass to save memory.")
     bf16: bool = _flag(False, "Train in bfloat16.")
     fp16: bool = _flag(False, "Train in float16 with loss scaling.")
@@ -199,7 +236,7 @@ class TrainArguments:
 
     def __post_init__(self) -> None:
         one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-        _check_range(self, 1, *one, "logging_steps", "eval_steps", "ddp_timeout")
+        _check_range(self, 1, *one, "logging_steps", "eval_steps", "save_steps", "save_total_limit", "ddp_timeout")
         _check_range(self, 0, "seed", below=2**63)
         _check_range(self, 0, "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
         _check_range(self, 0, "adam_beta1", "adam_beta2", "warmup_ratio", below=1)
@@ -223,12 +260,29 @@ class TrainArguments:
         elif self.eval_steps is not None:
             rule = f"cannot stand with --eval_strategy {self.eval_strategy}"
             _refuse("eval_steps", self.eval_steps, rule, "leave one of the two out")
+        if self.save_strategy == "steps":
+            self.save_steps = self.save_steps or DEFAULT_SAVE_STEPS
+        elif self.save_steps is not None:
+            rule = f"cannot stand with --save_strategy {self.save_strategy}"
+            _refuse("save_steps", self.save_steps, rule, "leave one of the two out")
+        self._check_resume()
         if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", self.max_shard_size, re.IGNORECASE):
             rule = "must be a whole number above 0 with KB, MB, GB or TB"
             _refuse("max_shard_size", self.max_shard_size, rule, "write it as 5GB")
         if Path(self.output_dir).is_file():
             _refuse("output_dir", self.output_dir, "must be a directory, but is a file", "choose another name")
         _check_file("deepspeed", self.deepspeed)
+
+    def _check_resume(self) -> None:
+        """Words as `run_clm.py` and its users write them; a directory otherwise."""
+        value = self.resume_from_checkpoint
+        if value is None or value.lower() in ("false", "no"):
+            self.resume_from_checkpoint = None
+        elif value.lower() in ("true", "yes", AUTO):
+            self.resume_from_checkpoint = AUTO if value.lower() == AUTO else "true"
+        elif not Path(value).is_dir():
+            rule = "must be a checkpoint's directory, true or auto, but there is no such directory"
+            _refuse("resume_from_checkpoint", value, rule, "check the path; each node of the job needs it")
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Warm-up steps of a training of ``num_steps`` steps."""
@@ -239,6 +293,9 @@ class TrainArguments:
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
+        flag = re.match(r"argument --(\w+)", message)
+        if flag and (remedy := VALUE_REMEDIES.get(flag[1])):
+            message = f"{message}. Remedy: {remedy}"
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node see the same flags
             print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
@@ -268,6 +325,12 @@ def parse(
         parser.error(_unknown(unknown, names))
     given = {name: value for name, value in vars(namespace).items() if value is not missing}
     model_args, data_args, train_args = parser.parse_dict(given)
+    if data_args.streaming and train_args.max_steps < 0:
+        _refuse("streaming", True, "a stream has no known end to count epochs by", "--max_steps with a number")
+    if data_args.streaming and train_args.eval_strategy == "epoch":
+        _refuse("eval_strategy", "epoch", "a stream has no known epochs", "--eval_steps with a number")
+    if data_args.streaming and train_args.save_strategy == "epoch":
+        _refuse("save_strategy", "epoch", "a stream has no known epochs", "--save_steps with a number")
     return model_args, data_args, train_args, set(given) - {"local_rank"}
 
 
@@ -294,11 +357,12 @@ def _unknown(arguments: Sequence[str], names: Sequence[str]) -> str:
 
 def _remedy(flag: str, names: Sequence[str]) -> str:
     name = flag.removeprefix("--").replace("-", "_")
-    return ELSEWHERE.get(name) or _nearest(name, names, "see --help", prefix="--")
+    by_prefix = (remedy for prefix, remedy in ELSEWHERE_BY_PREFIX.items() if name.startswith(prefix))
+    return ELSEWHERE.get(name) or _nearest(name, names, next(by_prefix, "see --help"), prefix="--")
 
 
 def _nearest(name: str, known: Any, otherwise: str, prefix: str = "") -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 

@@ -203,7 +203,14 @@ class CausalLMStage(nn.Module):
             )
         return (outputs.logits if self.cut.last else outputs.last_hidden_state), routing
 
-    def loss(self, logits: Tensor, labels: Tensor, routing: Tensor | None, num_items: Tensor | float) -> Tensor:
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        routing: Tensor | None,
+        num_items: Tensor | float,
+        router_share: float = 1.0,
+    ) -> Tensor:
         """Cross entropy summed over the label tokens and divided by ``num_items``, plus the router loss.
 
         Args:
@@ -212,6 +219,7 @@ class CausalLMStage(nn.Module):
             routing: the whole model's running sums of the experts, or None.
             num_items: label tokens that this loss is an average over; need not be those of ``labels`` (the share of
                 this micro-batch in a step).
+            router_share: of this micro-batch in the router loss of a step.
         """
         loss = self.model.loss_function(
             logits=logits,
@@ -220,5 +228,6 @@ class CausalLMStage(nn.Module):
             num_items_in_batch=num_items,
         )
         if self.router_loss is not None and routing is not None:
-            loss = loss + self.router_loss.coefficient * self.router_loss.value(routing).to(loss.device)
+            router_loss = self.router_loss.value(routing).to(loss.device)
+            loss = loss + router_share * self.router_loss.coefficient * router_loss
         return loss

@@ -122,7 +122,7 @@ def load_stage(
         )
     missing = sorted(info["missing_keys"])
     if source is not None and missing:
-        logger.warning(
+        logger.error(  # of this rank's stage: other ranks' warnings are not shown
             "%s has no weights for %s%s: they start at random.",
             source,
             ", ".join(missing[:5]),

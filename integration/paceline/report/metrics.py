@@ -14,9 +14,14 @@ TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
 
 @dataclass
 class MetricsFile:
-    """``metrics.jsonl`` of one run: a JSON object a line, flushed at once. A path of None writes nothing."""
+    """``metrics.jsonl`` of one run: a JSON object a line, flushed at once. A path of None writes nothing.
+
+    Args:
+        after_step: a run that goes on keeps the lines up to this step, and drops what came after the checkpoint.
+    """
 
     path: Path | None
+    after_step: int = 0
     _file: TextIO | None = field(default=None, repr=False)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -25,13 +30,32 @@ class MetricsFile:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._kept()
             self._file = self.path.open("w")
+            self._file.writelines(kept)
         print(json.dumps(_finite(record), allow_nan=False), file=self._file, flush=True)
+
+    def _kept(self) -> list[str]:
+        if self.path is None or not self.after_step or not self.path.exists():
+            return []
+        lines = self.path.read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("}\n") and json.loads(line).get("step", 0) <= self.after_step]
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def events(record: Mapping[str, Any], samples: int, prefix: str = "Paceline") -> list[tuple[str, float, int]]:
+    """``record`` as DeepSpeed's monitors take it: ``(name, value, samples so far)``, one for each finite number."""
+    found = []
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            found += events(value, samples, f"{prefix}/{key}")
+        elif isinstance(value, (int, float)) and math.isfinite(value):
+            found.append((f"{prefix}/{key}", float(value), samples))
+    return found
 
 
 @dataclass
@@ -55,6 +79,8 @@ def summarize(
     *,
     steps: int,
     tokens: int,
+    first_step: int = 0,
+    first_tokens: int = 0,
     flops_per_token: float,
     train_loss: float,
     evaluation: Mapping[str, float] | None,
@@ -64,16 +90,19 @@ def summarize(
 
     Args:
         tokens: trained on by all replicas together, padding not counted.
+        first_step: that this run went on from, with ``first_tokens`` behind it; times and rates are of this run.
         flops_per_token: of the model, forward and backward (:mod:`paceline.measure.flops`).
         facts: what identifies the run (model, versions, hardware).
     """
     seconds = max(rank.times["wall_s"] for rank in ranks)
-    rate = tokens / seconds if seconds else 0.0
+    rate = (tokens - first_tokens) / seconds if seconds else 0.0
     return _finite(
         {
             **facts,
             "steps": steps,
             "tokens": tokens,
+            "resumed_from_step": first_step or None,
+            "tokens_before": first_tokens or None,
             "train_loss": train_loss,
             **(evaluation or {}),
             "training_s": seconds,
@@ -97,8 +126,9 @@ def summarize(
 
 def table(summary: Mapping[str, Any]) -> str:
     """``summary`` for a terminal."""
+    tokens = summary["tokens"] - (summary["tokens_before"] or 0)
     head = (
-        f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['training_s']:.1f} s: "
+        f"{_span(summary)}, {tokens:,} tokens in {summary['training_s']:.1f} s: "
         f"{summary['tokens_per_s']:,.0f} tokens/s ({summary['tokens_per_s_per_rank']:,.0f} a rank), "
         f"{_si(summary['model_flop_per_s'])}FLOP/s"
     )
@@ -111,6 +141,11 @@ def table(summary: Mapping[str, Any]) -> str:
             f"  {other:>4.0f}%  {rank['peak_memory_bytes'] / 2**20:>7.0f} MiB  {rank['holds']}"
         )
     return "\n".join(lines)
+
+
+def _span(summary: Mapping[str, Any]) -> str:
+    first = summary.get("resumed_from_step")
+    return f"steps {first + 1} to {summary['steps']}" if first else f"{summary['steps']} steps"
 
 
 def _si(value: float) -> str:

@@ -12,10 +12,10 @@ from tqdm import tqdm
 class Progress:
     """Shown by one rank; made with ``shown=False`` on the others, where every call does nothing."""
 
-    def __init__(self, total_steps: int, shown: bool, bar: bool = True) -> None:
+    def __init__(self, total_steps: int, shown: bool, bar: bool = True, first_step: int = 0) -> None:
         self.total, self.shown = total_steps, shown
         drawn = shown and bar and sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if drawn else None
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True) if drawn else None
 
     def step(self) -> None:
         if self.bar is not None:

@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import comm as dist
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.schedule import InferenceSchedule
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from ..checkpoint.format import MODEL
+from ..hf import hub_files
 from ..hf.stage import SIDE_INPUTS
 from .control import PeerError
 from .engine import PacelineEngine
+from .lifetime import current
+from .watch import EVERYONE, WATCH
 
 IGNORED = -100
 """Label of a token that has no loss."""
@@ -125,6 +131,8 @@ class CausalLMEngine(PacelineEngine):
         self._step_label_tokens = 0
         self.step_tokens = 0
         """Tokens of the last step, of all replicas together, padding not counted."""
+        self.is_stopping = False
+        """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
         self.data_iterator: Iterator[Any] | None = None
         self.total_loss: Tensor | None = None
         self._stream_in: tuple[int, torch.dtype] | None = None
@@ -147,6 +155,7 @@ class CausalLMEngine(PacelineEngine):
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
+        WATCH.step = self.global_steps
         with self._naming_lost_peers():
             self._open_step(self.micro_batches)
             return super().train_batch()
@@ -199,10 +208,13 @@ class CausalLMEngine(PacelineEngine):
                 Replicas may have different numbers of them, also none.
 
         Returns:
-            ``{"eval_loss", "perplexity", "eval_tokens"}`` on every rank. The router loss is not in it.
+            ``{"eval_loss", "perplexity", "eval_tokens"}`` on every rank. The router loss is not in it. When a rank is
+            asked to stop (``is_stopping``) it ends early, with what there is.
         """
         with self._naming_lost_peers():
-            return self._evaluate(batches)
+            found = self._evaluate(batches)
+        WATCH.idle()
+        return found
 
     def _evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         was_training = self.module.training
@@ -215,6 +227,8 @@ class CausalLMEngine(PacelineEngine):
                 self._exec_schedule(InferenceSchedule(len(self._shapes), self.num_stages, self.stage_id))
                 if self.is_last_stage():
                     sums += torch.stack([self._sum_losses.cpu(), torch.tensor(self._label_tokens, dtype=torch.float64)])
+                if self.is_stopping:
+                    break
         finally:
             self.data_iterator = trained_on
             self._sum_losses = None
@@ -239,26 +253,29 @@ class CausalLMEngine(PacelineEngine):
         Args:
             partial: take what is left of the data, down to nothing, instead of stopping when it is short.
         """
-        error: BaseException | None = None
+        error: BaseException | None = self.checkpoint_error()
         loaded: list[MicroBatch] = []
         own: list[int] = []
-        if self._loads:
+        if self._loads and error is None:
+            WATCH.doing("loading data")
             try:
                 loaded = self._load(num_micro_batches, partial)
                 own = [len(loaded), *(value for batch in loaded for value in batch.row)]
             except Exception as caught:
                 error = caught
         # Both ends put their table down; every stage of the pipeline sees both.
-        tables = torch.zeros(2, 1 + num_micro_batches * _COLUMNS, dtype=torch.int64)
+        width = 1 + num_micro_batches * _COLUMNS
+        header = torch.zeros(2 * width + 2, dtype=torch.int64)
+        tables, flags = header[:-2].view(2, width), header[-2:]
         for row, is_mine in enumerate((self.is_first_stage(), self.is_last_stage())):
-            if is_mine and error is not None:
-                tables[row, 0] = -1
-            elif is_mine:
-                tables[row, : len(own)] = torch.tensor(own)
+            if is_mine:
+                tables[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
+        WATCH.doing("agreeing on the step", EVERYONE)
+        flags += torch.tensor([error is not None, current().requested])
         if self.is_pipe_parallel:
-            self.control.sum_over_stages(tables)
+            self.control.sum_over_stages(header)
+        failed, stopping = (bool(flag) for flag in flags)
         table = tables[0]
-        failed = bool((tables[:, 0] < 0).any())
         if not failed and not torch.equal(*tables):
             failed = True
             error = ValueError(
@@ -272,12 +289,15 @@ class CausalLMEngine(PacelineEngine):
         ]
         self._loaded = loaded
         self._next = dict.fromkeys(self._next, 0)
-        totals = [self._label_tokens, sum(shape.tokens for shape in self._shapes), len(rows), int(failed)]
+        tokens = sum(shape.tokens for shape in self._shapes)
+        totals = [self._label_tokens, tokens, len(rows), int(failed), int(stopping)]
         if self.is_data_parallel:
             totals = self.control.sum(torch.tensor(totals) * self.is_last_stage()).tolist()
-        label_tokens, tokens, count, failures = totals
+        label_tokens, tokens, count, failures, stops = totals
+        self.is_stopping = stops > 0
         if failures:
-            self.control.raise_shared(error, f"loading the data of step {self.global_steps}")
+            with self._told_once():
+                self.control.raise_shared(error, f"beginning step {self.global_steps}")
         self._step_label_tokens, self.step_tokens = label_tokens, tokens
         return count
 
@@ -334,7 +354,8 @@ class CausalLMEngine(PacelineEngine):
         stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
         shape = self._shapes[self._take("forward")]
         with self.clock.compute():
-            out, routing_out = DeepSpeedEngine.forward(self, stream, side, routing)
+            with autocast_if_enabled(self):
+                out, routing_out = self.module(stream, side, routing)
             if self.is_last_stage():
                 self._keep_loss(buffer_id, out, routing_out, shape)
             else:
@@ -348,39 +369,51 @@ class CausalLMEngine(PacelineEngine):
             return
         if self.eval_return_logits:
             self.outputs = logits
-        # DeepSpeed divides by M and averages over replicas; so n label tokens of the step's N weigh n·M·D/N here.
-        share = max(self._step_label_tokens, 1) / (len(self._shapes) * self.dp_world_size)
-        loss = stage.loss(logits, labels, routing, share)
+        num_losses = len(self._shapes) * self.dp_world_size
+        loss = stage.loss(logits, labels, routing, max(self._step_label_tokens, 1), router_share=1 / num_losses)
         self.pipe_buffers["outputs"][buffer_id] = (loss, None, None)
-        self.fwd_outputs.append(loss.detach())
+        self.fwd_outputs.append(loss.detach() * num_losses)  # eval_batch takes their mean
         self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        with self.clock.compute():
-            if self.is_last_stage():
-                DeepSpeedEngine.backward(self, self.pipe_buffers["outputs"][buffer_id][0])
-            else:
-                self._backward_from_gradients(buffer_id)
-        self.pipe_buffers["outputs"][buffer_id] = None
-
-    def _backward_from_gradients(self, buffer_id: int) -> None:
         out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
-        gradients = list(self.pipe_buffers["gradients"][buffer_id])
-        self.pipe_buffers["gradients"][buffer_id] = None
-        tensors = [out, routing][: len(gradients)]
-        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
-        self._running_engine_backward = True
-        try:
+        if self.is_last_stage():
+            pairs = [(self.optimizer.scale_if_loss(out), None)]
+        else:
+            gradients = self.pipe_buffers["gradients"][buffer_id]
+            tensors = [out, routing][: len(gradients)]
+            pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
+        self._start_timers(self.engine_timers.backward_timers)
+        self._start_timers(self.engine_timers.backward_inner_timers)
+        with self.clock.compute(), self._counting_backwards():
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        finally:
-            self._running_engine_backward = False
-        # The hook of DeepSpeed's forward starts these, and only its own backward, on the last stage, stops them.
         self._stop_timers(self.engine_timers.backward_inner_timers)
         self._stop_timers(self.engine_timers.backward_timers)
-        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        self.pipe_buffers["outputs"][buffer_id] = None
+        self.pipe_buffers["gradients"][buffer_id] = None
+
+    def _gradient_divisor(self) -> float:
+        if not self.gradient_average:
+            raise ValueError(
+                'gradient_allreduce_op is "sum": the loss of this pipeline is the mean over all tokens of a step; '
+                "leave the key out."
+            )
+        return 1.0  # each loss is already its share of the step's, over all replicas
+
+    def _settle_checkpoint(self) -> None:
+        """The step's header has told of a failed checkpoint."""
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """The sum of all micro-batches' shares, of all replicas, on every rank."""
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        if self.is_last_stage() and self.total_loss is not None:
+            total += self.total_loss.float()
+        if self.is_last_stage() and self.is_data_parallel:
+            dist.all_reduce(total, group=self.grid.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            dist.broadcast(total, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss = total.clone()
+        return total
 
     # -- the boundary --------------------------------------------------------------------------------------------
     # Hidden states, then the side inputs packed into one int32 tensor, then the experts' sums; gradients likewise.
@@ -455,3 +488,10 @@ class CausalLMEngine(PacelineEngine):
             p2p.recv(tensor, stage)
             self._doing = None
         return tensor
+
+    def _write_files(self, draft: Path, more: Callable[[Path], None] | None) -> None:
+        """The model's config, so that a checkpoint can become a model of its own (``paceline export``)."""
+        folder = draft / MODEL
+        folder.mkdir(exist_ok=True)
+        hub_files.save_config(self.module.stage.model, folder)
+        super()._write_files(draft, more)

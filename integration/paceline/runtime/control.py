@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint import CheckpointError
+
 
 class PeerError(RuntimeError):
     """Another rank failed; the message names the rank, what it was doing, and its error."""
@@ -82,9 +84,12 @@ class ControlPlane:
         if kind == "StopIteration":
             raise StopIteration(message)
         if error is None or isinstance(error, StopIteration):
-            error = (
-                ValueError(message) if is_input else PeerError(f"rank {rank} failed while {doing}: {kind}: {message}")
-            )
+            if kind == CheckpointError.__name__:
+                error = CheckpointError(message)
+            elif is_input:
+                error = ValueError(message)
+            else:
+                error = PeerError(f"rank {rank} failed while {doing}: {kind}: {message}")
         setattr(error, SHARED, True)
         raise error
 

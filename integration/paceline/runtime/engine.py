@@ -1,99 +1,226 @@
-"""DeepSpeed's pipeline engine with its faults in gradient norm and parameter groups repaired."""
+"""DeepSpeed's pipeline engine with the optimizer of :mod:`paceline.optim` and checkpoints that fit any shape."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..measure.clock import Clock
+from ..optim.sharded import ShardedOptimizer
+from ..optim.torch_optimizers import make_optimizer, torch_class
+from ..patches.deepspeed_pipe_engine import allocate_or_extend_buffers
+from .checkpointing import Checkpointing
 from .control import ControlPlane
-from .module import REPLICATED
+from .state import is_copy, link_full_access, names_of, tied_weights
+from .watch import EVERYONE, WATCH
 
 
-class PacelineEngine(PipelineEngine):
+class PacelineEngine(Checkpointing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
-    * Gradient clipping of an fp32 pipeline without ZeRO takes the norm over all stages (stock: over the first).
-    * Stages with different numbers of optimizer parameter groups are refused (stock: they hang under ZeRO-1).
+    * One optimizer for ZeRO 0 and 1 and every precision (:class:`~paceline.optim.sharded.ShardedOptimizer`): stages may
+      have different parameter groups (stock: they hang), the norm is that of all stages (stock: of the first, in fp32).
+    * Checkpoints are complete or not there, written in the background, and load into any shape.
     * A step's time is split into compute, communication and idle (:attr:`clock`).
     """
+
+    optimizer: ShardedOptimizer
+    _allocate_or_extend_buffers = allocate_or_extend_buffers
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         self.control = getattr(model, "control", None) or ControlPlane.create(model.num_stages)
+        self._backwards = 0
+        self._writer = None
         super().__init__(*args, **kwargs)
         self.clock = Clock(torch.device(self.device))
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.clock = self.clock
+        self._told = self._what_instructions_do()
+
+    # -- the optimizer -------------------------------------------------------------------------------------------
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         parameters = list(model_parameters or ())
-        trainable = [p for p in _flatten(parameters) if p.requires_grad]
-        error = None
-        if not isinstance(client_optimizer, torch.optim.Optimizer) and not trainable:
-            error = ValueError(
-                f"stage {self.module.stage_id} has no trainable parameter: train at least one parameter on every "
-                "stage, or choose another partition."
-            )
-        self.control.settle(error, "collecting parameters")
-        super()._configure_optimizer(client_optimizer, parameters)
-        counts = self.control.gather(len(self.basic_optimizer.param_groups))
-        if len(set(counts)) > 1 and self.zero_optimization():
-            raise ValueError(
-                f"stages have {sorted(set(counts))} non-empty optimizer parameter groups, by rank {counts}: ZeRO needs "
-                "the same number on every stage; group parameters so that each stage has some of every group."
-            )
+        error: Exception | None = None
+        try:
+            is_made = isinstance(client_optimizer, torch.optim.Optimizer)
+            if not any(p.requires_grad for p in _flatten(client_optimizer.param_groups if is_made else parameters)):
+                raise ValueError(
+                    f"stage {self.module.stage_id} has no trainable parameter: train at least one parameter on every "
+                    "stage, or choose another partition."
+                )
+            if any(getattr(p, "allreduce", True) is False for p in self.module.parameters()):
+                raise ValueError(
+                    "the module has experts on different ranks (ep_size > 1): this version has no pipelines with them; "
+                    "use ep_size 1."
+                )
+            self.basic_optimizer = self._make_basic_optimizer(client_optimizer, parameters)
+            self._check_for_duplicates(self.basic_optimizer)
+            self.optimizer = self._shard(self.basic_optimizer)
+        except Exception as caught:
+            error = caught
+        self.control.settle(error, "making the optimizer")
+        link_full_access(self.optimizer)
 
-    @torch.no_grad()
+    def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            basic = client_optimizer
+        elif client_optimizer is not None:
+            basic = client_optimizer(parameters)
+        elif torch_class(self.optimizer_name()) is not None:
+            device = torch.device(self.device)
+            basic = make_optimizer(self.optimizer_name(), parameters, self.optimizer_params() or {}, device)
+        else:
+            basic = self._configure_basic_optimizer(parameters)  # one of DeepSpeed's own
+        for group in basic.param_groups:
+            group["params"] = [p for p in group["params"] if p.requires_grad]
+        return basic
+
+    def _shard(self, basic: torch.optim.Optimizer) -> ShardedOptimizer:
+        grid, module = self.module._grid, self.module
+        tied = tied_weights(module)
+        first_slice = grid.get_slice_parallel_rank() == 0
+
+        def counts(parameter: nn.Parameter) -> bool:
+            is_slice = getattr(parameter, "model_parallel", False)
+            return not is_copy(parameter, tied) and (first_slice or is_slice)
+
+        names = names_of(module)
+        outsiders = [p for g in basic.param_groups for p in g["params"] if p not in names]
+        if outsiders:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {list(outsiders[0].shape)} that is not in the module: give it "
+                "parameters of this rank's stage only."
+            )
+        scaler = None
+        if self.fp16_enabled():
+            scaler = CreateLossScaler(
+                dtype=torch.half,
+                static_loss_scale=self.loss_scale(),
+                dynamic_scaling=self.dynamic_loss_scale(),
+                dynamic_loss_args=self.dynamic_loss_scale_args(),
+            )
+        accumulation_dtype = self._accumulation_dtype()
+        communication_dtype = self.communication_data_type  # of the model, unless the JSON says otherwise
+        if self._config.communication_data_type is None and accumulation_dtype is not None:
+            communication_dtype = accumulation_dtype
+        return ShardedOptimizer(
+            basic,
+            names,
+            group=grid.get_data_parallel_group() if grid.data_parallel_size > 1 else None,
+            model_group=grid.get_model_parallel_group(),
+            shard=self.zero_optimization_stage() == 1,
+            divisor=self._gradient_divisor(),
+            max_norm=self.gradient_clipping(),
+            loss_scaler=scaler,
+            counts=counts,
+            apart=lambda parameter: id(parameter) in tied,
+            accumulation_dtype=accumulation_dtype,
+            communication_dtype=communication_dtype,
+            bucket_numel=int(self.zero_reduce_bucket_size()),
+            # Concurrent communicators are not safe to assume with NCCL: there the user asks for it.
+            overlap=torch.distributed.get_backend() == "gloo" or bool(self.zero_overlap_comm()),
+        )
+
+    def _accumulation_dtype(self) -> torch.dtype | None:
+        """fp32 unless ``data_types.grad_accum_dtype`` says otherwise: a pipeline adds up many micro-batches."""
+        return None if self._config.grad_accum_dtype is None else self.get_data_types()[1]
+
+    def _gradient_divisor(self) -> float:
+        """Replicas average their gradients, or add them (``gradient_allreduce_op``)."""
+        return float(self.module._grid.data_parallel_size) if self.gradient_average else 1.0
+
     def clip_fp32_gradients(self) -> None:
-        """Scale gradients to a global 2-norm of at most ``gradient_clipping``; a weight on two stages counts once."""
-        if self.is_model_parallel:  # slices of one parameter: DeepSpeed's own rule, with its own groups
-            super().clip_fp32_gradients()
-            return
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        own = [p.grad for p in parameters if not getattr(p, REPLICATED, False)]
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in own:
-            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        dist.all_reduce(squares, group=self.grid.get_pipe_parallel_group())
-        norm = squares.sqrt()
-        scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([p.grad for p in parameters], scale.to(torch.float32))
-        self._global_grad_norm = norm
+        """The optimizer clips."""
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.zero_grad()
+
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step before clipping, where it was finite."""
+        norm = self.get_global_grad_norm()
+        return None if norm is None or not torch.isfinite(torch.tensor(norm)) else float(norm)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        WATCH.step = self.global_steps
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
+        self._settle_checkpoint()
+        loss = super().train_batch(data_iter)
+        WATCH.idle()
+        return loss
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().eval_batch(*args, **kwargs)
+        WATCH.idle()
+        return result
+
+    # -- the instructions of a schedule --------------------------------------------------------------------------
 
     def _exec_reduce_tied_grads(self) -> None:
-        num_bytes = sum(w.numel() * w.element_size() for w, _ in self.module.get_tied_weights_and_groups())
+        ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.trains(w)]
+        num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
         with self.clock.transfer("tied", num_bytes):
-            super()._exec_reduce_tied_grads()
+            for weight, group in ties:
+                dist.all_reduce(self.optimizer.gradient(weight), group=group)
 
     def _exec_reduce_grads(self) -> None:
-        num_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
-        with self.clock.transfer("reduce", num_bytes):
-            super()._exec_reduce_grads()
+        self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time
 
-    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
-        with self.clock.compute():
-            super()._exec_optimizer_step(lr_kwargs)
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        # Stock goes backward from each tensor of a tuple in turn, and with reentrant checkpointing (its own) several
+        # times through a weight: a gradient is then not finished when it first arrives.
+        once = self.is_last_stage() or not isinstance(outputs, tuple)
+        with self._counting_backwards(once and self.module.activation_checkpoint_interval == 0):
+            super()._exec_backward_pass(buffer_id)
+
+    def _what_instructions_do(self) -> dict[type, tuple[str, int | None]]:
+        """For each instruction what others are told if it hangs, and the rank that it waits for."""
+
+        def with_stage(verb: str, stage: int) -> tuple[str, int | None]:
+            there = 0 <= stage < self.num_stages
+            return f"{verb} stage {stage}", self.grid.stage_to_global(stage_id=stage) if there else None
+
+        return {
+            schedule.LoadMicroBatch: ("loading a micro-batch", None),
+            schedule.ForwardPass: ("computing forward", None),
+            schedule.BackwardPass: ("computing backward", None),
+            schedule.SendActivation: with_stage("sending activations to", self.next_stage),
+            schedule.RecvActivation: with_stage("receiving activations from", self.prev_stage),
+            schedule.SendGrad: with_stage("sending gradients to", self.prev_stage),
+            schedule.RecvGrad: with_stage("receiving gradients from", self.next_stage),
+            schedule.ReduceTiedGrads: ("reducing tied gradients", EVERYONE),
+            schedule.ReduceGrads: ("reducing gradients", EVERYONE),
+            schedule.OptimizerStep: ("stepping the optimizer", EVERYONE),
+        }
+
+    @contextmanager
+    def _counting_backwards(self, overlaps: bool = True) -> Iterator[None]:
+        self._backwards += 1
+        with self.optimizer.final_backward(overlaps and self._backwards == self.micro_batches):
+            yield
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """Run the instructions by name: the table of the stock engine holds its own functions, not their overrides."""
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs: list[Tensor] = []
+        self._backwards = 0
         for commands in pipe_schedule:
             for command in commands:
+                WATCH.doing(*self._told[type(command)])
                 getattr(self, self._INSTRUCTION_MAP[type(command)].__name__)(**command.kwargs)
-
-    def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step before clipping, where it was computed."""
-        norm = self.get_global_grad_norm()
-        if norm is None:
-            return None
-        value = float(norm)
-        return value if math.isfinite(value) else None
 
 
 def _flatten(parameters: Iterable[Any]) -> Iterable[Tensor]:

@@ -13,16 +13,21 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..config import PacelineConfig, read_ds_config, warn_near_misses
+from ..config import PacelineConfig, check_features, read_ds_config, warn_near_misses
 from ..hf.check import require_supported
 from ..patches.deepspeed_initialize import engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
+from ..patches.repairs import repair_deepspeed
 from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
 from .engine import PacelineEngine
 from .module import CausalLMPipeline, config_of
 from .plan import plan_for, resolve_for
+from .watch import WATCH
+
+TIMEOUT_S = 1800.0
+"""Without progress for so long, a job ends, unless it has called ``WATCH.start`` with another limit before."""
 
 
 def initialize(
@@ -68,9 +73,11 @@ def initialize(
     ds_config = read_ds_config(source)
     PacelineConfig.of(ds_config)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
+    WATCH.start(TIMEOUT_S)
     if dist.get_rank() == 0:
         warn_near_misses(ds_config)
 
+    repair_deepspeed()
     has_section = "pipeline" in ds_config.get("paceline", {})
     if isinstance(model, (str, Path, PretrainedConfig)) or (isinstance(model, PreTrainedModel) and has_section):
         model, ds_config = _pipeline(model, ds_config)
@@ -78,6 +85,7 @@ def initialize(
         ds_config = resolve_for(model, ds_config)
     engine: type | None = None
     if isinstance(model, PipelineModule):
+        check_features(ds_config)
         engine = CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]

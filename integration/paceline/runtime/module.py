@@ -243,6 +243,11 @@ class CausalLMPipeline(PipelineModule):
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
 
+    @staticmethod
+    def state_name(name: str) -> str:
+        """Hugging Face's name of a parameter or buffer of this module: the same for every number of stages."""
+        return name.removeprefix("stage.model.")
+
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""
         lines = []

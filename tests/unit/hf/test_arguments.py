@@ -13,7 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from transformers import LlamaConfig, TrainingArguments
 
-from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments, parse
+from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments, _remedy, parse
+from paceline.hf.other_flags import ELSEWHERE, VALUE_REMEDIES
 
 
 def test_defaults_are_those_of_hugging_face() -> None:
@@ -73,6 +74,12 @@ def test_json_file_refused(tmp_path: Path, content: str, message: str) -> None:
         (["--max_step", "1"], "unknown flag --max_step: did you mean --max_steps?"),
         (["--qqqqqq"], "unknown flag --qqqqqq: see --help"),
         (["--do_train"], "unknown flag --do_train: leave it out, training is what this program does"),
+        (
+            ["--run_name", "a", "--hub_model_id", "b"],
+            "unknown flag --run_name: set job_name in the DeepSpeed JSON's tensorboard or csv_monitor, or wandb's group"
+            "; unknown flag --hub_model_id: leave it out, upload --output_dir afterwards with `hf upload`",
+        ),
+        (["--full_determinism"], "unknown flag --full_determinism: see --help"),
         (["corpus.txt"], "unexpected argument 'corpus.txt'; every value follows its --flag"),
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
     ],
@@ -82,6 +89,32 @@ def test_unknown_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureF
         parse(argv)
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"paceline.launch.finetune: {line}\n"
+
+
+def test_flags_of_the_trainer_are_not_mistaken_for_ours() -> None:
+    """None gets the name of another flag as its remedy, and what is said of one is not about one of ours."""
+    ours = {f.name for group in (ModelArguments, DataArguments, TrainArguments) for f in fields(group)}
+    theirs = {f.name for f in fields(TrainingArguments)} - ours
+    assert not [name for name in theirs if "did you mean" in _remedy(f"--{name}", sorted(ours))]
+    assert not ours & ELSEWHERE.keys()
+    assert ours >= VALUE_REMEDIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["--report_to", "tensorboard"], "leave it out, trackers are set in the DeepSpeed JSON"),
+        (["--save_steps", "0.1"], "a whole number of steps; a share of the training is not taken"),
+        (["--save_strategy", "best"], "steps with --save_steps; `paceline export` takes the checkpoint that you find"),
+        (["--resume_from_checkpoint", "--bf16"], "true for the last checkpoint in --output_dir, auto for that or a"),
+    ],
+)
+def test_values_of_the_trainer_have_a_remedy(argv: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv)
+    error = capsys.readouterr().err
+    assert f"Remedy: {remedy}" in error
+    assert error.count("\n") == 1
 
 
 def test_a_wrong_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,16 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from paceline.hf import standard_library
+from paceline.hf import data, standard_library
 from paceline.hf.arguments import DataArguments, ModelArguments
-from paceline.hf.data import (
-    BatchPlan,
-    choose_block_size,
-    evaluation_batches,
-    load_raw,
-    micro_batches,
-    tokenize_and_group,
-)
+from paceline.hf.batches import BatchPlan, TrainingBatches, evaluation_batches
+from paceline.hf.blocks import choose_block_size, tokenize_and_group
+from paceline.hf.reading import load_raw
+from paceline.hf.rows import Blocks
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 
 DOCUMENTS = [f"def f{i}(x):\n\treturn  [ {i} , x ]  # é 你好\n" for i in range(40)]
@@ -197,6 +193,12 @@ def test_columns(tmp_path: Path) -> None:
     [
         ("a.parquet", b"PAR1 not at all", "cannot be read: .*[Pp]arquet"),
         ("a.json", b'{"text": "a"', "cannot be read: "),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n' * 40 + b'{"text": "a", }\n',
+            "cannot be read: JSON parse error: Missing a name for object member. in row 40",
+        ),
+        ("a.csv", b"text\na\nb,c,d\n", "cannot be read: .*Expected 1 fields in line 3, saw 3"),
         ("a.csv", b'text\n"a\n', "cannot be read: .*EOF inside string"),
         ("a.txt", b"caf\xe9\n", "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
         ("a.txt", b"", "must have content, but is empty"),
@@ -261,7 +263,7 @@ def test_no_second_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_large_data_is_grouped_in_bounded_batches(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.hf.data.TOKENS_PER_GROUPING", 0)  # then 64 blocks at a time
+    monkeypatch.setattr("paceline.hf.blocks.TOKENS_PER_GROUPING", 0)  # then 64 blocks at a time
     texts = DOCUMENTS * 100
     num_tokens = len(joined(tokenizer, texts))
     num_blocks = len(tokenize_and_group(Dataset.from_dict({"text": texts}), tokenizer, 8, progress=False))
@@ -295,6 +297,23 @@ def test_blocks_are_cached(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -
     assert os.stat(before["filename"]).st_mtime_ns > stamp
 
 
+def test_one_rank_overwrites_the_cache(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--overwrite_cache: the first rank of a node tokenizes again, the others find its work."""
+    args = DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS), overwrite_cache=True, block_size=16)
+    stamps = []
+    for rank in ("0", "1", "0"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        made = data.prepare(
+            data.read(args, seed=0, cache_dir=str(tmp_path)), args, tokenizer, LlamaConfig(), seed=0, progress=False
+        )
+        assert isinstance(made.train, Blocks)
+        (file,) = made.train._dataset.cache_files
+        stamps.append(os.stat(file["filename"]).st_mtime_ns)
+    assert stamps[0] == stamps[1] < stamps[2]
+
+
 def test_block_size(tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
     small, large = LlamaConfig(max_position_embeddings=64), LlamaConfig(max_position_embeddings=4096)
     assert choose_block_size(None, tokenizer, small) == 64
@@ -312,7 +331,8 @@ def test_block_size(tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptur
 READER = """
 import hashlib, os, sys, time
 from paceline.hf.arguments import DataArguments
-from paceline.hf.data import load_raw, tokenize_and_group
+from paceline.hf.blocks import tokenize_and_group
+from paceline.hf.reading import load_raw
 from paceline.hf.tokenizer import train_tokenizer
 file, start = sys.argv[1:]
 tokenizer = train_tokenizer([open(file).read()], vocab_size=300)
@@ -371,13 +391,20 @@ def test_a_step_has_the_same_samples_in_every_layout(
             assert orders[r][t, m, i] == permutation[12 * t + m * ranks * size + r * size + i]
 
 
-def numbered(num_samples: int, block_size: int = 4) -> Dataset:
-    return Dataset.from_dict({"input_ids": [[i] * block_size for i in range(num_samples)]})
+def numbered(num_samples: int, block_size: int = 4) -> Blocks:
+    return Blocks(Dataset.from_dict({"input_ids": [[i] * block_size for i in range(num_samples)]}))
+
+
+def after(rows: Blocks, plan: BatchPlan, steps: int) -> TrainingBatches:
+    """The batches of a run that was interrupted after ``steps``."""
+    batches = TrainingBatches(rows, plan)
+    batches.load_state_dict(TrainingBatches(rows, plan).state_dict() | {"step": steps})
+    return batches
 
 
 def test_micro_batches_follow_the_plan_over_epochs() -> None:
     data, plan = numbered(11), BatchPlan(11, 2, 2, seed=7)
-    batches = list(islice(micro_batches(data, plan), 12))
+    batches = list(islice(TrainingBatches(data, plan), 12))
     assert {(tuple(b["input_ids"].shape), b["input_ids"].dtype, b["labels"].dtype) for b in batches} == {
         ((2, 4), torch.int64, torch.int64)
     }
@@ -387,16 +414,16 @@ def test_micro_batches_follow_the_plan_over_epochs() -> None:
     assert seen[:8] != seen[8:16]
     assert all(torch.equal(b["labels"], b["input_ids"]) for b in batches)
     for step in range(6):  # resumed
-        batch = next(micro_batches(data, plan, first_step=step))
+        batch = next(after(data, plan, step))
         assert torch.equal(batch["input_ids"], batches[2 * step]["input_ids"])
 
 
 def test_layout_may_change_between_steps() -> None:
     data, plan = numbered(40), BatchPlan(40, 4, 3, seed=1)
     other = [replace(plan, micro_batch_size=2, data_parallel_size=2, data_parallel_rank=r) for r in range(2)]
-    before = [set(b["input_ids"][:, 0].tolist()) for b in islice(micro_batches(data, plan, 2), 3)]
-    after = [set(b["input_ids"][:, 0].tolist()) for p in other for b in islice(micro_batches(data, p, 2), 3)]
-    assert set.union(*before) == set.union(*after)
+    first = [set(b["input_ids"][:, 0].tolist()) for b in islice(after(data, plan, 2), 3)]
+    second = [set(b["input_ids"][:, 0].tolist()) for p in other for b in islice(after(data, p, 2), 3)]
+    assert set.union(*first) == set.union(*second)
 
 
 def test_less_than_a_global_batch() -> None:
@@ -408,7 +435,7 @@ def test_less_than_a_global_batch() -> None:
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(1, 4))
 def test_evaluation_sees_each_sample_once(num_samples: int, size: int, ranks: int) -> None:
-    data = numbered(num_samples) if num_samples else numbered(1).select([])
+    data = Blocks(Dataset.from_dict({"input_ids": [[i] * 4 for i in range(num_samples)]}))
     seen: list[int] = []
     for rank in range(ranks):
         batches = list(evaluation_batches(data, size, rank, ranks))

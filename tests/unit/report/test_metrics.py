@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from paceline.report.metrics import MetricsFile, RankTotals, summarize, table
+from paceline.report.metrics import TIMES, MetricsFile, RankTotals, summarize, table
 
 
 def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
@@ -42,3 +42,15 @@ def test_summary_adds_up() -> None:
     text = table(summary)
     assert "8 steps, 4,000 tokens in 4.0 s: 1,000 tokens/s (500 a rank), 1.0 GFLOP/s" in text
     assert "   1      1      50%          25%   12%" in text
+
+
+def test_a_resumed_run_is_measured_by_its_own_part() -> None:
+    ranks = [RankTotals(0, 0, "layers 0", 10)]
+    ranks[0].add({**dict.fromkeys(TIMES, 0.0), "wall_s": 2.0})
+    summary = summarize(
+        ranks, steps=8, first_step=6, tokens=4000, first_tokens=3000, flops_per_token=1e6, train_loss=1.0,
+        evaluation=None, facts={},
+    )  # fmt: skip
+    assert (summary["steps"], summary["resumed_from_step"], summary["tokens"]) == (8, 6, 4000)
+    assert summary["tokens_per_s"] == 500.0
+    assert table(summary).startswith("steps 7 to 8, 1,000 tokens in 2.0 s: 500 tokens/s")

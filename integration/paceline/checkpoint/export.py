@@ -1,0 +1,117 @@
+"""A checkpoint into a directory that ``from_pretrained`` loads, by one process, of a killed run too."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from paceline.hf import hub_files
+from paceline.hf.weights import skeleton
+
+from .format import MANIFEST, MODEL, MODEL_KINDS, CheckpointError
+from .reader import Checkpoint, latest_checkpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What :func:`export_checkpoint` has written. ``dtype`` is that of the parameters, ``num_bytes`` of all tensors."""
+
+    checkpoint: Path
+    directory: Path
+    dtype: str
+    num_files: int
+    num_bytes: int
+
+
+def export_checkpoint(
+    source: str | Path, directory: str | Path, *, max_shard_size: str | int = "5GB", dtype: str = "auto"
+) -> Exported:
+    """Write the model in a checkpoint as a Hugging Face model. Takes the memory of one model of the new dtype.
+
+    Args:
+        source: a checkpoint, or a folder of checkpoints, of which the latest complete one is taken.
+        directory: the files of an earlier export there are replaced.
+        max_shard_size: of one file, as in ``save_pretrained``.
+        dtype: a name in ``DTYPES``; "auto" is the one that the model was trained in.
+
+    Raises:
+        ValueError: there is no checkpoint that is whole, it holds no whole model, or a file cannot be written.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: choose auto, {', '.join(DTYPES)}.")
+    hub_files.shards({}, max_shard_size)  # a mistake here is told before the work
+    checkpoint = Checkpoint.open(_chosen(Path(source)))
+    target = Path(directory)
+    if target.resolve().is_relative_to(checkpoint.path.resolve()):
+        raise ValueError(f"{target} belongs to the checkpoint itself: export to another directory.")
+    checkpoint.verify()
+    try:
+        return _export(checkpoint, target, max_shard_size, dtype)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(target / hub_files.DRAFT, ignore_errors=True)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"exporting to {target} failed: {told}") from error
+
+
+def _chosen(source: Path) -> Path:
+    if (source / MANIFEST).exists():
+        return source
+    return latest_checkpoint(source) or source
+
+
+def _export(checkpoint: Checkpoint, target: Path, max_shard_size: str | int, dtype: str) -> Exported:
+    folder = checkpoint.path / MODEL
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{checkpoint.path} has no {MODEL}/config.json: it was saved without its model's files.")
+    model = skeleton(AutoConfig.from_pretrained(folder))
+    state = hub_files.hub_format(model, _state(checkpoint, model, dtype))
+    files = hub_files.shards(state, max_shard_size)
+    names = hub_files.shard_names(len(files))
+    num_bytes = sum(t.numel() * t.element_size() for t in state.values())
+    dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
+    draft = hub_files.begin(target)
+    for name, keys in zip(names, files, strict=True):
+        save_file({key: state.pop(key).contiguous() for key in keys}, draft / name, metadata={"format": "pt"})
+    total_parameters = sum(p.numel() for p in model.parameters())
+    hub_files.write_index(draft, names, files, total_parameters, num_bytes)
+    shutil.copytree(folder, draft, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    written = str(dtypes.pop() if len(dtypes) == 1 else torch.float32).removeprefix("torch.")
+    config = json.loads((draft / "config.json").read_text())
+    if config.get("dtype") != written:
+        config["dtype"] = written
+        (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    hub_files.publish(draft, target)
+    return Exported(checkpoint.path, target, written, len(files), num_bytes)
+
+
+def _state(checkpoint: Checkpoint, model: PreTrainedModel, dtype: str) -> dict[str, Tensor]:
+    """The model's tensors by their names in memory, converted one after another."""
+    described = checkpoint.meta.get("model") or {}
+    state = {}
+    for name in hub_files.saved_names(model, model.state_dict()):
+        kinds = checkpoint.kinds(name)
+        kind = next((kind for kind in MODEL_KINDS if kind in kinds), None)
+        if kind is None:
+            raise CheckpointError(
+                f"{checkpoint.path} has no weights for {name}, which the model in its {MODEL}/config.json has."
+            )
+        to = checkpoint.dtype(name, kind)
+        if to.is_floating_point:
+            if dtype != "auto":
+                to = DTYPES[dtype]
+            elif kind == "master":  # a value is as the model had it
+                to = getattr(torch, described.get("dtype") or "float32")
+        state[name] = checkpoint.read_into(torch.empty(checkpoint.shape(name, kind), dtype=to), name, kind)
+    return state

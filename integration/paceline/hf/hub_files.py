@@ -1,0 +1,101 @@
+"""What a directory that ``from_pretrained`` loads consists of, for all that write one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+logger = logging.getLogger("paceline")
+
+DRAFT = ".export"
+"""Hidden folder of the target that everything is written to first."""
+
+
+def saved_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` (of ``model``'s state dict) that are written: of tied tensors only the source."""
+    kept = [name for name in names if name not in (model._keys_to_ignore_on_save or ())]
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    there = set(kept)
+    return [name for name in kept if not (name in ties and ties[name] in there)]
+
+
+def hub_format(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` as it is on the hub: tensors that transformers merged or renamed on loading get back their names."""
+    return revert_weight_conversion(model, {name: state[name] for name in saved_names(model, state)})
+
+
+def shards(state: Mapping[str, Tensor], max_shard_size: str | int) -> list[list[str]]:
+    """The names in ``state``, one list a file.
+
+    Raises:
+        ValueError: ``max_shard_size`` is no size.
+    """
+    # By shape alone: under ZeRO all parameters are views of one storage, which would be one file.
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    return list(split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size).filename_to_tensors.values())
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of ``count`` shards."""
+    if count == 1:
+        return [SAFE_WEIGHTS_NAME]
+    stem, _, suffix = SAFE_WEIGHTS_NAME.rpartition(".")
+    return [f"{stem}-{i:05d}-of-{count:05d}.{suffix}" for i in range(1, count + 1)]
+
+
+def write_index(
+    folder: Path, names: Sequence[str], keys: Iterable[Sequence[str]], total_parameters: int, total_bytes: int
+) -> None:
+    """Say which of the files ``names`` holds which ``keys``; a single file needs no index."""
+    if len(names) > 1:
+        weight_map = {key: name for name, held in zip(names, keys, strict=True) for key in held}
+        metadata = {"total_parameters": total_parameters, "total_size": total_bytes}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the config and the generation config; ``dtype`` is that of the model's parameters."""
+    config = model.config
+    config.architectures = [type(model).__name__]
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    config.save_pretrained(folder)
+    if model.can_generate():
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:  # transformers loads such configs and does not save them
+            logger.warning("the generation config is left out of the export: %s", error)
+
+
+def begin(target: Path) -> Path:
+    """An empty draft in ``target``."""
+    draft = target / DRAFT
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    return draft
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Move a complete draft into place, over the files of an earlier export."""
+    # The config goes first and comes last: without it the directory is no model.
+    for stale in (target / "config.json", *target.glob("model*.safetensors"), target / SAFE_WEIGHTS_INDEX_NAME):
+        stale.unlink(missing_ok=True)
+    for path in sorted(draft.iterdir(), key=lambda p: p.name == "config.json"):
+        if path.is_dir():  # a tokenizer's further chat templates
+            shutil.rmtree(target / path.name, ignore_errors=True)
+        else:
+            shutil.copymode(draft / "config.json", path)  # safetensors writes files that only their owner can read
+        os.replace(path, target / path.name)
+    shutil.rmtree(draft)

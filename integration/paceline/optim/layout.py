@@ -1,0 +1,133 @@
+"""Who owns which rows of which parameter: buckets of parameters, each cut into one part per owner.
+
+A bucket is one stretch of memory that is reduced at a time. Its owners have equally many elements of it, to within a
+row of a parameter; so most parameters have one owner, and a large one is cut by rows (its first dimension).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+ALIGNMENT = 16
+"""Elements that a parameter's place in a bucket is aligned to: 64 bytes of fp32."""
+
+LEAST_CUT = 0.02
+"""A cut inside a parameter that would be off by less than this share of an owner's part falls on its edge instead."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``start`` to ``stop - 1`` of parameter ``index``, at ``offset`` in its bucket."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters one after another, and who owns what of them.
+
+    Args:
+        offsets: of each parameter's first element.
+        bounds: of the owners' parts, one more than there are owners; in elements of the bucket.
+        parts: each owner's rows.
+    """
+
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    bounds: tuple[int, ...]
+    parts: tuple[tuple[Rows, ...], ...]
+
+
+def make_buckets(
+    shapes: Sequence[Sequence[int]],
+    num_owners: int,
+    bucket_numel: int,
+    *,
+    apart: Sequence[int] = (),
+    cut: bool = True,
+) -> list[Bucket]:
+    """Buckets over parameters of ``shapes``, last parameter first: the order in which backward finishes them.
+
+    Args:
+        bucket_numel: a bucket is closed when it has so many elements.
+        apart: indices of parameters that come last, in a bucket of their own.
+        cut: whether a parameter may have several owners.
+
+    >>> [bucket.parts[0] for bucket in make_buckets([(4, 8)], 2, 100)]
+    [(Rows(index=0, start=0, stop=2, offset=0, numel=16),)]
+    """
+    runs: list[list[int]] = [[]]
+    size = 0
+    for index in reversed(range(len(shapes))):
+        if index in apart:
+            continue
+        if size >= bucket_numel:
+            runs.append([])
+            size = 0
+        runs[-1].append(index)
+        size += prod(shapes[index])
+    runs.append(sorted(apart))
+    return [_bucket(run, shapes, num_owners, cut) for run in runs if run]
+
+
+def _bucket(parameters: Sequence[int], shapes: Sequence[Sequence[int]], num_owners: int, cut: bool) -> Bucket:
+    offsets: list[int] = []
+    end = 0
+    for index in parameters:
+        offsets.append(end)
+        end += -(-prod(shapes[index]) // ALIGNMENT) * ALIGNMENT
+    bounds = [0]
+    for owner in range(1, num_owners):
+        target = end * owner // num_owners
+        slack = LEAST_CUT * end / num_owners
+        bounds.append(max(bounds[-1], _cut_near(target, slack, parameters, offsets, end, shapes, cut)))
+    bounds.append(end)
+    parts = tuple(
+        tuple(
+            rows
+            for index, offset in zip(parameters, offsets, strict=True)
+            if (rows := _rows(index, shapes[index], offset, low, high))
+        )
+        for low, high in pairwise(bounds)
+    )
+    return Bucket(tuple(parameters), tuple(offsets), end, tuple(bounds), parts)
+
+
+def _cut_near(
+    target: int,
+    slack: float,
+    parameters: Sequence[int],
+    offsets: Sequence[int],
+    end: int,
+    shapes: Sequence[Sequence[int]],
+    cut: bool,
+) -> int:
+    """The place nearest to ``target`` where no row is cut; an edge of a parameter if one is within ``slack``."""
+    edges = [*offsets, end]
+    edge = min(edges, key=lambda place: abs(place - target))
+    if not cut or abs(edge - target) <= slack:
+        return edge
+    position = max(i for i, offset in enumerate(offsets) if offset <= target)
+    shape, offset = shapes[parameters[position]], offsets[position]
+    row = prod(shape[1:])
+    inside = offset + min(round((target - offset) / row), shape[0]) * row if shape else offset
+    return inside if inside < offset + prod(shape) else edges[position + 1]
+
+
+def _rows(index: int, shape: Sequence[int], offset: int, low: int, high: int) -> Rows | None:
+    """What of the parameter lies between ``low`` and ``high``, which cut no row."""
+    row = prod(shape[1:]) if shape else 1
+    num_rows = shape[0] if shape else 1
+    if row == 0:
+        return None
+    start = min(max(0, -(-(low - offset) // row)), num_rows)
+    stop = min(max(0, -(-(high - offset) // row)), num_rows)
+    return Rows(index, start, stop, offset + start * row, (stop - start) * row) if stop > start else None

@@ -1,0 +1,570 @@
+"""The pipelines' optimizer: named parameters, each with an owner that keeps its fp32 master and moments (ZeRO-1).
+
+Gradients are accumulated in buckets and reduced to the owners, overlapped with the last backward pass of a step; the
+norm is taken once per parameter in float64; owners step with an ordinary elementwise optimizer of ``torch.optim``; new
+values are broadcast. With ``shard=False`` (ZeRO 0) gradients are reduced to all ranks, each of which steps everything.
+
+Parameters keep their names, and :attr:`ShardedOptimizer.owned` says what this rank holds of which: what collects, sends
+and stores state (:mod:`paceline.runtime.state`) needs no more.
+
+Legend: D data-parallel size.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from torch import Tensor, nn
+
+from ..measure.clock import Clock
+from .layout import Bucket, Rows, make_buckets
+from .loss_scale import load_scaler_state, scaler_state
+from .torch_optimizers import ELEMENTWISE
+
+logger = logging.getLogger("paceline")
+
+MOST_LEFT_OUT = 50
+"""Steps in a row whose gradients are not finite, after which training ends."""
+
+NORM_CHUNK = 1 << 16
+"""Elements that are squared in float64 at a time on a CPU: they stay in its cache."""
+
+LEAST_BUCKET = 1 << 22
+BUCKETS = 8
+"""A stage is cut into about so many buckets, none of fewer than ``LEAST_BUCKET`` elements."""
+
+
+@dataclass
+class Owned:
+    """Rows of one parameter that this rank steps.
+
+    Args:
+        parameter: the model's own, whole.
+        start: first row of ``master`` in it.
+        master: what the optimizer steps, a leaf of rows ``start`` to ``start + len(master) - 1``; fp32 even where the
+            model is not. Where the model is fp32 it shares the model's memory.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    master: nn.Parameter
+
+    @property
+    def stop(self) -> int:
+        """One past its last row; a parameter without dimensions is one row."""
+        return self.start + (len(self.master) if self.master.dim() else 1)
+
+
+class _Buffers:
+    """The memory of one bucket."""
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, waits: bool) -> None:
+        self.bucket = bucket
+        self.waits = waits
+        """Its gradients are complete only after the backward."""
+        self.gradients = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        self.values: Tensor | None = None
+        self.unfinished = len(bucket.parameters)
+        self.is_reduced = False
+        self.works: list[tuple[Any, Tensor | None, Tensor]] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return self.unfinished <= 0 and not self.waits
+
+    def part(self, owner: int) -> tuple[int, int]:
+        return self.bucket.bounds[owner], self.bucket.bounds[owner + 1]
+
+
+class ShardedOptimizer(ZeROOptimizer):
+    """Wraps ``basic``, an optimizer over the model's parameters, whose groups it makes groups of masters.
+
+    Args:
+        basic: any optimizer of ``torch.optim`` over parameters of one device. Where it is not elementwise, every
+            parameter has one owner.
+        names: of the parameters.
+        group: the D ranks that hold the same parameters; None for one.
+        model_group: the ranks that together hold one model, over which the norm is summed; None for one.
+        shard: ZeRO 1; otherwise ZeRO 0.
+        divisor: what the sum of the ranks' gradients is divided by.
+        max_norm: gradients are scaled to this norm at most; 0 for no clipping.
+        loss_scaler: of DeepSpeed, for fp16.
+        counts: whether a parameter counts in the norm here, or on another rank.
+        apart: whether a parameter's gradient is complete only after the last backward (a tied weight).
+        accumulation_dtype: of gradients; None for that of the masters.
+        communication_dtype: of gradients while they are reduced; None for that in which they are accumulated.
+        bucket_numel: a bucket is closed when it has so many elements.
+        overlap: reduce a bucket when the last backward has finished it, not after the backward.
+    """
+
+    def __init__(
+        self,
+        basic: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        *,
+        group: Any = None,
+        model_group: Any = None,
+        shard: bool = True,
+        divisor: float = 1.0,
+        max_norm: float = 0.0,
+        loss_scaler: Any = None,
+        counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
+        apart: Callable[[nn.Parameter], bool] = lambda parameter: False,
+        accumulation_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | None = None,
+        bucket_numel: int = 500_000_000,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__()
+        self.optimizer = basic
+        self.loss_scaler = loss_scaler
+        self.dynamic_loss_scale = bool(loss_scaler is not None and loss_scaler.dynamic)
+        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
+        self.overflow = False
+        self._num_left_out = 0
+        self._global_grad_norm: float | None = None
+        self.clock: Clock | None = None
+        """Told what is computed and what is waited for."""
+        self.clip_grad, self.divisor, self.overlap = max_norm, divisor, overlap
+        self._group, self._model_group = group, model_group
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._shard = shard and self._size > 1
+        self._communication_dtype = communication_dtype
+
+        self.parameters: list[nn.Parameter] = [p for g in basic.param_groups for p in g["params"]]
+        self.names = [names[p] for p in self.parameters]
+        self._counts = [counts(p) for p in self.parameters]
+        self._index_of = index_of = {p: i for i, p in enumerate(self.parameters)}
+        # Buckets follow the model's order, in which backward runs, not that of the optimizer's groups.
+        order = [index_of[p] for p in names if p in index_of]
+        waiting = {i for i in order if apart(self.parameters[i])}
+        total = sum(p.numel() for p in self.parameters)
+        buckets = make_buckets(
+            [tuple(self.parameters[i].shape) for i in order],
+            self._size,
+            min(bucket_numel, max(LEAST_BUCKET, total // BUCKETS)),
+            apart=[k for k, i in enumerate(order) if i in waiting],
+            cut=type(basic).__name__ in ELEMENTWISE,
+        )
+        self._buckets = [_renumbered(bucket, order) for bucket in buckets]
+        dtypes = {_master_dtype(p.dtype) for p in self.parameters} or {torch.float32}
+        if len(dtypes) > 1 and accumulation_dtype is None:
+            raise ValueError(f"parameters of {sorted(map(str, dtypes))} cannot be trained together: cast the model.")
+        self._dtype = accumulation_dtype or dtypes.pop()
+        mixed = {p.dtype for p in self.parameters}
+        if self._shard and len(mixed) > 1:
+            raise ValueError(
+                f"parameters of {sorted(map(str, mixed))} cannot be sharded together: cast the model, or use ZeRO 0."
+            )
+        self._touched = [False] * len(self.parameters)
+        self._hooks: list[Any] = []
+        self._final = False
+        self._next = 0  # bucket that is reduced next: the same order on all ranks
+        self._buffers: list[_Buffers] = []
+        self._views: list[Tensor] = []
+        if self._size > 1 or any(p.dtype != self._dtype for p in self.parameters):
+            self._make_buffers(waiting)
+        self.owned: list[Owned] = []
+        self._adopt()
+
+    # -- what belongs to whom ------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Any:
+        """The ranks that hold the same parameters; None for one."""
+        return self._group
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different rows (ZeRO 1, more than one rank)."""
+        return self._shard
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale, as DeepSpeed's monitor asks for it."""
+        return self.loss_scale
+
+    def shares(self) -> Iterator[tuple[int, int, int]]:
+        """``(position in owned, first row, end)`` of what this rank answers for: disjoint over the D ranks, complete.
+
+        Rows count from the parameter's own first row. With ZeRO 1 it is all that the rank has; with ZeRO 0 every rank
+        has everything and answers for a part.
+        """
+        position = {(owned.name, owned.start if self._shard else 0): i for i, owned in enumerate(self.owned)}
+        for bucket in self._buckets:
+            for rows in bucket.parts[self._rank]:
+                yield position[self.names[rows.index], rows.start if self._shard else 0], rows.start, rows.stop
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return self.names[self._index_of[parameter]]
+
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer has this parameter of the model."""
+        return parameter in self._index_of
+
+    def owners(self, name: str) -> list[tuple[int, int, int]]:
+        """``(rank in the group, first row, end)`` of each part of the parameter; in rank order."""
+        return [
+            (owner, rows.start, rows.stop)
+            for bucket in self._buckets
+            for owner, part in enumerate(bucket.parts)
+            for rows in part
+            if self.names[rows.index] == name
+        ]
+
+    def _make_buffers(self, waiting: set[int]) -> None:
+        device = self.parameters[0].device
+        self._views = [torch.empty(0)] * len(self.parameters)
+        for bucket in self._buckets:
+            buffers = _Buffers(bucket, self._dtype, device, waits=not waiting.isdisjoint(bucket.parameters))
+            if self._shard:
+                buffers.values = torch.zeros(bucket.numel, dtype=self.parameters[0].dtype, device=device)
+            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                parameter = self.parameters[index]
+                place = slice(offset, offset + parameter.numel())
+                self._views[index] = buffers.gradients[place].view(parameter.shape)
+                if buffers.values is not None:
+                    view = buffers.values[place].view(parameter.shape)
+                    view.copy_(parameter.detach())
+                    parameter.data = view
+                hook = parameter.register_post_accumulate_grad_hook(partial(self._collect, index, buffers))
+                self._hooks.append(hook)
+            self._buffers.append(buffers)
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Replace the parameters in the optimizer's groups by the masters that this rank steps."""
+        mine: dict[int, list[Rows]] = {}
+        for bucket in self._buckets:
+            for rows in bucket.parts[self._rank]:
+                mine.setdefault(rows.index, []).append(rows)
+        for group in self.optimizer.param_groups:
+            first = len(self.owned)
+            for parameter in group["params"]:
+                index = self._index_of[parameter]
+                state = self.optimizer.state.pop(parameter, {})  # some optimizers make it at once
+                if not self._shard:
+                    self._own(index, 0, _master(parameter), state)
+                for rows in mine.get(index, ()) if self._shard else ():
+                    piece = _rows_of(parameter.detach(), rows.start, rows.stop)
+                    self._own(index, rows.start, _master(piece), _state_of_rows(state, parameter, rows))
+            group["params"] = [owned.master for owned in self.owned[first:]]
+        self._index = [self._index_of[owned.parameter] for owned in self.owned]
+
+    def _own(self, index: int, start: int, master: nn.Parameter, state: dict[str, Any]) -> None:
+        self.owned.append(Owned(self.names[index], self.parameters[index], start, master))
+        if state:
+            self.optimizer.state[master] = state
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def final_backward(self, is_final: bool = True) -> Iterator[None]:
+        """Around the last backward pass of a step: buckets are reduced as they are finished."""
+        self._final = is_final and self.overlap and self._size > 1
+        try:
+            yield
+        finally:
+            self._final = False
+
+    @torch.no_grad()
+    def _collect(self, index: int, buffers: _Buffers, parameter: nn.Parameter) -> None:
+        """Called by autograd when a parameter's gradient of one micro-batch is there."""
+        view, gradient = self._views[index], parameter.grad
+        assert gradient is not None
+        assert not buffers.is_reduced, f"{self.names[index]}: a gradient after the reduction"
+        if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            if self._touched[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+            # From now on autograd adds into the bucket itself, where it can.
+            parameter.grad = view if view.dtype == parameter.dtype else None
+        self._touched[index] = True
+        if self._final:
+            buffers.unfinished -= 1
+            while self._next < len(self._buffers) and self._buffers[self._next].is_finished:
+                self._reduce(self._buffers[self._next])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The accumulated gradient of a parameter that is here; zeros where no backward reached it."""
+        index = self._index_of[parameter]
+        if not self._views:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+        if not self._touched[index]:
+            self._views[index].zero_()
+            self._touched[index] = True
+        return self._views[index]
+
+    def reduce_gradients(self, **kwargs: Any) -> None:
+        """Begin the reduction of what the last backward has not begun. Collective over the group, as is ``step``."""
+        if self._size > 1:
+            while self._next < len(self._buffers):
+                self._reduce(self._buffers[self._next])
+
+    def _reduce(self, buffers: _Buffers) -> None:
+        self._next += 1
+        buffers.is_reduced = True
+        for earlier in self._buffers[: self._next]:  # what was sent in another dtype is a copy: do not keep it long
+            if earlier.works and all(work.is_completed() for work, _, _ in earlier.works):
+                self._finish(earlier)
+        for index in buffers.bucket.parameters:
+            if not self._touched[index]:
+                self._views[index].zero_()
+        if not self._shard:
+            self._start(buffers, buffers.gradients, partial(dist.all_reduce, group=self._group, async_op=True))
+            return
+        for owner in range(self._size):
+            low, high = buffers.part(owner)
+            if high > low:
+                to_owner = partial(dist.reduce, group=self._group, group_dst=owner, async_op=True)
+                self._start(buffers, buffers.gradients[low:high], to_owner)
+
+    def _start(self, buffers: _Buffers, gradients: Tensor, collective: Callable[[Tensor], Any]) -> None:
+        sent = None
+        if self._communication_dtype not in (None, gradients.dtype):
+            sent = gradients.to(self._communication_dtype)
+        buffers.works.append((collective(gradients if sent is None else sent), sent, gradients))
+
+    def _finish_reduction(self) -> None:
+        num_bytes = sum(g.numel() * g.element_size() for b in self._buffers for _, _, g in b.works)
+        with self._transfer("gradients", num_bytes):
+            self.reduce_gradients()
+            for buffers in self._buffers:
+                self._finish(buffers)
+
+    def _finish(self, buffers: _Buffers) -> None:
+        for work, sent, gradients in buffers.works:
+            work.wait()
+            if sent is not None:
+                gradients.copy_(sent)
+        buffers.works.clear()
+
+    def _transfer(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
+        if self.clock is None or (self._size == 1 and kind != "norm"):
+            return nullcontext()
+        return self.clock.transfer(kind, num_bytes)
+
+    def _compute(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.compute()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; the buckets' memory stays."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for owned in self.owned:
+            owned.master.grad = None
+        self._touched = [False] * len(self.parameters)
+        self._next = 0
+        for buffers in self._buffers:
+            buffers.unfinished = len(buffers.bucket.parameters)
+            buffers.is_reduced = False
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Reduce, clip, step, and give the new values to all. A step with a gradient that is not finite is left out.
+
+        A parameter that no micro-batch of the step has reached, on any rank, is left alone, as in ``torch.optim``.
+        """
+        self._finish_reduction()
+        touched = self._touched if self._views else [p.grad is not None for p in self.parameters]
+        squares, touched = self._survey(touched)
+        scale = self.loss_scale * self.divisor
+        norm = math.sqrt(squares) / scale if squares >= 0 else math.nan
+        self._global_grad_norm = norm
+        self.overflow = not math.isfinite(squares)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            self._left_out()
+            return
+        self._num_left_out = 0
+        factor = 1.0 / scale
+        if self.clip_grad > 0:
+            factor *= min(1.0, self.clip_grad / (norm + 1e-6))
+        with self._compute():
+            gradients = []
+            for owned, index in zip(self.owned, self._index, strict=True):
+                owned.master.grad = self._gradient_of(owned, index) if touched[index] else None
+                if owned.master.grad is not None:
+                    gradients.append(owned.master.grad)
+            if factor != 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step()
+        self.publish()
+
+    def _left_out(self) -> None:
+        """All ranks know of it: the norm is that of all."""
+        self.zero_grad()
+        self._num_left_out += 1
+        if self.loss_scaler is not None and self.loss_scaler.dynamic:
+            return  # an overflow is how the scale finds its height
+        told = "a gradient is not finite: the step is left out"
+        if self._num_left_out >= MOST_LEFT_OUT:
+            raise FloatingPointError(
+                f"{told}, for the {self._num_left_out}th time in a row; lower the learning rate, clip gradients, or go "
+                "on from an earlier checkpoint."
+            )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning("%s (%d in a row)", told, self._num_left_out)
+
+    def _gradient_of(self, owned: Owned, index: int) -> Tensor:
+        gradient = self._views[index] if self._views else owned.parameter.grad
+        assert gradient is not None
+        if self._shard:
+            gradient = _rows_of(gradient, owned.start, owned.stop)
+        return gradient.to(owned.master.dtype)
+
+    def _survey(self, touched: Sequence[bool]) -> tuple[float, list[bool]]:
+        """Sum of squares of all gradients, each once, and which parameters any rank's backward has reached.
+
+        The one place of a step where the host waits for the device.
+        """
+        shares = [rows for bucket in self._buckets for rows in bucket.parts[self._rank]]
+        own = []
+        for rows in shares:
+            gradient = self._views[rows.index] if self._views else self.parameters[rows.index].grad
+            if self._counts[rows.index] and gradient is not None and (self._size > 1 or touched[rows.index]):
+                own.append(_rows_of(gradient, rows.start, rows.stop) if self._size > 1 else gradient)
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        report = torch.zeros(1 + len(touched), dtype=torch.float64)
+        report[1:] = torch.tensor(touched, dtype=torch.float64)
+        if device.type != "cpu":
+            report = report.to(device, non_blocking=True)
+        with self._compute():
+            report[0] = sum_of_squares(own, device)
+        with self._transfer("norm", report.numel() * report.element_size()):
+            if self._size > 1:
+                dist.all_reduce(report, group=self._group)
+            if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
+                dist.all_reduce(report[:1], group=self._model_group)
+        squares, *reached = report.tolist()
+        return squares, [count > 0 for count in reached]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the masters' values into the model, on all ranks. Collective over the group."""
+        for owned in self.owned:
+            place = _rows_of(owned.parameter.detach(), owned.start, owned.stop) if self._shard else owned.parameter
+            if place.data_ptr() != owned.master.data_ptr():
+                place.copy_(owned.master)
+        if not self._shard:
+            return
+        works = []
+        num_bytes = sum(b.values.numel() * b.values.element_size() for b in self._buffers if b.values is not None)
+        with self._transfer("values", num_bytes):
+            for buffers in self._buffers:
+                assert buffers.values is not None
+                for owner in range(self._size):
+                    low, high = buffers.part(owner)
+                    if high > low:
+                        part = buffers.values[low:high]
+                        works.append(dist.broadcast(part, group=self._group, group_src=owner, async_op=True))
+            for work in works:
+                work.wait()
+
+    # -- for DeepSpeed's engine ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's part; checkpoints are written by name instead (:mod:`paceline.runtime.state`)."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": [owned.master.detach() for owned in self.owned],
+            "loss_scale": scaler_state(self.loss_scaler),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], **kwargs: Any) -> None:
+        """Put :meth:`state_dict` of the same rank in the same shape back. Collective over the group."""
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        for owned, master in zip(self.owned, state["masters"], strict=True):
+            owned.master.copy_(master)
+        load_scaler_state(self.loss_scaler, state["loss_scale"])
+        self.publish()
+
+    def destroy(self) -> None:
+        """Take the hooks off, and give every parameter memory of its own again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+            if self._shard:
+                parameter.data = parameter.detach().clone()
+        self._buffers.clear()
+        self._views.clear()
+        self.owned.clear()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []  # masters may be views of the buckets
+
+
+def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """In float64: a scalar tensor on ``device``."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if device.type != "cpu":
+        for norm in torch._foreach_norm(tensors, dtype=torch.float64) if tensors else ():
+            total += norm.square()
+        return total
+    for tensor in tensors:
+        for chunk in tensor.reshape(-1).split(NORM_CHUNK):
+            wide = chunk.double()
+            total += torch.dot(wide, wide)
+    return total
+
+
+def _state_of_rows(state: dict[str, Any], parameter: nn.Parameter, rows: Rows) -> dict[str, Any]:
+    def part(value: Any) -> Any:
+        is_cut = torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
+        return value[rows.start : rows.stop].clone() if is_cut else value
+
+    return {key: part(value) for key, value in state.items()}
+
+
+def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _master(values: Tensor) -> nn.Parameter:
+    """A leaf to be stepped: the memory of ``values`` itself if that is exact enough, else a copy."""
+    if values.dtype == _master_dtype(values.dtype):
+        return values if isinstance(values, nn.Parameter) else nn.Parameter(values)
+    return nn.Parameter(values.detach().to(_master_dtype(values.dtype)))
+
+
+def _rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop] if tensor.dim() else tensor
+
+
+def _renumbered(bucket: Bucket, order: Sequence[int]) -> Bucket:
+    parts = tuple(
+        tuple(Rows(order[r.index], r.start, r.stop, r.offset, r.numel) for r in part) for part in bucket.parts
+    )
+    return Bucket(tuple(order[i] for i in bucket.parameters), bucket.offsets, bucket.numel, bucket.bounds, parts)

@@ -1,0 +1,72 @@
+"""The optimizer that a DeepSpeed JSON names, out of ``torch.optim``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+ELEMENTWISE = frozenset(
+    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Classes of ``torch.optim`` that treat each element by itself, so that rows of a parameter can be stepped apart."""
+
+REFUSED = {
+    "LBFGS": "it evaluates the loss again and again within a step",
+    "Muon": "it is for matrices only; pass initialize an optimizer of your own that joins it with another",
+    "SparseAdam": "it is for sparse gradients, which pipelines do not have",
+}
+
+_DEEPSPEEDS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""Parameters that DeepSpeed reads itself."""
+
+
+def torch_class(name: str | None) -> type[torch.optim.Optimizer] | None:
+    """The class of ``torch.optim`` that ``name`` means, whatever its case; None where there is none.
+
+    Raises:
+        ValueError: there is one, and it cannot train a pipeline.
+    """
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    found = classes.get(str(name).lower())
+    if found is not None and found.__name__ in REFUSED:
+        raise ValueError(
+            f"optimizer.type is {name}: a pipeline cannot use it, {REFUSED[found.__name__]}; choose one of "
+            f"{', '.join(sorted(ELEMENTWISE))}."
+        )
+    return found
+
+
+def make_optimizer(
+    name: str, params: Iterable[Any], options: Mapping[str, Any], device: torch.device
+) -> torch.optim.Optimizer:
+    """``optimizer`` of a DeepSpeed JSON over ``params``.
+
+    As in DeepSpeed, ``Adam`` decouples weight decay (AdamW's rule) unless ``adam_w_mode`` is false, and decays nothing
+    unless ``weight_decay`` is given. All other defaults are those of ``torch.optim``, AdamW's weight decay of 0.01 too
+    (DeepSpeed's FusedAdam has 0).
+
+    Raises:
+        ValueError: an option that the optimizer does not have, or a value that it refuses.
+    """
+    cls = torch_class(name)
+    assert cls is not None, name
+    arguments = {key: value for key, value in options.items() if key not in _DEEPSPEEDS}
+    if cls is torch.optim.Adam and options.get("adam_w_mode", True):
+        cls = torch.optim.AdamW
+        arguments.setdefault("weight_decay", 0.0)
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    if "max_grad_norm" in arguments:
+        raise ValueError("optimizer.params.max_grad_norm: DeepSpeed's key is gradient_clipping; use that.")
+    if device.type == "cuda" and cls in (torch.optim.Adam, torch.optim.AdamW) and "foreach" not in arguments:
+        arguments.setdefault("fused", True)
+    try:
+        return cls(params, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {name} with params {dict(options)}: {error}; correct optimizer.params.") from error

@@ -1,0 +1,266 @@
+"""The one way to move state: a named parameter with everything that belongs to it.
+
+That is its value, its fp32 master and the optimizer's state of it; buffers and frozen parameters have a value only. It
+is taken apart into :class:`~paceline.checkpoint.Piece` (rows of one tensor), and put into place from anything that can
+read rows by name: a checkpoint of any shape, or a :class:`Bundle` that came from another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checkpoint import Piece
+from ..optim.sharded import Owned, ShardedOptimizer
+from .module import REPLICATED
+
+COPY = "@copy"
+"""Ends the name of what a tied module has beside the tied weight, in the last stage's copy: it is one of its own."""
+
+MASTER, VALUE = "master", "value"
+KINDS_OF_VALUE = (MASTER, VALUE)
+
+
+class Source(Protocol):
+    """Where state is read from, by name and kind."""
+
+    def kinds(self, name: str) -> list[str]: ...
+
+    def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]: ...
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor: ...
+
+
+def pieces(
+    module: nn.Module, optimizer: ShardedOptimizer | None, *, is_first_replica: bool, trained_only: bool = False
+) -> Iterator[Piece]:
+    """What this rank answers for: all ranks' pieces together are the state of the job, each row once.
+
+    Args:
+        is_first_replica: whether this rank writes what all replicas have alike: buffers and frozen parameters.
+        trained_only: leave frozen parameters out.
+    """
+    shares = list(optimizer.shares()) if optimizer is not None else []
+    tied = tied_weights(module)
+    for position, start, stop in shares:
+        owned = optimizer.owned[position]  # type: ignore[union-attr]
+        if is_copy(owned.parameter, tied):
+            continue
+        for kind, tensor in parts_of(optimizer, owned).items():  # type: ignore[arg-type]
+            if tensor.dim() and tensor.shape == owned.master.shape:
+                rows = tensor[start - owned.start : stop - owned.start]
+                yield Piece(owned.name, kind, rows, start, tuple(owned.parameter.shape))
+            elif start == 0:
+                yield Piece(owned.name, kind, tensor)
+    if is_first_replica:
+        for name, tensor in rest_of(module, optimizer):
+            is_left_out = trained_only and isinstance(tensor, nn.Parameter)
+            if not is_copy(tensor, tied) and not is_left_out:
+                yield Piece(name, VALUE, tensor.detach())
+
+
+def place(
+    module: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    source: Source,
+    *,
+    states: bool = True,
+    trained_only: bool = False,
+) -> None:
+    """Fill what this rank owns from ``source``, with ``states`` the optimizer's states too.
+
+    With ``trained_only``, frozen parameters that ``source`` lacks stay as they are. Not collective:
+    ``optimizer.publish()`` afterwards brings the values to the ranks that do not own them.
+
+    Raises:
+        ValueError: ``source`` lacks something, or has it in another shape.
+    """
+    for owned in optimizer.owned if optimizer is not None else ():
+        _place_owned(optimizer, owned, source, states)  # type: ignore[arg-type]
+    for name, tensor in rest_of(module, optimizer):
+        if trained_only and isinstance(tensor, nn.Parameter) and not source.kinds(name):
+            continue
+        _check(source, name, tensor)
+        tensor.detach().copy_(source.read(name, _kind_of_value(source, name)))
+
+
+def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The names under which a pipeline's parameters are saved: the same for every number of stages."""
+    name_of = getattr(module, "state_name", str)
+    tied = tied_weights(module)
+    return {
+        parameter: name_of(name) + (COPY if getattr(parameter, REPLICATED, False) and id(parameter) not in tied else "")
+        for name, parameter in module.named_parameters()
+    }
+
+
+def tied_weights(module: Any) -> set[int]:
+    """``id`` of the weights here that another stage has too."""
+    return {id(w) for w, _ in module.get_tied_weights_and_groups()} if module.num_stages > 1 else set()
+
+
+def is_copy(tensor: Tensor, tied: set[int]) -> bool:
+    """Whether another stage has the one of these two equal weights that counts."""
+    return getattr(tensor, REPLICATED, False) and id(tensor) in tied
+
+
+def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
+    """Master and optimizer states of ``owned``, by kind."""
+    state = optimizer.state.get(owned.master, {})
+    parts = {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
+    return {MASTER: owned.master.detach(), **parts}
+
+
+def rest_of(module: nn.Module, optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that the optimizer does not train, and buffers that are part of the model, by their names."""
+    name_of = getattr(module, "state_name", str)
+    for parameter, name in names_of(module).items():
+        if optimizer is None or not optimizer.trains(parameter):
+            yield name, parameter
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield name_of(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@torch.no_grad()
+def _place_owned(optimizer: ShardedOptimizer, owned: Owned, source: Source, states: bool) -> None:
+    name, whole = owned.name, owned.parameter
+    _check(source, name, whole)
+    rows = {} if whole.dim() == 0 else {"start": owned.start, "stop": owned.stop}
+    owned.master.copy_(source.read(name, _kind_of_value(source, name), **rows))
+    if not states:
+        return
+    state: dict[str, Tensor] = {}
+    group = next(g for g in optimizer.param_groups if any(p is owned.master for p in g["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    for kind in source.kinds(name):
+        if kind in KINDS_OF_VALUE:
+            continue
+        if whole.dim() and source.shape(name, kind) == tuple(whole.shape):
+            state[kind] = source.read(name, kind, **rows).to(owned.master.device)
+        else:
+            tensor = source.read(name, kind)
+            state[kind] = tensor.to(owned.master.device) if tensor.dim() or on_device else tensor.cpu()
+    if state:
+        optimizer.state[owned.master] = state
+    else:
+        optimizer.state.pop(owned.master, None)
+
+
+def _kind_of_value(source: Source, name: str) -> str:
+    return MASTER if MASTER in source.kinds(name) else VALUE
+
+
+def _check(source: Source, name: str, tensor: Tensor) -> None:
+    if not source.kinds(name):
+        raise ValueError(f"it has no {name}: it is of another model.")
+    shape = source.shape(name)
+    if shape != tuple(tensor.shape):
+        raise ValueError(f"its {name} has the shape {list(shape)}, the model's {list(tensor.shape)}: it is of another.")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A whole parameter with everything that belongs to it, in one place. A :class:`Source` of that one name."""
+
+    name: str
+    parts: Mapping[str, Tensor]
+
+    def kinds(self, name: str) -> list[str]:
+        return list(self.parts) if name == self.name else []
+
+    def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]:
+        return tuple(self.parts[kind or _kind_of_value(self, name)].shape)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        tensor = self.parts[kind]
+        return tensor[start:stop] if tensor.dim() else tensor
+
+
+def collect(optimizer: ShardedOptimizer, name: str, group: Any) -> Bundle:
+    """The parameter whole, on every rank of ``group``, the optimizer's own. Collective over it.
+
+    Where a rank has everything (ZeRO 0) the tensors are the optimizer's own, not copies.
+    """
+    mine = {owned.start: parts_of(optimizer, owned) for owned in optimizer.owned if owned.name == name}
+    if group is None or dist.get_world_size(group) == 1 or not optimizer.is_sharded:
+        (parts,) = mine.values()
+        return Bundle(name, parts)
+    parameter = optimizer.parameters[optimizer.names.index(name)]
+    parts = {}
+    for owner, start, stop in optimizer.owners(name):
+        own = mine.get(start)
+        header = [None if own is None else [(kind, tuple(t.shape), t.dtype) for kind, t in own.items()]]
+        dist.broadcast_object_list(header, group=group, group_src=owner, device=parameter.device)
+        for kind, shape, dtype in header[0] or ():
+            tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+            if own is not None:
+                tensor.copy_(own[kind])
+            dist.broadcast(tensor, group=group, group_src=owner)
+            if not shape or shape[0] != stop - start:
+                parts[kind] = tensor
+            else:
+                whole = parts.setdefault(kind, tensor.new_empty((parameter.shape[0], *shape[1:])))
+                whole[start:stop] = tensor
+    return Bundle(name, parts)
+
+
+def send(bundle: Bundle, rank: int, group: Any = None) -> None:
+    """Give ``bundle`` to ``rank``, which calls :func:`receive`."""
+    header = [bundle.name, [(kind, tuple(t.shape), t.dtype) for kind, t in bundle.parts.items()]]
+    device = next(iter(bundle.parts.values())).device
+    dist.send_object_list(header, dst=rank, group=group, device=device)
+    for tensor in bundle.parts.values():
+        dist.send(tensor.to(device).contiguous(), dst=rank, group=group)
+
+
+def receive(rank: int, device: torch.device, group: Any = None) -> Bundle:
+    """The bundle that ``rank`` sends, on ``device``."""
+    header: list[Any] = [None, None]
+    dist.recv_object_list(header, src=rank, group=group, device=device)
+    name, entries = header
+    parts = {}
+    for kind, shape, dtype in entries:
+        parts[kind] = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(parts[kind], src=rank, group=group)
+    return Bundle(name, parts)
+
+
+def link_full_access(optimizer: ShardedOptimizer) -> None:
+    """Have ``deepspeed.utils.safe_get_full_fp32_param`` and its like find their way.
+
+    As with DeepSpeed's optimizers, all ranks of the group call them together, and outside of a step there are no
+    gradients to get.
+    """
+    for parameter in optimizer.parameters:
+        parameter._hp_mapping = optimizer  # type: ignore[attr-defined]
+        parameter.get_full_hp_param = partial(_get_full, optimizer, parameter)  # type: ignore[attr-defined]
+        parameter.set_full_hp_param = partial(_set_full, optimizer, parameter)  # type: ignore[attr-defined]
+        parameter.get_full_hp_grad = lambda: None  # type: ignore[attr-defined]
+
+
+def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+    name = optimizer.name_of(parameter)
+    parts = collect(optimizer, name, optimizer.group).parts
+    if (optim_state_key or MASTER) not in parts:
+        raise ValueError(f"{name} has no optimizer state {optim_state_key!r}: it has {sorted(set(parts) - {MASTER})}.")
+    return parts[optim_state_key or MASTER].clone()
+
+
+@torch.no_grad()
+def _set_full(
+    optimizer: ShardedOptimizer, parameter: nn.Parameter, value: Tensor, optim_state_key: str | None = None
+) -> None:
+    for owned in optimizer.owned:
+        if owned.parameter is parameter:
+            target = parts_of(optimizer, owned)[optim_state_key or MASTER]
+            target.copy_(value[owned.start : owned.stop] if target.dim() else value)
+    if optim_state_key is None:
+        optimizer.publish()

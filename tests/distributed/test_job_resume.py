@@ -1,0 +1,193 @@
+"""The main job goes on from its checkpoints: same weights as without a break, for every kind of data and any shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jobs import TINY, finetune, flags
+from ranks import run_ranks
+
+STEPS, STOP = 7, 3
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for file in sorted(output.glob("model*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def job(output: Path, **changes: Any) -> list[str]:
+    settings = {**TINY, "lr_scheduler_type": "constant", "save_steps": STOP, "eval_strategy": "no", "logging_steps": 2}
+    return flags(**{**settings, "max_steps": STEPS, "output_dir": output, **changes})
+
+
+def run(argv: list[str], num_ranks: int = 2) -> list[tuple[int, str]]:
+    results = run_ranks(finetune, num_ranks, argv)
+    assert all(code == 0 for code, _ in results), results
+    return results
+
+
+def data_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Rows with a number each, so that a lost or repeated one changes the weights."""
+    if kind == "blocks":
+        return {}
+    file = folder / f"{kind}.jsonl"
+    if kind == "chat":
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"number {i}?"},
+                    {"role": "assistant", "content": "it is " + "x" * (i % 9) + str(i)},
+                ]
+            }
+            for i in range(120)
+        ]
+    else:
+        rows = [{"text": f"row {i} " + "word " * (i % 13)} for i in range(400)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # A model from scratch brings no tokenizer with a chat template.
+    template = folder / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}")
+    settings: dict[str, Any] = {"train_file": file, "max_train_samples": 10_000}
+    if kind == "chat":
+        settings["chat_template_path"] = template
+    if kind.startswith("stream"):
+        del settings["max_train_samples"]
+        settings |= {"streaming": True, "shuffle_buffer_size": 50}
+    if kind in ("packed", "stream packed", "chat packed"):
+        settings["packing"] = True
+    return settings
+
+
+@pytest.mark.parametrize("kind", ["blocks", "packed", "chat", "stream", "stream packed"])
+def test_interrupted_in_mid_epoch(kind: str, tmp_path: Path) -> None:
+    data = data_of(kind, tmp_path)
+    drop = {"max_train_samples"} if kind.startswith("stream") else set()
+
+    def argv(output: str, **changes: Any) -> list[str]:
+        parts = job(tmp_path / output, **data, **changes)
+        at = [i for i, part in enumerate(parts) if part.removeprefix("--") in drop]
+        return [part for i, part in enumerate(parts) if i not in at and i - 1 not in at]
+
+    run(argv("whole"))
+    run(argv("parts", max_steps=STOP))
+    run(argv("parts", resume_from_checkpoint="true"))
+    wanted, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+    lines = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    reports = [line["step"] for line in lines if "tokens_per_s" in line]
+    assert reports == sorted(set(reports))
+
+
+def test_into_another_shape(tmp_path: Path) -> None:
+    """Two stages are saved; one stage and two replicas with ZeRO-1 go on, with the same samples a step."""
+    run(job(tmp_path / "whole", gradient_accumulation_steps=4))
+    run(job(tmp_path / "parts", gradient_accumulation_steps=4, max_steps=STOP))
+    other = tmp_path / "ds.json"
+    other.write_text(json.dumps({"zero_optimization": {"stage": 1}, "paceline": {"pipeline": {"stages": 1}}}))
+    resumed = job(tmp_path / "parts", gradient_accumulation_steps=2, deepspeed=other, resume_from_checkpoint="auto")
+    run(resumed)
+    wanted, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=name)
+
+
+def asked_to_stop(argv: list[str]) -> tuple[int, str]:
+    """Rank 1 alone gets a SIGTERM in the middle of training."""
+    if os.environ["RANK"] == "1":
+        metrics = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
+
+        def ask() -> None:
+            while not metrics.exists():
+                stop.wait(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        stop = threading.Event()
+        threading.Thread(target=ask, daemon=True).start()
+    return finetune(argv)
+
+
+def test_one_rank_is_asked_and_all_stop_together(tmp_path: Path) -> None:
+    many = {"max_steps": 400, "save_steps": 1000}
+    results = run_ranks(asked_to_stop, 2, job(tmp_path / "run", **many))
+    assert [code for code, _ in results] == [143, 143]
+    assert "stopped by SIGTERM after step" in results[0][1]
+    assert "--resume_from_checkpoint true" in results[0][1]
+    assert results[1][1] == ""
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    step = int(checkpoint.name.rpartition("-")[2])
+    assert (tmp_path / "run" / "latest").read_text().strip() == checkpoint.name
+    run(job(tmp_path / "run", **{**many, "max_steps": step + 2}, resume_from_checkpoint="true"))
+
+
+def test_every_metric_reaches_the_monitors(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    monitor = {"enabled": True, "output_path": str(tmp_path / "monitor"), "job_name": "run"}
+    config.write_text(json.dumps({"csv_monitor": monitor, "paceline": {"pipeline": {"stages": 2}}}))
+    run(job(tmp_path / "out", deepspeed=config, eval_strategy="steps", eval_steps=2))
+    told = {file.stem for file in (tmp_path / "monitor").rglob("*.csv")}
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    names = set()
+    for line in lines:
+        for key, value in line.items():
+            names |= {f"{key}_{inner}" for inner in value} if isinstance(value, dict) else {key}
+    assert {"loss", "grad_norm", "eval_loss", "rank0_idle_s"} <= names
+    assert {f"Paceline_{name}" for name in names} <= told
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume_from_checkpoint": "true"}, "has no complete checkpoint"),
+        ({"resume_from_checkpoint": "nowhere"}, "no such directory"),
+        ({"save_strategy": "no"}, "cannot stand with --save_strategy no"),
+        ({"save_total_limit": 0}, "must be at least 1"),
+    ],
+)
+def test_wrong_flags(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    results = run_ranks(finetune, 2, job(tmp_path / "out", **changes))
+    assert [code for code, _ in results] == [2, 2]
+    assert message in results[0][1]
+
+
+def test_auto_does_not_start_over_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run(job(output, max_steps=STOP))
+    (output / f"checkpoint-{STOP}" / "manifest.json").write_text("{")
+    results = run_ranks(finetune, 2, job(output, resume_from_checkpoint="auto"))
+    assert [code for code, _ in results] == [2, 2]
+    assert "no checkpoint in" in results[0][1]
+    assert "manifest.json is damaged" in results[0][1]
+    (output / "config.json").unlink()
+    results = run_ranks(finetune, 2, job(output))
+    assert [code for code, _ in results] == [2, 2]
+    assert "none of them complete" in results[0][1]
+    assert (output / f"checkpoint-{STOP}").exists()  # nobody said that it may go
+    run(job(output, resume_from_checkpoint="auto", overwrite_output_dir=True))
+    assert (output / "latest").read_text().strip() == f"checkpoint-{STEPS}"
+
+
+def test_what_is_there_is_not_lost(tmp_path: Path) -> None:
+    """Checkpoints of an earlier run are neither mixed with a new one's nor deleted without being told to."""
+    output = tmp_path / "out"
+    run(job(output, max_steps=STOP))
+    (output / "config.json").unlink()
+    results = run_ranks(finetune, 2, job(output))
+    assert [code for code, _ in results] == [2, 2]
+    assert "holds checkpoint-3 of an earlier run: go on from it with --resume_from_checkpoint true" in results[0][1]
+    other = {"seed": 7, "resume_from_checkpoint": "true"}
+    results = run_ranks(finetune, 2, job(output, **other))
+    assert [code for code, _ in results] == [2, 2]
+    assert "seed" in results[0][1]
+    run(job(output, max_steps=2, overwrite_output_dir=True))
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]

@@ -1,0 +1,250 @@
+"""A job that is killed, asked to stop, or runs out of disk, again and again, and resumed each time.
+
+    python tests/survival.py --how kill --times 20     (also: term, disk)
+
+The weights at the end must be those of a run without accidents, in every bit; every accident must end all ranks within
+a limit; nothing may be left running. Exits with 1 and says what, otherwise; prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import RANK_ENVIRONMENT, free_port
+
+LIMIT_S = 60.0
+"""From an accident to the end of all ranks."""
+
+MARK = "PACELINE_SURVIVAL"
+JOB = {
+    "model_type": "llama",
+    "config_overrides": "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,"
+    "num_key_value_heads=2,max_position_embeddings=64,attention_dropout=0.1",
+    "block_size": 32,
+    "logging_steps": 5,
+    "learning_rate": 1e-3,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "max_train_samples": 300,
+    "save_steps": 3,
+    "save_total_limit": 2,
+    "eval_strategy": "no",
+    "ddp_timeout": 60,
+    "resume_from_checkpoint": "auto",
+}
+
+
+class Broken(AssertionError):
+    """Something did not survive."""
+
+
+def start(output: Path, num_steps: int, log: Path) -> subprocess.Popen[bytes]:
+    """The job under the `deepspeed` command, two stages."""
+    flags = [part for name, value in JOB.items() for part in (f"--{name}", str(value))]
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+    command = [*runner, "--module", "paceline.launch.finetune", *flags]
+    command += ["--output_dir", str(output), "--max_steps", str(num_steps)]
+    environment = {**os.environ, **RANK_ENVIRONMENT, MARK: uuid.uuid4().hex}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+    process.mark = environment[MARK]  # type: ignore[attr-defined]
+    return process
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """Every process of a job, wherever it has gone in the tree."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def ranks_of(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in processes(mark):
+        with contextlib.suppress(psutil.Error):
+            if any(part.startswith("--local_rank=") for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def has_begun(log: Path, offset: int) -> bool:
+    return b": loss " in log.read_bytes()[offset:]
+
+
+def wait_until_gone(process: subprocess.Popen[bytes], since: float) -> float:
+    """Seconds from ``since`` until the job has no process left."""
+    while True:
+        process.poll()
+        left = processes(process.mark)  # type: ignore[attr-defined]
+        took = time.monotonic() - since
+        if not left:
+            return took
+        if took > LIMIT_S:
+            names = [(p.pid, p.status(), " ".join(p.cmdline()[:6])) for p in left]
+            for one in left:
+                one.kill()
+            raise Broken(f"{took:.0f} s after the accident there still are {names}")
+        time.sleep(0.1)
+
+
+def accident(how: str, process: subprocess.Popen[bytes], output: Path, chance: random.Random) -> None:
+    mark = process.mark  # type: ignore[attr-defined]
+    if how == "kill":
+        victims = ranks_of(mark)
+        if victims:
+            with contextlib.suppress(psutil.Error):
+                chance.choice(victims).send_signal(signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGTERM)
+    elif how == "term":
+        process.send_signal(signal.SIGTERM)
+    else:
+        fill(output)
+
+
+def ballast(output: Path) -> Path:
+    return output.parent / "ballast"
+
+
+def fill(output: Path) -> None:
+    """Leave no room on the file system that the job writes to, but for a part of what it has to write."""
+    with contextlib.suppress(OSError), ballast(output).open("wb") as file:
+        while True:
+            file.write(b"\0" * 65536)
+            file.flush()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own for the checkpoints, 24 MiB. Needs root."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    found = {}
+    for file in sorted(output.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name).numpy().tobytes() for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+def run_to_end(output: Path, num_steps: int, log: Path) -> None:
+    process = start(output, num_steps, log)
+    if process.wait(timeout=900) != 0:
+        raise Broken(f"the run to the end failed:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -> dict[str, object]:
+    """Have ``accidents`` ("kill", "term", "disk") happen one after the other to a job of ``num_steps`` steps."""
+    chance = random.Random(seed)
+    run_to_end(folder / "undisturbed", num_steps, folder / "undisturbed.log")
+    disk = folder / "disk"
+    disk.mkdir()
+    took, codes, steps = [], [], []
+    log = folder / "disturbed.log"
+    log.touch()
+    with small_disk(disk) if "disk" in accidents else contextlib.nullcontext():
+        output = disk / "output"
+        for how in accidents:
+            offset = log.stat().st_size
+            process = start(output, num_steps, log)
+            # Mostly while it trains and saves, sometimes while it starts.
+            in_training = how == "disk" or chance.random() < 0.8
+            begin = time.monotonic()
+            while in_training and process.poll() is None and not has_begun(log, offset):
+                if time.monotonic() - begin > 300:
+                    raise Broken(f"no step in 300 s:\n{log.read_text(errors='replace')[-3000:]}")
+                time.sleep(0.02)
+            time.sleep(chance.uniform(0.0, 3.0 if in_training else 10.0))
+            if process.poll() is not None:
+                if process.returncode != 0:
+                    raise Broken(f"ended by itself:\n{log.read_text(errors='replace')[-3000:]}")
+                raise Broken(f"{num_steps} steps are too few: done before the accident")
+            since = time.monotonic()
+            accident(how, process, output, chance)
+            took.append(wait_until_gone(process, since))
+            codes.append(process.wait(timeout=10))
+            ballast(output).unlink(missing_ok=True)
+            latest = output / "latest"
+            steps.append(int(latest.read_text().rpartition("-")[2]) if latest.exists() else 0)
+        run_to_end(output, num_steps, log)
+        if weights(output) != weights(folder / "undisturbed"):
+            raise Broken("the weights differ from those of the undisturbed run")
+    return {
+        "accidents": {how: accidents.count(how) for how in sorted(set(accidents))},
+        "steps": num_steps,
+        "resumed_from": steps,
+        "longest_end_s": round(max(took), 1),
+        "median_end_s": round(sorted(took)[len(took) // 2], 1),
+        "exit_codes": sorted(set(codes)),
+        "weights": "bitwise equal",
+    }
+
+
+def record(output: Path, how: str, result: dict[str, object]) -> None:
+    """Put ``result`` into the file of results, with what it was measured on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    measured = {
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "commit": commit.stdout.strip(),
+    }
+    known = json.loads(output.read_text()) if output.exists() else {}
+    output.write_text(json.dumps({**known, how: {**result, **measured}}, indent=2) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--how", choices=["kill", "term", "disk"], default="kill")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "benchmarks" / "survival.json")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="survival-"))
+    try:
+        result = survive([args.how] * args.times, args.steps, args.seed, folder)
+    except Broken as broken:
+        print(f"{broken}\nlogs: {folder}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    record(args.output, args.how, result)
+    if not args.keep:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

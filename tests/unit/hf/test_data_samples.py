@@ -1,0 +1,306 @@
+"""Conversations, prompts with completions, and documents as samples: what is learned of them, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from datasets import Dataset
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from paceline.hf import data
+from paceline.hf.arguments import DataArguments, parse
+from paceline.hf.chat import IGNORED, messages_sample, pair_sample
+from paceline.hf.samples import make_samples
+from paceline.hf.tokenizer import train_tokenizer
+
+PLAIN = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<assistant>{% endif %}"
+MARKED = "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}{% generation %}"
+MARKED += "{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+UNSTABLE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if not loop.last %}old {% endif %}{{ m.content }}{% endfor %}"
+)
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One, please"},
+    {"role": "assistant", "content": "1 é 你好"},
+    {"role": "user", "content": "And two?"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
+    made = train_tokenizer(["Be brief. One, please, and two <user> <assistant>"], vocab_size=300)
+    made.chat_template = template
+    return made
+
+
+def learned(tokenizer: PreTrainedTokenizerFast, sample: tuple[list[int], list[int]]) -> str:
+    ids, labels = sample
+    assert len(ids) == len(labels)
+    assert all(label in (token, IGNORED) for token, label in zip(ids, labels, strict=True))
+    return tokenizer.decode([label for label in labels if label != IGNORED])
+
+
+def test_the_loss_of_a_conversation_is_on_the_assistants_turns() -> None:
+    """Found by prefixes of the conversation: the turns' text and end, nothing of what was asked."""
+    plain = tokenizer()
+    sample = messages_sample(plain, TALK)
+    assert plain.decode(sample[0]) == "".join(f"<{m['role']}>{m['content']}</s>" for m in TALK)
+    assert learned(plain, sample) == "1 é 你好</s>2</s>"
+    assert learned(plain, messages_sample(plain, TALK, completion_only=False)) == plain.decode(sample[0])
+    assert learned(plain, messages_sample(plain, TALK[:2])) == ""
+
+
+def test_templates_that_mark_the_generation_agree() -> None:
+    assert messages_sample(tokenizer(MARKED), TALK) == messages_sample(tokenizer(PLAIN), TALK)
+
+
+def test_a_template_that_rewrites_the_past_is_refused_unless_it_marks_it() -> None:
+    with pytest.raises(ValueError, match=r"changes what came before .*\(message 2\).*Remedy: --chat_template_path"):
+        messages_sample(tokenizer(UNSTABLE), TALK)
+    assert len(messages_sample(tokenizer(UNSTABLE), TALK, completion_only=False)[0]) > 10
+    marked = UNSTABLE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    assert "2" in learned(tokenizer(marked), messages_sample(tokenizer(marked), TALK))
+
+
+def test_tools_reach_the_template() -> None:
+    made = tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + PLAIN)
+    for tools in ([{"name": "clock"}], '[{"name": "clock"}]'):
+        assert made.decode(messages_sample(made, TALK, tools)[0]).startswith("clock<system>")
+    assert made.decode(messages_sample(made, TALK, [])[0]).startswith("<system>")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "'messages' must be a list of messages, .*; it is a str"),
+        ([], "it is empty"),
+        (["hello"], "message 0 is a str"),
+        ([{"from": "human", "value": "x"}], "message 0 has from, value. Remedy: rename"),
+        ([*TALK, {"role": "user", "content": [{"type": "image"}]}], "message 5 has role, content with .* is a list"),
+        ([{"role": None, "content": "x"}], "message 0 has content"),
+    ],
+)
+def test_wrong_messages(messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        messages_sample(tokenizer(), messages)
+
+
+def test_no_template_and_one_that_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the tokenizer has none\. Remedy: --chat_template_path"):
+        messages_sample(tokenizer(None), TALK)
+    with pytest.raises(ValueError, match=r"does not take a conversation of system, user.*: no system.* Remedy"):
+        messages_sample(tokenizer("{{ raise_exception('no system') }}"), TALK)
+
+
+def test_prompts_and_completions() -> None:
+    """Strings: joined as they are, the end token appended once, the loss on the completion and the end."""
+    plain = tokenizer()
+    ids, labels = pair_sample(plain, "One,", " please")
+    assert plain.decode(ids) == "One, please</s>"
+    assert learned(plain, (ids, labels)) == " please</s>"
+    assert pair_sample(plain, "One,", " please</s>") == (ids, labels)
+    assert pair_sample(plain, "One,", " please", completion_only=False) == (ids, ids)
+    assert learned(plain, pair_sample(plain, "", "please")) == "please</s>"
+    assert pair_sample(plain, "One", "") == ([], [])
+    # messages: the same tokens as the whole conversation, the loss on the last turn
+    sample = pair_sample(plain, TALK[:4], TALK[4:])
+    assert sample[0] == messages_sample(plain, TALK)[0]
+    assert learned(plain, sample) == "2</s>"
+    with pytest.raises(ValueError, match="'prompt' is a str and 'completion' a list: both must be strings"):
+        pair_sample(plain, "One", TALK[4:])
+
+
+def test_a_token_across_the_border_belongs_to_the_completion() -> None:
+    """Where prompt and completion share a token, it is learned: else the completion would begin in its middle."""
+    merged = train_tokenizer(["aaaaaaaabbbbbbbb ab ab ab ab"] * 20, vocab_size=262)
+    assert len(merged.encode("ab")) == 1
+    ids, labels = pair_sample(merged, "a", "b")
+    assert ids == labels == [*merged.encode("ab"), merged.eos_token_id]
+
+
+# columns
+
+
+def rows(directory: Path, *given: dict[str, Any]) -> str:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return str(path)
+
+
+PAIR = {"prompt": "One, ", "completion": "please"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        ({"text": "One", "n": 1}, {}, ["text"]),
+        ({"messages": TALK, "prompt": "One", "id": "x"}, {}, ["messages"]),
+        (PAIR | {"tools": "[]"}, {}, ["completion", "prompt", "tools"]),
+        (PAIR | {"text": "One"}, {"sample_kind": "prompt_completion"}, ["completion", "prompt"]),
+        (PAIR | {"messages": TALK}, {"text_column": "prompt"}, ["text"]),
+        (PAIR | {"messages": TALK}, {}, "more than one kind (messages, prompt_completion). Remedy: --sample_kind"),
+        ({"prompt": "One"}, {}, "the columns prompt have no `completion`. Remedy: add it, or --text_column"),
+        (PAIR, {"sample_kind": "messages"}, "--sample_kind messages needs messages; the columns are prompt"),
+        ({"n": 1}, {}, "there is no column of strings; the columns are n"),
+    ],
+)
+def test_columns_say_what_a_row_is(
+    row: dict[str, Any], options: dict[str, Any], expected: Any, streaming: bool, tmp_path: Path
+) -> None:
+    file = rows(tmp_path, row)
+    args = DataArguments(train_file=file, validation_file=file, streaming=streaming, **options)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"^--train_file {file}: .*{re.escape(expected)}"):
+            data.read(args, seed=0)
+        return
+    raw = data.read(args, seed=0)
+    assert raw.held_out is not None
+    assert sorted(raw.train.column_names) == sorted(raw.held_out.column_names) == expected
+    assert any("One" in text for text in raw.texts(5))
+
+
+def test_rows_without_a_label_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """An empty completion, and a prompt that leaves no room for its completion; documents are split instead."""
+    plain = tokenizer()
+    given = Dataset.from_list([PAIR, PAIR | {"completion": ""}, PAIR | {"prompt": "One, " * 20}])
+    samples = make_samples(given, plain, 16)
+    assert samples["input_ids"][0] == pair_sample(plain, **PAIR)[0]
+    assert len(samples) == 1
+    (record,) = caplog.records
+    assert "2 of 3 samples have no token to train on within 16 tokens" in record.message
+    with pytest.raises(ValueError, match="none of the 2 rows has a token to train on"):
+        make_samples(given.select([1, 2]), plain, 16)
+    text = "One, please, and two " * 5
+    parts = make_samples(Dataset.from_dict({"text": [text, "", None]}), plain, 16)
+    assert parts["input_ids"] == parts["labels"]
+    assert max(parts["length"]) == 16
+    assert [token for part in parts["input_ids"] for token in part] == [*plain.encode(text), plain.eos_token_id]
+
+
+def test_samples_are_cached(tmp_path: Path) -> None:
+    """So that the other ranks of a node find what one of them tokenized; another template makes another entry."""
+    args = DataArguments(train_file=rows(tmp_path, *[{"messages": TALK}] * 9), validation_split_percentage=0)
+    given = data.read(args, seed=0, cache_dir=str(tmp_path)).train
+    assert isinstance(given, Dataset)
+    plain = tokenizer()
+    first = make_samples(given, plain, 64).cache_files
+    assert first
+    plain("shifts the state of the tokenizer", truncation=True, max_length=2)
+    assert make_samples(given, plain, 64).cache_files == make_samples(given, tokenizer(), 64).cache_files == first
+    assert make_samples(given, plain, 63).cache_files != first
+    assert make_samples(given, plain, 64, completion_only=False).cache_files != first
+    assert make_samples(given, tokenizer(MARKED), 64).cache_files != first
+
+
+def test_a_wrong_row_is_shown() -> None:
+    given = Dataset.from_list([{"messages": [{"from": "human", "value": "x"}]}])
+    with pytest.raises(ValueError, match=r"^training data: 'messages' must.* The row: \{'messages': \[\{'from': 'hum"):
+        make_samples(given, tokenizer(), 16)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("value", [5, 0, ["a"]])
+def test_a_row_that_is_no_string(value: Any, packing: bool, tmp_path: Path) -> None:
+    """In the middle of a file: named with the file and what it is, at once or where the stream comes to it."""
+    file = rows(tmp_path, *[{"text": "One"}] * 20, {"text": None}, {"text": value}, {"text": "two"})
+    options: dict[str, Any] = {
+        "train_file": file,
+        "packing": packing,
+        "block_size": 16,
+        "validation_split_percentage": 0,
+    }
+    told = f"'text' must be a string, but is a {type(value).__name__}: {re.escape(str(value))}. Remedy: convert"
+    with pytest.raises(ValueError, match=rf"^--train_file {file}: row 21 \(from 0\): {told}"):
+        data.read(DataArguments(**options), seed=0)
+    args = DataArguments(**options, streaming=True, shuffle_buffer_size=0)
+    raw = data.read(args, seed=0)
+    assert raw.texts(100) == ["One"] * 20 + ["two"]
+    stream = data.prepare(raw, args, tokenizer(), LlamaConfig(), seed=0).train
+    with pytest.raises(ValueError, match=f"^--train_file {file}: {told}"):
+        next(iter(stream))  # type: ignore[arg-type]
+
+
+def test_chat_template_path(tmp_path: Path) -> None:
+    """A Jinja file or a tokenizer's directory gives the template, and the tokenizer keeps it for the export."""
+    raw = data.read(DataArguments(train_file=rows(tmp_path, {"messages": TALK}), validation_split_percentage=0), seed=0)
+    (tmp_path / "chat.jinja").write_text(PLAIN)
+    tokenizer(PLAIN).save_pretrained(tmp_path / "tokenizer")
+    for path in ("chat.jinja", "tokenizer"):
+        args, bare = DataArguments(chat_template_path=str(tmp_path / path)), tokenizer(None)
+        made = data.prepare(raw, args, bare, LlamaConfig(max_position_embeddings=512), seed=0)
+        assert made.train.length == len(messages_sample(bare, TALK)[0])
+    with pytest.raises(ValueError, match="--chat_template_path nowhere: must be a Jinja file"):
+        data.prepare(raw, DataArguments(chat_template_path="nowhere"), tokenizer(), LlamaConfig(), seed=0)
+
+
+def test_a_stream_has_the_data_sets_validation_split(tmp_path: Path) -> None:
+    for split, count in (("train", 30), ("validation", 10)):
+        given = Dataset.from_list(
+            [{"messages": [*TALK[:2], {"role": "assistant", "content": str(i)}]} for i in range(count)]
+        )
+        given.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    args = DataArguments(dataset_name=str(tmp_path), streaming=True, max_eval_samples=4)
+    raw = data.read(args, seed=0)
+    made = data.prepare(raw, args, tokenizer(), LlamaConfig(max_position_embeddings=512), seed=0)
+    plan = made.plan(micro_batch_size=2, micro_batches_per_step=1, data_parallel_size=1, seed=0)
+    assert (plan.num_samples, plan.steps_per_epoch) == (None, None)
+    batches = list(made.evaluation_batches(3))
+    assert [len(batch["input_ids"]) for batch in batches] == [3, 1]
+    assert "assistant>0</s>" in tokenizer().decode(batches[0]["input_ids"][0])
+
+
+# flags
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--streaming", "--max_steps", "2"], "the embedded corpus is not streamed. Remedy: --dataset_name or --tr"),
+        (["--streaming", "--dataset_name", "a"], "a stream has no known end to count epochs by. Remedy: --max_steps"),
+        (
+            ["--streaming", "--dataset_name", "a", "--max_steps", "2", "--eval_strategy", "epoch"],
+            "--eval_strategy epoch: a stream has no known epochs. Remedy: --eval_steps",
+        ),
+        (
+            ["--streaming", "--dataset_name", "a", "--max_train_samples", "9"],
+            "--max_train_samples 9: is not for --streaming.*; --max_steps ends the training",
+        ),
+        (
+            ["--streaming", "--dataset_name", "a", "--max_steps", "2", "--save_strategy", "epoch"],
+            "--save_strategy epoch: a stream has no known epochs. Remedy: --save_steps",
+        ),
+        (["--text_column", "a", "--sample_kind", "messages"], "cannot stand with --sample_kind messages"),
+        (["--pad_to_multiple_of", "0"], "must be at least 1"),
+        (["--shuffle_buffer_size", "-1"], "must be at least 0"),
+    ],
+)
+def test_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(argv)
+
+
+def test_lines_are_not_packed_and_padding_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("One\ntwo\n" * 50)
+    args = DataArguments(train_file=str(path), packing=True)
+    with pytest.raises(ValueError, match=r"--packing: the lines of a txt file continue one another.*--no_keep_line"):
+        data.prepare(data.read(args, seed=0), args, tokenizer(), LlamaConfig(), seed=0)
+    args = DataArguments(train_file=str(path), pad_to_multiple_of=8, block_size=20)
+    with pytest.raises(ValueError, match=r"--pad_to_multiple_of 8: the block size 20 .*Remedy: --block_size 16"):
+        data.prepare(data.read(args, seed=0), args, tokenizer(), LlamaConfig(), seed=0)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        data.read(DataArguments(train_file=str(path), streaming=True), seed=0)
+    assert "nothing is held out of a stream" in caplog.text

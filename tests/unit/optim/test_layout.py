@@ -1,0 +1,59 @@
+"""Buckets and owners: nothing lost, nothing twice, equal shares."""
+
+from __future__ import annotations
+
+from math import prod
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.optim.layout import ALIGNMENT, make_buckets
+
+shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=30)
+
+
+@given(shapes, st.integers(1, 5), st.integers(1, 5000), st.booleans(), st.data())
+def test_every_row_has_one_owner(
+    shapes: list[tuple[int, ...]], num_owners: int, bucket_numel: int, cut: bool, data: st.DataObject
+) -> None:
+    apart = data.draw(st.sets(st.integers(0, len(shapes) - 1), max_size=2))
+    buckets = make_buckets(shapes, num_owners, bucket_numel, apart=sorted(apart), cut=cut)
+    assert sorted(i for bucket in buckets for i in bucket.parameters) == list(range(len(shapes)))
+    rows_of: dict[int, list[tuple[int, int]]] = {}
+    for bucket in buckets:
+        assert len(bucket.parts) == num_owners
+        assert bucket.bounds[0] == 0
+        assert bucket.bounds[-1] == bucket.numel
+        offset_of = dict(zip(bucket.parameters, bucket.offsets, strict=True))
+        for owner, part in enumerate(bucket.parts):
+            for rows in part:
+                row = prod(shapes[rows.index][1:])
+                assert rows.offset == offset_of[rows.index] + rows.start * row
+                assert rows.numel == (rows.stop - rows.start) * row
+                assert bucket.bounds[owner] <= rows.offset
+                assert rows.offset + rows.numel <= bucket.bounds[owner + 1]
+                rows_of.setdefault(rows.index, []).append((rows.start, rows.stop))
+    for index, shape in enumerate(shapes):
+        if prod(shape):
+            pieces = sorted(rows_of[index])
+            assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
+            assert pieces[-1][1] == (shape[0] if shape else 1)
+            assert cut or len(pieces) == 1
+        else:
+            assert index not in rows_of
+    if apart:
+        assert set(buckets[-1].parameters) == apart
+
+
+@given(st.integers(2, 8), st.integers(16, 200), st.integers(1, 64))
+def test_owners_have_equal_shares(num_owners: int, rows: int, width: int) -> None:
+    """To within a row and the padding between parameters."""
+    (bucket,) = make_buckets([(rows, width), (width,), (rows, width)], num_owners, 10**9)
+    parts = [sum(rows.numel for rows in part) for part in bucket.parts]
+    assert max(parts) - sum(parts) / num_owners <= max(width, width + 3 * ALIGNMENT, 0.05 * sum(parts) / num_owners)
+
+
+def test_buckets_follow_the_backward() -> None:
+    buckets = make_buckets([(10, 10)] * 5, 2, 150)
+    assert [bucket.parameters for bucket in buckets] == [(4, 3), (2, 1), (0,)]
+    assert buckets[0].bounds == (0, buckets[0].offsets[1], buckets[0].numel)
