@@ -20,8 +20,10 @@ def test_absent_means_automatic():
     for config in (PacelineConfig.of({}), section(), section(pipeline={})):
         assert config.pipeline.stages is None
         assert config.pipeline.partition is None
+        assert config.pipeline.schedule is None
         assert config.report.metrics is True
-    assert section(pipeline={"stages": None, "partition": None}) == section()
+        assert config.report.trace_every is None
+    assert section(pipeline={"stages": None, "partition": None, "schedule": None}) == section()
 
 
 @pytest.mark.parametrize("method", ["parameters", "uniform", "type:Llama.*Layer", [0, 3, 6]])
@@ -42,7 +44,7 @@ def test_frozen():
         (
             {"pipeline": {"stage": 4}},
             'paceline.pipeline.stage is not a key of this version of paceline; did you mean "stages"? Valid keys of '
-            'paceline.pipeline: "partition", "stages".',
+            'paceline.pipeline: "partition", "schedule", "stages".',
         ),
         (
             {"pipline": {}},
@@ -104,6 +106,11 @@ def test_frozen():
             {"report": {"metrics": "yes"}},
             'paceline.report.metrics is "yes": it must be a valid boolean; leave the key out to have it chosen.',
         ),
+        (
+            {"report": {"trace_every": 0}},
+            "paceline.report.trace_every is 0: it must be greater than or equal to 1; leave the key out to have it "
+            "chosen.",
+        ),
     ],
 )
 def test_refusals(keys, message):
@@ -126,7 +133,7 @@ def test_schema_describes_every_field():
     schema = PacelineConfig.model_json_schema()
     objects = [schema, *schema["$defs"].values()]
     fields = {name: field for node in objects for name, field in node.get("properties", {}).items()}
-    assert {"pipeline", "stages", "partition", "report", "metrics"} <= set(fields)
+    assert {"pipeline", "stages", "partition", "schedule", "report", "metrics", "trace_every"} <= set(fields)
     for field in fields.values():  # a description equal to the one of the section stands there only
         assert field.get("description") or schema["$defs"][field["$ref"].rpartition("/")[2]]["description"]
     assert all(node["additionalProperties"] is False for node in objects)

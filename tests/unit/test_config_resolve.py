@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import choose_stages, resolve, resolve_stages
+from paceline.config import ScheduleChoice, choose_stages, resolve, resolve_stages
 
 GB = 10**9
 
@@ -47,13 +47,14 @@ def test_everything_left_out():
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8,
         "train_batch_size": 16,
+        "paceline.pipeline.schedule": "1f1b",
         "optimizer.params.torch_adam": True,
     }
     assert all(choice.why for choice in got.chosen.values())
 
 
 def test_what_is_written_is_not_chosen():
-    config = stages(4, partition=[0, 4, 7, 10, 14]) | {
+    config = stages(4, partition=[0, 4, 7, 10, 14], schedule="gpipe") | {
         "train_batch_size": 6,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,
@@ -63,6 +64,7 @@ def test_what_is_written_is_not_chosen():
     assert got.chosen == {}
     assert got.ds_config == config
     assert got.partition == [0, 4, 7, 10, 14]
+    assert got.schedule == ScheduleChoice("gpipe")
 
 
 def test_torch_adam_only_for_adam_on_cpus():

@@ -4,7 +4,8 @@ from .auto import fill_auto, open_autos
 from .files import read_ds_config
 from .known import near_misses, warn_near_misses
 from .resolve import Choice, Resolved, check_features, resolve
-from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig
+from .schedules import ScheduleChoice, resolve_schedule
+from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig, ScheduleConfig
 from .stages import choose_stages, resolve_stages
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "PipelineConfig",
     "ReportConfig",
     "Resolved",
+    "ScheduleChoice",
+    "ScheduleConfig",
     "check_features",
     "choose_stages",
     "fill_auto",
@@ -21,6 +24,7 @@ __all__ = [
     "open_autos",
     "read_ds_config",
     "resolve",
+    "resolve_schedule",
     "resolve_stages",
     "warn_near_misses",
 ]

@@ -1,4 +1,4 @@
-"""A DeepSpeed config, resolved for a number of ranks and a model: stages, partition and batch sizes, all checked."""
+"""A DeepSpeed config, resolved for ranks and a model: stages, partition, batch sizes and schedule, all checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
-from .section import show, value_at
+from .schedules import ScheduleChoice, resolve_schedule
+from .section import PacelineConfig, show, value_at
 from .stages import PARTITION, STAGES, resolve_method, resolve_stages
 
 # DeepSpeed features that this version has not been tested with in a pipeline, or whose work its optimizer does not do.
@@ -39,6 +40,7 @@ class Resolved:
     Args:
         partition: a method, or boundaries over the pipeline's items (``stages + 1`` of them).
         micro_batches: per step and pipeline; DeepSpeed's ``gradient_accumulation_steps``.
+        schedule: the order in which the stages compute.
         ds_config: the dict for DeepSpeed, with all three batch sizes.
         chosen: by path, every value that was chosen automatically.
     """
@@ -49,6 +51,7 @@ class Resolved:
     micro_batch_size: int
     micro_batches: int
     train_batch_size: int
+    schedule: ScheduleChoice
     ds_config: dict[str, Any]
     chosen: dict[str, Choice]
 
@@ -99,6 +102,11 @@ def resolve(
     config.update(sizes)
     chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}
 
+    schedule, defaults = resolve_schedule(
+        PacelineConfig.of(config), stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH]
+    )
+    chosen |= {key: Choice(*default) for key, default in defaults.items()}
+
     if _is_stock_adam(config) and (_on_cpu() if cpu is None else cpu):
         config["optimizer"].setdefault("params", {})["torch_adam"] = True
         chosen["optimizer.params.torch_adam"] = Choice(True, "saves building DeepSpeed's C++ Adam on CPUs")
@@ -109,6 +117,7 @@ def resolve(
         micro_batch_size=sizes[MICRO_BATCH],
         micro_batches=sizes[MICRO_BATCHES],
         train_batch_size=sizes[TRAIN_BATCH],
+        schedule=schedule,
         ds_config=config,
         chosen=chosen,
     )

@@ -11,12 +11,32 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 SECTION = "paceline"
 METHODS = ("parameters", "uniform")
+ScheduleType: TypeAlias = Literal["1f1b", "gpipe", "kfkb", "eager", "adaptive"]
+# The type of schedule that each key of a schedule belongs to.
+_TYPE_OF = {
+    "k": "kfkb",
+    "slack": "eager",
+    "warmup": "eager",
+    "retune_every": "adaptive",
+    "micro_batch_sizes": "adaptive",
+    "memory_gib": "adaptive",
+}
 
 _METHOD_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -76,8 +96,100 @@ def _long_form(value: Any) -> Any:
     return value if value is None or isinstance(value, (dict, PartitionConfig)) else {"method": value}
 
 
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _only_with_its_type(schema: dict[str, Any]) -> None:
+    schema["dependentSchemas"] = {
+        key: {
+            "anyOf": [
+                {"properties": {key: {"type": "null"}}},
+                {"properties": {"type": {"enum": [owner]}}, "required": ["type"]}
+                if owner != "adaptive"
+                else {"properties": {"type": {"enum": [owner, None]}}},
+            ]
+        }
+        for key, owner in _TYPE_OF.items()
+    }
+
+
+class ScheduleConfig(_Section):
+    """In which order each stage runs the forwards and backwards of a step.
+
+    A micro-batch size other than the configured one cuts the same samples of a step otherwise. What a step computes
+    stays the same up to rounding, except for what is defined per micro-batch: dropout, a router's auxiliary loss,
+    dropped tokens. So the tuner keeps to the configured size unless ``micro_batch_sizes`` says more.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_only_with_its_type)
+
+    type: ScheduleType | None = Field(
+        default=None,
+        description='"1f1b", "gpipe"; "kfkb": 1F1B over groups of k micro-batches; "eager": 1F1B with a longer warm-up;'
+        ' "adaptive": the fastest of them for what the network and the devices do, again and again. Left out: '
+        '"adaptive"; without any schedule: "1f1b".',
+    )
+    k: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="kfkb: micro-batches of a group; more than a step has is as many. Left out: 2."
+    )
+    slack: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="eager: stage s of S begins with ceil((S - 1 - s) * (1 + slack)) forwards. Left out: 1.",
+    )
+    warmup: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_tuple)] = Field(
+        default=None, description="eager: how many forwards each stage begins with, instead of slack; never increasing."
+    )
+    retune_every: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="adaptive: steps from one choice to the next. Left out: 100."
+    )
+    micro_batch_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_tuple)] = Field(
+        default=None,
+        description="adaptive: micro-batch sizes that it may change to, beside the configured one; each divides the "
+        "samples of a step. Left out: none, since what is defined per micro-batch (dropout, router losses) changes "
+        "with it.",
+    )
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="adaptive: what live activations may take on each device. Left out: what is free.",
+    )
+
+    @field_validator(*_TYPE_OF)
+    @classmethod
+    def _belongs_to_the_type(cls, value: Any, info: ValidationInfo) -> Any:
+        key = str(info.field_name)
+        if value is None or "type" not in info.data:
+            return value
+        written, owner = info.data["type"] or "adaptive", _TYPE_OF[key]
+        if written != owner:
+            raise ValueError(
+                f'it belongs to the type "{owner}" and the type is "{written}"; drop it, or write "{owner}".'
+            )
+        return value
+
+    @field_validator("warmup")
+    @classmethod
+    def _never_increases(cls, value: tuple[int, ...] | None, info: ValidationInfo) -> tuple[int, ...] | None:
+        if value is None:
+            return value
+        if info.data.get("slack") is not None:
+            raise ValueError(f"it says what slack {show(info.data['slack'])} says too; drop one of them.")
+        # A stage that waits for backwards before it has sent what the next one begins with would wait for ever.
+        if any(a < b for a, b in pairwise(value)):
+            raise ValueError("the numbers must never increase from one stage to the next; write such as [4, 2, 1, 0].")
+        return value
+
+
+def _schedule_long_form(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _allow_short_form(schema: dict[str, Any]) -> None:
+    schema["anyOf"].insert(0, {"enum": list(get_args(ScheduleType))})
+
+
 class PipelineConfig(_Section):
-    """How the model is cut into stages."""
+    """How the model is cut into stages, and in which order they compute."""
 
     stages: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Number of pipeline stages; it divides the number of ranks. Left out: chosen."
@@ -97,6 +209,11 @@ class PipelineConfig(_Section):
     ] = Field(
         default=None, description='Which items each stage holds: a method, or {"method": ...}. Left out: "parameters".'
     )
+    schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
+        default=None,
+        description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed.',
+        json_schema_extra=_allow_short_form,
+    )
 
 
 class ReportConfig(_Section):
@@ -104,6 +221,9 @@ class ReportConfig(_Section):
 
     metrics: bool = Field(
         default=True, description="Write metrics every --logging_steps (loss, speed, memory, time per stage)."
+    )
+    trace_every: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Record the timeline of every so many steps. Left out: of none."
     )
 
 
@@ -174,7 +294,9 @@ def _one_line(invalid: ValidationError) -> str:
     if error["type"] in ("model_type", "dict_type"):
         return f"{path} is {show(error['input'])}: it must be an object; leave it out or write {{}}."
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"{path} is {show(error['input'])}: {rule}; leave the key out to have it chosen."
+    rule = rule.replace("a valid tuple", "a list")
+    remedy = "" if rule.endswith(".") else "; leave the key out to have it chosen."
+    return f"{path} is {show(error['input'])}: {rule}{remedy}"
 
 
 def whole(path: str, value: Any) -> int:

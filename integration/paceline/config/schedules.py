@@ -1,0 +1,100 @@
+"""Which schedule a pipeline runs: the section's ``pipeline.schedule`` with what it leaves out filled in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .batches import divisors
+from .section import SECTION, PacelineConfig, ScheduleType, show
+
+SCHEDULE = f"{SECTION}.pipeline.schedule"
+K, SLACK, RETUNE_EVERY = 2, 1.0, 100
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule as a run is started with it. What does not belong to the type is ``None``.
+
+    Args:
+        k: micro-batches of a group.
+        slack: stage ``s`` of ``S`` begins with ``ceil((S - 1 - s) * (1 + slack))`` forwards; ``None`` with a warm-up.
+        warmup: forwards that each stage begins with.
+        retune_every: steps from one choice of the tuner to the next.
+        micro_batch_sizes: that the tuner may choose from, rising, the configured one among them.
+        memory_bytes: what live activations may take on each device; ``None``: what is free.
+    """
+
+    type: ScheduleType
+    k: int | None = None
+    slack: float | None = None
+    warmup: tuple[int, ...] | None = None
+    retune_every: int | None = None
+    micro_batch_sizes: tuple[int, ...] | None = None
+    memory_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What applies, for a JSON."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def resolve_schedule(
+    section: PacelineConfig, num_stages: int, num_micro_batches: int, *, micro_batch_size: int
+) -> tuple[ScheduleChoice, dict[str, tuple[Any, str]]]:
+    """The schedule of a step, and by path what was chosen because its key was left out: the value and why.
+
+    Args:
+        num_micro_batches: of a step and pipeline, at the configured micro-batch size.
+        micro_batch_size: the configured one.
+
+    Raises:
+        ValueError: a warm-up for another number of stages, or a micro-batch size that does not divide the samples.
+    """
+    schedule = section.pipeline.schedule
+    if schedule is None:
+        return ScheduleChoice("1f1b"), {SCHEDULE: ("1f1b", "as DeepSpeed has it")}
+    chosen: dict[str, tuple[Any, str]] = {}
+
+    def pick(key: str, default: Any, why: str) -> Any:
+        value = getattr(schedule, key)
+        if value is not None:
+            return value
+        chosen[f"{SCHEDULE}.{key}"] = (default, why)
+        return default
+
+    kind = pick("type", "adaptive", "follows the network and the devices")
+    if kind == "kfkb":
+        k = pick("k", min(K, num_micro_batches), "the smallest group that hides transfers: least memory")
+        return ScheduleChoice(kind, k=min(k, num_micro_batches)), chosen
+    if kind == "eager" and schedule.warmup is not None:
+        _check_warmup(schedule.warmup, num_stages)
+        return ScheduleChoice(kind, warmup=schedule.warmup), chosen
+    if kind == "eager":
+        return ScheduleChoice(kind, slack=pick("slack", SLACK, "begins with twice the forwards of 1F1B")), chosen
+    if kind == "adaptive":
+        every = pick("retune_every", RETUNE_EVERY, "often for a network's changes, seldom for steps")
+        only = "the configured one: what is defined per micro-batch (dropout, router losses) stays as it is"
+        sizes = pick("micro_batch_sizes", (micro_batch_size,), only)
+        _check_sizes(sizes, micro_batch_size * num_micro_batches)
+        sizes = tuple(sorted({*sizes, micro_batch_size}))
+        memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
+        return ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes), chosen
+    return ScheduleChoice(kind), chosen
+
+
+def _check_warmup(warmup: tuple[int, ...], num_stages: int) -> None:
+    if len(warmup) != num_stages:
+        example = list(range(num_stages - 1, -1, -1))
+        raise ValueError(
+            f"{SCHEDULE}.warmup is {show(warmup)}: {num_stages} stages need {num_stages} numbers, it has "
+            f"{len(warmup)}; write one a stage, such as {show(example)}, or write slack instead."
+        )
+
+
+def _check_sizes(sizes: tuple[int, ...], samples: int) -> None:
+    for size in sizes:
+        if samples % size:
+            raise ValueError(
+                f"{SCHEDULE}.micro_batch_sizes is {show(sizes)}: {size} must divide the {samples} samples that a "
+                f"pipeline takes a step; write some of {show(divisors(samples))}."
+            )

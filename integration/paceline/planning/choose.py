@@ -1,0 +1,120 @@
+"""The choice among candidates: simulate each with what was measured, then ask whether a switch pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..schedules.costs import Costs
+from ..schedules.schedule import Schedule
+from ..schedules.simulate import simulate
+from .candidates import Candidate
+from .switching import Decision, SwitchRule
+
+# Two predictions this close (relatively) are equal: sums in another order differ by rounding.
+TIE = 1e-9
+
+
+class Prediction(NamedTuple):
+    """What a step with one candidate would be.
+
+    Args:
+        candidate: which.
+        step_s: seconds of the step.
+        peak_bytes: in memory on the fullest device: live activations and all else.
+    """
+
+    candidate: Candidate
+    step_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of one look.
+
+    Args:
+        best: the candidate with the shortest step; what runs, if nothing is shorter.
+        current: what ran.
+        predictions: of all candidates with known costs, shortest first.
+        decision: whether to switch to ``best``.
+    """
+
+    best: Candidate
+    current: Candidate
+    predictions: tuple[Prediction, ...]
+    decision: Decision
+
+    @property
+    def next(self) -> Candidate:
+        """What runs from now on."""
+        return self.best if self.decision.switch else self.current
+
+
+class Planner:
+    """The candidates of a run. Their schedules are built once and simulated at every look.
+
+    The same costs give the same predictions: nothing here looks at a clock or draws a number.
+
+    Args:
+        candidates: as of :func:`~paceline.planning.candidates`.
+        num_stages: of the pipeline.
+        samples: of a step of one pipeline.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate], num_stages: int, samples: int) -> None:
+        self.candidates = tuple(candidates)
+        self.num_stages = num_stages
+        self.samples = samples
+        self._schedules: dict[Candidate, Schedule] = {}
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """The order that a candidate runs, built when first asked for."""
+        if candidate not in self._schedules:
+            self._schedules[candidate] = candidate.schedule(self.num_stages, self.samples)
+        return self._schedules[candidate]
+
+    def predict(self, candidate: Candidate, costs: Costs) -> Prediction:
+        """A step with ``candidate`` at these costs (of one micro-batch of its size)."""
+        simulation = simulate(self.schedule(candidate), costs)
+        return Prediction(candidate, simulation.makespan_s, max(simulation.peak_bytes, default=0.0))
+
+    def choose(
+        self, costs: Mapping[int, Costs], current: Candidate, rule: SwitchRule, *, switch_s: float, steps: int
+    ) -> Choice:
+        """Predict all candidates and decide whether to switch to the best.
+
+        A candidate whose micro-batch size has no costs yet is left out. Among equally fast ones what runs is the best,
+        then what needs the least memory.
+
+        Args:
+            costs: by micro-batch size, those of one micro-batch.
+            current: what runs; it need not be one of the candidates.
+            rule: decides, and remembers what was lost so far.
+            switch_s: seconds that a switch costs.
+            steps: done since the last look.
+
+        Raises:
+            ValueError: the micro-batch size of what runs has no costs.
+        """
+        if current.micro_batch_size not in costs:
+            raise ValueError(
+                f"there are no costs for the running micro-batch size {current.micro_batch_size} (there are "
+                f"{sorted(costs)}): measure a step before a choice."
+            )
+        known = [c for c in dict.fromkeys((current, *self.candidates)) if c.micro_batch_size in costs]
+        predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
+        now, shortest = predictions[0], min(p.step_s for p in predictions)
+        ties = [p for p in predictions if p.step_s <= shortest * (1 + TIE)]
+        best = now if now in ties else min(ties, key=self._memory)
+        decision = rule.consider(now.step_s, best.step_s, switch_s, steps)
+        return Choice(
+            best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate))), decision
+        )
+
+    def _memory(self, prediction: Prediction) -> tuple[float, int, Candidate]:
+        candidate = prediction.candidate
+        # Where activations were not measured, samples alive stand for their bytes.
+        alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
+        return prediction.peak_bytes, alive, candidate

@@ -1,0 +1,191 @@
+"""What a step is made of, for simulation: seconds of compute, links, memory. Measured or assumed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import inf, isfinite
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two neighbouring stages. A message occupies it for bytes / ``bytes_per_s`` and arrives
+    ``latency_s`` later; the next message starts when the link is free again.
+    """
+
+    bytes_per_s: float = inf
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one step of a schedule of S stages costs.
+
+    Boundary s lies between the stages s and s+1 and has its own links, also where chunks of the same two ranks meet
+    more than once; ``hosts`` is for what is shared. What is empty costs nothing.
+
+    Args:
+        forward_s: seconds of one micro-batch's forward, one a stage.
+        backward_s: the same of its backward.
+        message_bytes: of an activation over each of the S−1 boundaries; its gradient has as many.
+        down: links for activations, one a boundary. Empty: infinitely fast.
+        up: links for gradients, one a boundary. Empty: infinitely fast.
+        hosts: host of each rank. Empty: no two messages share anything but a link.
+        egress_bytes_per_s: what each host can send; all messages that leave it at a moment share that equally, and
+            none gets more than its link carries. Empty: no limit.
+        activation_bytes: what one live micro-batch keeps in memory, one a stage.
+        fixed_bytes: all else in memory, one a rank.
+        step_s: what a step costs besides its schedule (reduction, optimizer).
+
+    Raises:
+        ValueError: a length does not fit, or a number is negative or not finite where it must be.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    message_bytes: tuple[float, ...] = ()
+    down: tuple[Link, ...] = ()
+    up: tuple[Link, ...] = ()
+    hosts: tuple[int, ...] = ()
+    egress_bytes_per_s: tuple[float, ...] = ()
+    activation_bytes: tuple[float, ...] = ()
+    fixed_bytes: tuple[float, ...] = ()
+    step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        if not stages:
+            raise ValueError("forward_s is empty: give the seconds of a forward, one number a stage.")
+        lengths = {"backward_s": stages, "message_bytes": stages - 1, "down": stages - 1, "up": stages - 1}
+        for name, length in {**lengths, "activation_bytes": stages}.items():
+            got = len(getattr(self, name))
+            if got != length and (got or name == "backward_s"):
+                what = "stage" if length == stages else "boundary"
+                raise ValueError(f"{name} has {got} values and there are {stages} stages: give {length}, one a {what}.")
+        if self.hosts and self.egress_bytes_per_s and max(self.hosts) >= len(self.egress_bytes_per_s):
+            raise ValueError(
+                f"hosts names host {max(self.hosts)} and egress_bytes_per_s has {len(self.egress_bytes_per_s)} values:"
+                f" give {max(self.hosts) + 1}, one a host."
+            )
+        for host in self.hosts:
+            if host < 0:
+                raise ValueError(f"host {host} is negative: hosts are numbered from 0.")
+        for name in ("forward_s", "backward_s", "message_bytes", "activation_bytes", "fixed_bytes"):
+            for index, value in enumerate(getattr(self, name)):
+                _from_zero(f"{name}[{index}]", value)
+        for name in ("down", "up"):
+            for index, link in enumerate(getattr(self, name)):
+                _above_zero(f"{name}[{index}].bytes_per_s", link.bytes_per_s)
+                _from_zero(f"{name}[{index}].latency_s", link.latency_s)
+        for host, value in enumerate(self.egress_bytes_per_s):
+            _above_zero(f"egress_bytes_per_s[{host}]", value)
+        _from_zero("step_s", self.step_s)
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, forward_s: float, backward_s: float, transfer_s: float = 0.0, latency_s: float = 0.0
+    ) -> Costs:
+        """All stages alike, all links alike: one message occupies its link for ``transfer_s``."""
+        link = Link(1 / transfer_s if transfer_s else inf, latency_s)
+        boundaries = num_stages - 1
+        return cls(
+            forward_s=(forward_s,) * num_stages,
+            backward_s=(backward_s,) * num_stages,
+            message_bytes=(1.0,) * boundaries,
+            down=(link,) * boundaries,
+            up=(link,) * boundaries,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file: what is empty is left out, and an infinite rate is null."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("down", "up"):
+                value = [{"bytes_per_s": _or_none(link.bytes_per_s), "latency_s": link.latency_s} for link in value]
+            elif field.name == "egress_bytes_per_s":
+                value = [_or_none(rate) for rate in value]
+            elif field.name != "step_s":
+                value = list(value)
+            if value:
+                values[field.name] = value
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Costs:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: a key is unknown, a value is no number or list of numbers, or the costs are none.
+        """
+        _known(values, [field.name for field in fields(cls)], "the costs")
+        for name in ("forward_s", "backward_s"):
+            if name not in values:
+                raise ValueError(f"{name} is missing: give a list of seconds, one number a stage.")
+        given: dict[str, Any] = {}
+        for name, value in values.items():
+            if name == "step_s":
+                given[name] = _number(name, value)
+                continue
+            if not isinstance(value, list):
+                raise ValueError(f"{name} is {value!r}: give a list.")
+            items = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+            if name in ("down", "up"):
+                given[name] = tuple(_link(label, item) for label, item in items)
+            elif name == "egress_bytes_per_s":
+                given[name] = tuple(_rate(label, item) for label, item in items)
+            elif name == "hosts":
+                given[name] = tuple(_whole(label, item) for label, item in items)
+            else:
+                given[name] = tuple(_number(label, item) for label, item in items)
+        return cls(**given)
+
+
+def _link(label: str, value: Any) -> Link:
+    if not isinstance(value, dict):
+        raise ValueError(f'{label} is {value!r}: give {{"bytes_per_s": …, "latency_s": …}}.')
+    _known(value, ["bytes_per_s", "latency_s"], label)
+    return Link(
+        _rate(f"{label}.bytes_per_s", value.get("bytes_per_s")),
+        _number(f"{label}.latency_s", value.get("latency_s", 0.0)),
+    )
+
+
+def _known(values: Mapping[str, Any], names: list[str], where: str) -> None:
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            remedy = f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(names)}."
+            raise ValueError(f'"{key}" is not a key of {where}; {remedy}')
+
+
+def _number(label: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{label} is {value!r}: give a number.")
+    return float(value)
+
+
+def _rate(label: str, value: Any) -> float:
+    return inf if value is None else _number(label, value)
+
+
+def _whole(label: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{label} is {value!r}: give a whole number.")
+    return value
+
+
+def _or_none(rate: float) -> float | None:
+    return rate if isfinite(rate) else None
+
+
+def _from_zero(label: str, value: float) -> None:
+    if not (isfinite(value) and value >= 0):
+        raise ValueError(f"{label} is {value}: give a number from 0 upwards.")
+
+
+def _above_zero(label: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{label} is {value}: give a number above 0.")

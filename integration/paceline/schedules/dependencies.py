@@ -1,0 +1,137 @@
+"""Whether a schedule can be executed at all: its actions are complete, and a replay of their dependencies ends."""
+
+from __future__ import annotations
+
+from .schedule import BACKWARD, FORWARD, Action, Schedule
+from .text import marked
+
+# Of a replay that asks in which order things happen, not how long they take: a backward is two forwards' work.
+FORWARD_UNITS, BACKWARD_UNITS = 1, 2
+
+
+def check_actions(schedule: Schedule, *, forward_only: bool = False) -> None:
+    """Every rank runs the forward, and after it the backward, of each micro-batch through each of its chunks once.
+
+    Args:
+        schedule: any.
+        forward_only: there are no backwards.
+
+    Raises:
+        ValueError: with the rank, the position and the rule that is broken.
+    """
+    num_micro_batches, num_chunks = schedule.num_micro_batches, schedule.num_chunks
+    for name, count in (("ranks", schedule.num_ranks), ("micro-batches", num_micro_batches), ("chunks", num_chunks)):
+        if count < 1:
+            raise ValueError(f"a schedule of {count} {name} computes nothing: give it 1 or more.")
+    num_forwards = num_micro_batches * num_chunks
+    for rank, order in enumerate(schedule.orders):
+        # By chunk · M + micro-batch: the forward (and the backward) has run.
+        seen_forward, seen_backward = bytearray(num_forwards), bytearray(num_forwards)
+        for position, (kind, micro_batch, chunk) in enumerate(order):
+            if 0 <= micro_batch < num_micro_batches and 0 <= chunk < num_chunks:
+                which = chunk * num_micro_batches + micro_batch
+                if kind == FORWARD and not seen_forward[which]:
+                    seen_forward[which] = 1
+                    continue
+                if kind == BACKWARD and not forward_only and seen_forward[which] and not seen_backward[which]:
+                    seen_backward[which] = 1
+                    continue
+            raise ValueError(f"{_fault(schedule, rank, position, forward_only)}.\n{marked(schedule, rank, position)}")
+        for kind, seen in ((FORWARD, seen_forward), (BACKWARD, seen_backward)):
+            if 0 in seen and not (kind == BACKWARD and forward_only):
+                chunk, micro_batch = divmod(seen.index(0), num_micro_batches)
+                missing = Action(kind, micro_batch, chunk)
+                raise ValueError(f"rank {rank} never runs {missing}; add it.\n{marked(schedule, rank, len(order))}")
+
+
+def _fault(schedule: Schedule, rank: int, position: int, forward_only: bool) -> str:
+    """What is wrong with an action, and what to do."""
+    order = schedule.orders[rank]
+    action = order[position]
+    kinds = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
+    if action.kind not in kinds:
+        return f"{action} is of kind {action.kind!r}, this schedule may hold {' and '.join(kinds)}; take it out"
+    if not 0 <= action.micro_batch < schedule.num_micro_batches:
+        return f"{action} has no micro-batch of 0…{schedule.num_micro_batches - 1}; take it out"
+    if not 0 <= action.chunk < schedule.num_chunks:
+        return f"{action} has no chunk of 0…{schedule.num_chunks - 1}; take it out"
+    if action in order[:position]:
+        return f"{action} runs a second time; take one of the two out"
+    return f"{action} runs before its forward; put {Action(FORWARD, action.micro_batch, action.chunk)} before it"
+
+
+def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
+    """When each action starts if transfers take no time and nothing but its inputs keeps an action back.
+
+    A forward takes :data:`FORWARD_UNITS`, a backward :data:`BACKWARD_UNITS`. Cost is linear in the actions.
+
+    Args:
+        schedule: one that :func:`check_actions` accepts.
+
+    Returns:
+        for each rank, one start for each of its actions.
+
+    Raises:
+        ValueError: the actions wait for each other in a circle, which is shown.
+    """
+    num_ranks, num_stages, num_micro_batches = schedule.num_ranks, schedule.num_stages, schedule.num_micro_batches
+    # Ends by stage · M + micro-batch, forwards first; backwards lie num_stages rows further down.
+    ends = [-1] * (2 * num_stages * num_micro_batches)
+    starts: tuple[list[int], ...] = tuple([] for _ in schedule.orders)
+    clocks = [0] * num_ranks
+    waiting: dict[int, int] = {}
+    runnable = list(range(num_ranks))
+    while runnable:
+        rank = runnable.pop()
+        order, rank_starts, clock = schedule.orders[rank], starts[rank], clocks[rank]
+        for position in range(len(rank_starts), len(order)):
+            kind, micro_batch, chunk = order[position]
+            stage = chunk * num_ranks + rank
+            if kind == FORWARD:
+                this, units = stage * num_micro_batches + micro_batch, FORWARD_UNITS
+                needed = this - num_micro_batches if stage else -1
+            else:
+                this, units = (num_stages + stage) * num_micro_batches + micro_batch, BACKWARD_UNITS
+                needed = this + num_micro_batches if stage < num_stages - 1 else -1
+            if needed >= 0:
+                arrival = ends[needed]
+                if arrival < 0:
+                    waiting[needed] = rank
+                    break
+                if arrival > clock:
+                    clock = arrival
+            rank_starts.append(clock)
+            clock += units
+            ends[this] = clock
+            if this in waiting:
+                runnable.append(waiting.pop(this))
+        clocks[rank] = clock
+    if waiting:
+        raise ValueError(_circle(schedule, [len(done) for done in starts]))
+    return starts
+
+
+def _circle(schedule: Schedule, positions: list[int]) -> str:
+    """Who waits for whom: every chain of waiting ranks ends in a circle."""
+    rank = next(rank for rank, order in enumerate(schedule.orders) if positions[rank] < len(order))
+    chain: list[int] = []
+    while rank not in chain:
+        chain.append(rank)
+        rank = _awaited_rank(schedule, rank, positions[rank])
+    circle = chain[chain.index(rank) :]
+    lines = [
+        f"rank {one} waits at {schedule.orders[one][positions[one]]} for rank "
+        f"{_awaited_rank(schedule, one, positions[one])}:\n{marked(schedule, one, positions[one])}"
+        for one in circle[:8]
+    ]
+    more = f"\n… and {len(circle) - 8} ranks more" if len(circle) > 8 else ""
+    return (
+        "the schedule cannot be executed, these ranks wait for each other; run one of the marked actions later.\n"
+        + "\n".join(lines)
+        + more
+    )
+
+
+def _awaited_rank(schedule: Schedule, rank: int, position: int) -> int:
+    action = schedule.orders[rank][position]
+    return schedule.rank(schedule.stage(rank, action) + (-1 if action.kind == FORWARD else 1))

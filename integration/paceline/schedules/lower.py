@@ -1,0 +1,232 @@
+"""From a schedule to what each rank does: its compute actions with all communication derived, in one of two orders.
+
+A *lane* is one direction of the edge between two neighbouring stages. Two stages on one rank have no lane.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from .dependencies import BACKWARD_UNITS, FORWARD_UNITS, check_actions, unit_starts
+from .schedule import BACKWARD, FORWARD, Schedule
+
+LOAD = "load"
+POST_ACTIVATION, WAIT_ACTIVATION, SEND_ACTIVATION = "post_activation", "wait_activation", "send_activation"
+POST_GRADIENT, WAIT_GRADIENT, SEND_GRADIENT = "post_gradient", "wait_gradient", "send_gradient"
+RUN_FORWARD, RUN_BACKWARD = "forward", "backward"
+FREE, PAIRED = "free", "paired"
+
+# Without backwards nothing stays alive, so the default is one message that is used and one that arrives meanwhile.
+_FORWARD_ONLY_RECEIVES_AHEAD = 2
+
+
+class Op(NamedTuple):
+    """One thing a rank does: ``post_…`` starts a receive, ``wait_…`` needs what it brings, ``send_…`` starts a send.
+
+    ``buffer`` is the slot of the tensors that the rank keeps for a micro-batch of a chunk, the same in all its ops.
+    """
+
+    kind: str
+    micro_batch: int
+    chunk: int
+    buffer: int
+
+
+def lower(schedule: Schedule, *, order: str = FREE, receives_ahead: int | None = None) -> tuple[tuple[Op, ...], ...]:
+    """One program a rank that runs its compute actions in order.
+
+    ``"free"`` is for transports with a queue for each lane, whose sends do not block: a send follows the compute that
+    makes it; receives are posted ahead of use, in the order in which the other end of the lane sends. An activation is
+    posted as soon as fewer than ``receives_ahead`` are outstanding on its lane, a gradient once its micro-batch's
+    activation is sent. A wait then ends as soon as the other end has computed, since everything before it in the lane
+    has been posted: no window, however small, can stop a schedule whose dependencies allow it to run.
+
+    ``"paired"`` is for transports with one queue for everything between two ranks: all messages of all ranks are
+    brought into one sequence, by when they are made in a replay, and every rank sends and posts in that sequence. The
+    earliest message that is not yet delivered is then always the next one of both its ends, so that even sends and
+    receives that block get through.
+
+    Args:
+        schedule: a complete one that can be executed.
+        order: ``"free"`` or ``"paired"``.
+        receives_ahead: for ``"free"``: activations posted and not yet waited for, on each lane. By default as many as
+            the sending stage ever keeps alive.
+
+    Returns:
+        one program a rank. The first stage loads inputs and the last one labels. Local edges have no communication.
+
+    Raises:
+        ValueError: the schedule cannot be executed, or an option is unknown or out of range.
+    """
+    if order not in (FREE, PAIRED):
+        raise ValueError(f"order={order!r} is unknown: choose {FREE!r} or {PAIRED!r}.")
+    if receives_ahead is not None and (order == PAIRED or receives_ahead < 1):
+        raise ValueError(f"receives_ahead={receives_ahead} must be 1 or more, and belongs to order={FREE!r}.")
+    check_actions(schedule, forward_only=is_forward_only(schedule))
+    starts = unit_starts(schedule)
+    if order == PAIRED:
+        return lower_paired(schedule, starts)
+    lanes = _Lanes(schedule, receives_ahead)
+    return tuple(_free(schedule, rank, lanes) for rank in range(schedule.num_ranks))
+
+
+def is_forward_only(schedule: Schedule) -> bool:
+    """No rank has a backward."""
+    return not any(action.kind == BACKWARD for order in schedule.orders for action in order)
+
+
+def num_buffers(program: tuple[Op, ...]) -> int:
+    """How many slots a program uses."""
+    return max((op.buffer for op in program), default=-1) + 1
+
+
+class _Program:
+    """The ops of one rank under construction. A micro-batch of a chunk gets the smallest free slot at its first op.
+
+    By chunk: ``receives``: activations come from, and gradients go to, another rank; ``sends``: the other way round;
+    ``loads``: inputs or labels are loaded.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.ops: list[Op] = []
+        last_stage, several = schedule.num_stages - 1, schedule.num_ranks > 1
+        stages = [chunk * schedule.num_ranks + rank for chunk in range(schedule.num_chunks)]
+        self.receives = [several and stage > 0 for stage in stages]
+        self.sends = [several and stage < last_stage for stage in stages]
+        self.loads = [stage in (0, last_stage) for stage in stages]
+        # The op after which a micro-batch keeps nothing on this rank.
+        if len(schedule.orders[rank]) == schedule.num_micro_batches * schedule.num_chunks:  # no backwards
+            self._last_kind = [SEND_ACTIVATION if sends else RUN_FORWARD for sends in self.sends]
+        else:
+            self._last_kind = [SEND_GRADIENT if receives else RUN_BACKWARD for receives in self.receives]
+        self._slots: dict[tuple[int, int], int] = {}
+        self._free: list[int] = []
+
+    def add(self, kind: str, micro_batch: int, chunk: int) -> None:
+        slot = self._slots.get((micro_batch, chunk))
+        if slot is None:
+            # Slots in use and free ones together are always 0…n−1, so n is the smallest one that was never used.
+            slot = heappop(self._free) if self._free else len(self._slots)
+            self._slots[micro_batch, chunk] = slot
+        self.ops.append(Op(kind, micro_batch, chunk, slot))
+        if kind == self._last_kind[chunk]:
+            heappush(self._free, self._slots.pop((micro_batch, chunk)))
+
+
+class _Lanes:
+    """In which order each stage sends, and how many activations its receiver may have posted."""
+
+    def __init__(self, schedule: Schedule, receives_ahead: int | None) -> None:
+        self.activations: list[list[int]] = [[] for _ in range(schedule.num_stages)]
+        self.gradients: list[list[int]] = [[] for _ in range(schedule.num_stages)]
+        live, self.receives_ahead = [0] * schedule.num_stages, [0] * schedule.num_stages
+        for rank, order in enumerate(schedule.orders):
+            for kind, micro_batch, chunk in order:
+                stage = chunk * schedule.num_ranks + rank
+                if kind == FORWARD:
+                    self.activations[stage].append(micro_batch)
+                    live[stage] += 1
+                    self.receives_ahead[stage] = max(self.receives_ahead[stage], live[stage])
+                else:
+                    self.gradients[stage].append(micro_batch)
+                    live[stage] -= 1
+        if receives_ahead is None and is_forward_only(schedule):
+            receives_ahead = _FORWARD_ONLY_RECEIVES_AHEAD
+        if receives_ahead is not None:
+            self.receives_ahead = [receives_ahead] * schedule.num_stages
+
+
+def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
+    program = _Program(schedule, rank)
+    stages = [chunk * schedule.num_ranks + rank for chunk in range(schedule.num_chunks)]
+    # By chunk: what is still to be posted, in the order in which it will be sent.
+    activations = [deque(lanes.activations[s - 1] if program.receives[c] else ()) for c, s in enumerate(stages)]
+    gradients = [deque(lanes.gradients[s + 1] if program.sends[c] else ()) for c, s in enumerate(stages)]
+    outstanding: list[set[int]] = [set() for _ in stages]
+    sent: list[set[int]] = [set() for _ in stages]
+
+    def post_next(chunk: int) -> None:
+        micro_batch = activations[chunk].popleft()
+        outstanding[chunk].add(micro_batch)
+        program.add(POST_ACTIVATION, micro_batch, chunk)
+
+    def post_ahead(chunk: int) -> None:
+        while activations[chunk] and len(outstanding[chunk]) < lanes.receives_ahead[stages[chunk] - 1]:
+            post_next(chunk)
+
+    for chunk in range(schedule.num_chunks):
+        post_ahead(chunk)
+    for kind, micro_batch, chunk in schedule.orders[rank]:
+        if kind == FORWARD:
+            if program.loads[chunk]:
+                program.add(LOAD, micro_batch, chunk)
+            if program.receives[chunk]:
+                # Used in another order than sent: what the lane brings before it must be posted, window or not.
+                while micro_batch not in outstanding[chunk]:
+                    post_next(chunk)
+                program.add(WAIT_ACTIVATION, micro_batch, chunk)
+                outstanding[chunk].remove(micro_batch)
+                post_ahead(chunk)
+            program.add(RUN_FORWARD, micro_batch, chunk)
+            if program.sends[chunk]:
+                program.add(SEND_ACTIVATION, micro_batch, chunk)
+                sent[chunk].add(micro_batch)
+                # A gradient that the lane brings later waits for those before it. All of them are posted by the time
+                # it is needed: the other end has run their backwards before, so this one their forwards.
+                while gradients[chunk] and gradients[chunk][0] in sent[chunk]:
+                    program.add(POST_GRADIENT, gradients[chunk].popleft(), chunk)
+        else:
+            if program.sends[chunk]:
+                program.add(WAIT_GRADIENT, micro_batch, chunk)
+            program.add(RUN_BACKWARD, micro_batch, chunk)
+            if program.receives[chunk]:
+                program.add(SEND_GRADIENT, micro_batch, chunk)
+    return tuple(program.ops)
+
+
+def lower_paired(schedule: Schedule, starts: tuple[list[int], ...]) -> tuple[tuple[Op, ...], ...]:
+    """The ``"paired"`` programs of a schedule whose :func:`~paceline.schedules.dependencies.unit_starts` are known."""
+    num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
+    # Of each rank, what it sends and posts: (place in the sequence of all messages, kind, micro-batch, chunk).
+    messages: list[list[tuple[int, str, int, int]]] = [[] for _ in range(num_ranks)]
+    for rank, order in enumerate(schedule.orders if num_ranks > 1 else ()):
+        for (kind, micro_batch, chunk), start in zip(order, starts[rank], strict=True):
+            stage = chunk * num_ranks + rank
+            if kind == FORWARD:
+                target, send, post, end = stage + 1, SEND_ACTIVATION, POST_ACTIVATION, start + FORWARD_UNITS
+            else:
+                target, send, post, end = stage - 1, SEND_GRADIENT, POST_GRADIENT, start + BACKWARD_UNITS
+            if 0 <= target < num_stages:
+                # Of what is made at the same moment, every second edge goes first: in order along the pipeline each
+                # would wait for the one before. A stage ends one action at a time, so no two places are equal.
+                place = (2 * end + min(stage, target) % 2) * num_stages + stage
+                messages[rank].append((place, send, micro_batch, chunk))
+                messages[target % num_ranks].append((place, post, micro_batch, target // num_ranks))
+    return tuple(_paired(schedule, rank, starts[rank], sorted(messages[rank])) for rank in range(num_ranks))
+
+
+def _paired(
+    schedule: Schedule, rank: int, starts: list[int], messages: list[tuple[int, str, int, int]]
+) -> tuple[Op, ...]:
+    program = _Program(schedule, rank)
+    done = 0
+    for (kind, micro_batch, chunk), start in zip(schedule.orders[rank], starts, strict=True):
+        # What is made before this action starts comes first. Its inputs are among that, what it makes itself is not.
+        while done < len(messages) and messages[done][0] < 2 * (start + 1) * schedule.num_stages:
+            program.add(*messages[done][1:])
+            done += 1
+        if kind == FORWARD:
+            if program.loads[chunk]:
+                program.add(LOAD, micro_batch, chunk)
+            if program.receives[chunk]:
+                program.add(WAIT_ACTIVATION, micro_batch, chunk)
+            program.add(RUN_FORWARD, micro_batch, chunk)
+        else:
+            if program.sends[chunk]:
+                program.add(WAIT_GRADIENT, micro_batch, chunk)
+            program.add(RUN_BACKWARD, micro_batch, chunk)
+    for message in messages[done:]:
+        program.add(*message[1:])
+    return tuple(program.ops)

@@ -1,0 +1,73 @@
+"""What happened when in one step, predicted or measured: the same value for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+
+class Span(NamedTuple):
+    """Something that one rank did. Seconds since the step began.
+
+    ``kind`` is ``"F"`` or ``"B"`` for compute (``micro_batch`` and ``chunk`` tell which), else what it was:
+    ``"reduce"``, ``"step"`` (micro_batch −1).
+    """
+
+    rank: int
+    kind: str
+    micro_batch: int
+    chunk: int
+    start_s: float
+    end_s: float
+
+
+class Transfer(NamedTuple):
+    """One message between ranks: from when it could be sent until it had arrived. Seconds since the step began.
+
+    ``kind`` is ``"activation"`` or ``"gradient"``; chunk is the sender's.
+    """
+
+    kind: str
+    source: int
+    target: int
+    micro_batch: int
+    chunk: int
+    start_s: float
+    end_s: float
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of a pipeline."""
+
+    num_ranks: int
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...] = ()
+    name: str = ""
+
+    @property
+    def end_s(self) -> float:
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Timeline:
+        """The inverse of :meth:`to_dict`, also after a round trip through JSON.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            return cls(
+                num_ranks=int(values["num_ranks"]),
+                spans=tuple(Span(*row) for row in values["spans"]),
+                transfers=tuple(Transfer(*row) for row in values.get("transfers", ())),
+                name=str(values.get("name", "")),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no timeline ({error!r}): give a file that a run or simulate wrote.") from None

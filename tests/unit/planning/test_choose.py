@@ -1,0 +1,135 @@
+"""The choice: the fastest by the simulator, ties to what runs and then to less memory, under the one rule."""
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from paceline.planning import Candidate, Planner, SwitchRule, candidates
+from paceline.schedules.costs import Costs, Link
+from paceline.schedules.simulate import simulate
+
+STAGES, SAMPLES = 4, 16
+ONE = Candidate(1)
+EVERY = candidates(STAGES, SAMPLES, [1], {1: [1.0] * STAGES}, [inf] * STAGES, configured=1)
+
+
+def uniform(transfer_s=0.0, **more):
+    return replace(Costs.uniform(STAGES, 1.0, 2.0, transfer_s), activation_bytes=(1.0,) * STAGES, **more)
+
+
+def choose(costs, current=ONE, options=EVERY, switch_s=0.0, rule=None):
+    planner = Planner(options, STAGES, SAMPLES)
+    return planner.choose(costs, current, rule or SwitchRule(10), switch_s=switch_s, steps=10)
+
+
+def test_the_fastest_by_the_simulator():
+    costs = uniform(1.0)
+    choice = choose({1: costs})
+    want = {c: simulate(c.schedule(STAGES, SAMPLES), costs).makespan_s for c in EVERY}
+    assert {p.candidate: p.step_s for p in choice.predictions} == want
+    assert [p.step_s for p in choice.predictions] == sorted(want.values())
+    assert want[choice.best] == pytest.approx(min(want.values()), rel=1e-12)
+    assert choice.decision.switch
+    assert choice.next == choice.best != ONE
+    assert choice.current == ONE
+    # Known from replay: S=4, M=16, F=1, B=2, c=1.
+    assert want[ONE] / want[Candidate(1, 2)] == pytest.approx(1.349, abs=1e-3)
+
+
+def test_on_a_clean_network_what_runs_stays():
+    for running in (ONE, Candidate(1, 4), Candidate(1, 1, 2.0)):
+        choice = choose({1: uniform()}, running)
+        assert choice.best == choice.next == running
+        assert not choice.decision.switch
+
+
+def test_a_tie_goes_to_less_memory():
+    for measured in (True, False):
+        costs = uniform() if measured else replace(uniform(), activation_bytes=())
+        slower = replace(costs, forward_s=(9.0,) * STAGES)
+        choice = choose({1: costs, 2: slower}, current=Candidate(2))
+        assert [p.step_s for p in choice.predictions[:3]] == [57.0] * 3
+        assert choice.best == ONE
+        assert choice.decision.switch
+
+
+def test_rounding_is_no_gain():
+    """Sums in another order: 0.1 s actions do not add up to the same last bit."""
+    costs = Costs.uniform(STAGES, 0.1, 0.2)
+    times = {simulate(c.schedule(STAGES, SAMPLES), costs).makespan_s for c in EVERY if SAMPLES % c.k == 0}
+    assert len(times) > 1
+    for running in (c for c in EVERY if SAMPLES % c.k == 0):
+        assert not choose({1: costs}, running).decision.switch
+
+
+def test_a_dear_switch_waits_until_enough_is_lost():
+    rule, costs = SwitchRule(10), {1: uniform(1.0)}
+    planner = Planner(EVERY, STAGES, SAMPLES)
+    gain = choose(costs).decision.gain_s
+    looks = [planner.choose(costs, ONE, rule, switch_s=2.5 * gain, steps=10) for _ in range(3)]
+    assert [look.decision.switch for look in looks] == [False, False, True]
+    assert [look.next for look in looks] == [ONE, ONE, looks[0].best]
+    assert looks[2].decision.suffered_s == pytest.approx(2 * gain)
+
+
+def test_micro_batch_sizes_compete():
+    sizes = [1, 2, 4]
+    options = candidates(STAGES, SAMPLES, sizes, {b: [float(b)] * STAGES for b in sizes}, [inf] * STAGES, configured=1)
+    # Compute and bytes grow with the size, but each action begins with a start that costs as much as 4 samples.
+    slow_start = {b: Costs.uniform(STAGES, 4.0 + b, 2.0 * (4 + b), 0.01 * b) for b in sizes}
+    assert choose(slow_start, options=options).best.micro_batch_size == 4
+    no_start = {b: Costs.uniform(STAGES, 1.0 * b, 2.0 * b, 0.01 * b) for b in sizes}
+    assert choose(no_start, Candidate(4), options).best.micro_batch_size == 1
+    # What has not been measured is left out.
+    del slow_start[4]
+    choice = choose(slow_start, options=options)
+    assert choice.best.micro_batch_size == 2
+    assert {p.candidate.micro_batch_size for p in choice.predictions} == {1, 2}
+
+
+def test_what_runs_need_not_be_a_candidate():
+    running = Candidate(1, 5, 7.0)
+    assert running not in EVERY
+    choice = choose({1: uniform(1.0)}, running)
+    assert running in {p.candidate for p in choice.predictions}
+    assert choice.decision.now_s == simulate(running.schedule(STAGES, SAMPLES), uniform(1.0)).makespan_s
+
+
+def test_what_runs_must_be_measured():
+    with pytest.raises(ValueError, match=r"no costs for the running micro-batch size 1 \(there are \[2\]\): measure"):
+        choose({2: uniform()})
+
+
+def test_predictions_hold_all_that_a_step_costs():
+    costs = uniform(0.1, step_s=5.0, fixed_bytes=(100.0, 0.0, 0.0, 0.0))
+    one = next(p for p in choose({1: costs}).predictions if p.candidate == ONE)
+    assert one.step_s == pytest.approx(5.0 + simulate(ONE.schedule(STAGES, SAMPLES), uniform(0.1)).makespan_s)
+    assert one.peak_bytes == 104.0
+
+
+def test_the_same_costs_give_the_same_choice_in_any_order():
+    draw = random.Random(0)
+    links = [tuple(Link(draw.uniform(0.5, 4.0), draw.uniform(0, 0.2)) for _ in range(STAGES - 1)) for _ in range(2)]
+    costs = {1: replace(uniform(1.0), down=links[0], up=links[1])}
+    first = choose(costs)
+    for _ in range(3):
+        shuffled = draw.sample(EVERY, len(EVERY))
+        again = choose(costs, options=shuffled)
+        assert (again.best, again.decision) == (first.best, first.decision)
+        assert again.predictions == first.predictions
+
+
+def test_schedules_are_built_once():
+    planner = Planner(EVERY, STAGES, SAMPLES)
+    assert planner.schedule(ONE) is planner.schedule(Candidate(1))
+    assert planner.schedule(ONE).orders == ONE.schedule(STAGES, SAMPLES).orders
+
+
+def test_imports_nothing_heavy():
+    code = "import sys, paceline.planning; print({'torch', 'deepspeed', 'pydantic'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out == "set()\n"

@@ -1,0 +1,98 @@
+"""Costs: what is refused, and their JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+
+from paceline.schedules.costs import Costs, Link
+
+EVERYTHING = Costs(
+    forward_s=(1.0, 2.0, 3.0),
+    backward_s=(2.0, 4.0, 6.0),
+    message_bytes=(8.0, 9.0),
+    down=(Link(100.0, 0.5), Link()),
+    up=(Link(latency_s=0.25), Link(50.0)),
+    hosts=(0, 0, 1),
+    egress_bytes_per_s=(inf, 75.0),
+    activation_bytes=(10.0, 11.0, 12.0),
+    fixed_bytes=(1.0, 2.0, 3.0),
+    step_s=0.125,
+)
+
+
+def test_uniform():
+    assert Costs.uniform(3, 1.0, 2.0, 0.5, 0.25) == Costs(
+        forward_s=(1.0,) * 3,
+        backward_s=(2.0,) * 3,
+        message_bytes=(1.0,) * 2,
+        down=(Link(2.0, 0.25),) * 2,
+        up=(Link(2.0, 0.25),) * 2,
+    )
+    assert Costs.uniform(2, 1.0, 2.0).down == (Link(inf, 0.0),)
+    assert Costs.uniform(1, 1.0, 2.0, 0.5).down == ()
+
+
+@pytest.mark.parametrize("costs", [EVERYTHING, Costs.uniform(3, 1.0, 2.0, 0.5), Costs((1.0,), (2.0,))])
+def test_json_round_trip(costs):
+    text = json.dumps(costs.to_dict(), allow_nan=False)
+    assert Costs.from_dict(json.loads(text)) == costs
+
+
+def test_json_leaves_out_what_is_empty():
+    assert Costs((1.0,), (2.0,)).to_dict() == {"forward_s": [1.0], "backward_s": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_s": ()}, r"forward_s is empty: give the seconds of a forward, one number a stage"),
+        ({"backward_s": ()}, r"backward_s has 0 values and there are 3 stages: give 3, one a stage"),
+        ({"message_bytes": (1.0,)}, r"message_bytes has 1 values and there are 3 stages: give 2, one a boundary"),
+        ({"up": (Link(),) * 3}, r"up has 3 values and there are 3 stages: give 2, one a boundary"),
+        ({"activation_bytes": (1.0,)}, r"activation_bytes has 1 values and there are 3 stages: give 3, one a stage"),
+        ({"hosts": (0, 1, 2)}, r"hosts names host 2 and egress_bytes_per_s has 2 values: give 3, one a host"),
+        ({"hosts": (0, -1, 1)}, r"host -1 is negative: hosts are numbered from 0"),
+        ({"forward_s": (1.0, -2.0, 3.0)}, r"forward_s\[1\] is -2.0: give a number from 0 upwards"),
+        ({"backward_s": (1.0, nan, 3.0)}, r"backward_s\[1\] is nan: give a number from 0 upwards"),
+        ({"fixed_bytes": (inf, 0.0, 0.0)}, r"fixed_bytes\[0\] is inf: give a number from 0 upwards"),
+        ({"down": (Link(0.0), Link())}, r"down\[0\].bytes_per_s is 0.0: give a number above 0"),
+        ({"up": (Link(), Link(1.0, -1.0))}, r"up\[1\].latency_s is -1.0: give a number from 0 upwards"),
+        ({"egress_bytes_per_s": (1.0, nan)}, r"egress_bytes_per_s\[1\] is nan: give a number above 0"),
+        ({"step_s": -1.0}, r"step_s is -1.0: give a number from 0 upwards"),
+    ],
+)
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(EVERYTHING, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"foward_s": [1.0]}, r'"foward_s" is not a key of the costs; did you mean "forward_s"\?'),
+        ({"colour": 1}, r'"colour" is not a key of the costs; choose from forward_s, backward_s, '),
+        ({"down": [{"latency": 1}, {}]}, r'"latency" is not a key of down\[0\]; did you mean "latency_s"\?'),
+        ({"down": [1.0, 2.0]}, r"down\[0\] is 1.0: give \{\"bytes_per_s\": …, \"latency_s\": …\}"),
+        ({"forward_s": 1.0}, r"forward_s is 1.0: give a list"),
+        ({"forward_s": [1.0, "2", 3.0]}, r"forward_s\[1\] is '2': give a number"),
+        ({"forward_s": [1.0, True, 3.0]}, r"forward_s\[1\] is True: give a number"),
+        ({"hosts": [0, 0.5, 1]}, r"hosts\[1\] is 0.5: give a whole number"),
+        ({"step_s": None}, r"step_s is None: give a number"),
+        ({"step_s": [1.0]}, r"step_s is \[1.0\]: give a number"),
+    ],
+)
+def test_no_costs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Costs.from_dict({**EVERYTHING.to_dict(), **changes})
+
+
+@pytest.mark.parametrize("name", ["forward_s", "backward_s"])
+def test_compute_is_needed(name):
+    values = EVERYTHING.to_dict()
+    del values[name]
+    with pytest.raises(ValueError, match=rf"{name} is missing: give a list of seconds, one number a stage"):
+        Costs.from_dict(values)

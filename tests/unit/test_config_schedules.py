@@ -1,0 +1,180 @@
+"""The section's schedule: read, filled in for stages and micro-batches, and described by the schema."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import PacelineConfig, ScheduleChoice, ScheduleConfig, resolve, resolve_schedule
+
+TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive")
+KEYS = {
+    "k": ("kfkb", 3),
+    "slack": ("eager", 0.5),
+    "warmup": ("eager", [3, 2, 1, 0]),
+    "retune_every": ("adaptive", 7),
+    "micro_batch_sizes": ("adaptive", [1, 4]),
+    "memory_gib": ("adaptive", 1.5),
+}
+
+
+def section(schedule):
+    return PacelineConfig.of({"paceline": {"pipeline": {"schedule": schedule}}})
+
+
+def resolved(schedule, num_stages=4, num_micro_batches=8, micro_batch_size=2):
+    return resolve_schedule(section(schedule), num_stages, num_micro_batches, micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_short_and_long_form_agree(kind):
+    assert section(kind) == section({"type": kind})
+    assert section(kind).pipeline.schedule == ScheduleConfig(type=kind)
+    assert resolved(kind)[0].type == kind
+
+
+@pytest.mark.parametrize("kind", [*TYPES, None])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_belongs_to_one_type(key, kind):
+    owner, value = KEYS[key]
+    schedule = {"type": kind, key: value} if kind else {key: value}
+    written = kind or "adaptive"
+    if written == owner:
+        assert getattr(section(schedule).pipeline.schedule, key) == (tuple(value) if isinstance(value, list) else value)
+        return
+    with pytest.raises(ValueError, match=r".") as error:
+        section(schedule)
+    assert str(error.value).startswith(f"paceline.pipeline.schedule.{key} is ")
+    assert str(error.value).endswith(
+        f': it belongs to the type "{owner}" and the type is "{written}"; drop it, or write "{owner}".'
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager' or 'adaptive'; leave the key out to "
+         "have it chosen."),
+        ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
+        (4, " is 4: it must be an object; leave it out or write {}."),
+        ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
+         'paceline.pipeline.schedule: "k", "memory_gib", "micro_batch_sizes", "retune_every", "slack", "type", '
+         '"warmup".'),
+        ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
+         "chosen."),
+        ({"type": "kfkb", "k": 2.0}, ".k is 2.0: it must be a valid integer; leave the key out to have it chosen."),
+        ({"type": "eager", "slack": -1}, ".slack is -1: it must be greater than or equal to 0; leave the key out to "
+         "have it chosen."),
+        ({"type": "eager", "slack": float("inf")}, ".slack is Infinity: it must be a finite number; leave the key out "
+         "to have it chosen."),
+        ({"type": "eager", "slack": 1, "warmup": [2, 1]}, ".warmup is [2, 1]: it says what slack 1.0 says too; drop "
+         "one of them."),
+        ({"type": "eager", "warmup": [2, 3]}, ".warmup is [2, 3]: the numbers must never increase from one stage to "
+         "the next; write such as [4, 2, 1, 0]."),
+        ({"type": "eager", "warmup": [2, True]}, ".warmup.1 is true: it must be a valid integer; leave the key out to "
+         "have it chosen."),
+        ({"micro_batch_sizes": 2}, ".micro_batch_sizes is 2: it must be a list; leave the key out to have it chosen."),
+        ({"micro_batch_sizes": [0]}, ".micro_batch_sizes.0 is 0: it must be greater than or equal to 1; leave the key "
+         "out to have it chosen."),
+        ({"memory_gib": 0}, ".memory_gib is 0: it must be greater than 0; leave the key out to have it chosen."),
+    ],
+)  # fmt: skip
+def test_refusals(schedule, message):
+    with pytest.raises(ValueError, match=f"^{re.escape('paceline.pipeline.schedule' + message)}$"):
+        section(schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "choice", "chosen"),
+    [
+        (None, ScheduleChoice("1f1b"), {"": "1f1b"}),
+        ("gpipe", ScheduleChoice("gpipe"), {}),
+        ("kfkb", ScheduleChoice("kfkb", k=2), {".k": 2}),
+        ({"type": "kfkb", "k": 3}, ScheduleChoice("kfkb", k=3), {}),
+        ({"type": "kfkb", "k": 99}, ScheduleChoice("kfkb", k=8), {}),
+        ("eager", ScheduleChoice("eager", slack=1.0), {".slack": 1.0}),
+        ({"type": "eager", "slack": 2}, ScheduleChoice("eager", slack=2.0), {}),
+        ({"type": "eager", "warmup": [9, 5, 1, 1]}, ScheduleChoice("eager", warmup=(9, 5, 1, 1)), {}),
+        (
+            {},
+            ScheduleChoice("adaptive", retune_every=100, micro_batch_sizes=(2,)),
+            {".type": "adaptive", ".retune_every": 100, ".micro_batch_sizes": (2,)},
+        ),
+        (
+            {"retune_every": 5, "micro_batch_sizes": [8, 4], "memory_gib": 0.5},
+            ScheduleChoice("adaptive", retune_every=5, micro_batch_sizes=(2, 4, 8), memory_bytes=2**29),
+            {".type": "adaptive"},
+        ),
+    ],
+)
+def test_what_is_left_out_is_chosen_and_listed(schedule, choice, chosen):
+    got, defaults = resolved(schedule)
+    assert got == choice
+    assert {path: value for path, (value, _) in defaults.items()} == {
+        f"paceline.pipeline.schedule{key}": value for key, value in chosen.items()
+    }
+    assert all(why for _, why in defaults.values())
+
+
+def test_a_group_is_at_most_the_step():
+    assert resolved("kfkb", num_micro_batches=1)[0].k == 1
+
+
+def test_to_dict_has_what_applies():
+    assert resolved({"type": "eager", "warmup": [3, 2, 1, 0]})[0].to_dict() == {
+        "type": "eager",
+        "warmup": (3, 2, 1, 0),
+    }
+
+
+def test_warmup_for_other_stages():
+    message = (
+        "paceline.pipeline.schedule.warmup is [2, 1]: 4 stages need 4 numbers, it has 2; write one a stage, such as "
+        "[3, 2, 1, 0], or write slack instead."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        resolved({"type": "eager", "warmup": [2, 1]})
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
+def test_sizes_divide_the_samples(sizes, micro_batch_size, num_micro_batches, num_stages):
+    samples = micro_batch_size * num_micro_batches
+    schedule = {"micro_batch_sizes": sizes}
+    if any(samples % size for size in sizes):
+        with pytest.raises(ValueError, match=rf"must divide the {samples} samples .*write some of \[1") as error:
+            resolved(schedule, num_stages, num_micro_batches, micro_batch_size)
+        named = int(str(error.value).split(": ")[1].split()[0])
+        assert named in sizes
+        assert samples % named
+        return
+    choice, _ = resolved(schedule, num_stages, num_micro_batches, micro_batch_size)
+    assert choice.micro_batch_sizes == tuple(sorted({*sizes, micro_batch_size}))
+
+
+def test_part_of_what_a_run_is_started_with():
+    config = {"paceline": {"pipeline": {"stages": 2, "schedule": {"type": "kfkb"}}}}
+    got = resolve(config, world_size=4, num_layers=4, num_items=6, state_bytes=None, device_bytes=None, cpu=False)
+    assert got.schedule == ScheduleChoice("kfkb", k=2)
+    assert got.chosen["paceline.pipeline.schedule.k"].value == 2
+    config["paceline"]["pipeline"]["schedule"] = {"type": "eager", "warmup": [1]}
+    with pytest.raises(ValueError, match="2 stages need 2 numbers"):
+        resolve(config, world_size=4, num_layers=4, num_items=6, state_bytes=None, device_bytes=None, cpu=False)
+
+
+def test_schema_says_which_type_a_key_belongs_to():
+    schema = PacelineConfig.model_json_schema()
+    assert schema["$defs"]["PipelineConfig"]["properties"]["schedule"]["anyOf"] == [
+        {"enum": list(TYPES)},
+        {"$ref": "#/$defs/ScheduleConfig"},
+        {"type": "null"},
+    ]
+    schedule = schema["$defs"]["ScheduleConfig"]
+    assert set(schedule["dependentSchemas"]) == set(schedule["properties"]) - {"type"} == set(KEYS)
+    for key, (owner, _) in KEYS.items():
+        left_out, with_type = schedule["dependentSchemas"][key]["anyOf"]
+        assert left_out == {"properties": {key: {"type": "null"}}}
+        allowed = with_type["properties"]["type"]["enum"]
+        assert allowed == [owner] + [None] * (owner == "adaptive")
+        # A key of another type than the default one needs the type beside it.
+        assert with_type.get("required", []) == (["type"] if owner != "adaptive" else [])
