@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline import __version__
+from paceline.launch import simulate, trace
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
 
@@ -54,7 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: as trained"
     )
-    for sub in (check_config, check_model, patches, export):
+    predict = add("simulate", simulate.run, "Predict how long a step of a pipeline schedule takes.")
+    simulate.add_arguments(predict)
+    draw_step = add("trace", trace.run, "Draw a step that a run recorded, as predicted and as measured.")
+    trace.add_arguments(draw_step)
+    for sub in (check_config, check_model, patches, export, predict, draw_step):
         sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -91,6 +96,7 @@ def _check_config(args: argparse.Namespace) -> int:
         )
         names = ("stages", "data_parallel", "partition", "micro_batch_size", "micro_batches", "train_batch_size")
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
+        shown["resolved"]["schedule"] = resolved.schedule.to_dict()
         shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
     print(json.dumps(shown, indent=2) if args.json else _config_text(shown))
     return OK

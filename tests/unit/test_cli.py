@@ -57,7 +57,10 @@ def test_check_config(ds_json, capsys):
         'paceline: warning: "gradient_cliping" is not a key that DeepSpeed reads; did you mean "gradient_clipping"?\n'
     )
     shown = json.loads(out)
-    assert shown["paceline"] == {"pipeline": {"stages": 2, "partition": None}, "report": {"metrics": True}}
+    assert shown["paceline"] == {
+        "pipeline": {"stages": 2, "partition": None, "schedule": None},
+        "report": {"metrics": True, "trace_every": None},
+    }
     assert shown["resolved"] == {
         "stages": 2,
         "data_parallel": 2,
@@ -65,7 +68,9 @@ def test_check_config(ds_json, capsys):
         "micro_batch_size": 1,
         "micro_batches": 8,
         "train_batch_size": 16,
+        "schedule": {"type": "1f1b"},
     }
+    assert shown["chosen"]["paceline.pipeline.schedule"] == {"value": "1f1b", "why": "as DeepSpeed has it"}
     assert shown["chosen"]["gradient_accumulation_steps"]["value"] == 8
     assert "auto" in shown
 
@@ -74,7 +79,8 @@ def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        '"paceline": {"pipeline": {"stages": null, "partition": null}, "report": {"metrics": true}}',
+        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null}, '
+        '"report": {"metrics": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
         "optimizer.params.lr: filled from the command line",
     ]
@@ -82,6 +88,7 @@ def test_check_config_as_text(ds_json, capsys):
     out, err = capsys.readouterr()
     assert "paceline: train_batch_size: taken as left out" in err
     assert "stages: 2" in out.splitlines()
+    assert 'schedule: {"type": "1f1b"}' in out.splitlines()
     assert "chosen paceline.pipeline.stages = 2: the fewest pipeline stages for 4 ranks and 12 decoder layers" in out
 
 
@@ -124,9 +131,13 @@ def test_patches(capsys):
     assert main(["patches", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     targets = [row["target"] for row in rows]
-    assert targets[:2] == ["deepspeed:PipelineEngine", "deepspeed.ops:__compatible_ops__[deepspeed_shm_comm]"]
+    assert targets[:3] == [
+        "deepspeed:PipelineEngine",
+        "deepspeed.ops:__compatible_ops__[deepspeed_shm_comm]",
+        "deepspeed.runtime.pipe.p2p:can_send_recv",
+    ]
     assert len(targets) == len(set(targets))
-    assert {row["repair"] for row in rows[2:]} == set(REPAIRS)
+    assert {row["repair"] for row in rows[3:]} == set(REPAIRS)
     for row in rows:
         assert row["fits"] == (not row["problem"])
         assert row["reason"]

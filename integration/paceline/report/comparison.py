@@ -1,0 +1,152 @@
+"""Where the time of a step went, rank by rank, and where what happened differs from what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.schedules.schedule import BACKWARD, FORWARD
+from paceline.schedules.timeline import Span, Timeline
+
+_NOISE_S = 1e-9  # sums of floats, no clock shows less
+
+
+class RankTime(NamedTuple):
+    """One rank's share of a step; the three add up to the step. Seconds.
+
+    ``other_s`` is what ran besides the computation (reduction, optimizer), as far as it did not overlap with it.
+    """
+
+    rank: int
+    compute_s: float
+    other_s: float
+    idle_s: float
+
+
+class Difference(NamedTuple):
+    """What took another time than predicted on one rank: the wait before ``action``, or ``action`` itself. Seconds."""
+
+    rank: int
+    is_wait: bool
+    action: str
+    predicted_s: float
+    measured_s: float
+
+    def __str__(self) -> str:
+        what = f"waited before {self.action}" if self.is_wait else f"took for {self.action}"
+        predicted, measured = format_duration(self.predicted_s), format_duration(self.measured_s)
+        return f"rank {self.rank} {what} {measured}, predicted {predicted}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step as predicted and as measured.
+
+    Args:
+        predicted: one entry a rank.
+        measured: one entry a rank.
+        largest: the wait or the action that differs most; None if nothing happened in both.
+    """
+
+    predicted: tuple[RankTime, ...]
+    measured: tuple[RankTime, ...]
+    largest: Difference | None
+
+
+def compare(predicted: Timeline, measured: Timeline) -> Comparison:
+    """Set two timelines of the same step side by side.
+
+    A late start is blamed on the one wait that grew, not on all that came after it: what is compared is how long each
+    action took and how long its rank stood still before it.
+
+    Raises:
+        ValueError: they have different numbers of ranks.
+    """
+    if predicted.num_ranks != measured.num_ranks:
+        raise ValueError(
+            f"{predicted.num_ranks} ranks were predicted and {measured.num_ranks} measured: compare timelines of one "
+            "pipeline."
+        )
+    expected = _waits(predicted)
+    largest: Difference | None = None
+    # In order of time: of equal differences the first is nearer to the cause.
+    for key, (wait_s, span) in sorted(_waits(measured).items(), key=lambda item: item[1][1].start_s):
+        if key not in expected:
+            continue
+        expected_wait_s, expected_span = expected[key]
+        pairs = ((True, expected_wait_s, wait_s), (False, _duration(expected_span), _duration(span)))
+        for is_wait, before, after in pairs:
+            if largest is None or abs(after - before) > abs(largest.measured_s - largest.predicted_s) + _NOISE_S:
+                largest = Difference(span.rank, is_wait, label(span), before, after)
+    return Comparison(rank_times(predicted), rank_times(measured), largest)
+
+
+def rank_times(timeline: Timeline) -> tuple[RankTime, ...]:
+    """How long each rank computed, did something else, and stood still until the step ended."""
+    compute: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    everything: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        everything[span.rank].append(span)
+        if is_compute(span):
+            compute[span.rank].append(span)
+    times, end_s = [], timeline.end_s
+    for rank in range(timeline.num_ranks):
+        compute_s, busy_s = _covered_s(compute[rank]), _covered_s(everything[rank])
+        times.append(RankTime(rank, compute_s, max(0.0, busy_s - compute_s), max(0.0, end_s - busy_s)))
+    return tuple(times)
+
+
+def bubble_share(timeline: Timeline) -> float:
+    """The part of all ranks' time in which nothing ran, 0 to 1."""
+    total_s = timeline.num_ranks * timeline.end_s
+    return sum(time.idle_s for time in rank_times(timeline)) / total_s if total_s else 0.0
+
+
+def is_compute(span: Span) -> bool:
+    """Whether ``span`` is a forward or a backward, rather than a reduction or the like."""
+    return span.kind in (FORWARD, BACKWARD)
+
+
+def label(span: Span) -> str:
+    """``F3``, ``B3.1`` (of chunk 1), ``reduce``."""
+    if not is_compute(span):
+        return span.kind
+    return f"{span.kind}{span.micro_batch}" + (f".{span.chunk}" if span.chunk else "")
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """In what to show times up to ``longest_s``: how many of it make a second, and its name."""
+    if longest_s >= 1:
+        return 1.0, "s"
+    return (1e3, "ms") if longest_s >= 1e-3 else (1e6, "µs")
+
+
+def format_duration(seconds: float) -> str:
+    """``1.270 s``, ``20.4 ms``, ``3.0 µs``."""
+    per_s, unit = time_unit(abs(seconds) or 1e-3)
+    return f"{seconds * per_s:.{3 if unit == 's' else 1}f} {unit}"
+
+
+def _duration(span: Span) -> float:
+    return span.end_s - span.start_s
+
+
+def _covered_s(spans: Iterable[Span]) -> float:
+    """How long at least one of ``spans`` ran."""
+    covered = until = 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        covered += max(0.0, span.end_s - max(span.start_s, until))
+        until = max(until, span.end_s)
+    return covered
+
+
+def _waits(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, Span]]:
+    """For every action: how long its rank stood still before it, and its span."""
+    idle_since = [0.0] * timeline.num_ranks
+    waits = {}
+    for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start_s, span.end_s)):
+        wait_s = max(0.0, span.start_s - idle_since[span.rank])
+        waits[span.rank, span.kind, span.micro_batch, span.chunk] = (wait_s, span)
+        idle_since[span.rank] = max(idle_since[span.rank], span.end_s)
+    return waits

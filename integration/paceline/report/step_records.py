@@ -1,0 +1,134 @@
+"""What a run records of single steps: when everything ran, measured and predicted. One JSON file a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.schedules.timeline import Span, Timeline, Transfer
+
+FOLDER = "trace"
+_NAME = re.compile(r"step-(0|[1-9]\d*)\.json")
+_KEYS = ("step", "schedule", "predicted", "measured", "predicted_s", "measured_s")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a run.
+
+    Args:
+        step: its number.
+        schedule: the name of the schedule that ran.
+        predicted: what the simulator expected; None if nothing was predicted.
+        measured: what happened, in seconds since the first rank began: no time is negative.
+        predicted_s: step time that was expected; None if none was.
+        measured_s: step time.
+    """
+
+    step: int
+    schedule: str
+    predicted: Timeline | None
+    measured: Timeline
+    predicted_s: float | None
+    measured_s: float
+
+
+def write(run_dir: str | os.PathLike[str], record: StepRecord) -> Path:
+    """Write ``record`` into the folder of records of ``run_dir``: the whole file or none.
+
+    An earlier record of the same step is replaced, so that a run that goes on from a checkpoint tells its own story.
+
+    Returns:
+        The file: ``run_dir/trace/step-<N>.json``.
+    """
+    folder = Path(run_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{record.step}.json"
+    values = {key: getattr(record, key) for key in _KEYS}
+    values["predicted"] = record.predicted.to_dict() if record.predicted is not None else None
+    values["measured"] = record.measured.to_dict()
+    draft = folder / f".{path.name}.{os.getpid()}"
+    try:
+        draft.write_text(json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def read(run_dir: str | os.PathLike[str]) -> list[StepRecord]:
+    """Every step that a run recorded, in order.
+
+    Raises:
+        ValueError: there is none, or a file is broken or was written by something else.
+    """
+    if not Path(run_dir).is_dir():
+        raise ValueError(f"{run_dir} is no directory: give the output directory of a run.")
+    folder = Path(run_dir) / FOLDER
+    # What is drawn lies beside the records: step-8.perfetto.json is no record.
+    paths = [path for path in folder.glob("step-*.json") if not path.name.endswith(".perfetto.json")]
+    if not paths:
+        raise ValueError(
+            f"{run_dir} has no recorded steps in {FOLDER}/: set "
+            '"paceline": {"report": {"trace_every": N}} in the DeepSpeed JSON to record every Nth step of a run.'
+        )
+    return sorted((_read_one(path) for path in paths), key=lambda record: record.step)
+
+
+def _read_one(path: Path) -> StepRecord:
+    try:
+        return _checked(path.name, json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:  # broken JSON and bad UTF-8 are ValueErrors
+        raise ValueError(f"{path} is no record of a step ({_one_line(error)}): remove it, or record again.") from None
+
+
+def _checked(name: str, values: Any) -> StepRecord:
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise ValueError("records are called step-<N>.json")
+    if not isinstance(values, dict) or sorted(values) != sorted(_KEYS):
+        raise ValueError(f"a record holds exactly {', '.join(_KEYS)}")
+    if values["step"] != int(match[1]):
+        raise ValueError(f"it says step {values['step']!r}")
+    if not isinstance(values["schedule"], str):
+        raise ValueError(f"schedule is {values['schedule']!r}, not a name")
+    predicted = values["predicted"]
+    return StepRecord(
+        step=values["step"],
+        schedule=values["schedule"],
+        predicted=None if predicted is None else _timeline(predicted),
+        measured=_timeline(values["measured"]),
+        predicted_s=None if values["predicted_s"] is None else _seconds(values["predicted_s"], "predicted_s"),
+        measured_s=_seconds(values["measured_s"], "measured_s"),
+    )
+
+
+def _timeline(values: Mapping[str, Any]) -> Timeline:
+    timeline = Timeline.from_dict(values)
+    events: list[Span | Transfer] = [*timeline.spans, *timeline.transfers]
+    for event in events:
+        start_s = _seconds(event.start_s, "start_s")
+        if _seconds(event.end_s, "end_s") < start_s:
+            raise ValueError(f"{event} ends before it starts")
+    ranks = [span.rank for span in timeline.spans]
+    ranks += [rank for transfer in timeline.transfers for rank in (transfer.source, transfer.target)]
+    for rank in ranks:
+        if rank not in range(timeline.num_ranks):
+            raise ValueError(f"rank {rank!r} is not one of {timeline.num_ranks}")
+    return timeline
+
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{what} is {value!r}, not a time in seconds")
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
