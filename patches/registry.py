@@ -161,11 +161,11 @@ def applied(*patches: Patch) -> Iterator[None]:
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of this package."""
-    from paceline.patches import deepspeed_initialize, deepspeed_ops
+    from paceline.patches import deepspeed_initialize, deepspeed_ops, deepspeed_p2p
     from paceline.patches.repairs import REPAIRS
 
     repairs = [patch for patches in REPAIRS.values() for patch in patches]
-    return (*deepspeed_initialize.PATCHES, *deepspeed_ops.PATCHES, *repairs)
+    return (*deepspeed_initialize.PATCHES, *deepspeed_ops.PATCHES, *deepspeed_p2p.PATCHES, *repairs)
 
 
 @dataclass(frozen=True)

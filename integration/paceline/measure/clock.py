@@ -1,8 +1,9 @@
 """Where a rank's time goes: compute, communication, idle. No synchronisation with the device while training.
 
 On a GPU the kernels run behind the host, so everything is timed with CUDA events on the stream and read later; on a
-CPU with the host's clock. A transfer that took longer than the fastest one of its kind and size waited for its peer,
-and the excess counts as idle: with blocking communication nothing else tells waiting from transferring.
+CPU with the host's clock. Sends and receives run beside the computation; what a stage waits for them is idle time. A
+collective that took longer than the fastest one of its kind and size waited for its peers, and the excess counts as
+idle: nothing else tells waiting from transferring.
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ class Clock:
 
     @contextmanager
     def transfer(self, kind: str, num_bytes: int) -> Iterator[None]:
-        """Time of a blocking send, receive or collective of ``num_bytes``."""
+        """Time of a blocking collective of ``num_bytes``."""
         start = self._now()
         yield
         self._keep(start, (kind, num_bytes))
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Time in which there is nothing to do: what comes next has yet to arrive."""
+        start = time.perf_counter()
+        yield
+        self._idle_s += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
         """``compute_s``, ``communication_s``, ``idle_s``, ``other_s`` and ``wall_s`` since the last call.

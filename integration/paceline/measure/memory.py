@@ -17,13 +17,24 @@ def anonymous_bytes() -> int:
     return _status_bytes("RssAnon")
 
 
-def available_bytes(device: torch.device, ranks_per_node: int) -> int:
-    """Memory that one rank may plan with: the whole device, or its share of what the machine has free."""
+def available_bytes(device: torch.device, num_ranks: int) -> int:
+    """Memory that each of the ``num_ranks`` ranks on this device may plan with: of a CPU, what the machine has free."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.get_device_properties(device).total_memory // num_ranks
     import psutil
 
-    return psutil.virtual_memory().available // ranks_per_node
+    return psutil.virtual_memory().available // num_ranks
+
+
+def room_bytes(device: torch.device, num_ranks: int) -> int:
+    """What each of the ranks on this device may still take, with a tenth left over; caches count as free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(0.9 * (free / num_ranks + cached))
+    import psutil
+
+    return int(0.9 * psutil.virtual_memory().available) // num_ranks
 
 
 def _status_bytes(key: str) -> int:

@@ -10,110 +10,57 @@ Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-paral
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.schedule import InferenceSchedule
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
 from ..checkpoint.format import MODEL
 from ..hf import hub_files
 from ..hf.stage import SIDE_INPUTS
-from .control import PeerError
 from .engine import PacelineEngine
 from .lifetime import current
+from .micro_batches import MicroBatch, MicroBatchShape, read_micro_batch, recut
+from .transport import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
-
-IGNORED = -100
-"""Label of a token that has no loss."""
-
-_LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
 _COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
 
 
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """What every stage knows of a micro-batch before it arrives."""
+class StreamShapes(Shapes):
+    """Shapes of what passes between the stages of a causal LM.
 
-    batch: int
-    length: int
-    side: tuple[str, ...]
-    label_tokens: int
-    tokens: int
+    Batch and length are in the step's table. Width and dtype of the hidden states are the model's business (some keep
+    them in fp32 under bf16), and announced with the first message.
 
-
-@dataclass
-class MicroBatch:
-    """One micro-batch on the first or last stage, on the CPU: ``[B, S]`` int64 each."""
-
-    input_ids: Tensor
-    labels: Tensor
-    side: dict[str, Tensor]
-
-    @property
-    def row(self) -> list[int]:
-        bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
-        mask = self.side.get("attention_mask")
-        tokens = self.input_ids.numel() if mask is None else int(mask.sum())
-        contents = (self.input_ids, self.labels, *self.side.values())
-        checksum = zlib.crc32(torch.stack(contents).cpu().numpy().tobytes())
-        return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens, checksum]
-
-
-def count_label_tokens(labels: Tensor) -> int:
-    """Label tokens that a next-token loss over ``labels`` ``[B, S]`` averages over: the first position has none."""
-    return int((labels[:, 1:] != IGNORED).sum())
-
-
-def read_micro_batch(batch: Any) -> MicroBatch:
-    """A micro-batch from what a data loader yields: a mapping with Hugging Face's names, or ``(inputs, labels)``.
-
-    Raises:
-        ValueError: no token ids or labels, unknown keys, or shapes that do not match.
+    Args:
+        router_size: numbers that the experts' sums are, if the model has a router loss.
     """
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        fields = dict(batch)
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        inputs, labels = batch
-        fields = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
-    else:
-        raise ValueError(
-            f"a micro-batch is a {type(batch).__name__}: it must be a mapping with 'input_ids' and 'labels', "
-            "or a pair (input_ids, labels)."
-        )
-    for name in ("input_ids", "labels"):
-        if name not in fields:
-            raise ValueError(
-                f"a micro-batch has {sorted(fields)} but no {name!r}: add it"
-                + (" (a copy of input_ids, -100 where there is no loss)." if name == "labels" else ".")
-            )
-    unknown = set(fields) - {"input_ids", "labels", *SIDE_INPUTS}
-    if unknown:
-        raise ValueError(
-            f"a micro-batch has {sorted(unknown)}, which a causal-LM pipeline does not pass on: give only "
-            f"{['input_ids', 'labels', *SIDE_INPUTS]}."
-        )
-    tensors = {name: torch.as_tensor(value).long() for name, value in fields.items() if value is not None}
-    shape = tensors["input_ids"].shape
-    for name, tensor in tensors.items():
-        if tensor.shape != shape or tensor.dim() != 2:
-            raise ValueError(
-                f"{name!r} has shape {list(tensor.shape)}, input_ids {list(shape)}: both must be [batch, sequence]."
-            )
-    side = {name: tensors[name] for name in SIDE_INPUTS if name in tensors}
-    if set(side) == {"attention_mask"} and bool(side["attention_mask"].all()):
-        side = {}  # nothing is padded: the mask says no more than its absence, and need not travel
-    return MicroBatch(tensors["input_ids"], tensors["labels"], side)
+
+    def __init__(self, router_size: int | None) -> None:
+        super().__init__()
+        self._router_size = router_size
+        self._stream: tuple[int, torch.dtype] | None = None
+
+    def of(self, key: Hashable) -> Meta | None:
+        if self._stream is None:
+            return None
+        assert isinstance(key, MicroBatchShape)
+        width, dtype = self._stream
+        tensors: list[Any] = [((key.batch, key.length, width), dtype)]
+        if key.side:
+            tensors.append(((len(key.side), key.batch, key.length), torch.int32))
+        if self._router_size is not None:
+            tensors.append(((self._router_size,), torch.float32))
+        return Meta(tuple(tensors))
+
+    def learn(self, key: Hashable, meta: Meta) -> None:
+        (_, _, width), dtype = meta.tensors[0]
+        self._stream = (width, dtype)
 
 
 class CausalLMEngine(PacelineEngine):
@@ -124,80 +71,23 @@ class CausalLMEngine(PacelineEngine):
     tokens of the step: micro-batches and replicas weigh by their label tokens.
     """
 
+    can_cut = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._shapes: list[MicroBatchShape] = []
         self._loaded: list[MicroBatch] = []
-        self._next = {"load": 0, "receive": 0, "forward": 0}
         self._step_label_tokens = 0
         self.step_tokens = 0
         """Tokens of the last step, of all replicas together, padding not counted."""
         self.is_stopping = False
         """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
-        self.data_iterator: Iterator[Any] | None = None
+        self.data_iterator: Any = None
         self.total_loss: Tensor | None = None
-        self._stream_in: tuple[int, torch.dtype] | None = None
-        self._stream_out: tuple[int, torch.dtype] | None = None
         super().__init__(*args, **kwargs)
         if self._config.pipeline["activation_checkpoint_interval"] > 0:
             self.module.enable_gradient_checkpointing()
 
     # -- one step ------------------------------------------------------------------------------------------------
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step over M micro-batches.
-
-        Returns:
-            The step's loss, a scalar tensor, on every rank.
-
-        Raises:
-            StopIteration: on every rank, when the iterator of any of them has less than a step left.
-            ValueError: on every rank, when a micro-batch does not fit.
-        """
-        if data_iter is not None:
-            self.set_dataiterator(data_iter)
-        WATCH.step = self.global_steps
-        with self._naming_lost_peers():
-            self._open_step(self.micro_batches)
-            return super().train_batch()
-
-    _doing: tuple[str, int] | None = None
-
-    @contextmanager
-    def _naming_lost_peers(self) -> Iterator[None]:
-        """Say where a rank was when the connection to another broke; the backends only say that it did."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not _LOST_CONNECTION.search(str(error)):
-                raise
-            doing = "agreeing with the other ranks"
-            if self._doing is not None:
-                verb, stage = self._doing
-                doing = f"{verb} stage {stage}, rank {self.grid.stage_to_global(stage_id=stage)}"
-            raise PeerError(
-                f"rank {self.global_rank}, stage {self.stage_id}, lost another rank at step {self.global_steps} while "
-                f"{doing}; that rank's own error, if it could still give one, is the cause ({error})"
-            ) from error
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """As :meth:`deepspeed.PipelineEngine.eval_batch`; the mean loss is over label tokens."""
-        trained_on, self.data_iterator = self.data_iterator, data_iter
-        with self._naming_lost_peers():
-            try:
-                self._open_step(num_micro_batches or self.micro_batches)
-            finally:
-                self.data_iterator = trained_on
-            return super().eval_batch(
-                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-            )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -224,7 +114,7 @@ class CausalLMEngine(PacelineEngine):
         try:
             while self._open_step(self.micro_batches, partial=True):
                 self._sum_losses = torch.zeros((), dtype=torch.float64, device=self.device)
-                self._exec_schedule(InferenceSchedule(len(self._shapes), self.num_stages, self.stage_id))
+                self._exec_schedule(self._inference_schedule(len(self._shapes)))
                 if self.is_last_stage():
                     sums += torch.stack([self._sum_losses.cpu(), torch.tensor(self._label_tokens, dtype=torch.float64)])
                 if self.is_stopping:
@@ -247,10 +137,11 @@ class CausalLMEngine(PacelineEngine):
     def _label_tokens(self) -> int:
         return sum(shape.label_tokens for shape in self._shapes)
 
-    def _open_step(self, num_micro_batches: int, partial: bool = False) -> int:
+    def _open_step(self, num_micro_batches: int, *, trains: bool = False, partial: bool = False) -> int:
         """Load the step's micro-batches and agree on their shapes; returns how many there are on any replica.
 
         Args:
+            trains: cut the micro-batches as the tuner wants them.
             partial: take what is left of the data, down to nothing, instead of stopping when it is short.
         """
         error: BaseException | None = self.checkpoint_error()
@@ -260,9 +151,13 @@ class CausalLMEngine(PacelineEngine):
             WATCH.doing("loading data")
             try:
                 loaded = self._load(num_micro_batches, partial)
+                if trains and self.cut != self.micro_batch_size:
+                    loaded = recut(loaded, self.cut, self.run_micro_batches)
                 own = [len(loaded), *(value for batch in loaded for value in batch.row)]
             except Exception as caught:
                 error = caught
+        if trains:
+            num_micro_batches = self.run_micro_batches
         # Both ends put their table down; every stage of the pipeline sees both.
         width = 1 + num_micro_batches * _COLUMNS
         header = torch.zeros(2 * width + 2, dtype=torch.int64)
@@ -288,7 +183,6 @@ class CausalLMEngine(PacelineEngine):
             for batch, length, bits, *counts, _ in rows
         ]
         self._loaded = loaded
-        self._next = dict.fromkeys(self._next, 0)
         tokens = sum(shape.tokens for shape in self._shapes)
         totals = [self._label_tokens, tokens, len(rows), int(failed), int(stopping)]
         if self.is_data_parallel:
@@ -336,13 +230,8 @@ class CausalLMEngine(PacelineEngine):
 
     # -- the instructions of a schedule --------------------------------------------------------------------------
 
-    def _take(self, counter: str) -> int:
-        index = self._next[counter]
-        self._next[counter] += 1
-        return index
-
-    def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        batch = self._loaded[self._take("load")]
+    def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int) -> None:
+        batch = self._loaded[micro_batch]
         if self.is_first_stage():
             side = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.side.items()}
             ids = batch.input_ids.to(self.device, non_blocking=True)
@@ -350,16 +239,14 @@ class CausalLMEngine(PacelineEngine):
         if self.is_last_stage():
             self.pipe_buffers["labels"][buffer_id] = batch.labels.to(self.device, non_blocking=True)
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
+    def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
         stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
-        shape = self._shapes[self._take("forward")]
-        with self.clock.compute():
-            with autocast_if_enabled(self):
-                out, routing_out = self.module(stream, side, routing)
-            if self.is_last_stage():
-                self._keep_loss(buffer_id, out, routing_out, shape)
-            else:
-                self.pipe_buffers["outputs"][buffer_id] = (out, routing_out, side)
+        with autocast_if_enabled(self):
+            out, routing_out = self.module(stream, side, routing)
+        if self.is_last_stage():
+            self._keep_loss(buffer_id, out, routing_out, self._shapes[micro_batch])
+        else:
+            self.pipe_buffers["outputs"][buffer_id] = (out, routing_out, side)
 
     def _keep_loss(self, buffer_id: int, logits: Tensor, routing: Tensor | None, shape: MicroBatchShape) -> None:
         stage, labels = self.module.stage, self.pipe_buffers["labels"][buffer_id]
@@ -375,7 +262,7 @@ class CausalLMEngine(PacelineEngine):
         self.fwd_outputs.append(loss.detach() * num_losses)  # eval_batch takes their mean
         self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
+    def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
         out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
         if self.is_last_stage():
             pairs = [(self.optimizer.scale_if_loss(out), None)]
@@ -385,7 +272,7 @@ class CausalLMEngine(PacelineEngine):
             pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
         self._start_timers(self.engine_timers.backward_timers)
         self._start_timers(self.engine_timers.backward_inner_timers)
-        with self.clock.compute(), self._counting_backwards():
+        with self._counting_backwards():
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         self._stop_timers(self.engine_timers.backward_inner_timers)
         self._stop_timers(self.engine_timers.backward_timers)
@@ -417,77 +304,51 @@ class CausalLMEngine(PacelineEngine):
 
     # -- the boundary --------------------------------------------------------------------------------------------
     # Hidden states, then the side inputs packed into one int32 tensor, then the experts' sums; gradients likewise.
-    # Width and dtype of the hidden states are the model's business (some keep them in fp32 under bf16) and are sent
-    # once, before the first; batch and length are in the step's table.
 
-    def _exec_send_activations(self, buffer_id: int) -> None:
-        out, routing, side = self.pipe_buffers["outputs"][buffer_id]
-        if self._stream_out is None:
-            self._stream_out = (out.shape[-1], out.dtype)
-            announced = [out.shape[-1], self.DTYPE_TO_ID[out.dtype]]
-            self._send(torch.tensor(announced, device=self.device), self.next_stage)
-        self._send(out.detach(), self.next_stage)
-        if side:
-            packed = torch.stack([side[name].to(torch.int32) for name in SIDE_INPUTS if name in side])
-            self._send(packed, self.next_stage)
-        if routing is not None:
-            self._send(routing.detach(), self.next_stage)
-        if not torch.is_grad_enabled():
-            self.pipe_buffers["outputs"][buffer_id] = None
-
-    def _exec_recv_activations(self, buffer_id: int) -> None:
-        shape = self._shapes[self._take("receive")]
-        if self._stream_in is None:
-            hidden, dtype_id = self._receive((2,), torch.int64, self.prev_stage).tolist()
-            self._stream_in = (hidden, self.ID_TO_DTYPE[dtype_id])
-        hidden, dtype = self._stream_in
-        stream = self._receive((shape.batch, shape.length, hidden), dtype, self.prev_stage)
-        side: dict[str, Tensor] = {}
-        if shape.side:
-            packed = self._receive((len(shape.side), shape.batch, shape.length), torch.int32, self.prev_stage)
-            side = {name: packed[i].long() for i, name in enumerate(shape.side)}
-        routing = None
+    def _activation_shapes(self) -> Shapes:
         router_loss = self.module.stage.router_loss
-        if router_loss is not None:
-            routing = self._receive((router_loss.size,), torch.float32, self.prev_stage)
+        return StreamShapes(None if router_loss is None else router_loss.size)
+
+    def _activation_key(self, micro_batch: int) -> MicroBatchShape:
+        return self._shapes[micro_batch]
+
+    def _leaving(self, buffer_id: int) -> tuple[Tensor, ...]:
+        out, routing, side = self.pipe_buffers["outputs"][buffer_id]
+        leaving = [out]
+        if side:
+            leaving.append(torch.stack([side[name].to(torch.int32) for name in SIDE_INPUTS if name in side]))
+        if routing is not None:
+            leaving.append(routing)
+        return tuple(leaving)
+
+    def _arrived(self, buffer_id: int, micro_batch: int, value: Any) -> None:
+        stream, *more = value
+        side: dict[str, Tensor] = {}
+        names = self._shapes[micro_batch].side
+        if names:
+            packed = more.pop(0)
+            side = {name: packed[i].long() for i, name in enumerate(names)}
+        routing = more.pop() if more else None
         if torch.is_grad_enabled():
             stream.requires_grad_()
             if routing is not None:
                 routing.requires_grad_()
         self.pipe_buffers["inputs"][buffer_id] = (stream, side, routing)
 
-    def _exec_send_grads(self, buffer_id: int) -> None:
+    def _leaving_gradients(self, buffer_id: int) -> tuple[Tensor, ...]:
         stream, _, routing = self.pipe_buffers["inputs"][buffer_id]
-        self._send(stream.grad, self.prev_stage)
-        if routing is not None:
-            self._send(routing.grad, self.prev_stage)
-        self.pipe_buffers["inputs"][buffer_id] = None
+        return (stream.grad,) if routing is None else (stream.grad, routing.grad)
 
-    def _exec_recv_grads(self, buffer_id: int) -> None:
+    def _gradient_meta(self, buffer_id: int) -> Meta:
         out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
-        gradients = [self._receive(out.shape, out.dtype, self.next_stage)]
-        if routing is not None:
-            gradients.append(self._receive(routing.shape, routing.dtype, self.next_stage))
-        self.pipe_buffers["gradients"][buffer_id] = gradients
+        return meta_of((out,) if routing is None else (out, routing))
+
+    def _gradients_arrived(self, buffer_id: int, value: Any) -> None:
+        self.pipe_buffers["gradients"][buffer_id] = value
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:
         self.pipe_buffers.setdefault("gradients", [])
         super()._reserve_pipe_buffers(num_buffers)
-
-    def _send(self, tensor: Tensor, stage: int) -> None:
-        tensor = tensor.contiguous()
-        with self.clock.transfer(f"send {stage}", tensor.numel() * tensor.element_size()):
-            self._doing = ("sending to", stage)
-            p2p.send(tensor, stage)
-            self._doing = None
-
-    def _receive(self, shape: Iterable[int], dtype: torch.dtype, stage: int) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        with self.clock.transfer(f"receive {stage}", tensor.numel() * tensor.element_size()):
-            self._doing = ("receiving from", stage)
-            p2p.recv(tensor, stage)
-            self._doing = None
-        return tensor
 
     def _write_files(self, draft: Path, more: Callable[[Path], None] | None) -> None:
         """The model's config, so that a checkpoint can become a model of its own (``paceline export``)."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
@@ -19,13 +18,15 @@ from ..optim.torch_optimizers import make_optimizer, torch_class
 from ..patches.deepspeed_pipe_engine import allocate_or_extend_buffers
 from .checkpointing import Checkpointing
 from .control import ControlPlane
+from .scheduling import Scheduling
 from .state import is_copy, link_full_access, names_of, tied_weights
-from .watch import EVERYONE, WATCH
+from .watch import WATCH
 
 
-class PacelineEngine(Checkpointing, PipelineEngine):
+class PacelineEngine(Checkpointing, Scheduling, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
+    * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
     * One optimizer for ZeRO 0 and 1 and every precision (:class:`~paceline.optim.sharded.ShardedOptimizer`): stages may
       have different parameter groups (stock: they hang), the norm is that of all stages (stock: of the first, in fp32).
     * Checkpoints are complete or not there, written in the background, and load into any shape.
@@ -33,6 +34,7 @@ class PacelineEngine(Checkpointing, PipelineEngine):
     """
 
     optimizer: ShardedOptimizer
+    data_iterator: Any
     _allocate_or_extend_buffers = allocate_or_extend_buffers
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +47,7 @@ class PacelineEngine(Checkpointing, PipelineEngine):
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock
         self._told = self._what_instructions_do()
+        self._start_scheduling()
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
@@ -153,18 +156,53 @@ class PacelineEngine(Checkpointing, PipelineEngine):
         return None if norm is None or not torch.isfinite(torch.tensor(norm)) else float(norm)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over M micro-batches.
+
+        Returns:
+            The step's loss, a scalar tensor, on every rank.
+
+        Raises:
+            StopIteration: the iterator has less than a step left.
+        """
         WATCH.step = self.global_steps
         if not isinstance(self.optimizer, ShardedOptimizer):
             raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
-        self._settle_checkpoint()
-        loss = super().train_batch(data_iter)
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        with self._naming_lost_peers():
+            self._settle_checkpoint()
+            with self._recorded():
+                self._open_step(self.micro_batches, trains=True)
+                loss = super().train_batch()
         WATCH.idle()
         return loss
 
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().eval_batch(*args, **kwargs)
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As :meth:`deepspeed.PipelineEngine.eval_batch`."""
+        trained_on, self.data_iterator = self.data_iterator, data_iter
+        with self._naming_lost_peers():
+            try:
+                self._open_step(num_micro_batches or self.micro_batches)
+            finally:
+                self.data_iterator = trained_on
+            result = super().eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
         WATCH.idle()
         return result
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; what is under way is finished first. Not collective."""
+        super().destroy()
+        self.transport.close()
 
     # -- the instructions of a schedule --------------------------------------------------------------------------
 
@@ -178,49 +216,22 @@ class PacelineEngine(Checkpointing, PipelineEngine):
     def _exec_reduce_grads(self) -> None:
         self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
+    def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
         outputs = self.pipe_buffers["outputs"][buffer_id]
         # Stock goes backward from each tensor of a tuple in turn, and with reentrant checkpointing (its own) several
         # times through a weight: a gradient is then not finished when it first arrives.
         once = self.is_last_stage() or not isinstance(outputs, tuple)
+        if self.is_last_stage():
+            self.loss = self._losses.pop(buffer_id)
         with self._counting_backwards(once and self.module.activation_checkpoint_interval == 0):
-            super()._exec_backward_pass(buffer_id)
-
-    def _what_instructions_do(self) -> dict[type, tuple[str, int | None]]:
-        """For each instruction what others are told if it hangs, and the rank that it waits for."""
-
-        def with_stage(verb: str, stage: int) -> tuple[str, int | None]:
-            there = 0 <= stage < self.num_stages
-            return f"{verb} stage {stage}", self.grid.stage_to_global(stage_id=stage) if there else None
-
-        return {
-            schedule.LoadMicroBatch: ("loading a micro-batch", None),
-            schedule.ForwardPass: ("computing forward", None),
-            schedule.BackwardPass: ("computing backward", None),
-            schedule.SendActivation: with_stage("sending activations to", self.next_stage),
-            schedule.RecvActivation: with_stage("receiving activations from", self.prev_stage),
-            schedule.SendGrad: with_stage("sending gradients to", self.prev_stage),
-            schedule.RecvGrad: with_stage("receiving gradients from", self.next_stage),
-            schedule.ReduceTiedGrads: ("reducing tied gradients", EVERYONE),
-            schedule.ReduceGrads: ("reducing gradients", EVERYONE),
-            schedule.OptimizerStep: ("stepping the optimizer", EVERYONE),
-        }
+            PipelineEngine._exec_backward_pass(self, buffer_id)
+        self.pipe_buffers["outputs"][buffer_id] = None
 
     @contextmanager
     def _counting_backwards(self, overlaps: bool = True) -> Iterator[None]:
         self._backwards += 1
-        with self.optimizer.final_backward(overlaps and self._backwards == self.micro_batches):
+        with self.optimizer.final_backward(overlaps and self._backwards == self.schedule.num_micro_batches):
             yield
-
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run the instructions by name: the table of the stock engine holds its own functions, not their overrides."""
-        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        self.fwd_outputs: list[Tensor] = []
-        self._backwards = 0
-        for commands in pipe_schedule:
-            for command in commands:
-                WATCH.doing(*self._told[type(command)])
-                getattr(self, self._INSTRUCTION_MAP[type(command)].__name__)(**command.kwargs)
 
 
 def _flatten(parameters: Iterable[Any]) -> Iterable[Tensor]:

@@ -24,6 +24,7 @@ from .control import ControlPlane
 from .engine import PacelineEngine
 from .module import CausalLMPipeline, config_of
 from .plan import plan_for, resolve_for
+from .staging import share_gpu, shares_gpu
 from .watch import WATCH
 
 TIMEOUT_S = 1800.0
@@ -109,7 +110,12 @@ def initialize(
 
 
 def start_distributed(**kwargs: Any) -> None:
-    """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU."""
+    """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU.
+
+    Where this node has more ranks than GPUs, ranks share them, and the backend is gloo.
+    """
+    if shares_gpu():
+        share_gpu(kwargs.get("timeout"))
     on_cpu = get_accelerator().device_name() == "cpu"
     if not on_cpu:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))

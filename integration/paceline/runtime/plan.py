@@ -18,6 +18,7 @@ from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
 from .module import CausalLMPipeline
+from .staging import ranks_sharing
 
 logger = logging.getLogger("paceline")
 
@@ -52,9 +53,7 @@ def plan_for(
         "world_size": world_size,
         "num_layers": num_layers,
         "state_bytes": STATE_BYTES * sum(p.numel() for p in model.parameters()),
-        "device_bytes": available_bytes(
-            device, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
-        ),
+        "device_bytes": available_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
     least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)

@@ -1,0 +1,137 @@
+"""Micro-batches of a causal LM as the first and last stage of a pipeline load them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..hf.stage import SIDE_INPUTS
+
+IGNORED = -100
+"""Label of a token that has no loss."""
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """What every stage knows of a micro-batch before it arrives."""
+
+    batch: int
+    length: int
+    side: tuple[str, ...]
+    label_tokens: int
+    tokens: int
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch on the first or last stage, on the CPU: ``[B, S]`` int64 each."""
+
+    input_ids: Tensor
+    labels: Tensor
+    side: dict[str, Tensor]
+
+    @property
+    def row(self) -> list[int]:
+        bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
+        mask = self.side.get("attention_mask")
+        tokens = self.input_ids.numel() if mask is None else int(mask.sum())
+        contents = (self.input_ids, self.labels, *self.side.values())
+        checksum = zlib.crc32(torch.stack(contents).cpu().numpy().tobytes())
+        return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens, checksum]
+
+
+def count_label_tokens(labels: Tensor) -> int:
+    """Label tokens that a next-token loss over ``labels`` ``[B, S]`` averages over: the first position has none."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def read_micro_batch(batch: Any) -> MicroBatch:
+    """A micro-batch from what a data loader yields: a mapping with Hugging Face's names, or ``(inputs, labels)``.
+
+    Raises:
+        ValueError: no token ids or labels, unknown keys, or shapes that do not match.
+    """
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        fields = dict(batch)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, labels = batch
+        fields = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
+    else:
+        raise ValueError(
+            f"a micro-batch is a {type(batch).__name__}: it must be a mapping with 'input_ids' and 'labels', "
+            "or a pair (input_ids, labels)."
+        )
+    for name in ("input_ids", "labels"):
+        if name not in fields:
+            raise ValueError(
+                f"a micro-batch has {sorted(fields)} but no {name!r}: add it"
+                + (" (a copy of input_ids, -100 where there is no loss)." if name == "labels" else ".")
+            )
+    unknown = set(fields) - {"input_ids", "labels", *SIDE_INPUTS}
+    if unknown:
+        raise ValueError(
+            f"a micro-batch has {sorted(unknown)}, which a causal-LM pipeline does not pass on: give only "
+            f"{['input_ids', 'labels', *SIDE_INPUTS]}."
+        )
+    tensors = {name: torch.as_tensor(value).long() for name, value in fields.items() if value is not None}
+    shape = tensors["input_ids"].shape
+    for name, tensor in tensors.items():
+        if tensor.shape != shape or tensor.dim() != 2:
+            raise ValueError(
+                f"{name!r} has shape {list(tensor.shape)}, input_ids {list(shape)}: both must be [batch, sequence]."
+            )
+    side = {name: tensors[name] for name in SIDE_INPUTS if name in tensors}
+    if set(side) == {"attention_mask"} and bool(side["attention_mask"].all()):
+        side = {}  # nothing is padded: the mask says no more than its absence, and need not travel
+    return MicroBatch(tensors["input_ids"], tensors["labels"], side)
+
+
+def recut(loaded: Sequence[MicroBatch], size: int, count: int) -> list[MicroBatch]:
+    """The same samples in the same order, as ``count`` micro-batches of ``size``.
+
+    Rows of different lengths that come together are padded on the right, with a mask that says so.
+
+    Raises:
+        ValueError: there are not ``size * count`` samples.
+    """
+    rows = sum(len(batch.input_ids) for batch in loaded)
+    if rows != size * count:
+        raise ValueError(
+            f"a step has {rows} samples and was to be cut into {count} micro-batches of {size}: give micro-batches of "
+            "one size, or leave paceline.pipeline.schedule.micro_batch_sizes out."
+        )
+    length = max(batch.input_ids.shape[1] for batch in loaded)
+    names = {name for batch in loaded for name in batch.side}
+    if any(batch.input_ids.shape[1] < length for batch in loaded):
+        names.add("attention_mask")
+    ids = torch.cat([_padded(batch.input_ids, length, 0) for batch in loaded])
+    labels = torch.cat([_padded(batch.labels, length, IGNORED) for batch in loaded])
+    side = {
+        name: torch.cat([_padded(_side(batch, name), length, 0) for batch in loaded])
+        for name in SIDE_INPUTS
+        if name in names
+    }
+    found = []
+    for index in range(count):
+        part = slice(index * size, (index + 1) * size)
+        found.append(MicroBatch(ids[part], labels[part], {name: tensor[part] for name, tensor in side.items()}))
+    return found
+
+
+def _side(batch: MicroBatch, name: str) -> Tensor:
+    if name in batch.side:
+        return batch.side[name]
+    if name == "attention_mask":
+        return torch.ones_like(batch.input_ids)
+    if name == "position_ids":
+        return torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids)
+    return torch.zeros_like(batch.input_ids)
+
+
+def _padded(tensor: Tensor, length: int, value: int) -> Tensor:
+    return nn.functional.pad(tensor, (0, length - tensor.shape[1]), value=value)

@@ -1,0 +1,362 @@
+"""The part of :class:`~paceline.runtime.engine.PacelineEngine` that runs a schedule: its order, its communication."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.pipe import schedule as instructions
+from torch import Tensor
+
+from ..config import PacelineConfig
+from ..config.schedules import resolve_schedule
+from ..measure.recorder import Recorder, SavedBytes
+from ..planning.candidates import Candidate
+from ..schedules import families
+from ..schedules.schedule import BACKWARD, FORWARD, Schedule
+from ..schedules.verify import verify
+from .control import PeerError
+from .controller import Controller
+from .lowering import LoweredSchedule, PostActivation, PostGrad
+from .observer import WAIT
+from .staging import staging_for
+from .transport import Meta, Shapes, Transport, Value, meta_of
+from .watch import EVERYONE, WATCH
+
+_LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
+
+
+class Scheduling:
+    """Runs any schedule that :func:`~paceline.schedules.verify.verify` accepts, with one model chunk a rank."""
+
+    transport_order: str | None = None
+    """``"free"`` or ``"paired"``; None: what suits the backend."""
+
+    can_cut = False
+    """Whether the samples of a step can be cut into micro-batches of another size."""
+
+    def _start_scheduling(self: Any) -> None:
+        # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
+        self.is_pipe_partitioned = self.is_grad_partitioned = False
+        self.recorder = Recorder(torch.device(self.device))
+        order = self.transport_order or ("paired" if torch.distributed.get_backend() == "nccl" else "free")
+        pipes = self.grid._topo.get_axis_comm_lists("pipe") if self.is_pipe_parallel else []
+        self.transport = Transport(
+            pipes,
+            self.global_rank,
+            order=order,
+            device=torch.device(self.device),
+            staging=staging_for(torch.device(self.device)),
+            activation_shapes=self._activation_shapes,
+        )
+        section = PacelineConfig.of(self._config._param_dict)
+        self.pipe_ranks = next((pipe for pipe in pipes if self.global_rank in pipe), [self.global_rank])
+        self.schedule_choice, _ = resolve_schedule(
+            section, self.num_stages, self.micro_batches, micro_batch_size=self.micro_batch_size
+        )
+        self._schedule: Schedule | None = None
+        self._lowered: dict[tuple[str, int, bool], LoweredSchedule] = {}
+        self._ahead: deque[Any] = deque()
+        self._keys: list[int] = []
+        self._shapes_reset = 0
+        self._losses: dict[int, Any] = {}
+        self.saved_bytes: dict[int, float] = {}
+        """What a live micro-batch keeps on this stage, by micro-batch size, as far as it was measured."""
+        sizes = self.schedule_choice.micro_batch_sizes or ()
+        if set(sizes) - {self.micro_batch_size} and not self.can_cut:
+            raise ValueError(
+                f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)}: this PipelineModule's data cannot be "
+                f"cut otherwise than into micro-batches of {self.micro_batch_size}; leave the key out."
+            )
+        self.cut = self.micro_batch_size
+        self.controller = Controller(self, self.schedule_choice) if self.schedule_choice.type == "adaptive" else None
+
+    # -- which schedule ------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self: Any) -> Schedule:
+        """What the next step runs."""
+        if self._schedule is None or self._schedule.num_micro_batches != self.run_micro_batches:
+            choice = self.schedule_choice
+            kind = "1f1b" if choice.type == "adaptive" else choice.type
+            self._schedule = families.make(
+                kind, self.num_stages, self.micro_batches, k=choice.k, slack=choice.slack, warmup=choice.warmup
+            )
+        return self._schedule
+
+    @property
+    def run_micro_batches(self: Any) -> int:
+        """Micro-batches of a step as it is run: those that are loaded, unless the tuner cuts them otherwise."""
+        return int(self.micro_batches * self.micro_batch_size // self.cut)
+
+    def run_candidate(self: Any, candidate: Candidate) -> None:
+        """Run what the tuner has chosen from the next step on."""
+        self.cut = candidate.micro_batch_size
+        self.set_schedule(candidate.schedule(self.num_stages, self.micro_batches * self.micro_batch_size))
+
+    def set_schedule(self: Any, schedule: Schedule) -> None:
+        """Run ``schedule`` from the next step on. Call it on all ranks, between steps.
+
+        Raises:
+            ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
+        """
+        if schedule.num_chunks != 1 or schedule.num_ranks != self.num_stages:
+            raise ValueError(
+                f"the schedule {schedule.name!r} has {schedule.num_ranks} ranks with {schedule.num_chunks} chunks: "
+                f"this pipeline has {self.num_stages} stages of one chunk each."
+            )
+        if schedule.num_micro_batches != self.run_micro_batches:
+            raise ValueError(
+                f"the schedule {schedule.name!r} has {schedule.num_micro_batches} micro-batches and a step "
+                f"{self.run_micro_batches}: make one for these, or change gradient_accumulation_steps."
+            )
+        proof = verify(schedule)
+        if not proof.backward_in_order:
+            raise ValueError(
+                f"the schedule {schedule.name!r} runs backwards out of order: gradients are added up in the order of "
+                "the micro-batches, so that no number depends on the schedule."
+            )
+        self._schedule = schedule
+
+    def _train_schedule(self: Any) -> LoweredSchedule:
+        return self._lower(self.schedule, trains=True)
+
+    def _inference_schedule(self: Any, micro_batches: int) -> LoweredSchedule:
+        return self._lower(families.forward_only(self.num_stages, micro_batches), trains=False)
+
+    def _lower(self: Any, schedule: Schedule, *, trains: bool) -> LoweredSchedule:
+        key = (id(schedule) if trains else 0, schedule.num_micro_batches, trains)
+        found = self._lowered.get(key)
+        if found is None or (trains and found.schedule is not schedule):
+            if len(self._lowered) > 8:
+                self._lowered.clear()
+            found = LoweredSchedule(schedule, self.stage_id, order=self.transport.order, trains=trains)
+            self._lowered[key] = found
+        return found
+
+    @contextmanager
+    def _recorded(self: Any) -> Iterator[None]:
+        if self.controller is not None:
+            self.controller.before_step()
+        self.recorder.begin((self.schedule.name, self.cut))
+        try:
+            yield
+        except BaseException:
+            self.recorder.drop()
+            raise
+        self.recorder.end()
+
+    # -- running it ----------------------------------------------------------------------------------------------
+
+    def _exec_schedule(self: Any, pipe_schedule: Any) -> None:
+        """Run the instructions by name: the table of the stock engine holds its own functions, not their overrides."""
+        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+        self.fwd_outputs: list[Tensor] = []
+        self._backwards = 0
+        for commands in pipe_schedule:
+            for command in commands:
+                kind = type(command)
+                WATCH.doing(*self._told[kind])
+                run = getattr(self, self._NAMES[kind])
+                if kind not in self._ISSUED:
+                    self.transport.flush()
+                if kind not in self._TIMED:
+                    run(**command.kwargs)
+                    continue
+                timed = self.recorder.span(self._TIMED[kind], command.kwargs["micro_batch"])
+                with self.clock.compute(), timed, self._measuring_memory(kind):
+                    run(**command.kwargs)
+        self.transport.finish()
+
+    _NAMES: ClassVar = {
+        instructions.LoadMicroBatch: "_exec_load_micro_batch",
+        PostActivation: "_exec_post_activations",
+        instructions.RecvActivation: "_exec_recv_activations",
+        instructions.ForwardPass: "_exec_forward_pass",
+        instructions.SendActivation: "_exec_send_activations",
+        PostGrad: "_exec_post_grads",
+        instructions.RecvGrad: "_exec_recv_grads",
+        instructions.BackwardPass: "_exec_backward_pass",
+        instructions.SendGrad: "_exec_send_grads",
+        instructions.ReduceTiedGrads: "_exec_reduce_tied_grads",
+        instructions.ReduceGrads: "_exec_reduce_grads",
+        instructions.OptimizerStep: "_exec_optimizer_step",
+    }
+    _ISSUED: ClassVar = {PostActivation, instructions.SendActivation, PostGrad, instructions.SendGrad}
+    _TIMED: ClassVar = {instructions.ForwardPass: FORWARD, instructions.BackwardPass: BACKWARD}
+
+    def _what_instructions_do(self: Any) -> dict[type, tuple[str, int | None]]:
+        """For each instruction what others are told if it hangs, and the rank that it waits for."""
+
+        def with_stage(verb: str, stage: int) -> tuple[str, int | None]:
+            there = 0 <= stage < self.num_stages
+            return f"{verb} stage {stage}", self.grid.stage_to_global(stage_id=stage) if there else None
+
+        return {
+            instructions.LoadMicroBatch: ("loading a micro-batch", None),
+            instructions.ForwardPass: ("computing forward", None),
+            instructions.BackwardPass: ("computing backward", None),
+            instructions.SendActivation: with_stage("sending activations to", self.next_stage),
+            PostActivation: with_stage("preparing to receive activations from", self.prev_stage),
+            instructions.RecvActivation: with_stage("receiving activations from", self.prev_stage),
+            instructions.SendGrad: with_stage("sending gradients to", self.prev_stage),
+            PostGrad: with_stage("preparing to receive gradients from", self.next_stage),
+            instructions.RecvGrad: with_stage("receiving gradients from", self.next_stage),
+            instructions.ReduceTiedGrads: ("reducing tied gradients", EVERYONE),
+            instructions.ReduceGrads: ("reducing gradients", EVERYONE),
+            instructions.OptimizerStep: ("stepping the optimizer", EVERYONE),
+        }
+
+    _doing: tuple[str, int] | None = None
+
+    @contextmanager
+    def _naming_lost_peers(self: Any) -> Iterator[None]:
+        """Say where a rank was when the connection to another broke; the backends only say that it did."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _LOST_CONNECTION.search(str(error)):
+                raise
+            doing = "agreeing with the other ranks"
+            if self._doing is not None:
+                verb, stage = self._doing
+                doing = f"{verb} stage {stage}, rank {self.grid.stage_to_global(stage_id=stage)}"
+            raise PeerError(
+                f"rank {self.global_rank}, stage {self.stage_id}, lost another rank at step {self.global_steps} while "
+                f"{doing}; that rank's own error, if it could still give one, is the cause ({error})"
+            ) from error
+
+    @contextmanager
+    def _with_stage(self: Any, verb: str, stage: int) -> Iterator[None]:
+        self._doing = (verb, stage)
+        yield
+        self._doing = None
+
+    @contextmanager
+    def _measuring_memory(self: Any, kind: type) -> Iterator[None]:
+        """The first forward with a micro-batch size tells what a live micro-batch keeps."""
+        wanted = self.controller is not None and kind is instructions.ForwardPass and torch.is_grad_enabled()
+        if not wanted or self.cut in self.saved_bytes:
+            yield
+            return
+        device = torch.device(self.device)
+        with SavedBytes(self.module, device) as saved:
+            yield
+        self.saved_bytes[self.cut] = float(saved.num_bytes)
+
+    # -- between stages ------------------------------------------------------------------------------------------
+
+    def _exec_post_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
+        with self._with_stage("receiving from", self.prev_stage):
+            self.transport["activations_in"].post(micro_batch, self._activation_key(micro_batch))
+
+    def _exec_recv_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
+        waiting = self.recorder.span(WAIT, micro_batch)
+        with self.clock.wait(), waiting, self._with_stage("receiving from", self.prev_stage):
+            value = self.transport["activations_in"].take(micro_batch)
+        self._arrived(buffer_id, micro_batch, value)
+
+    def _exec_send_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
+        with self._with_stage("sending to", self.next_stage):
+            key = self._activation_key(micro_batch)
+            self.transport["activations_out"].send(micro_batch, key, self._leaving(buffer_id))
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["outputs"][buffer_id] = None
+
+    def _exec_post_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        with self._with_stage("receiving from", self.next_stage):
+            self.transport["gradients_in"].post(micro_batch, self._gradient_meta(buffer_id))
+
+    def _exec_recv_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        waiting = self.recorder.span(WAIT, micro_batch)
+        with self.clock.wait(), waiting, self._with_stage("receiving from", self.next_stage):
+            value = self.transport["gradients_in"].take(micro_batch)
+        self._gradients_arrived(buffer_id, value)
+
+    def _exec_send_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        value = self._leaving_gradients(buffer_id)
+        with self._with_stage("sending to", self.prev_stage):
+            self.transport["gradients_out"].send(micro_batch, meta_of(value), value)
+        self.pipe_buffers["inputs"][buffer_id] = None
+
+    # -- what a stage of any PipelineModule passes on -------------------------------------------------------------
+
+    def _activation_shapes(self) -> Shapes:
+        return Shapes()
+
+    def _activation_key(self: Any, micro_batch: int) -> Hashable:
+        """Micro-batches with the same key have activations of the same shapes on every edge."""
+        return (self._shapes_reset, self._keys[micro_batch] if self.dynamic_shape else 0)
+
+    def reset_activation_shape(self: Any) -> None:
+        """The shapes of activations change with the next step; call it on all ranks (DeepSpeed's, for curricula)."""
+        super().reset_activation_shape()  # type: ignore[misc]
+        self._shapes_reset += 1
+
+    def _leaving(self: Any, buffer_id: int) -> Value:
+        value: Value = self.pipe_buffers["outputs"][buffer_id]
+        return value
+
+    def _arrived(self: Any, buffer_id: int, micro_batch: int, value: Value) -> None:
+        for tensor in value if isinstance(value, tuple) else (value,):
+            tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+        self.pipe_buffers["inputs"][buffer_id] = value
+
+    def _gradient_meta(self: Any, buffer_id: int) -> Meta:
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        if isinstance(outputs, tuple):
+            return meta_of(tuple(tensor for tensor in outputs if tensor.is_floating_point()))
+        return meta_of(outputs)
+
+    def _leaving_gradients(self: Any, buffer_id: int) -> Value:
+        inputs = self.pipe_buffers["inputs"][buffer_id]
+        if not isinstance(inputs, tuple):
+            return _gradient(inputs)
+        return tuple(_gradient(tensor) for tensor in inputs if tensor.is_floating_point())
+
+    def _gradients_arrived(self: Any, buffer_id: int, value: Value) -> None:
+        self.grad_layer = value
+
+    def _exec_load_micro_batch(self: Any, buffer_id: int, micro_batch: int) -> None:
+        super()._exec_load_micro_batch(buffer_id)  # type: ignore[misc]
+
+    def _exec_forward_pass(self: Any, buffer_id: int, micro_batch: int) -> None:
+        super()._exec_forward_pass(buffer_id)  # type: ignore[misc]
+        if self.is_last_stage() and torch.is_grad_enabled():
+            self._losses[buffer_id] = self.loss  # others may follow before its backward
+
+    # -- steps of changing shapes --------------------------------------------------------------------------------
+
+    def _open_step(self: Any, num_micro_batches: int, *, trains: bool = False) -> Any:
+        """Where shapes change, the first stage looks at the whole step, and tells the others which ones are alike."""
+        if not (self.dynamic_shape and self.is_pipe_parallel):
+            return
+        error: Exception | None = None
+        keys = torch.zeros(num_micro_batches, dtype=torch.int64)
+        if self.is_first_stage():
+            try:
+                while len(self._ahead) < num_micro_batches:
+                    self._ahead.append(super()._next_batch())  # type: ignore[misc]
+                keys += torch.tensor([_signature(batch[0]) for batch in self._ahead])
+            except Exception as caught:
+                self._ahead.clear()
+                error = caught
+        self.control.settle(error, f"beginning step {self.global_steps}")
+        self._keys = self.control.sum_over_stages(keys).tolist()
+
+    def _next_batch(self: Any) -> Any:
+        return self._ahead.popleft() if self._ahead else super()._next_batch()  # type: ignore[misc]
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _signature(inputs: Any) -> int:
+    tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode())

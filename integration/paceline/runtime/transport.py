@@ -1,0 +1,434 @@
+"""Tensors between the stages of a pipeline: sends that nobody waits for, receives that are posted ahead of use.
+
+A *lane* is one edge of the pipeline in one direction. Messages on a lane arrive in the order in which they were sent.
+Two orders of communication are proven free of deadlock by :mod:`paceline.schedules.verify`:
+
+* free: every lane has a process group of its own, so that no message waits behind another lane's (gloo);
+* paired: one group for the pipeline, and both ends of every pair issue their operations in the same order, in batches
+  (NCCL, where concurrent communicators are not safe to assume).
+
+Both ends of a lane work out the shapes of a message from its key. A key that the lane has not seen is announced: the
+shapes travel ahead of the tensors, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .staging import Staging
+
+Value: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What a stage passes on."""
+
+HEADER = 256
+"""Numbers in an announcement: whether it is a tuple, how many tensors, then dtype, dimensions and sizes of each."""
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+RECORDS = 512
+"""The last messages of a lane, whose times are kept."""
+
+TIMEOUT = timedelta(days=7)
+"""Of a wait for a peer: how long it may take, the watch knows."""
+
+
+class Meta(NamedTuple):
+    """What a message holds: shape and dtype of each tensor, and whether it is a tuple or a tensor alone."""
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    is_tuple: bool = True
+
+
+class Record(NamedTuple):
+    """One message, as one end of its lane saw it; seconds of this host's monotonic clock."""
+
+    number: int
+    """On its lane, from the first on: the same at both ends."""
+    micro_batch: int
+    num_bytes: int
+    begun_s: float
+    """When it could be sent, or when its receive was posted."""
+    done_s: float
+    """When it had arrived. On the sending side: when the backend was done with it."""
+
+
+def meta_of(value: Value) -> Meta:
+    return Meta(
+        tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tensors(value)), is_tuple=isinstance(value, tuple)
+    )
+
+
+def _tensors(value: Value) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@dataclass
+class Shapes:
+    """What a lane knows of its messages: the shapes that belong to a key. Both ends keep the same book."""
+
+    _known: dict[Hashable, Meta] = field(default_factory=dict)
+
+    def of(self, key: Hashable) -> Meta | None:
+        """The shapes of a message with this key, None if they have yet to be announced."""
+        return self._known.get(key)
+
+    def learn(self, key: Hashable, meta: Meta) -> None:
+        self._known[key] = meta
+
+
+class GivenShapes(Shapes):
+    """The key is the :data:`Meta` itself; nothing is ever announced."""
+
+    def of(self, key: Hashable) -> Meta:
+        return key  # type: ignore[return-value]
+
+
+@dataclass
+class _Message:
+    micro_batch: int
+    tensors: list[Tensor]
+    begun_s: float
+    ready: list[Callable[[], None]] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    is_begun: bool = False
+    is_tuple: bool = True
+    error: BaseException | None = None
+    is_done: SimpleQueue[None] = field(default_factory=SimpleQueue)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+class Lane:
+    """One end of one lane. A thread waits for what is under way, and notes when it was done.
+
+    Args:
+        peer: global rank at the other end.
+        is_sender: whether this rank sends on it.
+        group: of this lane's own (free), or of the whole pipeline (paired).
+        batch: in the paired order, collects operations until :meth:`Transport.flush`; None in the free one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        peer: int,
+        *,
+        is_sender: bool,
+        group: Any,
+        shapes: Shapes,
+        device: torch.device,
+        staging: Staging | None = None,
+        batch: _Batch | None = None,
+    ) -> None:
+        self.name, self.peer, self.is_sender, self.group, self.shapes = name, peer, is_sender, group, shapes
+        self.records: deque[Record] = deque(maxlen=RECORDS)
+        self._num_records = 0
+        self._device, self._staging, self._batch = device, staging, batch
+        self._arriving: dict[int, _Message] = {}
+        self._error: BaseException | None = None
+        self._unknown: deque[tuple[int, Hashable]] = deque()
+        self._queue: SimpleQueue[_Message | None] = SimpleQueue()
+        # In the paired order the backend orders its work on the device's streams, and the host need not wait.
+        self._thread = None if batch is not None else Thread(target=self._wait_for_all, name=name, daemon=True)
+        if self._thread is not None:
+            self._thread.start()
+
+    # -- the sending end -----------------------------------------------------------------------------------------
+
+    def send(self, micro_batch: int, key: Hashable, value: Value) -> None:
+        """Begin to send; returns at once. The tensors must not be written to before the step ends.
+
+        Raises:
+            ValueError: shapes other than those that the receiver was told for this key.
+        """
+        if self._error is not None:
+            raise self._error
+        meta, known = meta_of(value), self.shapes.of(key)
+        if known is None:
+            self._issue(_Message(-1, [self._header(meta)], time.perf_counter()), send=True)
+            self._flush()
+            self.shapes.learn(key, meta)
+        elif known != meta:
+            raise ValueError(
+                f"micro-batch {micro_batch}: {self.name} are {_show(meta)}, and were {_show(known)} before: build the "
+                "PipelineModule with dynamic_shape=True where shapes change."
+            )
+        message = _Message(
+            micro_batch, [tensor.detach().contiguous() for tensor in _tensors(value)], time.perf_counter()
+        )
+        if self._staging is not None:
+            copies = [self._staging.to_host(tensor) for tensor in message.tensors]
+            message.tensors, message.ready = [host for host, _ in copies], [ready for _, ready in copies]
+        self._issue(message, send=True)
+
+    # -- the receiving end ---------------------------------------------------------------------------------------
+
+    def post(self, micro_batch: int, key: Hashable) -> None:
+        """Make room for a message that will come, and let it come. Posts are in the order of the sends."""
+        if self._unknown or self.shapes.of(key) is None:
+            self._unknown.append((micro_batch, key))
+            if self._batch is not None:  # the place of this receive is now
+                self._meet()
+        else:
+            self._post(micro_batch, key)
+
+    def take(self, micro_batch: int) -> Value:
+        """Wait for a message that was posted."""
+        while micro_batch not in self._arriving:
+            self._meet()
+        message = self._arriving.pop(micro_batch)
+        if self._batch is not None:
+            self._flush()
+            for work in message.works:
+                work.wait()
+            self.note(message)
+        else:
+            message.is_done.get()
+        if message.error is not None:
+            raise message.error
+        tensors = message.tensors
+        if self._staging is not None and micro_batch >= 0:
+            tensors = [self._staging.to_device(tensor) for tensor in tensors]
+        return tuple(tensors) if message.is_tuple else tensors[0]
+
+    def _post(self, micro_batch: int, key: Hashable) -> None:
+        meta = self.shapes.of(key)
+        assert meta is not None
+        buffers = [self._buffer(shape, dtype) for shape, dtype in meta.tensors]
+        message = _Message(micro_batch, buffers, time.perf_counter(), is_tuple=meta.is_tuple)
+        self._arriving[micro_batch] = message
+        self._issue(message, send=False)
+
+    def _meet(self) -> None:
+        """Wait for the announcement of the first message whose shapes are not known, and post what is known then."""
+        _, key = self._unknown[0]
+        if self.shapes.of(key) is None:
+            header = _Message(-1, [self._header(Meta(()))], time.perf_counter(), is_tuple=False)
+            self._arriving[-1] = header
+            self._issue(header, send=False)
+            self.shapes.learn(key, _read_header(self.take(-1)))
+        while self._unknown and self.shapes.of(self._unknown[0][1]) is not None:
+            self._post(*self._unknown.popleft())
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the thread, once everything under way is done."""
+        if self._thread is not None:
+            self._queue.put(None)
+
+    def _header(self, meta: Meta) -> Tensor:
+        numbers = [int(meta.is_tuple), len(meta.tensors)]
+        for shape, dtype in meta.tensors:
+            numbers += [DTYPES.index(dtype), len(shape), *shape]
+        if len(numbers) > HEADER:
+            raise ValueError(
+                f"{self.name} are {len(meta.tensors)} tensors, {_show(meta)}: at most {HEADER} numbers describe what "
+                "a stage passes on; pass fewer tensors."
+            )
+        device = self._device if self._staging is None else "cpu"
+        return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64, device=device)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._staging is not None:
+            return self._staging.host_buffer(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _issue(self, message: _Message, *, send: bool) -> None:
+        if self._batch is not None:
+            self._batch.add(self, message, send)
+            return
+        message.is_begun = not send or self._staging is None
+        if message.is_begun:  # else the thread begins it, once the copies are there
+            self._begin(message)
+        self._queue.put(message)
+
+    def _begin(self, message: _Message) -> None:
+        act = dist.isend if self.is_sender else dist.irecv
+        message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
+
+    def _flush(self) -> None:
+        if self._batch is not None:
+            self._batch.flush()
+
+    def _wait_for_all(self) -> None:
+        while (message := self._queue.get()) is not None:
+            try:
+                if self._error is not None:
+                    raise self._error
+                if not message.is_begun:
+                    for ready in message.ready:
+                        ready()
+                    self._begin(message)
+                for work in message.works:
+                    work.wait()
+            except BaseException as caught:
+                self._error = message.error = caught  # the connection is gone; what follows on it fails as well
+            self.note(message)
+            message.is_done.put(None)
+            del message  # its tensors are free
+
+    def note(self, message: _Message) -> None:
+        if message.micro_batch >= 0 and message.error is None:
+            self._num_records += 1
+            self.records.append(
+                Record(self._num_records, message.micro_batch, message.num_bytes, message.begun_s, time.perf_counter())
+            )
+
+
+class _Batch:
+    """The paired order: operations between two computations are issued together, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Lane, _Message, bool]] = []
+        self._sent: deque[tuple[Lane, _Message]] = deque()
+
+    def add(self, lane: Lane, message: _Message, send: bool) -> None:
+        self._waiting.append((lane, message, send))
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        operations = []
+        for lane, message, send in self._waiting:
+            for ready in message.ready:
+                ready()
+            act = dist.isend if send else dist.irecv
+            operations += [dist.P2POp(act, tensor, lane.peer, group=lane.group) for tensor in message.tensors]
+        works = dist.batch_isend_irecv(operations)
+        if len(works) == len(operations):
+            given = iter(works)
+            for _, message, _ in self._waiting:
+                message.works = [next(given) for _ in message.tensors]
+        else:  # one for the whole batch
+            for _, message, _ in self._waiting:
+                message.works = list(works)
+        self._sent.extend((lane, message) for lane, message, send in self._waiting if send)
+        self._waiting = []
+
+    def finish(self) -> None:
+        self.flush()
+        while self._sent:
+            lane, message = self._sent.popleft()
+            for work in message.works:
+                work.wait()
+            lane.note(message)
+
+
+class Transport:
+    """The lanes of one rank: ``activations_in``, ``activations_out``, ``gradients_in``, ``gradients_out``.
+
+    Collective: every rank of the world makes one at the same time.
+
+    Args:
+        pipes: global ranks of each pipeline of the world, first stage first.
+        order: ``"free"`` or ``"paired"``.
+        activation_shapes: a new book of shapes for a lane of activations.
+    """
+
+    def __init__(
+        self,
+        pipes: Sequence[Sequence[int]],
+        rank: int,
+        *,
+        order: str,
+        device: torch.device,
+        staging: Staging | None = None,
+        activation_shapes: Callable[[], Shapes] = Shapes,
+    ) -> None:
+        self.order = order
+        self._batch = _Batch() if order == "paired" else None
+        self._lanes: dict[str, Lane] = {}
+        groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes)
+        for pipe in pipes:
+            if rank not in pipe:
+                continue
+            stage = pipe.index(rank)
+            for name, source, target in lanes_of(stage, len(pipe)):
+                self._lanes[name] = Lane(
+                    f"{name.replace('_', ' ')} of stage {stage}",
+                    pipe[target if source == stage else source],
+                    is_sender=source == stage,
+                    group=groups[(pipe[source], pipe[target])],
+                    shapes=activation_shapes() if name.startswith("activations") else GivenShapes(),
+                    device=device,
+                    staging=staging,
+                    batch=self._batch,
+                )
+
+    def __getitem__(self, name: str) -> Lane:
+        return self._lanes[name]
+
+    def lanes(self) -> dict[str, Lane]:
+        return dict(self._lanes)
+
+    def flush(self) -> None:
+        """Issue what the paired order has collected."""
+        if self._batch is not None:
+            self._batch.flush()
+
+    def finish(self) -> None:
+        """Let go of what was sent, at the end of a step; the free order's threads do so as they go."""
+        if self._batch is not None:
+            self._batch.finish()
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+
+def lanes_of(stage: int, num_stages: int) -> list[tuple[str, int, int]]:
+    """Name, sending and receiving stage of each lane at ``stage``."""
+    lanes = []
+    if stage > 0:
+        lanes += [("activations_in", stage - 1, stage), ("gradients_out", stage, stage - 1)]
+    if stage < num_stages - 1:
+        lanes += [("activations_out", stage, stage + 1), ("gradients_in", stage + 1, stage)]
+    return lanes
+
+
+def _free_groups(pipes: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
+    groups = {}
+    for pipe in pipes:
+        for one, other in pairwise(pipe):
+            for edge in ((one, other), (other, one)):
+                groups[edge] = dist.new_group([one, other], backend="gloo", timeout=TIMEOUT)
+    return groups
+
+
+def _paired_groups(pipes: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
+    groups = {}
+    for pipe in pipes:
+        group = dist.new_group(list(pipe), timeout=TIMEOUT)
+        groups.update({edge: group for a, b in pairwise(pipe) for edge in ((a, b), (b, a))})
+    return groups
+
+
+def _read_header(header: Any) -> Meta:
+    numbers = iter(header.tolist())
+    is_tuple = bool(next(numbers))
+    meta = []
+    for _ in range(next(numbers)):
+        dtype, num_dims = DTYPES[next(numbers)], next(numbers)
+        meta.append((tuple(next(numbers) for _ in range(num_dims)), dtype))
+    return Meta(tuple(meta), is_tuple)
+
+
+def _show(meta: Meta) -> str:
+    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in meta.tensors)

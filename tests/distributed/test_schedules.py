@@ -1,0 +1,145 @@
+"""No number depends on the schedule: every one gives the weights that DeepSpeed's own engine gives, bit by bit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jobs import ds_config
+from ranks import run_ranks
+
+VOCABULARY, WIDTH, LAYERS, MICRO_BATCHES, STEPS = 17, 8, 4, 6, 3
+SCHEDULES: list[Any] = [
+    None,
+    "gpipe",
+    {"type": "kfkb", "k": 2},
+    {"type": "kfkb", "k": 4},
+    {"type": "eager", "slack": 1.0},
+    {"type": "eager", "warmup": [5, 3, 0]},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Pair(nn.Module):
+    """Passes on a tuple: floats, integers and booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: Any) -> Any:
+        x, ids, mask = pair if isinstance(pair, tuple) else (pair, torch.arange(pair.shape[1]), pair[0, :, 0] > 0)
+        return torch.tanh(self.linear(x)) * mask[:, None] + ids[:, None], ids, mask
+
+
+class Join(nn.Module):
+    def forward(self, pair: Any) -> torch.Tensor:
+        return pair[0]
+
+
+def by_weight(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return x @ module.weight.t()
+
+
+def embed(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.embedding(x, module.weight)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def layers(kind: str) -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    middle = [LayerSpec(Block)] * LAYERS if kind == "tied" else [*[LayerSpec(Pair)] * LAYERS, LayerSpec(Join)]
+    return [
+        TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=embed),
+        *middle,
+        TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=by_weight),
+    ]
+
+
+def batches(step: int, lengths: list[int]) -> list[Any]:
+    generator = torch.Generator().manual_seed(step)
+    return [
+        tuple(torch.randint(0, VOCABULARY, (2, 2, lengths[i % len(lengths)]), generator=generator))
+        for i in range(MICRO_BATCHES)
+    ]
+
+
+def train(
+    initialize: Any, schedule: Any, *, kind: str = "tied", lengths: tuple[int, ...] = (5,), **options: Any
+) -> Any:
+    """Losses of three steps, of an evaluation, and the weights after it, of one rank."""
+    from deepspeed.pipe import PipelineModule
+
+    module = PipelineModule(
+        layers=layers(kind),
+        num_stages=int(os.environ["WORLD_SIZE"]),
+        loss_fn=loss_of,
+        partition_method="uniform",
+        seed_layers=True,
+        dynamic_shape=len(lengths) > 1,
+        activation_checkpoint_interval=options.pop("interval", 0),
+    )
+    section = {} if schedule is None else {"paceline": {"pipeline": {"schedule": schedule}}}
+    config = ds_config(
+        train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        **options,
+        **section,
+    )
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    engine, *_ = initialize(model=module, model_parameters=parameters, config=config)
+    losses = [engine.train_batch(iter(batches(step, list(lengths)))).item() for step in range(STEPS)]
+    losses.append(engine.eval_batch(iter(batches(99, list(lengths)))).item())
+    if hasattr(engine, "schedule"):
+        engine.destroy()
+    return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def all_schedules(stages: int, order: str | None, options: dict[str, Any]) -> list[Any]:
+    import deepspeed
+
+    import paceline
+    from paceline.runtime.engine import PacelineEngine
+
+    deepspeed.init_distributed()
+    PacelineEngine.transport_order = order
+    fitting = [s for s in SCHEDULES if not isinstance(s, dict) or len(s.get("warmup", range(stages))) == stages]
+    return [
+        train(deepspeed.initialize, None, **options),
+        *(train(paceline.initialize, schedule, **options) for schedule in fitting),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "order", "options"),
+    [
+        (3, None, {}),
+        (3, "paired", {"kind": "pairs"}),
+        (2, None, {"interval": 1}),
+        (4, None, {"kind": "pairs", "lengths": (5, 3, 5, 8)}),
+        (3, "paired", {"lengths": (5, 3, 5, 8), "zero_optimization": {"stage": 1}}),
+    ],
+)
+def test_every_schedule_gives_the_weights_of_deepspeed(stages: int, order: str | None, options: dict[str, Any]) -> None:
+    for wanted, *found in run_ranks(all_schedules, stages, stages, order, options):
+        for losses, weights in found:
+            assert losses == wanted[0]
+            for name, tensor in wanted[1].items():
+                assert torch.equal(weights[name], tensor), name
