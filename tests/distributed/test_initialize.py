@@ -120,7 +120,8 @@ def with_training_data(stages: int) -> list[float]:
 
 def test_training_data_and_collator() -> None:
     ranks = run_ranks(with_training_data, 2, 2)
-    assert ranks[0] == ranks[1] == run_ranks(with_training_data, 1, 1)[0]
+    whole = run_ranks(with_training_data, 1, 1)[0]
+    assert ranks[0] == ranks[1] == pytest.approx(whole, rel=1e-6)  # a tied weight's gradients are added in other orders
     assert ranks[0][4] < ranks[0][0]  # the fifth step has the samples of the first again
 
 
@@ -204,7 +205,9 @@ def test_eval_batch_is_deepspeeds_with_token_weights() -> None:
     whole = run_ranks(evaluated, 1, 1)[0]
     ranks = run_ranks(evaluated, 3, 3)
     for rank in ranks:
-        assert {k: v for k, v in rank.items() if k != "logits"} == {k: v for k, v in whole.items() if k != "logits"}
+        assert rank["after"] == pytest.approx(whole["after"], rel=1e-6)  # tied weights: gradients add in other orders
+        for name in ("before", "loss", "trained"):
+            assert rank[name] == pytest.approx(whole[name], rel=1e-6), name
     assert ranks[2]["logits"] == whole["logits"] == torch.Size([2, 16, 97])
     assert whole["after"]["eval_loss"] < whole["before"]
 
