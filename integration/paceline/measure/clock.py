@@ -33,26 +33,42 @@ class Clock:
     _fastest: dict[tuple[str, int], float] = field(default_factory=dict)
     _since: float = field(default_factory=time.perf_counter)
 
+    def now(self) -> Any:
+        """This moment on the device: seconds on a CPU, else an event that nobody waits for."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     @contextmanager
     def compute(self) -> Iterator[None]:
         """Time of the device's own work."""
-        start = self._now()
+        start = self.now()
         yield
-        self._keep(start, None)
+        self.add_compute(start, self.now())
+
+    def add_compute(self, start: Any, end: Any) -> None:
+        """Book what lies between two moments as the device's own work."""
+        if self.device.type != "cuda":
+            self._compute_s += end - start
+        else:
+            self._keep_events(start, end, None)
+
+    def add_idle(self, seconds: float) -> None:
+        """Book time of the host in which there was nothing to do: what comes next had yet to arrive."""
+        self._idle_s += seconds
 
     @contextmanager
     def transfer(self, kind: str, num_bytes: int) -> Iterator[None]:
         """Time of a blocking collective of ``num_bytes``."""
-        start = self._now()
+        start = self.now()
         yield
-        self._keep(start, (kind, num_bytes))
-
-    @contextmanager
-    def wait(self) -> Iterator[None]:
-        """Time in which there is nothing to do: what comes next has yet to arrive."""
-        start = time.perf_counter()
-        yield
-        self._idle_s += time.perf_counter() - start
+        end = self.now()
+        if self.device.type != "cuda":
+            self._add(end - start, (kind, num_bytes))
+        else:
+            self._keep_events(start, end, (kind, num_bytes))
 
     def read(self) -> dict[str, float]:
         """``compute_s``, ``communication_s``, ``idle_s``, ``other_s`` and ``wall_s`` since the last call.
@@ -70,20 +86,10 @@ class Clock:
         self._since = now
         return {**spent, "other_s": max(0.0, wall - sum(spent.values())), "wall_s": wall}
 
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _keep(self, start: Any, transfer: tuple[str, int] | None) -> None:
-        if self.device.type != "cuda":
-            self._add(time.perf_counter() - start, transfer)
-        else:
-            self._pending.append((start, self._now(), transfer))
-            while len(self._pending) > PENDING and self._pending[0][1].query():  # nobody reads the clock
-                self._add_elapsed(*self._pending.popleft())
+    def _keep_events(self, start: Any, end: Any, transfer: tuple[str, int] | None) -> None:
+        self._pending.append((start, end, transfer))
+        while len(self._pending) > PENDING and self._pending[0][1].query():  # nobody reads the clock
+            self._add_elapsed(*self._pending.popleft())
 
     def _add_elapsed(self, start: Any, stop: Any, transfer: tuple[str, int] | None) -> None:
         self._add(start.elapsed_time(stop) / 1e3, transfer)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -23,9 +21,19 @@ class StepTimes:
 
     begun_s: float
     ended_s: float = 0.0
-    spans: list[tuple[str, int, float, float]] = field(default_factory=list)
+    spans: list[tuple[str, int, Any, Any]] = field(default_factory=list)
     key: Any = None
     """What the step ran under: times of different keys are not mixed."""
+    origin: Any = None
+
+    def read(self) -> None:
+        """Turn events into seconds."""
+        for index, (kind, micro_batch, start, end) in enumerate(self.spans):
+            if not isinstance(start, float):
+                end.synchronize()
+                moments = (self.begun_s + self.origin.elapsed_time(event) / 1e3 for event in (start, end))
+                self.spans[index] = (kind, micro_batch, *moments)
+        self.origin = None
 
     def typical(self, kind: str) -> float | None:
         """Median seconds of a forward (``"F"``) or backward (``"B"``)."""
@@ -34,53 +42,34 @@ class StepTimes:
 
 
 class Recorder:
-    """Times the computations of steps; on a GPU with events that are read only when somebody asks.
+    """Keeps when the computations of the last steps ran.
 
-    Args:
-        device: that computes.
+    Moments are seconds of the host's clock, or, on a GPU, events that are read only when somebody asks.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self) -> None:
         self._steps: deque[StepTimes] = deque(maxlen=STEPS)
-        self._events: dict[int, list[Any]] = {}
         self._current: StepTimes | None = None
 
-    def begin(self, key: Any = None) -> None:
-        """A step begins."""
-        self._current = StepTimes(time.perf_counter(), key=key)
-        if self._cuda:
-            self._origin = _event()
+    def begin(self, now: Any, key: Any = None) -> None:
+        """A step begins. ``now`` is this moment on the device (:meth:`paceline.measure.clock.Clock.now`)."""
+        self._current = StepTimes(time.perf_counter(), key=key, origin=now)
 
     def end(self) -> None:
         """The step is over."""
-        if self._current is None:
-            return
-        self._current.ended_s = time.perf_counter()
-        if len(self._steps) == STEPS:
-            self._events.pop(id(self._steps[0]), None)
-        self._steps.append(self._current)
-        self._current = None
+        if self._current is not None:
+            self._current.ended_s = time.perf_counter()
+            self._steps.append(self._current)
+            self._current = None
 
     def drop(self) -> None:
         """The step was none: it failed."""
         self._current = None
 
-    @contextmanager
-    def span(self, kind: str, micro_batch: int) -> Iterator[None]:
-        """Time what runs inside."""
-        if self._current is None:
-            yield
-            return
-        if not self._cuda:
-            start = time.perf_counter()
-            yield
-            self._current.spans.append((kind, micro_batch, start, time.perf_counter()))
-            return
-        first = _event()
-        yield
-        events = self._events.setdefault(id(self._current), [self._origin])
-        events.append((kind, micro_batch, first, _event()))
+    def add(self, kind: str, micro_batch: int, start: Any, end: Any) -> None:
+        """Something ran between two moments."""
+        if self._current is not None:
+            self._current.spans.append((kind, micro_batch, start, end))
 
     def take(self) -> list[StepTimes]:
         """The steps since the last time, the last ones if they were many, oldest first. Waits for the device."""
@@ -91,21 +80,8 @@ class Recorder:
     def steps(self) -> list[StepTimes]:
         """The last steps, oldest first, which are kept. Waits for the device."""
         for step in self._steps:
-            events = self._events.pop(id(step), None)
-            if not events:
-                continue
-            origin, *spans = events
-            for kind, micro_batch, first, last in spans:
-                last.synchronize()
-                start, end = (step.begun_s + origin.elapsed_time(event) / 1e3 for event in (first, last))
-                step.spans.append((kind, micro_batch, start, end))
+            step.read()
         return list(self._steps)
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 class SavedBytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.torch_optimizers import make_optimizer, torch_class
 from ..patches.deepspeed_pipe_engine import allocate_or_extend_buffers
 from .checkpointing import Checkpointing
+from .computing import Computing
 from .control import ControlPlane
 from .scheduling import Scheduling
 from .state import is_copy, link_full_access, names_of, tied_weights
 from .watch import WATCH
 
 
-class PacelineEngine(Checkpointing, Scheduling, PipelineEngine):
+class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -207,6 +207,7 @@ class PacelineEngine(Checkpointing, Scheduling, PipelineEngine):
     # -- the instructions of a schedule --------------------------------------------------------------------------
 
     def _exec_reduce_tied_grads(self) -> None:
+        self._at.doing = None
         ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.trains(w)]
         num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
         with self.clock.transfer("tied", num_bytes):
@@ -215,23 +216,6 @@ class PacelineEngine(Checkpointing, Scheduling, PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time
-
-    def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
-        outputs = self.pipe_buffers["outputs"][buffer_id]
-        # Stock goes backward from each tensor of a tuple in turn, and with reentrant checkpointing (its own) several
-        # times through a weight: a gradient is then not finished when it first arrives.
-        once = self.is_last_stage() or not isinstance(outputs, tuple)
-        if self.is_last_stage():
-            self.loss = self._losses.pop(buffer_id)
-        with self._counting_backwards(once and self.module.activation_checkpoint_interval == 0):
-            PipelineEngine._exec_backward_pass(self, buffer_id)
-        self.pipe_buffers["outputs"][buffer_id] = None
-
-    @contextmanager
-    def _counting_backwards(self, overlaps: bool = True) -> Iterator[None]:
-        self._backwards += 1
-        with self.optimizer.final_backward(overlaps and self._backwards == self.schedule.num_micro_batches):
-            yield
 
 
 def _flatten(parameters: Iterable[Any]) -> Iterable[Tensor]:

@@ -71,6 +71,8 @@ class LoweredSchedule(PipeSchedule):
     def __init__(self, schedule: Schedule, stage_id: int, *, order: str, trains: bool) -> None:
         super().__init__(schedule.num_micro_batches, schedule.num_stages, stage_id)
         self.schedule = schedule
+        self.bound: list[Any] | None = None
+        """What runs each instruction, once an engine has looked."""
         program = lower(schedule, order=order)[stage_id]
         self._num_buffers = num_buffers(program)
         self._instructions = [INSTRUCTIONS[op.kind](buffer_id=op.buffer, micro_batch=op.micro_batch) for op in program]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import time
 import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +28,7 @@ from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
 from .observer import WAIT
 from .staging import staging_for
-from .transport import Meta, Shapes, Transport, Value, meta_of
+from .transport import Lane, Meta, Shapes, Transport, Value, meta_of
 from .watch import EVERYONE, WATCH
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
@@ -43,7 +46,7 @@ class Scheduling:
     def _start_scheduling(self: Any) -> None:
         # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
-        self.recorder = Recorder(torch.device(self.device))
+        self.recorder = Recorder()
         order = self.transport_order or ("paired" if torch.distributed.get_backend() == "nccl" else "free")
         pipes = self.grid._topo.get_axis_comm_lists("pipe") if self.is_pipe_parallel else []
         self.transport = Transport(
@@ -54,6 +57,7 @@ class Scheduling:
             staging=staging_for(torch.device(self.device)),
             activation_shapes=self._activation_shapes,
         )
+        self._at = _Here(**self.transport.lanes())
         section = PacelineConfig.of(self._config._param_dict)
         self.pipe_ranks = next((pipe for pipe in pipes if self.global_rank in pipe), [self.global_rank])
         self.schedule_choice, _ = resolve_schedule(
@@ -64,7 +68,6 @@ class Scheduling:
         self._ahead: deque[Any] = deque()
         self._keys: list[int] = []
         self._shapes_reset = 0
-        self._losses: dict[int, Any] = {}
         self.saved_bytes: dict[int, float] = {}
         """What a live micro-batch keeps on this stage, by micro-batch size, as far as it was measured."""
         sizes = self.schedule_choice.micro_batch_sizes or ()
@@ -143,35 +146,62 @@ class Scheduling:
     def _recorded(self: Any) -> Iterator[None]:
         if self.controller is not None:
             self.controller.before_step()
-        self.recorder.begin((self.schedule.name, self.cut))
+        self._at.doing = None
+        self.recorder.begin(self.clock.now(), (self.schedule.name, self.cut))
+        # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             yield
         except BaseException:
             self.recorder.drop()
             raise
+        finally:
+            if collects:
+                gc.enable()
         self.recorder.end()
 
     # -- running it ----------------------------------------------------------------------------------------------
 
-    def _exec_schedule(self: Any, pipe_schedule: Any) -> None:
-        """Run the instructions by name: the table of the stock engine holds its own functions, not their overrides."""
+    def _exec_schedule(self: Any, pipe_schedule: LoweredSchedule) -> None:
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs: list[Tensor] = []
         self._backwards = 0
-        for commands in pipe_schedule:
-            for command in commands:
-                kind = type(command)
-                WATCH.doing(*self._told[kind])
-                run = getattr(self, self._NAMES[kind])
-                if kind not in self._ISSUED:
-                    self.transport.flush()
-                if kind not in self._TIMED:
-                    run(**command.kwargs)
-                    continue
-                timed = self.recorder.span(self._TIMED[kind], command.kwargs["micro_batch"])
-                with self.clock.compute(), timed, self._measuring_memory(kind):
-                    run(**command.kwargs)
-        self.transport.finish()
+        clock, recorder, transport, doing = self.clock, self.recorder, self.transport, WATCH.doing
+        measures_memory = self.controller is not None and torch.is_grad_enabled() and self.cut not in self.saved_bytes
+        for told, flushes, timed, run, arguments in self._bind(pipe_schedule):
+            doing(*told)
+            if flushes:
+                transport.flush()
+            if timed is None:
+                run(**arguments)
+                continue
+            start = clock.now()
+            if measures_memory:
+                self._measure_memory(run, arguments)
+                measures_memory = False
+            else:
+                run(**arguments)
+            end = clock.now()
+            clock.add_compute(start, end)
+            recorder.add(timed, arguments["micro_batch"], start, end)
+        transport.finish()
+
+    def _bind(self: Any, pipe_schedule: LoweredSchedule) -> list[Any]:
+        """The instructions with what runs them, found by name: the stock engine's table holds its own functions."""
+        if pipe_schedule.bound is None:
+            kinds = [(type(command), command.kwargs) for commands in pipe_schedule for command in commands]
+            pipe_schedule.bound = [
+                (self._told[k], k not in self._ISSUED, self._TIMED.get(k), getattr(self, self._NAMES[k]), arguments)
+                for k, arguments in kinds
+            ]
+        return pipe_schedule.bound
+
+    def _measure_memory(self: Any, run: Any, arguments: dict[str, Any]) -> None:
+        """The first forward with a micro-batch size tells what a live micro-batch keeps."""
+        with SavedBytes(self.module, torch.device(self.device)) as saved:
+            run(**arguments)
+        self.saved_bytes[self.cut] = float(saved.num_bytes)
 
     _NAMES: ClassVar = {
         instructions.LoadMicroBatch: "_exec_load_micro_batch",
@@ -212,8 +242,6 @@ class Scheduling:
             instructions.OptimizerStep: ("stepping the optimizer", EVERYONE),
         }
 
-    _doing: tuple[str, int] | None = None
-
     @contextmanager
     def _naming_lost_peers(self: Any) -> Iterator[None]:
         """Say where a rank was when the connection to another broke; the backends only say that it did."""
@@ -223,66 +251,51 @@ class Scheduling:
             if not _LOST_CONNECTION.search(str(error)):
                 raise
             doing = "agreeing with the other ranks"
-            if self._doing is not None:
-                verb, stage = self._doing
+            if self._at.doing is not None:
+                verb, stage = self._at.doing
                 doing = f"{verb} stage {stage}, rank {self.grid.stage_to_global(stage_id=stage)}"
             raise PeerError(
                 f"rank {self.global_rank}, stage {self.stage_id}, lost another rank at step {self.global_steps} while "
                 f"{doing}; that rank's own error, if it could still give one, is the cause ({error})"
             ) from error
 
-    @contextmanager
-    def _with_stage(self: Any, verb: str, stage: int) -> Iterator[None]:
-        self._doing = (verb, stage)
-        yield
-        self._doing = None
-
-    @contextmanager
-    def _measuring_memory(self: Any, kind: type) -> Iterator[None]:
-        """The first forward with a micro-batch size tells what a live micro-batch keeps."""
-        wanted = self.controller is not None and kind is instructions.ForwardPass and torch.is_grad_enabled()
-        if not wanted or self.cut in self.saved_bytes:
-            yield
-            return
-        device = torch.device(self.device)
-        with SavedBytes(self.module, device) as saved:
-            yield
-        self.saved_bytes[self.cut] = float(saved.num_bytes)
-
     # -- between stages ------------------------------------------------------------------------------------------
 
     def _exec_post_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
-        with self._with_stage("receiving from", self.prev_stage):
-            self.transport["activations_in"].post(micro_batch, self._activation_key(micro_batch))
+        self._at.set("receiving from", self.prev_stage)
+        self._at.activations_in.post(micro_batch, self._activation_key(micro_batch))
 
     def _exec_recv_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
-        waiting = self.recorder.span(WAIT, micro_batch)
-        with self.clock.wait(), waiting, self._with_stage("receiving from", self.prev_stage):
-            value = self.transport["activations_in"].take(micro_batch)
-        self._arrived(buffer_id, micro_batch, value)
+        self._at.set("receiving from", self.prev_stage)
+        self._arrived(buffer_id, micro_batch, self._take(self._at.activations_in, micro_batch))
 
     def _exec_send_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
-        with self._with_stage("sending to", self.next_stage):
-            key = self._activation_key(micro_batch)
-            self.transport["activations_out"].send(micro_batch, key, self._leaving(buffer_id))
+        self._at.set("sending to", self.next_stage)
+        self._at.activations_out.send(micro_batch, self._activation_key(micro_batch), self._leaving(buffer_id))
         if not torch.is_grad_enabled():
             self.pipe_buffers["outputs"][buffer_id] = None
 
     def _exec_post_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
-        with self._with_stage("receiving from", self.next_stage):
-            self.transport["gradients_in"].post(micro_batch, self._gradient_meta(buffer_id))
+        self._at.set("receiving from", self.next_stage)
+        self._at.gradients_in.post(micro_batch, self._gradient_meta(buffer_id))
 
     def _exec_recv_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
-        waiting = self.recorder.span(WAIT, micro_batch)
-        with self.clock.wait(), waiting, self._with_stage("receiving from", self.next_stage):
-            value = self.transport["gradients_in"].take(micro_batch)
-        self._gradients_arrived(buffer_id, value)
+        self._at.set("receiving from", self.next_stage)
+        self._gradients_arrived(buffer_id, self._take(self._at.gradients_in, micro_batch))
 
     def _exec_send_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        self._at.set("sending to", self.prev_stage)
         value = self._leaving_gradients(buffer_id)
-        with self._with_stage("sending to", self.prev_stage):
-            self.transport["gradients_out"].send(micro_batch, meta_of(value), value)
+        self._at.gradients_out.send(micro_batch, meta_of(value), value)
         self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _take(self: Any, lane: Lane, micro_batch: int) -> Value:
+        start = time.perf_counter()
+        value = lane.take(micro_batch)
+        end = time.perf_counter()
+        self.clock.add_idle(end - start)
+        self.recorder.add(WAIT, micro_batch, start, end)
+        return value
 
     # -- what a stage of any PipelineModule passes on -------------------------------------------------------------
 
@@ -322,14 +335,6 @@ class Scheduling:
     def _gradients_arrived(self: Any, buffer_id: int, value: Value) -> None:
         self.grad_layer = value
 
-    def _exec_load_micro_batch(self: Any, buffer_id: int, micro_batch: int) -> None:
-        super()._exec_load_micro_batch(buffer_id)  # type: ignore[misc]
-
-    def _exec_forward_pass(self: Any, buffer_id: int, micro_batch: int) -> None:
-        super()._exec_forward_pass(buffer_id)  # type: ignore[misc]
-        if self.is_last_stage() and torch.is_grad_enabled():
-            self._losses[buffer_id] = self.loss  # others may follow before its backward
-
     # -- steps of changing shapes --------------------------------------------------------------------------------
 
     def _open_step(self: Any, num_micro_batches: int, *, trains: bool = False) -> Any:
@@ -351,6 +356,20 @@ class Scheduling:
 
     def _next_batch(self: Any) -> Any:
         return self._ahead.popleft() if self._ahead else super()._next_batch()  # type: ignore[misc]
+
+
+@dataclass
+class _Here:
+    """Where a rank is, and its lanes. (To set an attribute of an engine, a module, takes as long as ten of these.)"""
+
+    activations_in: Any = None
+    activations_out: Any = None
+    gradients_in: Any = None
+    gradients_out: Any = None
+    doing: tuple[str, int] | None = None
+
+    def set(self, verb: str, stage: int) -> None:
+        self.doing = (verb, stage)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -104,7 +104,6 @@ class _Message:
     begun_s: float
     ready: list[Callable[[], None]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
-    is_begun: bool = False
     is_tuple: bool = True
     error: BaseException | None = None
     is_done: SimpleQueue[None] = field(default_factory=SimpleQueue)
@@ -115,7 +114,7 @@ class _Message:
 
 
 class Lane:
-    """One end of one lane. A thread waits for what is under way, and notes when it was done.
+    """One end of one lane. A thread issues messages, waits for those under way, and notes when they were done.
 
     Args:
         peer: global rank at the other end.
@@ -145,7 +144,7 @@ class Lane:
         self._unknown: deque[tuple[int, Hashable]] = deque()
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
-        self._thread = None if batch is not None else Thread(target=self._wait_for_all, name=name, daemon=True)
+        self._thread = None if batch is not None else Thread(target=self._carry_out, name=name, daemon=True)
         if self._thread is not None:
             self._thread.start()
 
@@ -254,35 +253,46 @@ class Lane:
         if self._batch is not None:
             self._batch.add(self, message, send)
             return
-        message.is_begun = not send or self._staging is None
-        if message.is_begun:  # else the thread begins it, once the copies are there
-            self._begin(message)
-        self._queue.put(message)
-
-    def _begin(self, message: _Message) -> None:
-        act = dist.isend if self.is_sender else dist.irecv
-        message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
+        self._queue.put(message)  # the thread begins it: issuing a large message takes as long as copying it
 
     def _flush(self) -> None:
         if self._batch is not None:
             self._batch.flush()
 
-    def _wait_for_all(self) -> None:
-        while (message := self._queue.get()) is not None:
-            try:
-                if self._error is not None:
-                    raise self._error
-                if not message.is_begun:
-                    for ready in message.ready:
-                        ready()
-                    self._begin(message)
-                for work in message.works:
-                    work.wait()
-            except BaseException as caught:
-                self._error = message.error = caught  # the connection is gone; what follows on it fails as well
+    def _carry_out(self) -> None:
+        under_way: deque[_Message] = deque()
+        while True:
+            while not under_way or not self._queue.empty():
+                message = self._queue.get()
+                if message is None:
+                    return
+                self._attempt(self._begin, message)
+                under_way.append(message)
+            message = under_way.popleft()
+            self._attempt(self._wait, message)
             self.note(message)
             message.is_done.put(None)
             del message  # its tensors are free
+
+    def _attempt(self, act: Callable[[_Message], None], message: _Message) -> None:
+        try:
+            if self._error is not None:
+                raise self._error
+            act(message)
+        except BaseException as caught:
+            self._error = message.error = caught  # the connection is gone; what follows on it fails as well
+
+    def _begin(self, message: _Message) -> None:
+        for ready in message.ready:
+            ready()
+        act = dist.isend if self.is_sender else dist.irecv
+        if not self.is_sender:
+            message.begun_s = time.perf_counter()
+        message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
+
+    def _wait(self, message: _Message) -> None:
+        for work in message.works:
+            work.wait()
 
     def note(self, message: _Message) -> None:
         if message.micro_batch >= 0 and message.error is None:

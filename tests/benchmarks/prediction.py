@@ -1,0 +1,141 @@
+"""How well a step is predicted: simulated against measured seconds, on emulated hosts.
+
+    python tests/benchmarks/prediction.py [--parallel 2] [--steps 5]
+
+Needs root (tests/lab). Each setting is a number of hosts, of micro-batches, a k and a rate. Nothing is fitted to
+the steps: compute is what the layers sleep, and what a limited host can send is its rate times the share of payload in
+the bytes on the wire; one plain TCP transfer a rate is measured and shown beside that rule, and stands for the network
+without a limit. A host's sending side is shared by all that it sends: activations to the next stage, gradients to the
+one before. Messages are large against the limiter's burst of 128 KiB, which it lets through at once after a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from facts import facts
+
+from lab.emulation import Emulation
+from lab.hosts import BURST_BYTES, Hosts, available
+from lab.training import median_step_s, train
+from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s
+from paceline.schedules.costs import Costs
+from paceline.schedules.families import kfkb
+from paceline.schedules.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison: stages (a host each), micro-batches, k, and every host's Mbit/s (None: no limit)."""
+
+    stages: int
+    micro_batches: int
+    k: int
+    mbit: float | None
+
+
+SETTINGS = [
+    Setting(2, 4, 1, None),
+    Setting(2, 8, 2, 100),
+    Setting(2, 16, 4, 200),
+    Setting(2, 32, 1, 400),
+    Setting(3, 4, 4, 200),
+    Setting(3, 8, 1, 100),
+    Setting(3, 16, 4, 400),
+    Setting(3, 32, 2, None),
+    Setting(4, 4, 2, 100),
+    Setting(4, 8, 1, None),
+    Setting(4, 8, 4, 200),
+    Setting(4, 16, 1, 200),
+    Setting(4, 16, 2, 100),
+    Setting(4, 16, 2, 200),
+    Setting(4, 16, 4, 400),
+    Setting(4, 32, 2, 400),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--forward-s", type=float, nargs=1, default=[0.05])
+    parser.add_argument("--backward-s", type=float, nargs=1, default=[0.1])
+    parser.add_argument("--message-kib", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5, help="measured in each setting, after two")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4], help="only settings with so many")
+    parser.add_argument("--parallel", type=int, default=1, help="settings that run side by side")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    args = parser.parse_args()
+    if reason := available():
+        sys.exit(reason)
+    settings = [setting for setting in SETTINGS if setting.stages in args.stages]
+    goodput = {rate: measured_goodput(rate) for rate in dict.fromkeys(setting.mbit for setting in settings)}
+    with ThreadPoolExecutor(args.parallel) as pool, ExitStack() as labs:
+        runs = []
+        for setting in settings:
+            hosts = labs.enter_context(Hosts(setting.stages, mbit=setting.mbit))
+            runs.append(pool.submit(compare, hosts, setting, goodput[setting.mbit], args))
+        # When this block is left early: nothing more begins, then the hosts end, and with them what the pool waits for.
+        labs.callback(pool.shutdown, wait=False, cancel_futures=True)
+        rows = []
+        for run in runs:
+            rows.append(run.result())
+            print(json.dumps(rows[-1]), flush=True)
+    errors = [abs(row["error"]) for row in rows]
+    result = {
+        "emulated_compute": True,
+        "median_error": round(statistics.median(errors), 4),
+        "worst_error": round(max(errors), 4),
+        "settings_compared": rows,
+        "goodput_mbit": {str(rate): round(8e-6 * value, 1) for rate, value in goodput.items()},
+        "payload_share": round(PAYLOAD_SHARE, 4),
+        **facts(args),
+    }
+    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"median error {result['median_error']:.1%}, worst {result['worst_error']:.1%} of {len(rows)} settings")
+
+
+def measured_goodput(rate: float | None) -> float:
+    """Bytes per second of one transfer of about a second."""
+    with Hosts(2, mbit=rate) as hosts:
+        num_bytes = round((rate or 4000) * 1e6 / 8)
+        return goodput_bytes_per_s(hosts, 0, 1, num_bytes, BURST_BYTES if rate else 0)
+
+
+def compare(hosts: Hosts, setting: Setting, goodput: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Measured and simulated seconds of a step."""
+    message_bytes = args.message_kib * 1024
+    emulation = Emulation.of(setting.stages, args.forward_s, args.backward_s, message_bytes, setting.micro_batches)
+    label = f"kfkb{setting.k}"
+    schedule = json.dumps({"type": "kfkb", "k": setting.k})
+    records = train(hosts, [f"{label}={schedule}"], emulation, steps=args.steps)
+    measured = median_step_s(records, label)
+    sent = goodput if setting.mbit is None else setting.mbit * 1e6 / 8 * PAYLOAD_SHARE
+    costs = Costs(
+        forward_s=emulation.forward_s,
+        backward_s=emulation.backward_s,
+        message_bytes=(float(message_bytes),) * (setting.stages - 1),
+        hosts=tuple(range(setting.stages)),
+        egress_bytes_per_s=(sent,) * setting.stages,
+    )
+    simulated = simulate(kfkb(setting.stages, setting.micro_batches, setting.k), costs).makespan_s
+    return {
+        "stages": setting.stages,
+        "micro_batches": setting.micro_batches,
+        "k": setting.k,
+        "mbit": setting.mbit,
+        "measured_s": round(measured, 4),
+        "simulated_s": round(simulated, 4),
+        "error": round(simulated / measured - 1, 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The job that runs on every host of a lab: emulated training, contestants in turn, timed.
+
+    emulated.py --contestant stock --contestant kfkb2 --forward-s 0.02 --backward-s 0.04 --message-bytes 524288
+        --micro-batches 16 --rounds 3 --steps 4 --output steps.jsonl
+
+All contestants live in the same processes. First each runs its warm-up steps, in which connections are made; then, in
+every round, each runs ``--steps`` steps, or as many as begin within ``--seconds``. Rank 0 writes one JSON line a step:
+contestant, round (-1 in the warm-up), step (of the contestant), seconds, loss, schedule (where it is chosen at run
+time). When the warm-up is over, a file ``OUTPUT.begun`` appears.
+
+Before each step rank 0 tells the others whether there is one more: a message of one value, with which all agree on the
+end of a run of so many seconds. It belongs to the step's seconds, with every contestant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lab.contestants import Step, label_of, make
+from lab.emulation import Emulation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--contestant", action="append", required=True, help="again for each one; see lab.contestants")
+    parser.add_argument("--forward-s", type=float, nargs="+", required=True, help="one value, or one a rank")
+    parser.add_argument("--backward-s", type=float, nargs="+", required=True, help="one value, or one a rank")
+    parser.add_argument("--message-bytes", type=int, required=True)
+    parser.add_argument("--micro-batches", type=int, required=True)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each contestant before the first round")
+    parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
+    parser.add_argument("--seconds", type=float, help="of each contestant in a round, instead of --steps")
+    parser.add_argument("--output", type=Path, required=True, help="written by rank 0")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for half a minute
+    deepspeed.init_distributed("gloo")
+    num_ranks = dist.get_world_size()
+    emulation = Emulation.of(num_ranks, args.forward_s, args.backward_s, args.message_bytes, args.micro_batches)
+    contestants = {label_of(name): make(name, emulation) for name in args.contestant}
+    with args.output.open("w") if dist.get_rank() == 0 else open(os.devnull, "w") as lines:
+        race = Race(contestants, lines)
+        for name in contestants:
+            race.run(name, -1, args.warmup, None)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            args.output.with_name(args.output.name + ".begun").touch()
+        for number in range(args.rounds):
+            for name in contestants:
+                race.run(name, number, args.steps, args.seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Race:
+    """Contestants that take turns."""
+
+    def __init__(self, contestants: dict[str, Step], lines: IO[str]) -> None:
+        self.contestants = contestants
+        self.lines = lines
+        self.num_steps = dict.fromkeys(contestants, 0)
+        self._flag = torch.zeros(1)
+
+    def run(self, name: str, number: int, num_steps: int, seconds: float | None) -> None:
+        """Steps of one contestant in one round: ``num_steps``, or those that begin within ``seconds``."""
+        began = time.perf_counter()
+        for _ in self._agreed(began, num_steps, seconds):
+            value, schedule = self.contestants[name]()
+            ended = time.perf_counter()
+            line = {"contestant": name, "round": number, "step": self.num_steps[name], "seconds": ended - began}
+            self.lines.write(json.dumps({**line, "loss": value, "schedule": schedule}) + "\n")
+            self.lines.flush()
+            self.num_steps[name] += 1
+            began = ended
+
+    def _agreed(self, began: float, num_steps: int, seconds: float | None) -> Iterator[None]:
+        done = 0
+        while True:
+            more = done < num_steps if seconds is None else time.perf_counter() - began < seconds
+            self._flag.fill_(more)
+            dist.broadcast(self._flag, 0)
+            if not self._flag:
+                return
+            yield
+            done += 1
+
+
+if __name__ == "__main__":
+    main()
