@@ -39,6 +39,7 @@ from paceline.runtime.initialize import dtype_of, initialize
 from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import plan_for
+from paceline.runtime.staging import ranks_sharing
 from paceline.runtime.watch import WATCH
 
 logger = logging.getLogger("paceline")
@@ -220,6 +221,7 @@ class Job:
             lr_scheduler=None if "scheduler" in resolved.ds_config else self._schedule,
             config=resolved.ds_config,
         )
+        self.engine.run_dir = self.output
         self.replica = self.engine.grid.data_parallel_id
         self.plan = self._plan(resolved, self.replica)
 
@@ -357,6 +359,7 @@ class Job:
         losses, tokens = self.losses, self.pending_tokens
         self.losses, self.pending_tokens = [], 0
         self._take_time()
+        self._tell_decisions()
         times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
         self.totals.add(times)
         self.tokens += tokens
@@ -379,6 +382,14 @@ class Job:
                 "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
             }
         )
+
+    def _tell_decisions(self) -> None:
+        """What the tuner has decided since the last time, with its numbers."""
+        controller = self.engine.controller
+        if controller is not None and self.rank == 0:
+            decisions, controller.decisions = controller.decisions, []
+            for decision in decisions:
+                self.metrics.write({"step": decision["step"], "decision": decision})
 
     def _take_time(self) -> None:
         """Book the time since the clock was last read as training's."""
@@ -464,6 +475,7 @@ class Job:
         hardware = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
         )
+        count = dist.get_world_size() // (ranks_sharing(device) if device.type == "cuda" else 1)
         return {
             "model_type": self.config.model_type,
             "parameters": self.pipeline.total_parameters,
@@ -472,8 +484,9 @@ class Job:
             "boundaries": self.pipeline.parts,
             "micro_batches": self.resolved.micro_batches,
             "micro_batch_size": self.resolved.micro_batch_size,
+            "schedule": self.engine.schedule.name,
             "dtype": str(dtype_of(self.resolved.ds_config)).removeprefix("torch."),
-            "hardware": f"{dist.get_world_size()} x {hardware} ({os.cpu_count()} cores)",
+            "hardware": f"{count} x {hardware} ({os.cpu_count()} cores)",
             "versions": {
                 "torch": torch.__version__,
                 "deepspeed": deepspeed.__version__,

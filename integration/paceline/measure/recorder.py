@@ -71,14 +71,12 @@ class Recorder:
         if self._current is not None:
             self._current.spans.append((kind, micro_batch, start, end))
 
-    def take(self) -> list[StepTimes]:
-        """The steps since the last time, the last ones if they were many, oldest first. Waits for the device."""
-        steps = self.steps()
+    def forget(self) -> None:
+        """What was measured so far is known."""
         self._steps.clear()
-        return steps
 
     def steps(self) -> list[StepTimes]:
-        """The last steps, oldest first, which are kept. Waits for the device."""
+        """The last steps, oldest first, since the last :meth:`forget`. Waits for the device."""
         for step in self._steps:
             step.read()
         return list(self._steps)

@@ -11,15 +11,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..config.schedules import ScheduleChoice
-from ..measure.memory import room_bytes
 from ..planning.candidates import Candidate, candidates
 from ..planning.choose import Choice, Planner
 from ..planning.switching import SwitchRule
-from .observer import Knowledge, Report, compare_clocks, host_name
-from .staging import ranks_sharing
+from .observer import Knowledge, gather_reports
 
 logger = logging.getLogger("paceline")
 
@@ -152,6 +148,7 @@ class Controller:
 
     def _see(self) -> None:
         reports = gather_reports(self.engine, self.choice.memory_bytes)
+        self.engine.recorder.forget()
         if self._decides:
             self.knowledge.update(reports)
 
@@ -187,22 +184,3 @@ class Controller:
             *(self.engine.global_steps, choice.current.name, choice.next.name, decision.why),
             *(decision.now_s, decision.best_s, self.knowledge.measured_s),
         )
-
-
-def gather_reports(engine: Any, memory_bytes: int | None) -> list[Report]:
-    """What every rank saw since the last time. Collective, between steps."""
-    device = torch.device(engine.device)
-    clock_s, latency_s = compare_clocks(engine.control, engine.pipe_ranks)
-    report = Report(
-        stage=engine.stage_id,
-        replica=engine.grid.data_parallel_id,
-        host=host_name(),
-        steps=engine.recorder.take(),
-        records={name: list(lane.records) for name, lane in engine.transport.lanes().items()},
-        saved_bytes=dict(engine.saved_bytes),
-        room_bytes=float(memory_bytes if memory_bytes is not None else room_bytes(device, ranks_sharing(device))),
-        clock_s=clock_s,
-        latency_s=latency_s,
-    )
-    reports: list[Report] = engine.control.gather(report)
-    return reports

@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..measure.links import Links, Message
+from ..measure.memory import room_bytes
 from ..measure.recorder import StepTimes
 from ..schedules.costs import Costs, Link
 from ..schedules.schedule import BACKWARD, FORWARD
 from ..schedules.timeline import Span, Timeline, Transfer
 from .control import ControlPlane
+from .staging import ranks_sharing
 from .transport import Record, lanes_of
 
 PINGS = 4
@@ -89,6 +91,25 @@ def _answer(control: ControlPlane, peer: int) -> None:
         dist.send(shown, peer, group=control.world)
 
 
+def gather_reports(engine: Any, memory_bytes: int | None = None) -> list[Report]:
+    """What every rank of ``engine`` saw of its last steps. Collective, between steps."""
+    device = torch.device(engine.device)
+    clock_s, latency_s = compare_clocks(engine.control, engine.pipe_ranks)
+    report = Report(
+        stage=engine.stage_id,
+        replica=engine.grid.data_parallel_id,
+        host=host_name(),
+        steps=engine.recorder.steps(),
+        records={name: list(lane.records) for name, lane in engine.transport.lanes().items()},
+        saved_bytes=dict(engine.saved_bytes),
+        room_bytes=float(memory_bytes if memory_bytes is not None else room_bytes(device, ranks_sharing(device))),
+        clock_s=clock_s,
+        latency_s=latency_s,
+    )
+    reports: list[Report] = engine.control.gather(report)
+    return reports
+
+
 class Seen(NamedTuple):
     """A message with both its ends; seconds of the first stage's clock."""
 
@@ -141,7 +162,7 @@ def timeline(reports: Sequence[Report], index: int = -1) -> Timeline:
     zero = min(step.begun_s - clock for step, clock in zip(steps, clocks, strict=True))
     until = max(step.ended_s - clock for step, clock in zip(steps, clocks, strict=True))
     spans = tuple(
-        Span(report.stage, kind, micro_batch, 0, start - clock - zero, end - clock - zero)
+        Span(report.stage, kind, micro_batch, 0, max(start - clock - zero, 0.0), max(end - clock - zero, 0.0))
         for report, step, clock in zip(reports, steps, clocks, strict=True)
         for kind, micro_batch, start, end in step.spans
         if kind != WAIT
@@ -158,6 +179,7 @@ def timeline(reports: Sequence[Report], index: int = -1) -> Timeline:
 
 
 WAIT = "wait"
+_OF_SCHEDULE = (FORWARD, BACKWARD, WAIT)
 
 
 @dataclass
@@ -242,7 +264,9 @@ class Knowledge:
             clocks = _clocks(pipe)
             for index in range(min(len(report.steps) for report in pipe)):
                 steps = [(report.steps[index], clock) for report, clock in zip(pipe, clocks, strict=True)]
-                spans = [(start - c, end - c) for step, c in steps for _, _, start, end in step.spans]
+                spans = [
+                    (start - c, end - c) for s, c in steps for kind, _, start, end in s.spans if kind in _OF_SCHEDULE
+                ]
                 wall = max(s.ended_s - c for s, c in steps) - min(s.begun_s - c for s, c in steps)
                 if spans:
                     beside.append(wall - (max(end for _, end in spans) - min(start for start, _ in spans)))
@@ -295,7 +319,8 @@ def _rate(seconds_per_byte: float | None) -> float:
 
 def _overhead(step: StepTimes) -> float:
     """What the host takes beside each computation: time between them in which nothing was waited for."""
-    busy = sum(end - start for _, _, start, end in step.spans)
-    count = sum(kind != WAIT for kind, *_ in step.spans)
-    whole = max(end for *_, end in step.spans) - min(start for _, _, start, _ in step.spans)
+    spans = [(kind, start, end) for kind, _, start, end in step.spans if kind in _OF_SCHEDULE]
+    busy = sum(end - start for _, start, end in spans)
+    count = sum(kind != WAIT for kind, _, _ in spans)
+    whole = max(end for *_, end in spans) - min(start for _, start, _ in spans)
     return max(whole - busy, 0.0) / count

@@ -94,7 +94,8 @@ def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dic
             f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
             "leave the key out, or build it anew."
         )
-    config = {**ds_config, "paceline": {"pipeline": {"stages": pipeline.num_stages}}}
+    schedule = ds_config.get("paceline", {}).get("pipeline", {}).get("schedule")
+    config = {**ds_config, "paceline": {"pipeline": {"stages": pipeline.num_stages, "schedule": schedule}}}
     num_layers = pipeline.anatomy.num_layers
     resolved = resolve(
         fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
 from .observer import WAIT
 from .staging import staging_for
+from .tracer import Tracer
 from .transport import Lane, Meta, Shapes, Transport, Value, meta_of
 from .watch import EVERYONE, WATCH
 
@@ -77,6 +79,10 @@ class Scheduling:
                 f"cut otherwise than into micro-batches of {self.micro_batch_size}; leave the key out."
             )
         self.cut = self.micro_batch_size
+        self.run_dir = Path()
+        """Where recorded steps go."""
+        every = section.report.trace_every
+        self.tracer = None if every is None else Tracer(self, every)
         self.controller = Controller(self, self.schedule_choice) if self.schedule_choice.type == "adaptive" else None
 
     # -- which schedule ------------------------------------------------------------------------------------------
@@ -160,6 +166,8 @@ class Scheduling:
             if collects:
                 gc.enable()
         self.recorder.end()
+        if self.tracer is not None:
+            self.tracer.after_step()
 
     # -- running it ----------------------------------------------------------------------------------------------
 
@@ -175,6 +183,11 @@ class Scheduling:
                 transport.flush()
             if timed is None:
                 run(**arguments)
+                continue
+            if "micro_batch" not in arguments:
+                start = time.perf_counter()
+                run()
+                recorder.add(timed, -1, start, time.perf_counter())
                 continue
             start = clock.now()
             if measures_memory:
@@ -218,7 +231,13 @@ class Scheduling:
         instructions.OptimizerStep: "_exec_optimizer_step",
     }
     _ISSUED: ClassVar = {PostActivation, instructions.SendActivation, PostGrad, instructions.SendGrad}
-    _TIMED: ClassVar = {instructions.ForwardPass: FORWARD, instructions.BackwardPass: BACKWARD}
+    _TIMED: ClassVar = {
+        instructions.ForwardPass: FORWARD,
+        instructions.BackwardPass: BACKWARD,
+        instructions.ReduceTiedGrads: "reduce",
+        instructions.ReduceGrads: "reduce",
+        instructions.OptimizerStep: "step",
+    }
 
     def _what_instructions_do(self: Any) -> dict[type, tuple[str, int | None]]:
         """For each instruction what others are told if it hangs, and the rank that it waits for."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoint import Piece
 from ..optim.sharded import Owned, ShardedOptimizer
 from .module import REPLICATED
+from .staging import staging_for
 
 COPY = "@copy"
 """Ends the name of what a tied module has beside the tied weight, in the last stage's copy: it is one of its own."""
@@ -215,7 +216,7 @@ def collect(optimizer: ShardedOptimizer, name: str, group: Any) -> Bundle:
 def send(bundle: Bundle, rank: int, group: Any = None) -> None:
     """Give ``bundle`` to ``rank``, which calls :func:`receive`."""
     header = [bundle.name, [(kind, tuple(t.shape), t.dtype) for kind, t in bundle.parts.items()]]
-    device = next(iter(bundle.parts.values())).device
+    device = _sendable(next(iter(bundle.parts.values())).device, group)
     dist.send_object_list(header, dst=rank, group=group, device=device)
     for tensor in bundle.parts.values():
         dist.send(tensor.to(device).contiguous(), dst=rank, group=group)
@@ -224,13 +225,20 @@ def send(bundle: Bundle, rank: int, group: Any = None) -> None:
 def receive(rank: int, device: torch.device, group: Any = None) -> Bundle:
     """The bundle that ``rank`` sends, on ``device``."""
     header: list[Any] = [None, None]
-    dist.recv_object_list(header, src=rank, group=group, device=device)
+    through = _sendable(device, group)
+    dist.recv_object_list(header, src=rank, group=group, device=through)
     name, entries = header
     parts = {}
     for kind, shape, dtype in entries:
-        parts[kind] = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(parts[kind], src=rank, group=group)
+        tensor = torch.empty(shape, dtype=dtype, device=through)
+        dist.recv(tensor, src=rank, group=group)
+        parts[kind] = tensor.to(device)
     return Bundle(name, parts)
+
+
+def _sendable(device: torch.device, group: Any) -> torch.device:
+    """Where tensors of ``device`` have to be, so that ``group`` can send them."""
+    return device if staging_for(device, group) is None else torch.device("cpu")
 
 
 def link_full_access(optimizer: ShardedOptimizer) -> None:

@@ -1,0 +1,56 @@
+"""Every so many steps: the timeline of the step that was, over the one that was predicted, into the run's folder."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..report.step_records import StepRecord, write
+from ..schedules.simulate import simulate
+from .observer import Knowledge, gather_reports, timeline
+
+logger = logging.getLogger("paceline")
+
+
+@dataclass
+class Tracer:
+    """Records steps of one engine, those of its first replica. Every rank has one.
+
+    Args:
+        every: steps from one record to the next.
+    """
+
+    engine: Any
+    every: int
+    _knowledge: Knowledge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._knowledge = Knowledge(self.engine.num_stages)
+
+    def after_step(self) -> None:
+        """Record the step that has just ended, if it is time to. Collective."""
+        step = self.engine.global_steps
+        if step % self.every:
+            return
+        reports = gather_reports(self.engine)
+        if self.engine.global_rank != 0:
+            return
+        pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)
+        measured = timeline(pipe)
+        self._knowledge.update(reports)
+        schedule = self.engine.schedule
+        predicted = simulate(schedule, self._knowledge.costs(self.engine.cut), timeline=True)
+        times = [report.steps[-1] for report in pipe]
+        record = StepRecord(
+            step=step,
+            schedule=schedule.name,
+            predicted=predicted.timeline,
+            measured=measured,
+            predicted_s=predicted.makespan_s,
+            measured_s=max(time.ended_s - time.begun_s for time in times),
+        )
+        try:
+            write(self.engine.run_dir, record)
+        except OSError as error:  # the run matters more
+            logger.warning("step %d was not recorded: %s", step, error)
