@@ -88,6 +88,7 @@ def train(
     steps: int = STEPS,
     more: dict[str, Any] | None = None,
     checkpointing: bool = False,
+    schedule: Any = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Runs on every rank: losses, norms and an evaluation of a pipeline."""
@@ -98,7 +99,7 @@ def train(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
         gradient_clipping=clipping,
         zero_optimization={"stage": zero},
-        paceline={"pipeline": {"stages": stages, "partition": partition}},
+        paceline={"pipeline": {"stages": stages, "partition": partition, "schedule": schedule}},
         **(more or {}),
     )
     if checkpointing:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import jobs
 from jobs import ds_config
 from ranks import run_ranks
 
@@ -143,3 +144,31 @@ def test_every_schedule_gives_the_weights_of_deepspeed(stages: int, order: str |
             assert losses == wanted[0]
             for name, tensor in wanted[1].items():
                 assert torch.equal(weights[name], tensor), name
+
+
+def causal_lm(stages: int, order: str | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+    from paceline.runtime.engine import PacelineEngine
+
+    PacelineEngine.transport_order = order
+    schedules = ["1f1b", {"type": "kfkb", "k": 2}, {"type": "kfkb", "k": 3}, "gpipe", {"type": "eager", "slack": 1.0}]
+    return [jobs.train(stages, steps=3, schedule=schedule, **options) for schedule in schedules]
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "order", "options"),
+    [
+        (3, 1, None, {"kind": "ragged", "zero": 1}),
+        (2, 2, "paired", {"kind": "padded", "zero": 1, "more": {"bf16": {"enabled": True}}}),
+        (3, 1, "paired", {"family": "mixtral", "checkpointing": True}),
+    ],
+)
+def test_a_language_model_does_not_depend_on_the_schedule(
+    stages: int, replicas: int, order: str | None, options: dict[str, Any]
+) -> None:
+    """Lengths that vary, padding, tied weights, ZeRO 1, bf16, checkpointing, experts: bit by bit those of 1F1B."""
+    for wanted, *others in run_ranks(causal_lm, stages * replicas, stages, order, options):
+        for found in others:
+            assert found["losses"] == wanted["losses"]
+            assert found["evaluation"] == wanted["evaluation"]
+            for name, tensor in wanted["state"].items():
+                assert torch.equal(found["state"][name], tensor), name

@@ -1,0 +1,138 @@
+"""When the computations of a step ran, and what a forward keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.measure.recorder import STEPS, Recorder, SavedBytes, StepTimes
+
+CPU = torch.device("cpu")
+FLOAT = 4
+
+
+def recorded(*spans: tuple[str, int, float, float]) -> StepTimes:
+    return StepTimes(0.0, 9.0, list(spans))
+
+
+def test_typical_is_the_median_of_a_kind() -> None:
+    step = recorded(("F", 0, 0.0, 5.0), ("F", 1, 5.0, 6.0), ("B", 0, 6.0, 8.0), ("F", 2, 8.0, 10.0))
+    assert step.typical("F") == 2.0
+    assert step.typical("B") == 2.0
+    assert step.typical("wait") is None
+
+
+def test_steps_are_taken_once_and_oldest_first() -> None:
+    recorder = Recorder()
+    for key in "ab":
+        recorder.begin(0.0, key)
+        recorder.add("F", 3, 1.0, 2.0)
+        recorder.end()
+    assert [step.key for step in recorder.steps()] == ["a", "b"]
+    taken = recorder.take()
+    assert [(step.key, step.spans) for step in taken] == [(key, [("F", 3, 1.0, 2.0)]) for key in "ab"]
+    assert all(step.begun_s <= step.ended_s for step in taken)
+    assert recorder.take() == recorder.steps() == []
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    recorder = Recorder()
+    for key in range(STEPS + 3):
+        recorder.begin(0.0, key)
+        recorder.end()
+    assert [step.key for step in recorder.take()] == list(range(3, STEPS + 3))
+
+
+def test_what_runs_outside_of_a_step_or_in_one_that_failed_is_not_kept() -> None:
+    recorder = Recorder()
+    recorder.add("F", 0, 0.0, 1.0)  # an evaluation
+    recorder.end()
+    recorder.begin(0.0)
+    recorder.add("F", 0, 0.0, 1.0)
+    recorder.drop()
+    recorder.add("F", 0, 0.0, 1.0)
+    recorder.end()
+    assert recorder.take() == []
+
+
+class Event:
+    """As CUDA's, of a stream that runs a second behind the host."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s, self.is_done = at_s, False
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.at_s <= 4.0 or other.is_done, "not waited for"
+        return (other.at_s - self.at_s) * 1e3
+
+
+def test_events_become_seconds_of_the_host() -> None:
+    recorder = Recorder()
+    recorder.begin(Event(1.0))
+    recorder.add("F", 0, Event(2.0), Event(4.5))
+    recorder.add("wait", 0, 7.0, 8.0)  # the host's own clock
+    recorder.end()
+    (step,) = recorder.steps()
+    begun = step.begun_s
+    assert step.spans == [("F", 0, begun + 1.0, begun + 3.5), ("wait", 0, 7.0, 8.0)]
+    assert recorder.steps()[0].spans == step.spans  # read once, they stay
+
+
+def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
+    with SavedBytes(module, CPU) as saved:
+        y = module(x)
+    y.sum().backward()  # the graph is whole, and outside nothing is counted
+    return saved.num_bytes
+
+
+def test_saved_bytes_are_those_counted_by_hand() -> None:
+    # A linear layer keeps its input, tanh its output; parameters and what nobody differentiates do not count.
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    assert saved_bytes(model, torch.ones(2, 5)) == FLOAT * (2 * 5 + 2 * 7)
+    assert saved_bytes(model, torch.ones(4, 5)) == 2 * FLOAT * (2 * 5 + 2 * 7)
+    with torch.no_grad(), SavedBytes(model, CPU) as saved:
+        model(torch.ones(2, 5))
+    assert saved.num_bytes == 0
+
+
+def test_a_storage_that_several_operations_keep_counts_once_and_whole() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)  # kept by tanh, and by the product below twice
+            half = y[:, :2]  # a view keeps all of y alive
+            return y.sum() + (half * half).sum()
+
+    assert saved_bytes(Twice(), torch.ones(3, 5)) == FLOAT * (3 * 5 + 3 * 5)
+
+
+def test_recomputed_layers_are_not_counted_inside() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    x = torch.ones(2, 5, requires_grad=True)
+    assert saved_bytes(Checkpointed(), x) < FLOAT * 2 * 64
+
+
+def test_an_error_in_the_forward_leaves_no_hook_behind() -> None:
+    model = nn.Linear(2, 2)
+    saved = SavedBytes(model, CPU)
+    with pytest.raises(KeyError), saved:
+        raise KeyError
+    model(torch.ones(1, 2)).sum().backward()
+    assert saved.num_bytes == 0

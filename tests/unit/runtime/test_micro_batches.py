@@ -1,0 +1,104 @@
+"""Cutting the samples of a step otherwise: the same samples, in the same order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.runtime.micro_batches import IGNORED, MicroBatch, count_label_tokens, read_micro_batch, recut
+
+
+def micro_batch(rows: int, length: int, first: int, **side: torch.Tensor) -> MicroBatch:
+    ids = torch.arange(first, first + rows * length).reshape(rows, length)
+    return MicroBatch(ids, ids.clone(), side)
+
+
+def ones(rows: int, length: int) -> torch.Tensor:
+    return torch.ones(rows, length, dtype=torch.int64)
+
+
+def samples(batches: list[MicroBatch]) -> list[dict[str, list[int]]]:
+    """Row after row: its tokens that count, with what belongs to each of them."""
+    found = []
+    for batch in batches:
+        for row in range(len(batch.input_ids)):
+            mask = batch.side.get("attention_mask", torch.ones_like(batch.input_ids))[row].bool()
+            sample = {"ids": batch.input_ids[row][mask].tolist(), "labels": batch.labels[row][mask].tolist()}
+            for name, tensor in batch.side.items():
+                if name != "attention_mask":
+                    sample[name] = tensor[row][mask].tolist()
+            found.append(sample)
+    return found
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)])
+def test_the_same_samples_in_the_same_order(size: int, count: int) -> None:
+    loaded = [micro_batch(3, 4, first) for first in range(0, 48, 12)]
+    cut = recut(loaded, size, count)
+    assert [tuple(batch.input_ids.shape) for batch in cut] == [(size, 4)] * count
+    assert all(not batch.side for batch in cut)
+    assert samples(cut) == samples(loaded)
+
+
+def test_rows_of_different_lengths_are_padded_and_the_mask_says_so() -> None:
+    loaded = [micro_batch(2, 3, 10), micro_batch(2, 5, 20)]
+    (cut,) = recut(loaded, 4, 1)
+    assert cut.input_ids.tolist()[:2] == [[10, 11, 12, 0, 0], [13, 14, 15, 0, 0]]
+    assert cut.labels.tolist()[0] == [10, 11, 12, IGNORED, IGNORED]
+    assert cut.side["attention_mask"].tolist() == [[1, 1, 1, 0, 0]] * 2 + [[1] * 5] * 2
+    assert samples([cut]) == samples(loaded)
+    assert count_label_tokens(cut.labels) == sum(count_label_tokens(batch.labels) for batch in loaded)
+
+
+def test_a_mask_that_some_have_is_kept_and_the_others_get_one() -> None:
+    mask = ones(2, 4)
+    mask[1, 2:] = 0
+    loaded = [micro_batch(2, 4, 10, attention_mask=mask), micro_batch(2, 4, 20)]
+    first, second = recut(loaded, 2, 2)
+    assert torch.equal(first.side["attention_mask"], mask)
+    assert torch.equal(second.side["attention_mask"], ones(2, 4))
+    assert samples([first, second]) == samples(loaded)
+
+
+def test_position_ids_go_with_their_samples_and_count_up_where_there_were_none() -> None:
+    positions = torch.tensor([[0, 1, 0, 1]])
+    loaded = [micro_batch(1, 4, 10, position_ids=positions), micro_batch(1, 3, 20)]
+    (cut,) = recut(loaded, 2, 1)
+    assert cut.side["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
+    assert cut.side["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+def test_cutting_back_gives_what_was_there() -> None:
+    loaded = [micro_batch(2, 4, first) for first in (0, 8, 16, 24)]
+    back = recut(recut(loaded, 4, 2), 2, 4)
+    for was, now in zip(loaded, back, strict=True):
+        assert torch.equal(was.input_ids, now.input_ids)
+        assert torch.equal(was.labels, now.labels)
+        assert was.side == now.side
+
+
+def test_a_row_of_the_steps_table_tells_samples_apart() -> None:
+    one, same, other = (recut([micro_batch(2, 4, first)], 2, 1)[0].row for first in (0, 0, 1))
+    assert one == same
+    assert one[:-1] == other[:-1]
+    assert one[-1] != other[-1]
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 3), (4, 2), (3, 2), (1, 5)])
+def test_a_wrong_number_of_samples_is_refused(size: int, count: int) -> None:
+    loaded = [micro_batch(2, 4, 0), micro_batch(2, 4, 8)]
+    message = f"a step has 4 samples and was to be cut into {count} micro-batches of {size}: give"
+    with pytest.raises(ValueError, match=message):
+        recut(loaded, size, count)
+
+
+def test_a_short_last_micro_batch_is_refused() -> None:
+    loaded = [micro_batch(2, 4, 0), micro_batch(1, 4, 8)]
+    with pytest.raises(ValueError, match="leave paceline.pipeline.schedule.micro_batch_sizes out"):
+        recut(loaded, 1, 4)
+
+
+def test_a_mask_of_ones_is_no_mask() -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    read = read_micro_batch({"input_ids": ids, "labels": ids, "attention_mask": ones(2, 3)})
+    assert read.side == {}
