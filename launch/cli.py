@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
+    except BrokenPipeError:  # whoever read our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -42,8 +46,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     check_config = add("check-config", _check_config, "Check a DeepSpeed JSON and show what paceline makes of it.")
     check_config.add_argument("file", metavar="FILE", help="DeepSpeed JSON")
-    check_config.add_argument("--world-size", type=_positive, metavar="N", help="ranks; also resolve for so many")
-    check_config.add_argument("--num-layers", type=_positive, metavar="L", help="decoder layers of the model")
+    check_config.add_argument(
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="number of ranks: also show what is chosen for so many (with --num-layers)",
+    )
+    check_config.add_argument(
+        "--num-layers", type=_positive, metavar="L", help="decoder layers of the model (with --world-size)"
+    )
     check_model = add("check-model", _check_model, "Say whether a Hugging Face model can be a pipeline.")
     check_model.add_argument("model", metavar="NAME_OR_DIR", help="name on the hub, or a directory with a config.json")
     add("schema", _schema, 'Print the JSON schema of the "paceline" section.')

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.schedules.schedule import Schedule
     from paceline.schedules.simulate import Simulation
 
+_DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack": 1.0}}
 _SHAPE = ("stages", "micro_batches", "schedule", "k", "slack")
 _SECONDS = ("forward", "backward", "transfer", "latency")
 
@@ -19,13 +20,23 @@ _SECONDS = ("forward", "backward", "transfer", "latency")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     shape = parser.add_argument_group("schedule")
-    shape.add_argument("--stages", type=int, metavar="S", help="pipeline stages, one a rank")
-    shape.add_argument("--micro-batches", type=int, metavar="M", help="of a step")
+    shape.add_argument(
+        "--stages", type=int, metavar="S", help="pipeline stages, one a rank (with --costs: as many as it has)"
+    )
+    shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
     shape.add_argument("--schedule", metavar="TYPE", help="1f1b (default), gpipe, kfkb or eager")
-    shape.add_argument("--k", type=int, help="of kfkb: micro-batches in a group")
-    shape.add_argument("--slack", type=float, metavar="X", help="of eager: how much longer the warm-up is (1: twice)")
-    shape.add_argument("--schedule-file", metavar="FILE", help="a schedule in text form instead")
-    shape.add_argument("--compare", action="store_true", help="all families side by side")
+    shape.add_argument("--k", type=int, help="of kfkb: micro-batches in a group (default 2)")
+    shape.add_argument(
+        "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
+    )
+    shape.add_argument(
+        "--schedule-file", metavar="FILE", help="a schedule in text form instead: rank 0: F0 F1 B0 B1 ..."
+    )
+    shape.add_argument(
+        "--compare",
+        action="store_true",
+        help="side by side: 1f1b, kfkb of k = 2, 4, 8 and so on, eager of slack 1 and 2, gpipe",
+    )
     costs = parser.add_argument_group("costs, in seconds: one number, or several with commas between them")
     costs.add_argument("--forward", type=_numbers, metavar="F", help="forward of a micro-batch; one a stage")
     costs.add_argument("--backward", type=_numbers, metavar="B", help="backward of a micro-batch; one a stage")
@@ -33,10 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transfer",
         type=_numbers,
         metavar="C",
-        help="what a message occupies its link for; one a boundary",
+        help="what an activation, or a gradient, occupies its link for; one a boundary (default 0)",
     )
-    costs.add_argument("--latency", type=_numbers, metavar="L", help="how much later a message arrives; one a boundary")
-    costs.add_argument("--costs", metavar="FILE", help="a JSON of costs instead: links, hosts and memory too")
+    costs.add_argument(
+        "--latency", type=_numbers, metavar="L", help="how much later it arrives; one a boundary (default 0)"
+    )
+    costs.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="a JSON of all costs instead, memory too: the fields of paceline.schedules.Costs",
+    )
     parser.add_argument("--draw", metavar="FILE", help="timelines as a picture: .svg or .png")
     parser.add_argument("--trace", metavar="FILE", help="timelines as a trace for ui.perfetto.dev")
 
@@ -77,6 +94,13 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number and no list of numbers like 0.02,0.03") from None
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """What is left out is as in the config."""
+    defaults = _DEFAULTS.get(args.schedule, {})
+    given = {name: getattr(args, name) for name in ("k", "slack") if getattr(args, name) is not None}
+    return {**defaults, **given}
 
 
 def _refuse_together(args: argparse.Namespace, flag: str, others: tuple[str, ...]) -> None:
@@ -151,7 +175,7 @@ def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule]:
         if value is None:
             raise ValueError(f"--{name} is missing: give a number, or a schedule with --schedule-file.")
     if not args.compare:
-        return [make(args.schedule or "1f1b", num_stages, args.micro_batches, k=args.k, slack=args.slack)]
+        return [make(args.schedule or "1f1b", num_stages, args.micro_batches, **_options(args))]
     _refuse_together(args, "--compare", ("schedule", "k", "slack"))
     groups = [2**power for power in range(1, 64) if 2**power < args.micro_batches]
     return [

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="output directory of a run with report.trace_every set")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help='output directory of a run with "report": {"trace_every": N}'
+    )
     parser.add_argument("--step", type=int, metavar="N", help="which recorded step (default: the last)")
-    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the records)")
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: RUN_DIR/trace)")
     parser.add_argument("--format", default="svg", choices=("svg", "png"), help="of the picture (default svg)")
 
 

@@ -170,6 +170,55 @@ def test_an_accident_of_one_rank_ends_all_and_is_told_once(what: str, victim: in
     assert ended.left == []
 
 
+def looks(what: str) -> None:
+    """An adaptive pipeline; one rank has an accident while all compare what they measured."""
+    import deepspeed
+
+    import paceline
+    from jobs import ds_config, model_config, step_batches
+    from paceline.runtime import controller
+    from paceline.runtime.lifetime import end_process
+    from paceline.runtime.watch import WATCH
+
+    deepspeed.init_distributed("gloo")
+    WATCH.start(LIMIT_S)
+    section = {"pipeline": {"stages": 3, "schedule": {"type": "adaptive", "retune_every": 1}}}
+    config = ds_config(gradient_accumulation_steps=8, paceline=section)
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    if engine.global_rank == VICTIM:
+        gather = controller.gather_reports
+
+        def has_an_accident(*args: Any) -> Any:
+            if engine.global_steps > AT_STEP:
+                accident(what)
+            return gather(*args)
+
+        controller.gather_reports = has_an_accident
+    try:
+        for step in range(STEPS):
+            engine.train_batch(iter(step_batches(step)))
+    except Exception as error:
+        end_process(WATCH.fail(error).code)
+    end_process(0)
+
+
+LOOKS = {
+    "is killed": r"rank 1 is gone \(its process ended without a word\)",
+    "is stopped": r"rank 1 is gone \(nothing heard for \d+ s: stopped, or",
+    "raises": r"rank 1 failed at step \d, comparing the last steps: MemoryError: no more of it",
+}
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_an_accident_while_the_schedule_is_chosen_ends_all_and_is_told_once(what: str, all_of: Any) -> None:
+    job = all_of(looks, (what,), [(case,) for case in LOOKS])
+    ended = job.end(40, stopped=VICTIM if what == "is stopped" else None)
+    assert len(ended.causes) == 1, "\n".join(ended.outputs)
+    assert re.search(LOOKS[what], ended.causes[0]), ended.causes
+    assert ended.codes == [1, -9 if what in ("is killed", "is stopped") else 1, 1]
+    assert ended.left == []
+
+
 def misfortune(what: str) -> None:
     """What a transport does not notice: ranks that wait in C, as for NCCL, or that leave."""
     import ctypes

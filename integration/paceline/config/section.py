@@ -151,7 +151,7 @@ class ScheduleConfig(_Section):
     )
     memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="adaptive: what live activations may take on each device. Left out: what is free.",
+        description="adaptive: GiB that live activations may take on each rank. Left out: nine tenths of what is free.",
     )
 
     @field_validator(*_TYPE_OF)
@@ -223,7 +223,9 @@ class ReportConfig(_Section):
         default=True, description="Write metrics every --logging_steps (loss, speed, memory, time per stage)."
     )
     trace_every: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Record the timeline of every so many steps. Left out: of none."
+        default=None,
+        description="Record the timeline of every so many steps in trace/ of the output directory, for `paceline "
+        "trace`. Left out: of none.",
     )
 
 

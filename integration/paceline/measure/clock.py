@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+IDLE = ("idle", 0)
 PENDING = 1024
 """Pairs of CUDA events kept before those that are done are summed up."""
 
@@ -55,9 +56,12 @@ class Clock:
         else:
             self._keep_events(start, end, None)
 
-    def add_idle(self, seconds: float) -> None:
-        """Book time of the host in which there was nothing to do: what comes next had yet to arrive."""
-        self._idle_s += seconds
+    def add_idle(self, start: Any, end: Any) -> None:
+        """Book what lies between two moments as time with nothing to do: what comes next had yet to arrive."""
+        if self.device.type != "cuda":
+            self._idle_s += end - start
+        else:
+            self._keep_events(start, end, IDLE)
 
     @contextmanager
     def transfer(self, kind: str, num_bytes: int) -> Iterator[None]:
@@ -97,6 +101,9 @@ class Clock:
     def _add(self, seconds: float, transfer: tuple[str, int] | None) -> None:
         if transfer is None:
             self._compute_s += seconds
+            return
+        if transfer == IDLE:
+            self._idle_s += seconds
             return
         fastest = self._fastest[transfer] = min(seconds, self._fastest.get(transfer, seconds))
         self._communication_s += fastest

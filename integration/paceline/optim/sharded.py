@@ -170,6 +170,8 @@ class ShardedOptimizer(ZeROOptimizer):
         self._touched = [False] * len(self.parameters)
         self._hooks: list[Any] = []
         self._final = False
+        self._fired: set[int] = set()
+        self._has_stepped = False
         self._next = 0  # bucket that is reduced next: the same order on all ranks
         self._buffers: list[_Buffers] = []
         self._views: list[Tensor] = []
@@ -284,7 +286,9 @@ class ShardedOptimizer(ZeROOptimizer):
     @contextmanager
     def final_backward(self, is_final: bool = True) -> Iterator[None]:
         """Around the last backward pass of a step: buckets are reduced as they are finished."""
-        self._final = is_final and self.overlap and self._size > 1
+        self._fired.clear()
+        # In the first step it is yet to be seen whose gradients come in several parts.
+        self._final = is_final and self.overlap and self._size > 1 and self._has_stepped
         try:
             yield
         finally:
@@ -296,6 +300,9 @@ class ShardedOptimizer(ZeROOptimizer):
         view, gradient = self._views[index], parameter.grad
         assert gradient is not None
         assert not buffers.is_reduced, f"{self.names[index]}: a gradient after the reduction"
+        if index in self._fired:  # twice in one backward, as where a layer checkpoints itself: none is known to be last
+            buffers.waits = True
+        self._fired.add(index)
         if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
             if self._touched[index]:
                 view.add_(gradient)
@@ -394,6 +401,7 @@ class ShardedOptimizer(ZeROOptimizer):
         A parameter that no micro-batch of the step has reached, on any rank, is left alone, as in ``torch.optim``.
         """
         self._finish_reduction()
+        self._has_stepped = True
         touched = self._touched if self._views else [p.grad is not None for p in self.parameters]
         squares, touched = self._survey(touched)
         scale = self.loss_scale * self.divisor

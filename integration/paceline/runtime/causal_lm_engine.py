@@ -101,6 +101,7 @@ class CausalLMEngine(PacelineEngine):
             ``{"eval_loss", "perplexity", "eval_tokens"}`` on every rank. The router loss is not in it. When a rank is
             asked to stop (``is_stopping``) it ends early, with what there is.
         """
+        self._check_whole()
         with self._naming_lost_peers():
             found = self._evaluate(batches)
         WATCH.idle()
@@ -286,9 +287,6 @@ class CausalLMEngine(PacelineEngine):
                 "leave the key out."
             )
         return 1.0  # each loss is already its share of the step's, over all replicas
-
-    def _settle_checkpoint(self) -> None:
-        """The step's header has told of a failed checkpoint."""
 
     def _aggregate_total_loss(self) -> Tensor:
         """The sum of all micro-batches' shares, of all replicas, on every rank."""

@@ -210,11 +210,6 @@ class Checkpointing:
     def _sharded(self: Any) -> ShardedOptimizer | None:
         return self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
 
-    def _settle_checkpoint(self: Any) -> None:
-        if self._writer is not None:
-            with self._told_once():
-                self.control.settle(self.checkpoint_error(), f"beginning step {self.global_steps}")
-
     @contextmanager
     def _told_once(self: Any) -> Iterator[None]:
         """A failed save that is raised here on all ranks is not raised again by those that have yet to notice it."""

@@ -56,8 +56,11 @@ class Computing:
             loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
         if self.eval_return_logits:
             self.outputs = outputs
-        self.pipe_buffers["outputs"][buffer_id] = loss if torch.is_grad_enabled() else None
         self.fwd_outputs.append(_detached(loss))
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["outputs"][buffer_id] = None
+            return
+        self.loss = self.pipe_buffers["outputs"][buffer_id] = loss
         self.total_loss = _added(self.total_loss, loss)
         additional = self.module.get_additional_losses()
         if additional is not None:

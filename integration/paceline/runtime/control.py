@@ -5,7 +5,7 @@ They go over gloo on the CPU whatever the tensors use, so they never make a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,16 +39,24 @@ class ControlPlane:
     rank: int
 
     @staticmethod
-    def create(num_stages: int = 1, timeout: timedelta | None = None) -> ControlPlane:
-        """Groups for a world laid out with stages outermost: rank = stage · data-parallel size + replica."""
+    def create(
+        num_stages: int = 1, timeout: timedelta | None = None, *, pipes: Sequence[Sequence[int]] | None = None
+    ) -> ControlPlane:
+        """Groups for a world of pipelines.
+
+        Args:
+            pipes: ranks of each pipeline, first stage first. By default stages are outermost:
+                rank = stage · data-parallel size + replica.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         world = dist.new_group(backend="gloo", timeout=timeout)
         if num_stages == 1:
             return ControlPlane(world, world, rank)  # nothing is summed over one stage
         replicas = size // num_stages
-        pipes = [list(range(replica, size, replicas)) for replica in range(replicas)]
-        groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in pipes]
-        return ControlPlane(world, groups[rank % replicas], rank)
+        if pipes is None:
+            pipes = [list(range(replica, size, replicas)) for replica in range(replicas)]
+        groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in pipes]
+        return ControlPlane(world, next(g for g, ranks in zip(groups, pipes, strict=True) if rank in ranks), rank)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place. CPU tensor of any shape."""
@@ -65,6 +73,19 @@ class ControlPlane:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.world)
         return values
+
+    def gather_at_first(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order, on rank 0; an empty list elsewhere."""
+        rank = dist.get_rank()
+        values: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
+        dist.gather_object(value, values if rank == 0 else None, dst=0, group=self.world)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's ``value``, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.world)
+        return values[0]
 
     def settle(self, error: BaseException | None, doing: str) -> None:
         """Raise on every rank if any rank failed; call it on all ranks, with the local error or None.

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.schedules import ScheduleChoice
-from ..planning.candidates import Candidate, candidates
+from ..planning.candidates import SLACKS, Candidate, candidates
 from ..planning.choose import Choice, Planner
 from ..planning.switching import SwitchRule
 from .observer import Knowledge, gather_reports
+from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
 
@@ -24,6 +25,9 @@ SETTLING_STEPS = 2
 
 MEASURING_STEPS = 2
 """Steps with a micro-batch size before its times count."""
+
+FEW = 512
+"""Up to so many stages times micro-batches times sizes every warm-up is tried: a replay grows with all three."""
 
 SWITCH_S = 0.01
 """A switch before the first was timed."""
@@ -47,11 +51,11 @@ class Controller:
     _steps: int = 0
     _last_look: int = 0
     _switch_s: float = SWITCH_S
+    _after: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         engine, every = self.engine, self.choice.retune_every or 1
         self.configured = int(engine.micro_batch_size)
-        self.samples = self.configured * engine.micro_batches
         self.current = Candidate(self.configured)
         self.knowledge = Knowledge(engine.num_stages)
         self.rule = SwitchRule(every)
@@ -92,7 +96,6 @@ class Controller:
             self._apply(Candidate(size))
         else:
             self._to_measure.remove(size)
-            self._steps -= 1  # what was to be measured in this turn is not
             self._measure(done)
 
     def _would_fit(self, size: int) -> bool:
@@ -112,6 +115,7 @@ class Controller:
         choice: Choice | None = None
         chosen = self.current
         if self._decides:
+            WATCH.doing("choosing a schedule")
             choice = self._choose(steps)
             chosen = choice.next if choice is not None else self.current
         chosen = self._agree(chosen)
@@ -127,18 +131,31 @@ class Controller:
         sizes = [size for size in knowledge.sizes() if size in knowledge.saved_bytes]
         if self.current.micro_batch_size not in knowledge.sizes():
             return None
+        samples = self.configured * self.engine.micro_batches
         found = candidates(
             self.engine.num_stages,
-            self.samples,
+            samples,
             sizes,
             knowledge.saved_bytes,
             knowledge.room_bytes,
             configured=self.configured,
+            slacks=SLACKS if len(sizes) * self.engine.num_stages * self.engine.micro_batches <= FEW else (0.0, 1.0),
         )
-        if self._planner is None or self._planner.candidates != found:
-            self._planner = Planner(found, self.engine.num_stages, self.samples)
+        if self._planner is None or (self._planner.candidates, self._planner.samples) != (found, samples):
+            self._planner = Planner(found, self.engine.num_stages, samples)
         costs = {size: knowledge.costs(size) for size in knowledge.sizes()}
-        return self._planner.choose(costs, self.current, self.rule, switch_s=self._switch_s, steps=steps)
+        # What no longer fits, or turned out not to, is left for what needs the least, whatever that costs.
+        running = self.current
+        if running != Candidate(self.configured) and not self._fits(running, samples):
+            logger.warning("step %d: %s does not fit in memory as measured now", self.engine.global_steps, running.name)
+            running = Candidate(self.configured)
+        return self._planner.choose(costs, running, self.rule, switch_s=self._switch_s, steps=steps)
+
+    def _fits(self, candidate: Candidate, samples: int) -> bool:
+        """Whether a candidate whose size was measured stays within the room that there is now."""
+        saved, room = self.knowledge.saved_bytes.get(candidate.micro_batch_size), self.knowledge.room_bytes
+        peaks = candidate.peak_activations(self.engine.num_stages, samples)
+        return saved is None or all(p * each <= r for p, each, r in zip(peaks, saved, room, strict=True))
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
@@ -147,14 +164,16 @@ class Controller:
         return bool(self.engine.global_rank == 0)
 
     def _see(self) -> None:
-        reports = gather_reports(self.engine, self.choice.memory_bytes)
+        WATCH.doing("comparing the last steps", EVERYONE)
+        reports = gather_reports(self.engine, self._after, self.choice.memory_bytes)
         self.engine.recorder.forget()
         if self._decides:
             self.knowledge.update(reports)
 
     def _agree(self, value: Any) -> Any:
         """The first rank's value, on all."""
-        return self.engine.control.gather(value if self._decides else None)[0]
+        WATCH.doing("agreeing on a schedule", EVERYONE)
+        return self.engine.control.from_first(value)
 
     def _apply(self, candidate: Candidate) -> None:
         self.current = candidate

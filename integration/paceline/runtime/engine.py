@@ -39,7 +39,9 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
-        self.control = getattr(model, "control", None) or ControlPlane.create(model.num_stages)
+        self.control = getattr(model, "control", None) or ControlPlane.create(
+            model.num_stages, pipes=model._grid._topo.get_axis_comm_lists("pipe")
+        )
         self._backwards = 0
         self._writer = None
         super().__init__(*args, **kwargs)
@@ -169,11 +171,10 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
             raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        with self._naming_lost_peers():
-            self._settle_checkpoint()
-            with self._recorded():
-                self._open_step(self.micro_batches, trains=True)
-                loss = super().train_batch()
+        self._check_whole()
+        with self._naming_lost_peers(), self._recorded():
+            self._open_step(self.micro_batches, trains=True)
+            loss = super().train_batch()
         WATCH.idle()
         return loss
 
@@ -187,6 +188,7 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """As :meth:`deepspeed.PipelineEngine.eval_batch`."""
+        self._check_whole()
         trained_on, self.data_iterator = self.data_iterator, data_iter
         with self._naming_lost_peers():
             try:

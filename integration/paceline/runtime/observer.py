@@ -25,6 +25,10 @@ from .staging import ranks_sharing
 from .transport import Record, lanes_of
 
 PINGS = 4
+COMPARISONS = 3
+"""Of the clocks of one machine, which are one clock: what is left to find is the latency when nobody is busy."""
+UNSETTLED = 4
+"""Messages at the end of a lane's records that one end may have noted and the other not yet."""
 
 
 @dataclass
@@ -46,13 +50,20 @@ class Report:
     """To the next stage."""
 
 
+def machine_name() -> str:
+    """The same for two ranks if and only if they have one clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def host_name() -> str:
     """The same for two ranks if and only if they send through the same interfaces."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{machine_name()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        return os.uname().nodename
+        return machine_name()
 
 
 def compare_clocks(control: ControlPlane, pipe: Sequence[int]) -> tuple[float, float]:
@@ -91,22 +102,34 @@ def _answer(control: ControlPlane, peer: int) -> None:
         dist.send(shown, peer, group=control.world)
 
 
-def gather_reports(engine: Any, memory_bytes: int | None = None) -> list[Report]:
-    """What every rank of ``engine`` saw of its last steps. Collective, between steps."""
+def gather_reports(engine: Any, after: dict[str, int], memory_bytes: int | None = None) -> list[Report]:
+    """What every rank of ``engine`` saw of its last steps, on rank 0. Collective, between steps.
+
+    Args:
+        after: by lane, the last message that was reported; brought up to date.
+    """
     device = torch.device(engine.device)
-    clock_s, latency_s = compare_clocks(engine.control, engine.pipe_ranks)
+    if len(engine.clocks) < COMPARISONS or not engine.is_one_machine:
+        engine.clocks.append(compare_clocks(engine.control, engine.pipe_ranks))
+    clock_s, latency_s = engine.clocks[-1][0], min(latency for _, latency in engine.clocks)
+    records = {}
+    for name, lane in engine.transport.lanes().items():
+        records[name] = [record for record in list(lane.records) if record.number > after.get(name, 0)]
+        if records[name]:
+            # A message of the very end may be known at one end only; it is reported again.
+            after[name] = records[name][-1].number - UNSETTLED
     report = Report(
         stage=engine.stage_id,
-        replica=engine.grid.data_parallel_id,
+        replica=engine.pipe_number,
         host=host_name(),
         steps=engine.recorder.steps(),
-        records={name: list(lane.records) for name, lane in engine.transport.lanes().items()},
+        records=records,
         saved_bytes=dict(engine.saved_bytes),
         room_bytes=float(memory_bytes if memory_bytes is not None else room_bytes(device, ranks_sharing(device))),
         clock_s=clock_s,
         latency_s=latency_s,
     )
-    reports: list[Report] = engine.control.gather(report)
+    reports: list[Report] = engine.control.gather_at_first(report)
     return reports
 
 
@@ -139,11 +162,12 @@ def messages(reports: Sequence[Report], after: dict[tuple[int, int, str], int] |
             for record in other:
                 if record.number <= last or record.number not in begun:
                     continue
-                ready = max(begun[record.number], record.begun_s - clocks[target])
-                moved = record._replace(begun_s=ready, done_s=record.done_s - clocks[target])
+                done = record.done_s - clocks[target]
+                ready = min(max(begun[record.number], record.begun_s - clocks[target]), done)
+                moved = record._replace(begun_s=ready, done_s=done)
                 found.append(Seen(name.split("_")[0].removesuffix("s"), source, target, moved))
-            if after is not None and other:
-                after[key] = other[-1].number
+                if after is not None:
+                    after[key] = record.number
     return found
 
 
@@ -237,26 +261,40 @@ class Knowledge:
                 for size, seconds in by_size.items():
                     stages = found.setdefault(size, [0.0] * self.num_stages)
                     stages[report.stage] = max(stages[report.stage], median(seconds))
+            factors = []
             for size, stages in found.items():
                 before = known.get(size)
-                known[size] = stages
                 if before is None:
+                    known[size] = stages
                     continue
-                # A device that has become slower is slower at every size; the others were measured before.
-                factors = [now / then if then else 1.0 for now, then in zip(stages, before, strict=True)]
-                for other in known.keys() - found.keys():
-                    known[other] = [s * factor for s, factor in zip(known[other], factors, strict=True)]
+                factors.append([now / then if now and then else 1.0 for now, then in zip(stages, before, strict=True)])
+                known[size] = [now or then for now, then in zip(stages, before, strict=True)]
+            # A device that has become slower is slower at every size; the others were measured before.
+            slower = [median(of_stage) for of_stage in zip(*factors, strict=True)]
+            for other in known.keys() - found.keys() if slower else ():
+                known[other] = [seconds * factor for seconds, factor in zip(known[other], slower, strict=True)]
 
     def _take_links(self, replica: int, pipe: list[Report]) -> None:
         names = [report.host for report in pipe]
         links = self._links.setdefault(replica, Links([names.index(name) for name in names]))
         seen = messages(pipe, self._after)
-        links.update(Message(s.source, s.target, s.record.num_bytes, s.record.begun_s, s.record.done_s) for s in seen)
-        size = pipe[0].steps[-1].key[1] if pipe[0].steps else 0
-        for boundary in range(self.num_stages - 1):
-            sizes = [s.record.num_bytes for s in seen if s.kind == "activation" and s.source == boundary]
-            if sizes:
-                self.message_bytes.setdefault(size, [0.0] * (self.num_stages - 1))[boundary] = median(sizes)
+        latency = {}
+        for stage, report in enumerate(pipe[:-1]):
+            latency[stage, stage + 1] = latency[stage + 1, stage] = report.latency_s
+        links.update(
+            (Message(s.source, s.target, s.record.num_bytes, s.record.begun_s, s.record.done_s) for s in seen), latency
+        )
+        self._take_sizes(pipe[0].steps, seen)
+
+    def _take_sizes(self, steps: Sequence[StepTimes], seen: Sequence[Seen]) -> None:
+        """Of what passes between stages in training; an evaluation's micro-batches may be of another size."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for kind, source, _, record in seen:
+            step = next((step for step in steps if step.begun_s <= record.done_s <= step.ended_s), None)
+            if step is not None and kind == "activation":
+                found.setdefault((step.key[1], source), []).append(record.num_bytes)
+        for (size, boundary), sizes in found.items():
+            self.message_bytes.setdefault(size, [0.0] * (self.num_stages - 1))[boundary] = median(sizes)
 
     def _step(self, replicas: dict[int, list[Report]]) -> None:
         beside, whole = [], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import time
-import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from ..schedules.verify import verify
 from .control import PeerError
 from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
-from .observer import WAIT
+from .observer import COMPARISONS, WAIT, machine_name
 from .staging import staging_for
 from .tracer import Tracer
 from .transport import Lane, Meta, Shapes, Transport, Value, meta_of
@@ -49,15 +48,20 @@ class Scheduling:
         # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.recorder = Recorder()
-        order = self.transport_order or ("paired" if torch.distributed.get_backend() == "nccl" else "free")
+        device = torch.device(self.device)
+        staging = staging_for(device)
+        # What gloo sends lies in host memory; anything else has communicators that are not safe to use at once.
+        order = self.transport_order or ("free" if device.type == "cpu" or staging is not None else "paired")
         pipes = self.grid._topo.get_axis_comm_lists("pipe") if self.is_pipe_parallel else []
+        self.pipe_number = next((n for n, pipe in enumerate(pipes) if self.global_rank in pipe), self.global_rank)
         self.transport = Transport(
             pipes,
             self.global_rank,
             order=order,
-            device=torch.device(self.device),
-            staging=staging_for(torch.device(self.device)),
+            device=device,
+            staging=staging,
             activation_shapes=self._activation_shapes,
+            announces=self.dynamic_shape,
         )
         self._at = _Here(**self.transport.lanes())
         section = PacelineConfig.of(self._config._param_dict)
@@ -68,7 +72,9 @@ class Scheduling:
         self._schedule: Schedule | None = None
         self._lowered: dict[tuple[str, int, bool], LoweredSchedule] = {}
         self._ahead: deque[Any] = deque()
-        self._keys: list[int] = []
+        self._broken: str | None = None
+        self._gradients_are_there = False
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._shapes_reset = 0
         self.saved_bytes: dict[int, float] = {}
         """What a live micro-batch keeps on this stage, by micro-batch size, as far as it was measured."""
@@ -79,6 +85,9 @@ class Scheduling:
                 f"cut otherwise than into micro-batches of {self.micro_batch_size}; leave the key out."
             )
         self.cut = self.micro_batch_size
+        self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
+        """What the next stage's clock shows beyond this one's, and the latency to it, as compared last."""
+        self.is_one_machine = len(set(self.control.gather(machine_name()))) == 1
         self.run_dir = Path()
         """Where recorded steps go."""
         every = section.report.trace_every
@@ -148,11 +157,18 @@ class Scheduling:
             self._lowered[key] = found
         return found
 
+    def _check_whole(self: Any) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"a step of this engine ended half-way ({self._broken}): what its ranks have sent to each other is out "
+                "of step; make another engine, and load the last checkpoint."
+            )
+
     @contextmanager
     def _recorded(self: Any) -> Iterator[None]:
+        self._at.doing = None
         if self.controller is not None:
             self.controller.before_step()
-        self._at.doing = None
         self.recorder.begin(self.clock.now(), (self.schedule.name, self.cut))
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
@@ -172,9 +188,19 @@ class Scheduling:
     # -- running it ----------------------------------------------------------------------------------------------
 
     def _exec_schedule(self: Any, pipe_schedule: LoweredSchedule) -> None:
+        self._broken = "it was interrupted"
+        try:
+            self._run(pipe_schedule)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        self._broken = None
+
+    def _run(self: Any, pipe_schedule: LoweredSchedule) -> None:
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs: list[Tensor] = []
         self._backwards = 0
+        self._gradients_are_there = False
         clock, recorder, transport, doing = self.clock, self.recorder, self.transport, WATCH.doing
         measures_memory = self.controller is not None and torch.is_grad_enabled() and self.cut not in self.saved_bytes
         for told, flushes, timed, run, arguments in self._bind(pipe_schedule):
@@ -290,9 +316,12 @@ class Scheduling:
 
     def _exec_send_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
         self._at.set("sending to", self.next_stage)
-        self._at.activations_out.send(micro_batch, self._activation_key(micro_batch), self._leaving(buffer_id))
+        value = self._leaving(buffer_id)
         if not torch.is_grad_enabled():
+            # A layer may give out the same memory again, which then has yet to be sent.
+            value = tuple(tensor.clone() for tensor in value) if isinstance(value, tuple) else value.clone()
             self.pipe_buffers["outputs"][buffer_id] = None
+        self._at.activations_out.send(micro_batch, self._activation_key(micro_batch), value)
 
     def _exec_post_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
         self._at.set("receiving from", self.next_stage)
@@ -304,17 +333,34 @@ class Scheduling:
 
     def _exec_send_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
         self._at.set("sending to", self.prev_stage)
-        value = self._leaving_gradients(buffer_id)
+        value = self._own(self._leaving_gradients(buffer_id))
         self._at.gradients_out.send(micro_batch, meta_of(value), value)
         self.pipe_buffers["inputs"][buffer_id] = None
 
     def _take(self: Any, lane: Lane, micro_batch: int) -> Value:
-        start = time.perf_counter()
+        start = self.clock.now()
         value = lane.take(micro_batch)
-        end = time.perf_counter()
-        self.clock.add_idle(end - start)
+        end = self.clock.now()
+        self.clock.add_idle(start, end)
         self.recorder.add(WAIT, micro_batch, start, end)
         return value
+
+    def _own(self: Any, value: Value) -> Value:
+        """``value`` in memory to which nobody writes while it is sent.
+
+        Autograd may let a parameter's first gradient share the memory of an input's, and adds the next one to it.
+        """
+        if self._gradients_are_there:
+            return value
+        own, self._gradients_are_there = set(), True
+        for parameter in self._trained:
+            if parameter.grad is None:
+                self._gradients_are_there = False
+            else:
+                own.add(parameter.grad.untyped_storage().data_ptr())
+        if isinstance(value, tuple):
+            return tuple(t.clone() if t.untyped_storage().data_ptr() in own else t for t in value)
+        return value.clone() if value.untyped_storage().data_ptr() in own else value
 
     # -- what a stage of any PipelineModule passes on -------------------------------------------------------------
 
@@ -323,7 +369,7 @@ class Scheduling:
 
     def _activation_key(self: Any, micro_batch: int) -> Hashable:
         """Micro-batches with the same key have activations of the same shapes on every edge."""
-        return (self._shapes_reset, self._keys[micro_batch] if self.dynamic_shape else 0)
+        return self._shapes_reset
 
     def reset_activation_shape(self: Any) -> None:
         """The shapes of activations change with the next step; call it on all ranks (DeepSpeed's, for curricula)."""
@@ -354,24 +400,23 @@ class Scheduling:
     def _gradients_arrived(self: Any, buffer_id: int, value: Value) -> None:
         self.grad_layer = value
 
-    # -- steps of changing shapes --------------------------------------------------------------------------------
+    # -- data ----------------------------------------------------------------------------------------------------
 
     def _open_step(self: Any, num_micro_batches: int, *, trains: bool = False) -> Any:
-        """Where shapes change, the first stage looks at the whole step, and tells the others which ones are alike."""
-        if not (self.dynamic_shape and self.is_pipe_parallel):
-            return
-        error: Exception | None = None
-        keys = torch.zeros(num_micro_batches, dtype=torch.int64)
-        if self.is_first_stage():
+        """Read the whole step before it begins: a rank whose data ends, or is broken, stops all of them together."""
+        error: BaseException | None = self.checkpoint_error()
+        if error is None and (self.is_first_stage() or self.is_last_stage()):
             try:
                 while len(self._ahead) < num_micro_batches:
                     self._ahead.append(super()._next_batch())  # type: ignore[misc]
-                keys += torch.tensor([_signature(batch[0]) for batch in self._ahead])
             except Exception as caught:
-                self._ahead.clear()
                 error = caught
-        self.control.settle(error, f"beginning step {self.global_steps}")
-        self._keys = self.control.sum_over_stages(keys).tolist()
+        with self._told_once():
+            try:
+                self.control.settle(error, f"beginning step {self.global_steps}")
+            except BaseException:
+                self._ahead.clear()
+                raise
 
     def _next_batch(self: Any) -> Any:
         return self._ahead.popleft() if self._ahead else super()._next_batch()  # type: ignore[misc]
@@ -393,8 +438,3 @@ class _Here:
 
 def _gradient(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def _signature(inputs: Any) -> int:
-    tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode())

@@ -24,6 +24,7 @@ class Tracer:
     engine: Any
     every: int
     _knowledge: Knowledge = field(init=False)
+    _after: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._knowledge = Knowledge(self.engine.num_stages)
@@ -33,7 +34,7 @@ class Tracer:
         step = self.engine.global_steps
         if step % self.every:
             return
-        reports = gather_reports(self.engine)
+        reports = gather_reports(self.engine, self._after)
         if self.engine.global_rank != 0:
             return
         pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)

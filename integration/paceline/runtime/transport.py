@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,6 +39,9 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
+CLOSING_S = 60.0
+"""How long the end of an engine waits for what was sent to be delivered."""
+
 RECORDS = 512
 """The last messages of a lane, whose times are kept."""
 
@@ -73,7 +76,14 @@ def meta_of(value: Value) -> Meta:
 
 
 def _tensors(value: Value) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    tensors = value if isinstance(value, tuple) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
+            kind = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"a stage passes on a {kind}: it must be a tensor, or a tuple of tensors, of a common dtype."
+            )
+    return tensors
 
 
 @dataclass
@@ -105,6 +115,7 @@ class _Message:
     ready: list[Callable[[], None]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     is_tuple: bool = True
+    is_announced: bool = False
     error: BaseException | None = None
     is_done: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
@@ -121,6 +132,8 @@ class Lane:
         is_sender: whether this rank sends on it.
         group: of this lane's own (free), or of the whole pipeline (paired).
         batch: in the paired order, collects operations until :meth:`Transport.flush`; None in the free one.
+        announces: announce every message, since no key tells its shapes.
+        failed: the first error of any lane, as soon as there is one; shared by the lanes of a rank.
     """
 
     def __init__(
@@ -134,13 +147,15 @@ class Lane:
         device: torch.device,
         staging: Staging | None = None,
         batch: _Batch | None = None,
+        announces: bool = False,
+        failed: list[BaseException] | None = None,
     ) -> None:
+        self._announces, self._failed = announces, [] if failed is None else failed
         self.name, self.peer, self.is_sender, self.group, self.shapes = name, peer, is_sender, group, shapes
         self.records: deque[Record] = deque(maxlen=RECORDS)
         self._num_records = 0
         self._device, self._staging, self._batch = device, staging, batch
         self._arriving: dict[int, _Message] = {}
-        self._error: BaseException | None = None
         self._unknown: deque[tuple[int, Hashable]] = deque()
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
@@ -156,9 +171,8 @@ class Lane:
         Raises:
             ValueError: shapes other than those that the receiver was told for this key.
         """
-        if self._error is not None:
-            raise self._error
-        meta, known = meta_of(value), self.shapes.of(key)
+        self._raise_if_failed()
+        meta, known = meta_of(value), None if self._announces else self.shapes.of(key)
         if known is None:
             self._issue(_Message(-1, [self._header(meta)], time.perf_counter()), send=True)
             self._flush()
@@ -180,7 +194,12 @@ class Lane:
 
     def post(self, micro_batch: int, key: Hashable) -> None:
         """Make room for a message that will come, and let it come. Posts are in the order of the sends."""
-        if self._unknown or self.shapes.of(key) is None:
+        self._raise_if_failed()
+        if self._announces and self._batch is None:
+            # The thread waits for the announcement, so that the message can arrive while this one computes.
+            message = self._arriving[micro_batch] = _Message(micro_batch, [], time.perf_counter(), is_announced=True)
+            self._issue(message, send=False)
+        elif self._announces or self._unknown or self.shapes.of(key) is None:
             self._unknown.append((micro_batch, key))
             if self._batch is not None:  # the place of this receive is now
                 self._meet()
@@ -198,7 +217,7 @@ class Lane:
                 work.wait()
             self.note(message)
         else:
-            message.is_done.get()
+            self._wait_until_done(message)
         if message.error is not None:
             raise message.error
         tensors = message.tensors
@@ -217,20 +236,37 @@ class Lane:
     def _meet(self) -> None:
         """Wait for the announcement of the first message whose shapes are not known, and post what is known then."""
         _, key = self._unknown[0]
-        if self.shapes.of(key) is None:
+        if self._announces or self.shapes.of(key) is None:
             header = _Message(-1, [self._header(Meta(()))], time.perf_counter(), is_tuple=False)
             self._arriving[-1] = header
             self._issue(header, send=False)
             self.shapes.learn(key, _read_header(self.take(-1)))
         while self._unknown and self.shapes.of(self._unknown[0][1]) is not None:
             self._post(*self._unknown.popleft())
+            if self._announces:
+                break
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the thread, once everything under way is done."""
+        """End the thread, once everything under way is done; a sender's is waited for."""
         if self._thread is not None:
             self._queue.put(None)
+            if self.is_sender and not self._failed:
+                self._thread.join(CLOSING_S)
+
+    def _raise_if_failed(self) -> None:
+        if self._failed:
+            raise self._failed[0]
+
+    def _wait_until_done(self, message: _Message) -> None:
+        while True:
+            try:
+                message.is_done.get(timeout=1.0)
+                return
+            except Empty:
+                if message.error is None:
+                    self._raise_if_failed()  # on another lane: what is waited for here may never come
 
     def _header(self, meta: Meta) -> Tensor:
         numbers = [int(meta.is_tuple), len(meta.tensors)]
@@ -261,13 +297,17 @@ class Lane:
 
     def _carry_out(self) -> None:
         under_way: deque[_Message] = deque()
-        while True:
-            while not under_way or not self._queue.empty():
-                message = self._queue.get()
-                if message is None:
-                    return
-                self._attempt(self._begin, message)
-                under_way.append(message)
+        is_open = True
+        while is_open or under_way:
+            while is_open and (not under_way or not (self._announces or self._queue.empty())):
+                entry = self._queue.get()
+                if entry is None:
+                    is_open = False
+                else:
+                    self._attempt(self._begin, entry)
+                    under_way.append(entry)
+            if not under_way:
+                return
             message = under_way.popleft()
             self._attempt(self._wait, message)
             self.note(message)
@@ -276,16 +316,23 @@ class Lane:
 
     def _attempt(self, act: Callable[[_Message], None], message: _Message) -> None:
         try:
-            if self._error is not None:
-                raise self._error
-            act(message)
+            if message.error is None:
+                self._raise_if_failed()
+                act(message)
         except BaseException as caught:
-            self._error = message.error = caught  # the connection is gone; what follows on it fails as well
+            message.error = caught
+            self._failed.append(caught)  # the connection is gone; what follows fails as well
 
     def _begin(self, message: _Message) -> None:
         for ready in message.ready:
             ready()
         act = dist.isend if self.is_sender else dist.irecv
+        if message.is_announced:
+            header = self._header(Meta(()))
+            dist.recv(header, self.peer, group=self.group)
+            meta = _read_header(header)
+            message.tensors = [self._buffer(shape, dtype) for shape, dtype in meta.tensors]
+            message.is_tuple = meta.is_tuple
         if not self.is_sender:
             message.begun_s = time.perf_counter()
         message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
@@ -295,7 +342,9 @@ class Lane:
             work.wait()
 
     def note(self, message: _Message) -> None:
-        if message.micro_batch >= 0 and message.error is None:
+        # In the paired order on a GPU the host's clock tells nothing: it runs ahead of the device.
+        tells = self._batch is None or self._device.type != "cuda"
+        if message.micro_batch >= 0 and message.error is None and tells:
             self._num_records += 1
             self.records.append(
                 Record(self._num_records, message.micro_batch, message.num_bytes, message.begun_s, time.perf_counter())
@@ -321,7 +370,7 @@ class _Batch:
                 ready()
             act = dist.isend if send else dist.irecv
             operations += [dist.P2POp(act, tensor, lane.peer, group=lane.group) for tensor in message.tensors]
-        works = dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv(operations) if operations else []
         if len(works) == len(operations):
             given = iter(works)
             for _, message, _ in self._waiting:
@@ -331,6 +380,9 @@ class _Batch:
                 message.works = list(works)
         self._sent.extend((lane, message) for lane, message, send in self._waiting if send)
         self._waiting = []
+        while self._sent and all(work.is_completed() for work in self._sent[0][1].works):
+            lane, message = self._sent.popleft()
+            lane.note(message)
 
     def finish(self) -> None:
         self.flush()
@@ -350,6 +402,7 @@ class Transport:
         pipes: global ranks of each pipeline of the world, first stage first.
         order: ``"free"`` or ``"paired"``.
         activation_shapes: a new book of shapes for a lane of activations.
+        announces: announce every activation: no two need have the same shapes.
     """
 
     def __init__(
@@ -361,11 +414,13 @@ class Transport:
         device: torch.device,
         staging: Staging | None = None,
         activation_shapes: Callable[[], Shapes] = Shapes,
+        announces: bool = False,
     ) -> None:
         self.order = order
+        self._failed: list[BaseException] = []
         self._batch = _Batch() if order == "paired" else None
         self._lanes: dict[str, Lane] = {}
-        groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes)
+        groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes, device)
         for pipe in pipes:
             if rank not in pipe:
                 continue
@@ -380,6 +435,8 @@ class Transport:
                     device=device,
                     staging=staging,
                     batch=self._batch,
+                    announces=announces and name.startswith("activations"),
+                    failed=self._failed,
                 )
 
     def __getitem__(self, name: str) -> Lane:
@@ -399,8 +456,10 @@ class Transport:
             self._batch.finish()
 
     def close(self) -> None:
+        """Deliver what was sent, and end. What is sent or received afterwards is an error."""
         for lane in self._lanes.values():
             lane.close()
+        self._failed.append(RuntimeError("the engine was destroyed: it sends and receives no more; make another one."))
 
 
 def lanes_of(stage: int, num_stages: int) -> list[tuple[str, int, int]]:
@@ -422,10 +481,13 @@ def _free_groups(pipes: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
     return groups
 
 
-def _paired_groups(pipes: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
+def _paired_groups(pipes: Sequence[Sequence[int]], device: torch.device) -> dict[tuple[int, int], Any]:
     groups = {}
     for pipe in pipes:
         group = dist.new_group(list(pipe), timeout=TIMEOUT)
+        if dist.get_rank() in pipe and device.type == "cuda":
+            # A group's first operation must be of all its ranks.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         groups.update({edge: group for a, b in pairwise(pipe) for edge in ((a, b), (b, a))})
     return groups
 

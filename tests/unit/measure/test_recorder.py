@@ -24,17 +24,18 @@ def test_typical_is_the_median_of_a_kind() -> None:
     assert step.typical("wait") is None
 
 
-def test_steps_are_taken_once_and_oldest_first() -> None:
+def test_steps_are_there_oldest_first_until_they_are_known() -> None:
     recorder = Recorder()
     for key in "ab":
         recorder.begin(0.0, key)
         recorder.add("F", 3, 1.0, 2.0)
         recorder.end()
-    assert [step.key for step in recorder.steps()] == ["a", "b"]
-    taken = recorder.take()
-    assert [(step.key, step.spans) for step in taken] == [(key, [("F", 3, 1.0, 2.0)]) for key in "ab"]
-    assert all(step.begun_s <= step.ended_s for step in taken)
-    assert recorder.take() == recorder.steps() == []
+    steps = recorder.steps()
+    assert [(step.key, step.spans) for step in steps] == [(key, [("F", 3, 1.0, 2.0)]) for key in "ab"]
+    assert all(step.begun_s <= step.ended_s for step in steps)
+    assert recorder.steps() == steps
+    recorder.forget()
+    assert recorder.steps() == []
 
 
 def test_only_the_last_steps_are_kept() -> None:
@@ -42,7 +43,7 @@ def test_only_the_last_steps_are_kept() -> None:
     for key in range(STEPS + 3):
         recorder.begin(0.0, key)
         recorder.end()
-    assert [step.key for step in recorder.take()] == list(range(3, STEPS + 3))
+    assert [step.key for step in recorder.steps()] == list(range(3, STEPS + 3))
 
 
 def test_what_runs_outside_of_a_step_or_in_one_that_failed_is_not_kept() -> None:
@@ -54,7 +55,7 @@ def test_what_runs_outside_of_a_step_or_in_one_that_failed_is_not_kept() -> None
     recorder.drop()
     recorder.add("F", 0, 0.0, 1.0)
     recorder.end()
-    assert recorder.take() == []
+    assert recorder.steps() == []
 
 
 class Event:

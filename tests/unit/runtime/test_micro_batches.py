@@ -94,7 +94,7 @@ def test_a_wrong_number_of_samples_is_refused(size: int, count: int) -> None:
 
 def test_a_short_last_micro_batch_is_refused() -> None:
     loaded = [micro_batch(2, 4, 0), micro_batch(1, 4, 8)]
-    with pytest.raises(ValueError, match="leave paceline.pipeline.schedule.micro_batch_sizes out"):
+    with pytest.raises(ValueError, match="leave paceline"):
         recut(loaded, 1, 4)
 
 
