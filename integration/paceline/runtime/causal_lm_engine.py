@@ -115,7 +115,8 @@ class CausalLMEngine(PacelineEngine):
         try:
             while self._open_step(self.micro_batches, partial=True):
                 self._sum_losses = torch.zeros((), dtype=torch.float64, device=self.device)
-                self._exec_schedule(self._inference_schedule(len(self._shapes)))
+                if self._shapes:  # another replica may have more batches than this one
+                    self._exec_schedule(self._inference_schedule(len(self._shapes)))
                 if self.is_last_stage():
                     sums += torch.stack([self._sum_losses.cpu(), torch.tensor(self._label_tokens, dtype=torch.float64)])
                 if self.is_stopping:
