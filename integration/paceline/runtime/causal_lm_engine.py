@@ -25,7 +25,7 @@ from ..hf.stage import SIDE_INPUTS
 from .engine import PacelineEngine
 from .lifetime import current
 from .micro_batches import MicroBatch, MicroBatchShape, read_micro_batch, recut
-from .transport import Meta, Shapes, meta_of
+from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
 _COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum

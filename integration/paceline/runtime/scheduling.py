@@ -27,9 +27,10 @@ from .control import PeerError
 from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
 from .observer import COMPARISONS, WAIT, machine_name
+from .shapes import Meta, Shapes, Value, meta_of
 from .staging import staging_for
 from .tracer import Tracer
-from .transport import Lane, Meta, Shapes, Transport, Value, meta_of
+from .transport import Lane, Transport
 from .watch import EVERYONE, WATCH
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)

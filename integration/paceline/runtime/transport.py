@@ -21,24 +21,15 @@ from datetime import timedelta
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
 from .staging import Staging
 
-Value: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What a stage passes on."""
-
-HEADER = 256
-"""Numbers in an announcement: whether it is a tuple, how many tensors, then dtype, dimensions and sizes of each."""
-
-DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-)
 CLOSING_S = 60.0
 """How long the end of an engine waits for what was sent to be delivered."""
 
@@ -47,13 +38,6 @@ RECORDS = 512
 
 TIMEOUT = timedelta(days=7)
 """Of a wait for a peer: how long it may take, the watch knows."""
-
-
-class Meta(NamedTuple):
-    """What a message holds: shape and dtype of each tensor, and whether it is a tuple or a tensor alone."""
-
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    is_tuple: bool = True
 
 
 class Record(NamedTuple):
@@ -67,44 +51,6 @@ class Record(NamedTuple):
     """When it could be sent, or when its receive was posted."""
     done_s: float
     """When it had arrived. On the sending side: when the backend was done with it."""
-
-
-def meta_of(value: Value) -> Meta:
-    return Meta(
-        tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tensors(value)), is_tuple=isinstance(value, tuple)
-    )
-
-
-def _tensors(value: Value) -> tuple[Tensor, ...]:
-    tensors = value if isinstance(value, tuple) else (value,)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
-            kind = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(
-                f"a stage passes on a {kind}: it must be a tensor, or a tuple of tensors, of a common dtype."
-            )
-    return tensors
-
-
-@dataclass
-class Shapes:
-    """What a lane knows of its messages: the shapes that belong to a key. Both ends keep the same book."""
-
-    _known: dict[Hashable, Meta] = field(default_factory=dict)
-
-    def of(self, key: Hashable) -> Meta | None:
-        """The shapes of a message with this key, None if they have yet to be announced."""
-        return self._known.get(key)
-
-    def learn(self, key: Hashable, meta: Meta) -> None:
-        self._known[key] = meta
-
-
-class GivenShapes(Shapes):
-    """The key is the :data:`Meta` itself; nothing is ever announced."""
-
-    def of(self, key: Hashable) -> Meta:
-        return key  # type: ignore[return-value]
 
 
 @dataclass
@@ -179,11 +125,11 @@ class Lane:
             self.shapes.learn(key, meta)
         elif known != meta:
             raise ValueError(
-                f"micro-batch {micro_batch}: {self.name} are {_show(meta)}, and were {_show(known)} before: build the "
+                f"micro-batch {micro_batch}: {self.name} are {show(meta)}, and were {show(known)} before: build the "
                 "PipelineModule with dynamic_shape=True where shapes change."
             )
         message = _Message(
-            micro_batch, [tensor.detach().contiguous() for tensor in _tensors(value)], time.perf_counter()
+            micro_batch, [tensor.detach().contiguous() for tensor in tensors_of(value)], time.perf_counter()
         )
         if self._staging is not None:
             copies = [self._staging.to_host(tensor) for tensor in message.tensors]
@@ -240,7 +186,7 @@ class Lane:
             header = _Message(-1, [self._header(Meta(()))], time.perf_counter(), is_tuple=False)
             self._arriving[-1] = header
             self._issue(header, send=False)
-            self.shapes.learn(key, _read_header(self.take(-1)))
+            self.shapes.learn(key, read_announcement(self.take(-1)))
         while self._unknown and self.shapes.of(self._unknown[0][1]) is not None:
             self._post(*self._unknown.popleft())
             if self._announces:
@@ -269,16 +215,10 @@ class Lane:
                     self._raise_if_failed()  # on another lane: what is waited for here may never come
 
     def _header(self, meta: Meta) -> Tensor:
-        numbers = [int(meta.is_tuple), len(meta.tensors)]
-        for shape, dtype in meta.tensors:
-            numbers += [DTYPES.index(dtype), len(shape), *shape]
-        if len(numbers) > HEADER:
-            raise ValueError(
-                f"{self.name} are {len(meta.tensors)} tensors, {_show(meta)}: at most {HEADER} numbers describe what "
-                "a stage passes on; pass fewer tensors."
-            )
-        device = self._device if self._staging is None else "cpu"
-        return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64, device=device)
+        try:
+            return announce(meta).to(self._device if self._staging is None else "cpu")
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._staging is not None:
@@ -306,6 +246,7 @@ class Lane:
                 else:
                     self._attempt(self._begin, entry)
                     under_way.append(entry)
+                del entry
             if not under_way:
                 return
             message = under_way.popleft()
@@ -330,7 +271,7 @@ class Lane:
         if message.is_announced:
             header = self._header(Meta(()))
             dist.recv(header, self.peer, group=self.group)
-            meta = _read_header(header)
+            meta = read_announcement(header)
             message.tensors = [self._buffer(shape, dtype) for shape, dtype in meta.tensors]
             message.is_tuple = meta.is_tuple
         if not self.is_sender:
@@ -490,17 +431,3 @@ def _paired_groups(pipes: Sequence[Sequence[int]], device: torch.device) -> dict
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         groups.update({edge: group for a, b in pairwise(pipe) for edge in ((a, b), (b, a))})
     return groups
-
-
-def _read_header(header: Any) -> Meta:
-    numbers = iter(header.tolist())
-    is_tuple = bool(next(numbers))
-    meta = []
-    for _ in range(next(numbers)):
-        dtype, num_dims = DTYPES[next(numbers)], next(numbers)
-        meta.append((tuple(next(numbers) for _ in range(num_dims)), dtype))
-    return Meta(tuple(meta), is_tuple)
-
-
-def _show(meta: Meta) -> str:
-    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in meta.tensors)
