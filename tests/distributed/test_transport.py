@@ -84,7 +84,8 @@ def engine_of(
 
 def trained(engine: Any, steps: int = 3, rows: tuple[int, ...] = (2,)) -> tuple[list[float], list[Tensor]]:
     """Losses of some steps, and the weights after them, of one rank."""
-    losses = [engine.train_batch(iter(batches(step, rows=rows))).item() for step in range(steps)]
+    replica = engine.grid.data_parallel_id
+    losses = [engine.train_batch(iter(batches(100 * replica + step, rows=rows))).item() for step in range(steps)]
     weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
     if hasattr(engine, "transport"):
         engine.destroy()
@@ -110,7 +111,7 @@ def slow(lane: Any, seconds: float = SLOW_S) -> None:
     lane._begin = begin_late
 
 
-# -- memory that is written to while it is sent ------------------------------------------------------------------------
+# -- memory that is written to while it is sent -----------------------------------------------------------------------
 
 
 class Scale(nn.Module):
@@ -216,7 +217,7 @@ def test_paired_order_lets_go_of_what_was_sent_by_the_end_of_a_step() -> None:
         assert after == 0
 
 
-# -- shapes and layouts --------------------------------------------------------------------------------------------------
+# -- shapes and layouts -----------------------------------------------------------------------------------------------
 
 
 class Drop(nn.Module):
@@ -245,20 +246,24 @@ def test_shapes_that_depend_on_contents() -> None:
     assert_same(run_ranks(dropping, 2))
 
 
-def replicas_first() -> list[Any]:
+def replicas_first() -> Any:
     from deepspeed.runtime.pipe.topology import ProcessTopology
 
-    results = []
+    results, ranks = [], -1
     for options in ({"stock": True}, {}, {"order": "paired"}):
         topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
         engine = engine_of([Block, Block], topology=topology, dynamic_shape=True, **options)
+        if not options.get("stock"):
+            ranks = engine.control.sum_over_stages(torch.tensor([engine.global_rank])).item()
         results.append(trained(engine, rows=(2, 3, 2, 4)))
-    return results
+    return results, ranks
 
 
 def test_pipelines_of_neighbouring_ranks() -> None:
     """The replicas outermost: a pipeline's ranks are 0 and 1, not 0 and 2."""
-    assert_same(run_ranks(replicas_first, 4))
+    ended = run_ranks(replicas_first, 4)
+    assert_same([results for results, _ in ended])
+    assert [ranks for _, ranks in ended] == [0 + 1, 0 + 1, 2 + 3, 2 + 3]
 
 
 class Twice(nn.Module):
@@ -275,15 +280,17 @@ class Twice(nn.Module):
         return x + torch.tanh(checkpoint(self.linear, x, use_reentrant=True))
 
 
-def own_checkpoints() -> list[Any]:
+def own_checkpoints(micro_batches: int) -> list[Any]:
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
     topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
-    return [trained(engine_of([Block, Twice], stock=stock, topology=topology)) for stock in (True, False)]
+    options = {"topology": topology, "micro_batches": micro_batches}
+    return [trained(engine_of([Block, Twice], stock=stock, **options)) for stock in (True, False)]
 
 
-def test_a_weight_that_a_layer_checkpoints_twice() -> None:
-    for (wanted_losses, wanted), (losses, weights) in run_ranks(own_checkpoints, 4):
+@pytest.mark.parametrize("micro_batches", [1, MICRO_BATCHES])
+def test_a_weight_that_a_layer_checkpoints_twice(micro_batches: int) -> None:
+    for (wanted_losses, wanted), (losses, weights) in run_ranks(own_checkpoints, 4, micro_batches):
         assert losses == pytest.approx(wanted_losses, rel=1e-6)
         for found, parameter in zip(weights, wanted, strict=True):
             torch.testing.assert_close(found, parameter, rtol=1e-5, atol=1e-6)
@@ -310,7 +317,7 @@ def test_the_tuner_tells_the_pipelines_of_a_model_axis_apart() -> None:
     assert [looks for _, looks in ended] == [2, 0, 0, 0]
 
 
-# -- ends ----------------------------------------------------------------------------------------------------------------
+# -- ends -------------------------------------------------------------------------------------------------------------
 
 
 class Large(nn.Module):
@@ -391,7 +398,9 @@ def ended_data() -> dict[str, Any]:
     found["stops"] = stops
 
     engine = engine_of([Block, Block])
-    wanted = [engine.train_batch(iter(batches(0))), engine.eval_batch(iter(batches(1))), engine.train_batch(iter(batches(2)))]
+    wanted = [engine.train_batch(iter(batches(0)))]
+    wanted.append(engine.eval_batch(iter(batches(1))))
+    wanted.append(engine.train_batch(iter(batches(2))))
     found["wanted"] = [loss.item() for loss in wanted]
     return found
 
@@ -404,7 +413,7 @@ def test_data_that_ends_leaves_an_engine_that_goes_on() -> None:
         assert found["total"][0] == found["total"][1]
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 class Breaks(Block):
@@ -442,21 +451,43 @@ def test_an_engine_refuses_to_go_on_after_a_step_that_broke() -> None:
 
 
 def broken_lane(message: str) -> None:
-    """The middle of three stages fails to send forward while it waits for what will never come back."""
-    engine = engine_of([Block, Block, Block], micro_batches=1)
-    engine.train_batch(iter(batches(0, 1)))
+    """The middle of three stages fails to send forward while it waits for the first, which is late."""
+    engine = engine_of([Block, Block, Block], micro_batches=2)
+    engine.train_batch(iter(batches(0, 2)))
+    if engine.stage_id == 0:
+        engine.transport["activations_out"]._begin = late_with_its_second(engine.transport["activations_out"]._begin)
     if engine.stage_id == 1:
 
         def fails(_: Any) -> None:
             raise RuntimeError(message)
 
         engine.transport["activations_out"]._begin = fails
-    engine.train_batch(iter(batches(1, 1)))
+    engine.train_batch(iter(batches(1, 2)))
 
 
-def test_an_error_of_a_sending_thread_is_heard() -> None:
-    with pytest.raises(RankError, match="RuntimeError: the device is on fire") as caught:
-        run_ranks(broken_lane, 3, "the device is on fire", timeout=60)
+def late_with_its_second(begin: Callable[[Any], None]) -> Callable[[Any], None]:
+    def begin_late(message: Any) -> None:
+        if message.micro_batch == 1:
+            time.sleep(30)
+        begin(message)
+
+    return begin_late
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("the device is on fire", "RuntimeError: the device is on fire"),
+        (
+            "Connection closed by peer",
+            r"PeerError: rank 1, stage 1, lost another rank at step 1 while sending to .*rank 2; .*by peer",
+        ),
+    ],
+    ids=["an error", "a lost rank"],
+)
+def test_an_error_of_a_sending_thread_is_heard_and_named(error: str, told: str) -> None:
+    with pytest.raises(RankError, match=told) as caught:
+        run_ranks(broken_lane, 3, error, timeout=28)
     assert caught.value.rank == 1
 
 
@@ -475,6 +506,8 @@ def passes_on_a_list(trains: bool) -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_stage_that_passes_on_a_list_is_told_what_it_may_pass_on(trains: bool) -> None:
-    with pytest.raises(RankError, match=r"ValueError: .*stage 0.* a list: .* a tensor, or a tuple of tensors") as caught:
+    with pytest.raises(
+        RankError, match=r"ValueError: .*stage 0.* a list: .* a tensor, or a tuple of tensors"
+    ) as caught:
         run_ranks(passes_on_a_list, 2, trains, timeout=60)
     assert caught.value.rank == 0

@@ -27,7 +27,7 @@ from .control import PeerError
 from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
 from .observer import COMPARISONS, WAIT, machine_name
-from .shapes import Meta, Shapes, Value, meta_of
+from .shapes import Meta, Shapes, Value, meta_of, tensors_of
 from .staging import staging_for
 from .tracer import Tracer
 from .transport import Lane, Transport
@@ -297,7 +297,10 @@ class Scheduling:
             if not _LOST_CONNECTION.search(str(error)):
                 raise
             doing = "agreeing with the other ranks"
-            if self._at.doing is not None:
+            lane = getattr(error, "paceline_lane", None)
+            if lane is not None:  # the thread of one lane, while this one may have waited for another
+                doing = f"{'sending to' if lane.is_sender else 'receiving from'} rank {lane.peer}"
+            elif self._at.doing is not None:
                 verb, stage = self._at.doing
                 doing = f"{verb} stage {stage}, rank {self.grid.stage_to_global(stage_id=stage)}"
             raise PeerError(
@@ -318,6 +321,7 @@ class Scheduling:
     def _exec_send_activations(self: Any, buffer_id: int, micro_batch: int) -> None:
         self._at.set("sending to", self.next_stage)
         value = self._leaving(buffer_id)
+        tensors_of(value, f"the last layer of stage {self.stage_id}")  # refuses what cannot be sent
         if not torch.is_grad_enabled():
             # A layer may give out the same memory again, which then has yet to be sent.
             value = tuple(tensor.clone() for tensor in value) if isinstance(value, tuple) else value.clone()

@@ -34,13 +34,20 @@ def meta_of(value: Value) -> Meta:
     )
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
+def tensors_of(value: Value, whose: str = "a stage") -> tuple[Tensor, ...]:
+    """The tensors that ``whose`` gives to the next one.
+
+    Raises:
+        ValueError: they cannot be sent.
+    """
     tensors = value if isinstance(value, tuple) else (value,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
             kind = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(
-                f"a stage passes on a {kind}: it must be a tensor, or a tuple of tensors, of a common dtype."
+                f"{whose} passes on a {kind}: it must be a tensor, or a tuple of tensors, each of {dtypes}; change "
+                "what the layer returns, or the partition."
             )
     return tensors
 

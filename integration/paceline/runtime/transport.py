@@ -189,8 +189,6 @@ class Lane:
             self.shapes.learn(key, read_announcement(self.take(-1)))
         while self._unknown and self.shapes.of(self._unknown[0][1]) is not None:
             self._post(*self._unknown.popleft())
-            if self._announces:
-                break
 
     # -- both ----------------------------------------------------------------------------------------------------
 
@@ -262,6 +260,8 @@ class Lane:
                 act(message)
         except BaseException as caught:
             message.error = caught
+            if not self._failed:
+                caught.paceline_lane = self  # type: ignore[attr-defined]
             self._failed.append(caught)  # the connection is gone; what follows fails as well
 
     def _begin(self, message: _Message) -> None:
