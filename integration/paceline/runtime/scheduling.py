@@ -104,7 +104,7 @@ class Scheduling:
             choice = self.schedule_choice
             kind = "1f1b" if choice.type == "adaptive" else choice.type
             self._schedule = families.make(
-                kind, self.num_stages, self.micro_batches, k=choice.k, slack=choice.slack, warmup=choice.warmup
+                kind, self.num_stages, self.run_micro_batches, k=choice.k, slack=choice.slack, warmup=choice.warmup
             )
         return self._schedule
 
