@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..optim.torch_optimizers import make_optimizer, torch_class
-from ..patches.deepspeed_pipe_engine import allocate_or_extend_buffers
 from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
@@ -35,7 +34,6 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
 
     optimizer: ShardedOptimizer
     data_iterator: Any
-    _allocate_or_extend_buffers = allocate_or_extend_buffers
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
