@@ -445,7 +445,7 @@ def test_an_engine_refuses_to_go_on_after_a_step_that_broke() -> None:
     assert first == []
     assert broke == "ArithmeticError: no more numbers"
     for told in refused:
-        assert "ended half-way (ArithmeticError: no more numbers)" in told
+        assert "left half-way (it was interrupted; ArithmeticError: no more numbers)" in told
         assert "make another engine" in told
     assert len(refused) == 2
 

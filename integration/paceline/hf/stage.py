@@ -78,7 +78,7 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     tied = tied_weight(model, anatomy)
     for index in range(anatomy.num_layers):
         if not cut.start <= index < cut.stop:
-            layers[index] = _placeholder(layers[index], anatomy)
+            layers[index] = take_out(layers[index], anatomy)
     if not cut.first:
         for name in anatomy.before:
             module = trunk.get_submodule(name)
@@ -113,7 +113,8 @@ def _drop_lost_ties(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys = {a: b for a, b in ties.items() if a in names and b in names}
 
 
-def _placeholder(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
+def take_out(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
+    """What stands where a decoder layer was that now lives on another stage."""
     placeholder = PassThrough(anatomy.returns, layer)
     for name in anatomy.adapter.keep:
         owner, _, leaf = name.rpartition(".")

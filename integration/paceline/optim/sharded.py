@@ -142,7 +142,23 @@ class ShardedOptimizer(ZeROOptimizer):
         self._shard = shard and self._size > 1
         self._communication_dtype = communication_dtype
 
-        self.parameters: list[nn.Parameter] = [p for g in basic.param_groups for p in g["params"]]
+        self._bucket_numel, self._accumulation_dtype = bucket_numel, accumulation_dtype
+        self._hooks: list[Any] = []
+        self._final = False
+        self._fired: set[int] = set()
+        self._lay_out(names, counts, apart)
+
+    def _lay_out(
+        self,
+        names: Mapping[nn.Parameter, str],
+        counts: Callable[[nn.Parameter], bool],
+        apart: Callable[[nn.Parameter], bool],
+    ) -> None:
+        """Buckets and owners for the parameters in the groups of the basic optimizer."""
+        groups = self.optimizer.param_groups
+        self.parameters: list[nn.Parameter] = [p for g in groups for p in g["params"]]
+        self.group_of = {names[p]: number for number, g in enumerate(groups) for p in g["params"]}
+        """Number of the group that a parameter is in, by name."""
         self.names = [names[p] for p in self.parameters]
         self._counts = [counts(p) for p in self.parameters]
         self._index_of = index_of = {p: i for i, p in enumerate(self.parameters)}
@@ -153,24 +169,13 @@ class ShardedOptimizer(ZeROOptimizer):
         buckets = make_buckets(
             [tuple(self.parameters[i].shape) for i in order],
             self._size,
-            min(bucket_numel, max(LEAST_BUCKET, total // BUCKETS)),
+            min(self._bucket_numel, max(LEAST_BUCKET, total // BUCKETS)),
             apart=[k for k, i in enumerate(order) if i in waiting],
-            cut=type(basic).__name__ in ELEMENTWISE,
+            cut=type(self.optimizer).__name__ in ELEMENTWISE,
         )
         self._buckets = [_renumbered(bucket, order) for bucket in buckets]
-        dtypes = {_master_dtype(p.dtype) for p in self.parameters} or {torch.float32}
-        if len(dtypes) > 1 and accumulation_dtype is None:
-            raise ValueError(f"parameters of {sorted(map(str, dtypes))} cannot be trained together: cast the model.")
-        self._dtype = accumulation_dtype or dtypes.pop()
-        mixed = {p.dtype for p in self.parameters}
-        if self._shard and len(mixed) > 1:
-            raise ValueError(
-                f"parameters of {sorted(map(str, mixed))} cannot be sharded together: cast the model, or use ZeRO 0."
-            )
+        self._dtype = self._dtype_for({p.dtype for p in self.parameters})
         self._touched = [False] * len(self.parameters)
-        self._hooks: list[Any] = []
-        self._final = False
-        self._fired: set[int] = set()
         self._has_stepped = False
         self._next = 0  # bucket that is reduced next: the same order on all ranks
         self._buffers: list[_Buffers] = []
@@ -179,6 +184,52 @@ class ShardedOptimizer(ZeROOptimizer):
             self._make_buffers(waiting)
         self.owned: list[Owned] = []
         self._adopt()
+
+    def _dtype_for(self, dtypes: set[torch.dtype]) -> torch.dtype:
+        masters = {_master_dtype(dtype) for dtype in dtypes} or {torch.float32}
+        if len(masters) > 1 and self._accumulation_dtype is None:
+            raise ValueError(f"parameters of {sorted(map(str, masters))} cannot be trained together: cast the model.")
+        if self._shard and len(dtypes) > 1:
+            raise ValueError(
+                f"parameters of {sorted(map(str, dtypes))} cannot be sharded together: cast the model, or use ZeRO 0."
+            )
+        return self._accumulation_dtype or masters.pop()
+
+    def check_dtypes(self, dtypes: set[torch.dtype]) -> None:
+        """Raise ValueError if parameters of these dtypes cannot be trained together."""
+        self._dtype_for(dtypes)
+
+    def rebuild(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        names: Mapping[nn.Parameter, str],
+        *,
+        counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
+        apart: Callable[[nn.Parameter], bool] = lambda parameter: False,
+    ) -> None:
+        """Train other parameters from now on, between steps: those of a stage that has gained and lost layers.
+
+        Masters are made from the parameters' values and states are gone: who wants to keep them holds their tensors
+        beforehand (:attr:`owned`, :attr:`state`) and puts them into place afterwards.
+
+        Args:
+            groups: the parameters of each group of the basic optimizer, whose options stay. The others as at first.
+        """
+        self._take_hooks_off()
+        self._buffers.clear()
+        self._views.clear()
+        self.owned.clear()
+        self.optimizer.state.clear()
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = list(parameters)
+        self._lay_out(names, counts, apart)
+
+    def _take_hooks_off(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     # -- what belongs to whom ------------------------------------------------------------------------------------
 
@@ -208,6 +259,25 @@ class ShardedOptimizer(ZeROOptimizer):
     def cur_scale(self) -> float:
         """The loss scale, as DeepSpeed's monitor asks for it."""
         return self.loss_scale
+
+    def num_bytes(self) -> int:
+        """What this rank holds beside the parameters' values: masters of their own, states, gradients."""
+        states = sum(
+            value.numel() * value.element_size()
+            for state in self.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        )
+        masters = sum(
+            owned.master.numel() * owned.master.element_size()
+            for owned in self.owned
+            if owned.master.dtype != owned.parameter.dtype
+        )
+        if self._buffers:
+            gradients = sum(b.gradients.numel() * b.gradients.element_size() for b in self._buffers)
+        else:
+            gradients = sum(p.numel() * p.element_size() for p in self.parameters)
+        return states + masters + gradients
 
     def shares(self) -> Iterator[tuple[int, int, int]]:
         """``(position in owned, first row, end)`` of what this rank answers for: disjoint over the D ranks, complete.
@@ -519,11 +589,8 @@ class ShardedOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Take the hooks off, and give every parameter memory of its own again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._take_hooks_off()
         for parameter in self.parameters:
-            parameter.grad = None
             if self._shard:
                 parameter.data = parameter.detach().clone()
         self._buffers.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,17 +17,21 @@ from ..optim.torch_optimizers import make_optimizer, torch_class
 from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
+from .migration import Migrating
 from .scheduling import Scheduling
 from .state import is_copy, link_full_access, names_of, tied_weights
 from .watch import WATCH
 
+_Asks = Callable[[nn.Parameter], bool]
 
-class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
+
+class PacelineEngine(Checkpointing, Migrating, Scheduling, Computing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
     * One optimizer for ZeRO 0 and 1 and every precision (:class:`~paceline.optim.sharded.ShardedOptimizer`): stages may
       have different parameter groups (stock: they hang), the norm is that of all stages (stock: of the first, in fp32).
+    * Layers move from stage to stage between steps, with everything that belongs to them (:meth:`repartition`).
     * Checkpoints are complete or not there, written in the background, and load into any shape.
     * A step's time is split into compute, communication and idle (:attr:`clock`).
     """
@@ -48,6 +52,7 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
             self.optimizer.clock = self.clock
         self._told = self._what_instructions_do()
         self._start_scheduling()
+        self._start_migrating()
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
@@ -89,15 +94,8 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
         return basic
 
     def _shard(self, basic: torch.optim.Optimizer) -> ShardedOptimizer:
-        grid, module = self.module._grid, self.module
-        tied = tied_weights(module)
-        first_slice = grid.get_slice_parallel_rank() == 0
-
-        def counts(parameter: nn.Parameter) -> bool:
-            is_slice = getattr(parameter, "model_parallel", False)
-            return not is_copy(parameter, tied) and (first_slice or is_slice)
-
-        names = names_of(module)
+        grid = self.module._grid
+        names, counts, apart = self._placement()
         outsiders = [p for g in basic.param_groups for p in g["params"] if p not in names]
         if outsiders:
             raise ValueError(
@@ -126,13 +124,25 @@ class PacelineEngine(Checkpointing, Scheduling, Computing, PipelineEngine):
             max_norm=self.gradient_clipping(),
             loss_scaler=scaler,
             counts=counts,
-            apart=lambda parameter: id(parameter) in tied,
+            apart=apart,
             accumulation_dtype=accumulation_dtype,
             communication_dtype=communication_dtype,
             bucket_numel=int(self.zero_reduce_bucket_size()),
             # Concurrent communicators are not safe to assume with NCCL: there the user asks for it.
             overlap=torch.distributed.get_backend() == "gloo" or bool(self.zero_overlap_comm()),
         )
+
+    def _placement(self) -> tuple[dict[nn.Parameter, str], _Asks, _Asks]:
+        """Names of the stage's parameters; which count in the norm here, and which have gradients elsewhere too."""
+        grid, module = self.module._grid, self.module
+        tied = tied_weights(module)
+        first_slice = grid.get_slice_parallel_rank() == 0
+
+        def counts(parameter: nn.Parameter) -> bool:
+            is_slice = getattr(parameter, "model_parallel", False)
+            return not is_copy(parameter, tied) and (first_slice or is_slice)
+
+        return names_of(module), counts, lambda parameter: id(parameter) in tied
 
     def _accumulation_dtype(self) -> torch.dtype | None:
         """fp32 unless ``data_types.grad_accum_dtype`` says otherwise: a pipeline adds up many micro-batches."""

@@ -168,7 +168,9 @@ class CausalLMPipeline(PipelineModule):
                 f"{sorted(from_pretrained)} cannot be applied to a model in memory: load it with them or pass its name."
             )
         self.control = ControlPlane.create(num_stages, timeout)
-        self._source = [source]  # in a list: a model in memory is not to be registered as a part of this one
+        # In lists: a model in memory, and the pattern of moving layers, are not to be registered as parts of this one.
+        self._source = [source]
+        self.pattern: list[PreTrainedModel] = []
         self._dtype, self._seed = dtype, seed
         self._from_pretrained = from_pretrained
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)

@@ -161,8 +161,8 @@ class Scheduling:
     def _check_whole(self: Any) -> None:
         if self._broken is not None:
             raise RuntimeError(
-                f"a step of this engine ended half-way ({self._broken}): what its ranks have sent to each other is out "
-                "of step; make another engine, and load the last checkpoint."
+                f"this engine was left half-way ({self._broken}): what its ranks have sent to each other is out of "
+                "step; make another engine, and load the last checkpoint."
             )
 
     @contextmanager
@@ -189,11 +189,17 @@ class Scheduling:
     # -- running it ----------------------------------------------------------------------------------------------
 
     def _exec_schedule(self: Any, pipe_schedule: LoweredSchedule) -> None:
-        self._broken = "it was interrupted"
-        try:
+        with self._half_way("it was interrupted"):
             self._run(pipe_schedule)
+
+    @contextmanager
+    def _half_way(self: Any, what: str) -> Iterator[None]:
+        """What must not end in the middle: if it does, the ranks are out of step with each other."""
+        self._broken = what
+        try:
+            yield
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = f"{what}; {type(error).__name__}: {error}"
             raise
         self._broken = None
 

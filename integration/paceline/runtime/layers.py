@@ -1,0 +1,292 @@
+"""Layers of a stage that are taken out, made anew and put in while the pipeline lives.
+
+An *item* is what a partition counts: a layer of a :class:`deepspeed.pipe.PipelineModule`; of a Hugging Face model its
+embedding, a decoder layer, or norm and head.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from ..hf.quiet import quiet
+from ..hf.stage import take_out
+from ..hf.weights import skeleton
+from .module import REPLICATED, CausalLMPipeline, cut_of, partition_items
+
+
+@dataclass(frozen=True)
+class TensorNote:
+    """A parameter or buffer of a layer, as its stage has it.
+
+    Args:
+        name: within the layer.
+        group: number of the optimizer's group that trains it; None: it is not trained.
+        options: of that group, but for its parameters.
+    """
+
+    name: str
+    is_parameter: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    group: int | None = None
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def owner_of(parts: Sequence[int], item: int) -> int:
+    """The stage that holds ``item`` under the boundaries ``parts``."""
+    return next(stage for stage, (start, stop) in enumerate(pairwise(parts)) if start <= item < stop)
+
+
+class Layers(ABC):
+    """The items of one rank's stage."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    @abstractmethod
+    def num_items(self) -> int: ...
+
+    @property
+    def here(self) -> range:
+        """Items of this rank's stage."""
+        parts, stage = self.module.parts, self.module.stage_id
+        return range(parts[stage], parts[stage + 1])
+
+    @abstractmethod
+    def check(self, parts: Sequence[int]) -> list[int]:
+        """``parts``, if layers can move so that they hold.
+
+        Raises:
+            ValueError: they cannot.
+        """
+
+    @abstractmethod
+    def get(self, item: int) -> nn.Module | None:
+        """The module of an item that is here and can move; None for what has no tensors."""
+
+    @abstractmethod
+    def kind(self, item: int) -> str:
+        """Class of an item's layer."""
+
+    @abstractmethod
+    def num_parameters(self, item: int) -> int:
+        """Of an item that is here."""
+
+    @abstractmethod
+    def prefix(self, item: int) -> str:
+        """What the names of an item's tensors begin with, where state is concerned."""
+
+    @abstractmethod
+    def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
+        """The module of an item that is to come, its tensors not yet filled.
+
+        Raises:
+            ValueError: what can be made here is not what is there.
+        """
+
+    @abstractmethod
+    def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
+        """Hold what ``parts`` says from now on."""
+
+
+def layers_of(module: PipelineModule) -> Layers:
+    return CausalLMLayers(module) if isinstance(module, CausalLMPipeline) else PlainLayers(module)
+
+
+def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], device: torch.device) -> None:
+    """Give ``layer`` memory on ``device`` for the tensors that ``notes`` describe.
+
+    Raises:
+        ValueError: it has other tensors.
+    """
+    found = {name: tensor.shape for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    expected = {note.name: torch.Size(note.shape) for note in notes}
+    if found != expected:
+        odd = sorted(found.keys() ^ expected.keys()) or sorted(n for n in found if found[n] != expected[n])
+        raise ValueError(
+            f"layer {item} cannot move: made anew it differs from the one that trains in {', '.join(odd[:3])}; leave "
+            "the partition as it is, or build the layer from its config or LayerSpec alone."
+        )
+    for note in notes:
+        owner, _, leaf = note.name.rpartition(".")
+        tensor = torch.empty(note.shape, dtype=note.dtype, device=device)
+        part = layer.get_submodule(owner)
+        if note.is_parameter:
+            part._parameters[leaf] = parameter = nn.Parameter(tensor, requires_grad=note.requires_grad)
+            setattr(parameter, REPLICATED, False)
+        else:
+            part._buffers[leaf] = tensor
+    stray = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
+    if stray:
+        raise ValueError(f"layer {item} cannot move: it shares {', '.join(stray[:3])} within itself.")
+
+
+class PlainLayers(Layers):
+    """Of any ``PipelineModule``: specs, modules, functions. What is tied stays on its stages."""
+
+    @property
+    def num_items(self) -> int:
+        return int(self.module._num_layers)
+
+    def check(self, parts: Sequence[int]) -> list[int]:
+        found, stages = list(parts), self.module.num_stages
+        if len(found) != stages + 1 or found[0] != 0 or found[-1] != self.num_items or sorted(set(found)) != found:
+            raise ValueError(
+                f"partition {found} does not cut {self.num_items} layers into {stages} stages: give {stages + 1} "
+                f"rising boundaries from 0 to {self.num_items}."
+            )
+        for item, spec in enumerate(self.module._layer_specs):
+            now, then = owner_of(self.module.parts, item), owner_of(found, item)
+            if isinstance(spec, TiedLayerSpec) and now != then:
+                raise ValueError(
+                    f"partition {found} moves layer {item}, which is tied ({spec.key!r}), from stage {now} to {then}: "
+                    "tied layers stay where they are; choose boundaries that leave it."
+                )
+        return found
+
+    def get(self, item: int) -> nn.Module | None:
+        return self.module._modules.get(str(item))
+
+    def kind(self, item: int) -> str:
+        spec = self.module._layer_specs[item]
+        named = spec.typename if isinstance(spec, LayerSpec) else spec
+        return named.__name__ if hasattr(named, "__name__") else type(named).__name__
+
+    def num_parameters(self, item: int) -> int:
+        spec = self.module._layer_specs[item]
+        layer = self.module.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self.get(item)
+        return 0 if layer is None else sum(p.numel() for p in layer.parameters())
+
+    def prefix(self, item: int) -> str:
+        return f"{item}."
+
+    def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
+        spec = self.module._layer_specs[item]
+        if isinstance(spec, LayerSpec):
+            # A constructor draws its initial weights: nobody else is to notice.
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                layer = spec.build()
+            layer.to(self.device)
+        elif isinstance(spec, nn.Module):
+            layer = spec
+        else:
+            return None
+        layer.train(self.module.training)
+        empty_tensors(layer, item, notes, self.device)
+        return layer
+
+    @property
+    def device(self) -> torch.device:
+        return next(p.device for p in self.module.parameters())
+
+    def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
+        module, before = self.module, self.here
+        functions = dict(zip(before, module.forward_funcs, strict=True))
+        module.parts = list(parts)
+        module._set_bounds(self.here.start, self.here.stop)
+        for item in before:
+            if item not in self.here and str(item) in module._modules:
+                layer = module._modules.pop(str(item))
+                if layer is module._layer_specs[item]:
+                    layer.to_empty(device="meta")  # the list of layers would keep its memory
+        for item in arrived:
+            layer = arrived[item]
+            functions[item] = layer if layer is not None else module._layer_specs[item]
+            if layer is not None:
+                module.add_module(str(item), layer)
+        module.forward_funcs = [functions[item] for item in self.here]
+        module.fwd_map = {str(item): n for n, item in enumerate(self.here) if str(item) in module._modules}
+        numbered = sorted((name for name in module._modules if name.isdigit()), key=int)
+        for name in numbered:  # in the order of the model, as if built so
+            module._modules[name] = module._modules.pop(name)
+        module.is_checkpointable_results_interval = None
+        module._precompute_checkpointable_values()
+
+
+class CausalLMLayers(Layers):
+    """Of a Hugging Face model: decoder layers move; the embedding and the head stay on the first and last stage."""
+
+    module: CausalLMPipeline
+
+    @property
+    def num_items(self) -> int:
+        return len(self.module.items)
+
+    def check(self, parts: Sequence[int]) -> list[int]:
+        return partition_items(self.module.items, self.module.num_stages, list(parts))
+
+    def get(self, item: int) -> nn.Module | None:
+        if not 0 < item < self.num_items - 1:
+            return None
+        return self.module.anatomy.layers_of(self.module.stage.model)[item - 1]
+
+    def kind(self, item: int) -> str:
+        return self.module.items[item].kind
+
+    def num_parameters(self, item: int) -> int:
+        return self.module.items[item].num_parameters
+
+    def prefix(self, item: int) -> str:
+        anatomy = self.module.anatomy
+        return f"{anatomy.trunk}.{anatomy.layers}.{item - 1}."
+
+    def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
+        module, model = self.module, self.module.stage.model
+        anatomy = module.anatomy
+        pattern = self._pattern()
+        config = model.config
+        shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
+        layer = copy.deepcopy(anatomy.layers_of(pattern)[item - 1], shared)
+        layer.train(module.training)
+        empty_tensors(layer, item, notes, next(module.parameters()).device)
+        return layer
+
+    def _pattern(self) -> Any:
+        """The whole model without memory, of which layers are copied; with the hooks that the stage's own has."""
+        module = self.module
+        if not module.pattern:
+            with quiet():
+                module.pattern.append(skeleton(module.stage.model.config))
+        (pattern,) = module.pattern
+        trunks = [module.anatomy.trunk_of(model) for model in (module.stage.model, pattern)]
+        if getattr(trunks[0], "_output_capturing_hooks_installed", False):
+            maybe_install_capturing_hooks(trunks[1])
+        return pattern
+
+    def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
+        module, before = self.module, self.here
+        stage, anatomy = module.stage, module.anatomy
+        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in stage.model.modules())
+        module.parts = list(parts)
+        module._set_bounds(self.here.start, self.here.stop)
+        layers = anatomy.layers_of(stage.model)
+        for item in before:
+            if item not in self.here:
+                layers[item - 1] = take_out(layers[item - 1], anatomy)
+        for item, layer in arrived.items():
+            assert layer is not None
+            layers[item - 1] = layer
+        stage.cut = cut_of(module.parts, module.stage_id)
+        if recomputes:
+            module.enable_gradient_checkpointing()
+
+
+def tensors_of_layer(layer: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, also the buffers that are not part of a checkpoint."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
