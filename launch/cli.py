@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline import __version__
-from paceline.launch import simulate, trace
+from paceline.launch import fit, partition, profile, simulate, trace
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
 
@@ -68,9 +68,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     predict = add("simulate", simulate.run, "Predict how long a step of a pipeline schedule takes.")
     simulate.add_arguments(predict)
+    split = add("partition", partition.run, "Split a model's blocks over unequal devices.")
+    partition.add_arguments(split)
+    measure = add("profile", profile.run, "Measure what each kind of layer of a model costs on this machine.")
+    profile.add_arguments(measure)
+    room = add("fit", fit.run, "Say whether a model fits the devices, and what takes the memory.")
+    fit.add_arguments(room)
     draw_step = add("trace", trace.run, "Draw a step that a run recorded, as predicted and as measured.")
     trace.add_arguments(draw_step)
-    for sub in (check_config, check_model, patches, export, predict, draw_step):
+    for sub in (check_config, check_model, patches, export, predict, split, measure, room, draw_step):
         sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -107,6 +113,7 @@ def _check_config(args: argparse.Namespace) -> int:
         )
         names = ("stages", "data_parallel", "partition", "micro_batch_size", "micro_batches", "train_batch_size")
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
+        shown["resolved"]["repartition_every"] = resolved.partition_choice.repartition_every
         shown["resolved"]["schedule"] = resolved.schedule.to_dict()
         shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
     print(json.dumps(shown, indent=2) if args.json else _config_text(shown))

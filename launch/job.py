@@ -38,7 +38,7 @@ from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize
 from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
-from paceline.runtime.plan import plan_for
+from paceline.runtime.plan import first_partition, plan_for
 from paceline.runtime.staging import ranks_sharing
 from paceline.runtime.watch import WATCH
 
@@ -198,11 +198,20 @@ class Job:
         if args.model_name_or_path:
             loading |= {"cache_dir": args.cache_dir, "revision": args.model_revision, "token": args.token}
         self.resolved = resolved
+        dtype = dtype_of(resolved.ds_config)
+        partition = first_partition(
+            self.config,
+            resolved,
+            self.control,
+            dtype=dtype,
+            sequence_length=self.data.block_size,
+            gradient_checkpointing=self.args.gradient_checkpointing,
+        )
         self.pipeline = CausalLMPipeline(
             args.model_name_or_path or self.config,
             num_stages=resolved.stages,
-            partition=resolved.partition,
-            dtype=dtype_of(resolved.ds_config),
+            partition=partition,
+            dtype=dtype,
             seed=self.args.seed,
             gradient_checkpointing=self.args.gradient_checkpointing,
             config=self.config,

@@ -1,4 +1,4 @@
-"""Run a script that cannot change with the faults of DeepSpeed repaired.
+"""Run a script that cannot change with the faults of DeepSpeed repaired, and with all partition methods for pipelines.
 
     deepspeed --num_gpus 2 --module paceline.launch.patched train.py --deepspeed ds.json
     torchrun --nproc_per_node 2 -m paceline.launch.patched train.py --deepspeed ds.json
@@ -19,7 +19,7 @@ _BAD_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Apply the repairs of DeepSpeed that fit, then run a script or a module as ``__main__``."""
+    """Apply the patches of DeepSpeed that fit, then run a script or a module as ``__main__``."""
     args = list(sys.argv[1:] if argv is None else argv)
     # DeepSpeed's launcher puts its argument in front of the script's own.
     from_launcher = [args.pop(0)] if args and args[0].startswith("--local_rank=") else []
@@ -45,14 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def repair() -> None:
-    """What can be repaired, and on a CPU no C++ build at the start."""
+    """What can be repaired, all partition methods for pipelines, and on a CPU no C++ build at the start."""
     from deepspeed.accelerator import get_accelerator
 
     from paceline.patches.deepspeed_ops import NO_SHM_COMM
+    from paceline.patches.deepspeed_pipe_module import PARTITION_METHODS
     from paceline.patches.registry import apply
     from paceline.patches.repairs import repair_deepspeed
 
     repair_deepspeed()
+    apply(PARTITION_METHODS)
     if get_accelerator().device_name() == "cpu":
         apply(NO_SHM_COMM)
 

@@ -161,11 +161,12 @@ def applied(*patches: Patch) -> Iterator[None]:
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of this package."""
-    from paceline.patches import deepspeed_initialize, deepspeed_ops, deepspeed_p2p
+    from paceline.patches import deepspeed_initialize, deepspeed_ops, deepspeed_p2p, deepspeed_pipe_module
     from paceline.patches.repairs import REPAIRS
 
     repairs = [patch for patches in REPAIRS.values() for patch in patches]
-    return (*deepspeed_initialize.PATCHES, *deepspeed_ops.PATCHES, *deepspeed_p2p.PATCHES, *repairs)
+    modules = (deepspeed_initialize, deepspeed_ops, deepspeed_p2p, deepspeed_pipe_module)
+    return (*(patch for module in modules for patch in module.PATCHES), *repairs)
 
 
 @dataclass(frozen=True)

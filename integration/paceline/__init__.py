@@ -6,11 +6,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["CausalLMPipeline", "__version__", "export", "initialize", "repair_deepspeed"]
+__all__ = ["CausalLMPipeline", "PipelineModule", "__version__", "export", "initialize", "repair_deepspeed"]
 
 _HOME = {
     "initialize": "runtime.initialize",
     "CausalLMPipeline": "runtime.module",
+    "PipelineModule": "runtime.pipe_module",
     "export": "runtime.export",
     "repair_deepspeed": "patches.repairs",
 }

@@ -1,9 +1,10 @@
-"""Those who run the emulated training: DeepSpeed's pipelines, torch's, and ours with each schedule."""
+"""Those who run the emulated training: DeepSpeed's pipelines, torch's, and ours with each schedule and partition."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -15,36 +16,41 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from lab.emulation import LEARNING_RATE, EmulatedLayer, Emulation, loss
+from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, loss
 
-Step = Callable[[], tuple[float, str]]
-"""One step of training, called on every rank: the loss, and the schedule that ran where it is chosen at run time."""
+Step = Callable[[], dict[str, Any]]
+"""One step of training, called on every rank: what there is to say about it.
+
+Always ``loss``, and ``schedule``: what ran, where it is chosen at run time, else empty. Of a DeepSpeed pipeline
+``boundaries`` over the layers; where layers have moved since the step before, ``migration``: the engine's figures.
+"""
 
 OURS: dict[str, dict[str, Any]] = {
-    "1f1b": {"type": "1f1b"},
-    "gpipe": {"type": "gpipe"},
-    "kfkb2": {"type": "kfkb", "k": 2},
-    "kfkb4": {"type": "kfkb", "k": 4},
-    "eager1": {"type": "eager", "slack": 1.0},
-    "eager2": {"type": "eager", "slack": 2.0},
-    "adaptive": {"type": "adaptive"},
+    "1f1b": {"schedule": {"type": "1f1b"}},
+    "gpipe": {"schedule": {"type": "gpipe"}},
+    "kfkb2": {"schedule": {"type": "kfkb", "k": 2}},
+    "kfkb4": {"schedule": {"type": "kfkb", "k": 4}},
+    "eager1": {"schedule": {"type": "eager", "slack": 1.0}},
+    "eager2": {"schedule": {"type": "eager", "slack": 2.0}},
+    "adaptive": {"schedule": {"type": "adaptive"}},
 }
-"""Schedules of ``paceline.pipeline.schedule`` by a short name."""
+"""Sections ``paceline.pipeline`` by a short name."""
 
 
 def make(name: str, emulation: Emulation) -> Step:
     """A contestant, ready to train.
 
     Args:
-        name: ``stock``, ``dualpipev`` (two half stages a rank), ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved``
-            (two half stages a rank), a name of :data:`OURS`, or ``LABEL={JSON}`` with another schedule of ours.
+        name: ``stock`` (its partition is uniform), ``stock-parameters``, ``dualpipev`` (two half stages a rank),
+            ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved`` (two half stages a rank), a name of :data:`OURS`, or
+            ``LABEL={JSON}`` with another schedule of ours, or with a ``schedule`` and a ``partition``.
 
     Raises:
-        ValueError: there is no such contestant.
+        ValueError: there is no such contestant, or it cannot have several layers a rank.
     """
     if name in _OTHERS:
         return _OTHERS[name](emulation)
-    return _paceline(emulation, schedule_of(name))
+    return _paceline(emulation, section_of(name))
 
 
 def label_of(name: str) -> str:
@@ -52,48 +58,49 @@ def label_of(name: str) -> str:
     return name.partition("=")[0]
 
 
-def schedule_of(name: str) -> dict[str, Any]:
-    """The schedule that ``name`` gives our engine.
+def section_of(name: str) -> dict[str, Any]:
+    """The section ``paceline.pipeline`` that ``name`` gives our engine.
 
     Raises:
         ValueError: there is no such contestant.
     """
     label, _, text = name.partition("=")
     if text:
-        return json.loads(text)
+        section = json.loads(text)
+        return {"schedule": section} if "type" in section else section
     if label in OURS:
         return OURS[label]
-    raise ValueError(f"no contestant {name}: it must be one of {', '.join(NAMES)}, or LABEL={{JSON of a schedule}}")
+    raise ValueError(f"no contestant {name}: it must be one of {', '.join(NAMES)}, or LABEL={{JSON of ours}}")
 
 
 def _config(emulation: Emulation, section: dict[str, Any] | None = None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": emulation.num_micro_batches,
-        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        "optimizer": {"type": emulation.optimizer, "params": OPTIMIZERS[emulation.optimizer]},
         "gradient_clipping": 0.0,  # DeepSpeed clips by default
         "steps_per_print": None,
     }
-    return config | ({"paceline": section} if section else {})
+    return config | ({"paceline": {"pipeline": section}} if section else {})
 
 
-def _specs(emulation: Emulation) -> list[LayerSpec]:
-    return [LayerSpec(EmulatedLayer, f, b) for f, b in zip(emulation.forward_s, emulation.backward_s, strict=True)]
+def _layers(emulation: Emulation) -> list[LayerSpec]:
+    return [LayerSpec(EmulatedLayer, *emulation.layer_arguments(index)) for index in range(emulation.num_layers)]
 
 
-def _stock(emulation: Emulation) -> Step:
+def _stock(method: str, emulation: Emulation) -> Step:
     net = PipelineModule(
-        layers=_specs(emulation), num_stages=emulation.num_ranks, loss_fn=loss, partition_method="uniform"
+        layers=_layers(emulation), num_stages=emulation.num_ranks, loss_fn=loss, partition_method=method
     )
     engine, *_ = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=_config(emulation))
     return _deepspeed_step(engine, emulation)
 
 
 def _dualpipev(emulation: Emulation) -> Step:
+    _check_a_layer_a_rank("dualpipev", emulation)
     ranks = range(emulation.num_ranks)
-    halves = [(emulation.forward_s[rank] / 2, emulation.backward_s[rank] / 2) for rank in (*ranks, *reversed(ranks))]
     net = DualPipeVModule(
-        layers=[LayerSpec(EmulatedLayer, *half) for half in halves],
+        layers=[LayerSpec(EmulatedLayer, *emulation.layer_arguments(rank, 2)) for rank in (*ranks, *reversed(ranks))],
         num_stages=emulation.num_ranks,
         loss_fn=loss,
         partition_method="uniform",
@@ -102,31 +109,47 @@ def _dualpipev(emulation: Emulation) -> Step:
     return _deepspeed_step(engine, emulation)
 
 
-def _paceline(emulation: Emulation, schedule: dict[str, Any]) -> Step:
+def _paceline(emulation: Emulation, section: dict[str, Any]) -> Step:
     import paceline
 
-    net = PipelineModule(
-        layers=_specs(emulation), num_stages=emulation.num_ranks, loss_fn=loss, partition_method="uniform"
+    partition = section.get("partition", "uniform")
+    method = partition.get("method", "uniform") if isinstance(partition, dict) else partition
+    net = paceline.PipelineModule(
+        layers=_layers(emulation), num_stages=emulation.num_ranks, loss_fn=loss, partition_method=method
     )
     engine, *_ = paceline.initialize(
-        model=net,
-        model_parameters=list(net.parameters()),
-        config=_config(emulation, {"pipeline": {"schedule": schedule}}),
+        model=net, model_parameters=list(net.parameters()), config=_config(emulation, section)
     )
     return _deepspeed_step(engine, emulation)
 
 
 def _deepspeed_step(engine: Any, emulation: Emulation) -> Step:
     batches = cycle(emulation.batches)
+    known = None
 
-    def step() -> tuple[float, str]:
+    def step() -> dict[str, Any]:
+        nonlocal known
         value = float(engine.train_batch(batches))
-        return value, getattr(getattr(engine, "schedule", None), "name", "")
+        schedule = getattr(getattr(engine, "schedule", None), "name", "")
+        said: dict[str, Any] = {"loss": value, "schedule": schedule, "boundaries": [*map(int, engine.module.parts)]}
+        last = next(reversed(getattr(engine, "migrations", ())), None)
+        if last is not known:
+            known = last
+            said["migration"] = last
+        return said
 
     return step
 
 
+def _check_a_layer_a_rank(name: str, emulation: Emulation) -> None:
+    if emulation.num_layers != emulation.num_ranks:
+        raise ValueError(
+            f"{name} with {emulation.num_layers} layers on {emulation.num_ranks} ranks: it can have a layer a rank only"
+        )
+
+
 def _torch(kind: type, num_chunks: int, emulation: Emulation) -> Step:
+    _check_a_layer_a_rank("torch", emulation)
     rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     layers = [emulation.layer(rank, num_chunks) for _ in range(num_chunks)]
     stages = [
@@ -134,12 +157,12 @@ def _torch(kind: type, num_chunks: int, emulation: Emulation) -> Step:
         for chunk, layer in enumerate(layers)
     ]
     schedule = kind(stages if num_chunks > 1 else stages[0], emulation.num_micro_batches, loss_fn=loss)
-    optimizer = torch.optim.SGD(nn.ModuleList(layers).parameters(), lr=LEARNING_RATE)
+    optimizer = _torch_optimizer(nn.ModuleList(layers), emulation)
     inputs, labels = (torch.cat(parts) for parts in zip(*emulation.batches, strict=True))
     is_last = rank == num_ranks - 1
     value = torch.zeros(1)
 
-    def step() -> tuple[float, str]:
+    def step() -> dict[str, Any]:
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if rank == 0 else ()
         more: dict[str, Any] = {"target": labels, "losses": losses} if is_last else {}
@@ -149,13 +172,20 @@ def _torch(kind: type, num_chunks: int, emulation: Emulation) -> Step:
         if is_last:
             value.fill_(float(torch.stack(losses).mean()))
         dist.broadcast(value, num_ranks - 1)  # as DeepSpeed does in every step
-        return float(value), ""
+        return {"loss": float(value), "schedule": ""}
 
     return step
 
 
+def _torch_optimizer(layers: nn.Module, emulation: Emulation) -> torch.optim.Optimizer:
+    kind = {"SGD": torch.optim.SGD, "Adam": torch.optim.AdamW}[emulation.optimizer]  # DeepSpeed's Adam is AdamW
+    settings = {key: value for key, value in OPTIMIZERS[emulation.optimizer].items() if key != "torch_adam"}
+    return kind(layers.parameters(), **settings)
+
+
 _OTHERS: dict[str, Callable[[Emulation], Step]] = {
-    "stock": _stock,
+    "stock": partial(_stock, "uniform"),
+    "stock-parameters": partial(_stock, "parameters"),
     "dualpipev": _dualpipev,
     "torch-1f1b": lambda emulation: _torch(pipelining.Schedule1F1B, 1, emulation),
     "torch-gpipe": lambda emulation: _torch(pipelining.ScheduleGPipe, 1, emulation),

@@ -3,10 +3,13 @@
     emulated.py --contestant stock --contestant kfkb2 --forward-s 0.02 --backward-s 0.04 --message-bytes 524288
         --micro-batches 16 --rounds 3 --steps 4 --output steps.jsonl
 
+With ``--layers 24 --speeds 4 2 1 1`` the times are those of layers on a device of speed 1, and the ranks' devices are
+unequal; ``--speed-changes [[40, 1, 0.5]]`` makes them faster or slower while training goes on.
+
 All contestants live in the same processes. First each runs its warm-up steps, in which connections are made; then, in
 every round, each runs ``--steps`` steps, or as many as begin within ``--seconds``. Rank 0 writes one JSON line a step:
-contestant, round (-1 in the warm-up), step (of the contestant), seconds, loss, schedule (where it is chosen at run
-time). When the warm-up is over, a file ``OUTPUT.begun`` appears.
+contestant, round (-1 in the warm-up), step (of the contestant), seconds, and what :data:`lab.contestants.Step` says.
+When the warm-up is over, a file ``OUTPUT.begun`` appears.
 
 Before each step rank 0 tells the others whether there is one more: a message of one value, with which all agree on the
 end of a run of so many seconds. It belongs to the step's seconds, with every contestant.
@@ -29,16 +32,23 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lab.contestants import Step, label_of, make
-from lab.emulation import Emulation
+from lab.device import DEVICE
+from lab.emulation import OPTIMIZERS, Emulation, SpeedChange
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--contestant", action="append", required=True, help="again for each one; see lab.contestants")
-    parser.add_argument("--forward-s", type=float, nargs="+", required=True, help="one value, or one a rank")
-    parser.add_argument("--backward-s", type=float, nargs="+", required=True, help="one value, or one a rank")
+    parser.add_argument("--forward-s", type=float, nargs="+", required=True, help="one value, or one a layer")
+    parser.add_argument("--backward-s", type=float, nargs="+", required=True, help="one value, or one a layer")
     parser.add_argument("--message-bytes", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, required=True)
+    parser.add_argument("--layers", type=int, help="default: one a rank")
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0], help="one value, or one a rank")
+    parser.add_argument("--speed-changes", type=json.loads, default=[], help="[[step of a contestant, rank, speed], …]")
+    parser.add_argument("--noise", type=float, default=0.0, help="share of each computation's time")
+    parser.add_argument("--layer-bytes", type=int, default=0, help="of parameters that only have to be moved")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="SGD")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contestant before the first round")
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
@@ -49,11 +59,23 @@ def main() -> None:
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for half a minute
     deepspeed.init_distributed("gloo")
-    num_ranks = dist.get_world_size()
-    emulation = Emulation.of(num_ranks, args.forward_s, args.backward_s, args.message_bytes, args.micro_batches)
+    emulation = Emulation.of(
+        dist.get_world_size(),
+        args.forward_s,
+        args.backward_s,
+        args.message_bytes,
+        args.micro_batches,
+        num_layers=args.layers,
+        speeds=args.speeds,
+        speed_changes=tuple(SpeedChange(*change) for change in args.speed_changes),
+        noise=args.noise,
+        layer_bytes=args.layer_bytes,
+        optimizer=args.optimizer,
+    )
+    DEVICE.set_noise(emulation.noise, seed=dist.get_rank())
     contestants = {label_of(name): make(name, emulation) for name in args.contestant}
     with args.output.open("w") if dist.get_rank() == 0 else open(os.devnull, "w") as lines:
-        race = Race(contestants, lines)
+        race = Race(contestants, emulation, lines)
         for name in contestants:
             race.run(name, -1, args.warmup, None)
         dist.barrier()
@@ -67,10 +89,11 @@ def main() -> None:
 
 
 class Race:
-    """Contestants that take turns."""
+    """Contestants that take turns. The devices are what they are in the step that the contestant is at."""
 
-    def __init__(self, contestants: dict[str, Step], lines: IO[str]) -> None:
+    def __init__(self, contestants: dict[str, Step], emulation: Emulation, lines: IO[str]) -> None:
         self.contestants = contestants
+        self.emulation = emulation
         self.lines = lines
         self.num_steps = dict.fromkeys(contestants, 0)
         self._flag = torch.zeros(1)
@@ -79,10 +102,11 @@ class Race:
         """Steps of one contestant in one round: ``num_steps``, or those that begin within ``seconds``."""
         began = time.perf_counter()
         for _ in self._agreed(began, num_steps, seconds):
-            value, schedule = self.contestants[name]()
+            DEVICE.begin_step(self.emulation.speeds_at(self.num_steps[name])[dist.get_rank()])
+            said = self.contestants[name]()
             ended = time.perf_counter()
             line = {"contestant": name, "round": number, "step": self.num_steps[name], "seconds": ended - began}
-            self.lines.write(json.dumps({**line, "loss": value, "schedule": schedule}) + "\n")
+            self.lines.write(json.dumps({**line, **said}) + "\n")
             self.lines.flush()
             self.num_steps[name] += 1
             began = ended

@@ -7,22 +7,33 @@ therefore tells whether schedules compute the same thing without costing the tim
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from lab.device import DEVICE
 
 WIDTH = 8
 """Values that the layers compute with."""
 
 LEARNING_RATE = 0.05
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": LEARNING_RATE},
+    "Adam": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True},  # DeepSpeed's own would be compiled
+}
 
-AWAKE_S = 0.0005
-"""Before the end of a computation: an accelerator is not late by what a sleeping process takes to wake up."""
+
+class SpeedChange(NamedTuple):
+    """From ``step`` on, the device of ``rank`` has ``speed``."""
+
+    step: int
+    rank: int
+    speed: float
 
 
 @dataclass(frozen=True)
@@ -30,23 +41,48 @@ class Emulation:
     """A pipeline to be emulated.
 
     Args:
-        forward_s, backward_s: of one micro-batch, one value a rank.
+        forward_s, backward_s: of one micro-batch on a device of speed 1, one value a layer.
         message_bytes: of an activation, and of its gradient (float32).
         num_micro_batches: of a step.
+        speeds: of the ranks' devices. Empty: a rank a layer, all of speed 1.
+        speed_changes: devices that get slower or faster while training goes on; steps count from the first warm-up.
+        noise: each computation takes its time times a number drawn between 1 - noise and 1 + noise.
+        layer_bytes: of trained parameters that every layer has besides its weight, and that it computes nothing with.
+        optimizer: one of :data:`OPTIMIZERS`.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     message_bytes: int
     num_micro_batches: int
+    speeds: tuple[float, ...] = ()
+    speed_changes: tuple[SpeedChange, ...] = ()
+    noise: float = 0.0
+    layer_bytes: int = 0
+    optimizer: str = "SGD"
 
     def __post_init__(self) -> None:
+        if not self.speeds:
+            object.__setattr__(self, "speeds", (1.0,) * len(self.forward_s))
         if len(self.forward_s) != len(self.backward_s):
             raise ValueError(
-                f"{len(self.forward_s)} forward and {len(self.backward_s)} backward times: give one of each a rank"
+                f"{len(self.forward_s)} forward and {len(self.backward_s)} backward times: give one of each a layer"
             )
         if self.message_bytes < 4 * WIDTH or self.message_bytes % 4:
             raise ValueError(f"message_bytes is {self.message_bytes}: it must be a multiple of 4, at least {4 * WIDTH}")
+        if len(self.forward_s) < self.num_ranks:
+            raise ValueError(f"{len(self.forward_s)} layers for {self.num_ranks} ranks: give each rank at least one")
+        for rank, speed in [*enumerate(self.speeds), *((change.rank, change.speed) for change in self.speed_changes)]:
+            if not (0 <= rank < self.num_ranks and speed > 0):
+                raise ValueError(
+                    f"speed {speed} of rank {rank}: it must be positive, of one of {self.num_ranks} ranks from 0"
+                )
+        if not 0 <= self.noise < 1:
+            raise ValueError(f"noise is {self.noise}: it must be at least 0 and less than 1")
+        if self.layer_bytes < 0 or self.layer_bytes % 4:
+            raise ValueError(f"layer_bytes is {self.layer_bytes}: it must be a multiple of 4, at least 0")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {self.optimizer}: choose from {', '.join(OPTIMIZERS)}")
 
     @classmethod
     def of(
@@ -56,27 +92,68 @@ class Emulation:
         backward_s: Sequence[float],
         message_bytes: int,
         num_micro_batches: int,
+        *,
+        num_layers: int | None = None,
+        speeds: Sequence[float] = (1.0,),
+        **more: Any,
     ) -> Emulation:
-        """As a command line gives it: one time for all ranks, or one a rank.
+        """As a command line gives it: one time for all layers, or one a layer; one speed for all ranks, or one a rank.
+
+        Args:
+            num_layers: as many as ranks by default.
+            more: of the other fields, those that are not at their default.
 
         Raises:
-            ValueError: another number of times.
+            ValueError: another number of times or speeds.
         """
-        for times in (forward_s, backward_s):
-            if len(times) not in (1, num_ranks):
-                raise ValueError(f"{len(times)} times for {num_ranks} ranks: give one, or one a rank")
-        each = [tuple(times) * (num_ranks // len(times)) for times in (forward_s, backward_s)]
-        return cls(*each, message_bytes, num_micro_batches)
+        num_layers = num_ranks if num_layers is None else num_layers
+        forwards, backwards = (_each(times, num_layers, "times", "layer") for times in (forward_s, backward_s))
+        each_speed = _each(speeds, num_ranks, "speeds", "rank")
+        return cls(forwards, backwards, message_bytes, num_micro_batches, each_speed, **more)
 
     @property
     def bound_s(self) -> float:
-        """What a step takes at least: a network that costs nothing, steps that begin when the one before has ended."""
-        each = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
+        """What a step takes where every rank has as many layers: the fill, the drain and the slowest stage's compute.
+
+        No step takes less if the last stage is (one of) the slowest.
+        """
+        boundaries = [rank * self.num_layers // self.num_ranks for rank in range(self.num_ranks + 1)]
+        each = [f + b for f, b in zip(*self.stage_s(boundaries), strict=True)]
         return sum(each) + (self.num_micro_batches - 1) * max(each)
 
     @property
-    def num_ranks(self) -> int:
+    def num_layers(self) -> int:
         return len(self.forward_s)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.speeds)
+
+    def speeds_at(self, step: int) -> tuple[float, ...]:
+        """Of the ranks' devices in a step."""
+        speeds = list(self.speeds)
+        for change in sorted(self.speed_changes):
+            if change.step <= step:
+                speeds[change.rank] = change.speed
+        return tuple(speeds)
+
+    def stage_s(
+        self, boundaries: Sequence[int], speeds: Sequence[float] | None = None
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of a micro-batch's forward and of its backward on every stage.
+
+        Args:
+            boundaries: of the stages over the layers, one more than there are ranks.
+            speeds: of the ranks' devices. Default: those at the beginning.
+        """
+        forward, backward = (
+            tuple(
+                sum(times[boundaries[rank] : boundaries[rank + 1]]) / speed
+                for rank, speed in enumerate(speeds or self.speeds)
+            )
+            for times in (self.forward_s, self.backward_s)
+        )
+        return forward, backward
 
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -89,90 +166,94 @@ class Emulation:
             made.append((inputs, torch.randn(1, WIDTH, generator=chance)))
         return made
 
-    def layer(self, rank: int, share: int = 1) -> EmulatedLayer:
-        """One of the ``share`` layers that ``rank`` has."""
-        return EmulatedLayer(self.forward_s[rank] / share, self.backward_s[rank] / share)
+    def layer_arguments(self, index: int, share: int = 1) -> tuple[int, float, float, int]:
+        """Of :class:`EmulatedLayer`, for one of the ``share`` equal parts of a layer."""
+        return index, self.forward_s[index] / share, self.backward_s[index] / share, self.layer_bytes // 4 // share * 4
+
+    def layer(self, index: int, share: int = 1) -> EmulatedLayer:
+        """A layer, or one of its ``share`` equal parts."""
+        return EmulatedLayer(*self.layer_arguments(index, share))
+
+
+def _each(values: Sequence[float], number: int, what: str, of: str) -> tuple[float, ...]:
+    if len(values) not in (1, number):
+        raise ValueError(f"{len(values)} {what} for {number} {of}s: give one, or one a {of}")
+    return tuple(values) * (number // len(values))
 
 
 class EmulatedLayer(nn.Module):
-    """Takes ``forward_s`` and ``backward_s`` seconds; multiplies the first values by a weight."""
+    """Multiplies the first values by a weight, in ``forward_s`` and ``backward_s`` seconds of a device of speed 1.
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    It takes the time of the process that runs it, wherever it was built.
+    """
+
+    def __init__(self, index: int, forward_s: float, backward_s: float, ballast_bytes: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.forward_s, self.backward_s = forward_s, backward_s
+        self.ballast = nn.Parameter(torch.zeros(ballast_bytes // 4)) if ballast_bytes else None
+        self.work = _Work(index, forward_s, backward_s)
+        self._last_step = -1
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Sleep.apply(hidden, self.weight, self.forward_s, self.backward_s)
+        return _Compute.apply(hidden, self.weight, self.ballast, self.work, self)
+
+    def is_first_of_step(self) -> bool:
+        """Whether this is the first backward of the step that the process is in."""
+        is_first = self._last_step != DEVICE.step
+        self._last_step = DEVICE.step
+        return is_first
 
 
-class _Sleep(torch.autograd.Function):
+class _Work(NamedTuple):
+    index: int
+    forward_s: float
+    backward_s: float
+
+
+class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        begin = time.perf_counter() - _loss.taken("forward")
-        ctx.save_for_backward(hidden[:, :WIDTH].clone(), weight)
-        ctx.backward_s = backward_s
-        output = hidden.clone()
-        output[:, :WIDTH] *= weight
-        _sleep_until(begin + forward_s)
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, ballast: Tensor | None, work: _Work, layer: EmulatedLayer
+    ) -> Tensor:
+        with DEVICE.computation("forward", work.index, work.forward_s):
+            ctx.save_for_backward(hidden[:, :WIDTH].clone(), weight)
+            ctx.work, ctx.layer = work, layer
+            output = hidden.clone()
+            output[:, :WIDTH] *= weight
         return output
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        begin = time.perf_counter() - _loss.taken("backward")
-        hidden, weight = ctx.saved_tensors
-        of_weight = (gradient[:, :WIDTH] * hidden).sum(0)
-        of_hidden = gradient.clone()
-        of_hidden[:, :WIDTH] *= weight
-        _sleep_until(begin + ctx.backward_s)
-        return of_hidden, of_weight, None, None
-
-
-class _LossTime:
-    """What the loss took, until the last layer takes as much less: the two together are the stage's computation."""
-
-    def __init__(self) -> None:
-        self._seconds = {"forward": 0.0, "backward": 0.0}
-
-    def add(self, kind: str, begin: float) -> None:
-        self._seconds[kind] += time.perf_counter() - begin
-
-    def taken(self, kind: str) -> float:
-        seconds, self._seconds[kind] = self._seconds[kind], 0.0
-        return seconds
-
-
-_loss = _LossTime()
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with DEVICE.computation("backward", -ctx.work.index, ctx.work.backward_s):
+            hidden, weight = ctx.saved_tensors
+            of_weight = (gradient[:, :WIDTH] * hidden).sum(0)
+            of_hidden = gradient.clone()
+            of_hidden[:, :WIDTH] *= weight
+            of_ballast = None
+            # Zeros once a step: those of the other micro-batches would only be added up, at a real cost.
+            if ctx.layer.ballast is not None and ctx.layer.is_first_of_step():
+                of_ballast = gradient.new_zeros(1).expand_as(ctx.layer.ballast)
+        return of_hidden, of_weight, of_ballast, None, None
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output: Tensor, label: Tensor) -> Tensor:
-        begin = time.perf_counter()
-        difference = output[:, :WIDTH] - label
-        ctx.save_for_backward(difference)
-        ctx.shape = output.shape
-        value = difference.square().mean()
-        _loss.add("forward", begin)
-        return value
+        with DEVICE.part_of_next("forward"):
+            difference = output[:, :WIDTH] - label
+            ctx.save_for_backward(difference)
+            ctx.shape = output.shape
+            return difference.square().mean()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        begin = time.perf_counter()
-        (difference,) = ctx.saved_tensors
-        of_output = difference.new_zeros(ctx.shape)
-        of_output[:, :WIDTH] = difference * (gradient * (2 / difference.numel()))
-        _loss.add("backward", begin)
-        return of_output, None
+        with DEVICE.part_of_next("backward"):
+            (difference,) = ctx.saved_tensors
+            of_output = difference.new_zeros(ctx.shape)
+            of_output[:, :WIDTH] = difference * (gradient * (2 / difference.numel()))
+            return of_output, None
 
 
 def loss(output: Tensor, label: Tensor) -> Tensor:
-    """Mean squared difference of what means something."""
+    """Mean squared difference of what means something. Its time is part of the last layer's."""
     return _Loss.apply(output, label)
-
-
-def _sleep_until(moment: float) -> None:
-    if (seconds := moment - time.perf_counter() - AWAKE_S) > 0:
-        time.sleep(seconds)
-    while time.perf_counter() < moment:
-        time.sleep(0)

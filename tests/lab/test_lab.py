@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.emulation import LEARNING_RATE, Emulation, loss
+from lab.contestants import section_of
+from lab.device import DEVICE as ACCELERATOR
+from lab.emulation import LEARNING_RATE, Emulation, SpeedChange, loss
 from lab.hosts import DEVICE, HostError, Hosts, HostTimeout, available
+from lab.partitions import best, step_s
 from lab.rates import Change, Player, preemption_trace, read_trace, write_trace
 from lab.training import seconds_a_step, train
 from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s, transfer_s
@@ -239,6 +243,165 @@ def test_emulated_training_computes_what_one_process_does_and_takes_its_time():
         assert min(seconds) >= 0.95 * emulation.bound_s
 
 
+@needs_hosts
+def test_unequal_devices_and_layers_that_are_cut_otherwise():
+    emulation = Emulation.of(
+        2, [0.005], [0.005], 1 << 14, 4, num_layers=4, speeds=[3, 1], layer_bytes=1 << 10, optimizer="Adam",
+        speed_changes=(SpeedChange(4, 1, 0.25),),
+    )  # fmt: skip
+    names = ["stock-parameters", 'uneven={"partition": [0, 3, 4]}']
+    with Hosts(2) as hosts:
+        records = train(hosts, names, emulation, warmup=1, steps=5)
+    losses, seconds = {}, {}
+    for label, boundaries in (("stock-parameters", (0, 2, 4)), ("uneven", (0, 3, 4))):
+        own = [record for record in records if record["contestant"] == label]
+        assert {tuple(record["boundaries"]) for record in own} == {boundaries}
+        losses[label] = [record["loss"] for record in own]
+        seconds[label] = [record["seconds"] for record in own]
+        for step in range(6):
+            assert seconds[label][step] > 0.95 * step_s(emulation, boundaries, emulation.speeds_at(step))
+    assert losses["uneven"] == losses["stock-parameters"], "where layers are makes no difference"
+    assert losses["uneven"][-1] < losses["uneven"][0]
+    assert sum(seconds["uneven"][4:]) < 0.8 * sum(seconds["stock-parameters"][4:])
+
+
+@pytest.fixture
+def device():
+    yield ACCELERATOR
+    ACCELERATOR.begin_step(1.0)
+    ACCELERATOR.set_noise(0.0, 0)
+
+
+def least_s(layers: torch.nn.Module, kind: str) -> float:
+    """The shortest of some forwards or backwards: other processes may only make them longer."""
+    found = []
+    for _ in range(5):
+        inputs = torch.zeros(1, 64, requires_grad=True)
+        begin = time.perf_counter()
+        output = layers(inputs)
+        if kind == "backward":
+            begin = time.perf_counter()
+            output.sum().backward()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+@pytest.mark.parametrize(("kind", "work_s"), [("forward", 0.008), ("backward", 0.016)])
+def test_a_layer_takes_the_time_of_the_device_that_it_is_on(device, kind, work_s):
+    """Built before the device has its speed, as a layer is that comes from another rank."""
+    emulation = Emulation.of(4, [0.002], [0.004], 256, 4, num_layers=24, speeds=[4, 2, 1, 1])
+    layers = torch.nn.Sequential(*(emulation.layer(index) for index in range(4)))
+    for speed in (1.0, 4.0):
+        device.begin_step(speed)
+        assert least_s(layers, kind) == pytest.approx(work_s / speed, rel=0.1, abs=0.0005)
+
+
+def test_layers_of_a_stage_take_together_what_they_should(device):
+    """What the host does between two layers is not added, what it does before the first one is."""
+
+    class Busy(torch.nn.Module):
+        def forward(self, hidden):
+            until = time.perf_counter() + 0.001
+            while time.perf_counter() < until:
+                pass
+            return hidden
+
+    emulation = Emulation.of(1, [0.002], [0.002], 256, 1, num_layers=6)
+    layers = [emulation.layer(index) for index in range(6)]
+    between = torch.nn.Sequential(layers[0], *(part for layer in layers[1:] for part in (Busy(), layer)))
+    assert 0.012 <= least_s(between, "forward") < 0.0145
+    assert 0.013 <= least_s(torch.nn.Sequential(Busy(), *layers), "forward") < 0.0155
+
+
+def test_noise_is_within_its_share_and_the_same_again(device):
+    layer = Emulation.of(1, [0.004], [0.004], 256, 1).layer(0)
+    taken = []
+    for seed in (1, 1, 2):
+        device.set_noise(0.5, seed)
+        chance = random.Random(seed)
+        expected = [0.004 * (1 + 0.5 * chance.uniform(-1, 1)) for _ in range(10)]
+        taken.append([])
+        for _ in range(10):
+            begin = time.perf_counter()
+            layer(torch.zeros(1, 64))
+            taken[-1].append(time.perf_counter() - begin)
+        assert all(got >= want for got, want in zip(taken[-1], expected, strict=True))
+        assert sorted(got - want for got, want in zip(taken[-1], expected, strict=True))[5] < 0.001
+    assert max(taken[0]) - min(taken[0]) > 0.001
+
+
+def test_ballast_is_trained_and_costs_a_gradient_a_step(device):
+    layer = Emulation.of(1, [0.0], [0.0], 256, 1, layer_bytes=4096).layer(0)
+    assert layer.ballast.numel() == 1024
+    for _ in range(2):
+        device.begin_step(1.0)
+        layer(torch.zeros(1, 64)).sum().backward()
+        assert not layer.ballast.grad.any()
+        layer.ballast.grad = None
+        layer(torch.zeros(1, 64)).sum().backward()
+        assert layer.ballast.grad is None
+        assert layer.weight.grad is not None
+
+
+def test_a_layer_a_rank_is_a_special_case():
+    emulation = Emulation.of(2, [0.01, 0.005], [0.02], 256, 4)
+    assert (emulation.num_ranks, emulation.num_layers, emulation.speeds) == (2, 2, (1.0, 1.0))
+    assert emulation.bound_s == pytest.approx(0.03 + 0.025 + 3 * 0.03)
+    assert emulation == Emulation((0.01, 0.005), (0.02, 0.02), 256, 4)
+
+
+def test_speeds_change_from_their_step_on():
+    changes = (SpeedChange(6, 1, 2.0), SpeedChange(3, 1, 1.0), SpeedChange(3, 0, 5.0))
+    emulation = Emulation.of(2, [0.01], [0.02], 256, 4, speeds=[4, 2], speed_changes=changes)
+    assert [emulation.speeds_at(step) for step in (2, 3, 5, 6)] == [(4, 2), (5, 1), (5, 1), (5, 2)]
+    forward_s, backward_s = emulation.stage_s((0, 1, 2), (5.0, 1.0))
+    assert forward_s == pytest.approx((0.002, 0.01))
+    assert backward_s == pytest.approx((0.004, 0.02))
+
+
+def test_the_best_partitions_of_unequal_devices():
+    """The figures of the specification: 24 layers, speeds 4:2:1:1, and what that is worth at 32 micro-batches."""
+    emulation = Emulation.of(4, [1 / 3], [2 / 3], 256, 32, num_layers=24, speeds=[4, 2, 1, 1])
+    ranking = best(emulation, count=5)
+    assert [boundaries for _, boundaries in ranking][:2] == [(0, 12, 18, 21, 24), (0, 13, 19, 21, 24)]
+    assert [seconds for seconds, _ in ranking] == sorted(step_s(emulation, boundaries) for _, boundaries in ranking)
+    assert ranking[0][0] == pytest.approx(31 * 3 + 12)
+    assert step_s(emulation, (0, 6, 12, 18, 24)) == pytest.approx(31 * 6 + 16.5) == emulation.bound_s
+    assert emulation.bound_s / ranking[0][0] == pytest.approx(1.93, abs=0.005)
+
+
+def test_a_network_makes_a_step_longer():
+    emulation = Emulation.of(2, [0.01], [0.02], 1 << 16, 4)
+    message_s = 8 * (1 << 16) / 100e6
+    free_s, limited_s = step_s(emulation, (0, 1, 2)), step_s(emulation, (0, 1, 2), mbit=100)
+    assert free_s + 2 * message_s < limited_s < free_s + 9 * message_s  # the first and the last at least; there are 8
+
+
 def test_an_emulation_needs_as_many_forward_times_as_backward_times():
-    with pytest.raises(ValueError, match="2 forward and 1 backward times: give one of each a rank"):
+    with pytest.raises(ValueError, match="2 forward and 1 backward times: give one of each a layer"):
         Emulation((0.1, 0.1), (0.1,), 1024, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"speeds": [1.0] * 3}, "3 speeds for 2 ranks: give one, or one a rank"),
+        ({"num_layers": 1}, "1 layers for 2 ranks: give each rank at least one"),
+        ({"speeds": [0.0]}, "speed 0.0 of rank 0: it must be positive"),
+        ({"speed_changes": (SpeedChange(0, 2, 1.0),)}, "speed 1.0 of rank 2: it must be positive, of one of 2 ranks"),
+        ({"noise": 1.0}, "noise is 1.0: it must be at least 0 and less than 1"),
+        ({"layer_bytes": 6}, "layer_bytes is 6: it must be a multiple of 4"),
+        ({"optimizer": "Lion"}, "optimizer is Lion: choose from SGD, Adam"),
+    ],
+)
+def test_an_emulation_that_cannot_be(more, message):
+    with pytest.raises(ValueError, match=message):
+        Emulation.of(2, [0.1], [0.1], 1024, 4, **more)
+
+
+def test_contestants_have_a_schedule_or_a_section():
+    assert section_of('mine={"type": "kfkb", "k": 3}') == {"schedule": {"type": "kfkb", "k": 3}}
+    assert section_of('mine={"partition": [0, 3, 4]}') == {"partition": [0, 3, 4]}
+    assert section_of("kfkb2") == {"schedule": {"type": "kfkb", "k": 2}}
+    with pytest.raises(ValueError, match="no contestant nobody: it must be one of stock, stock-parameters, "):
+        section_of("nobody")

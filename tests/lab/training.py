@@ -57,6 +57,9 @@ def train(
         command += ["--forward-s", *map(str, emulation.forward_s), "--backward-s", *map(str, emulation.backward_s)]
         command += ["--message-bytes", str(emulation.message_bytes)]
         command += ["--micro-batches", str(emulation.num_micro_batches)]
+        command += ["--layers", str(emulation.num_layers), "--speeds", *map(str, emulation.speeds)]
+        command += ["--speed-changes", json.dumps(emulation.speed_changes), "--noise", str(emulation.noise)]
+        command += ["--layer-bytes", str(emulation.layer_bytes), "--optimizer", emulation.optimizer]
         command += ["--rounds", str(rounds), "--warmup", str(warmup), "--steps", str(steps)]
         if seconds is not None:
             command += ["--seconds", str(seconds)]

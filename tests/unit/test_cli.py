@@ -68,6 +68,7 @@ def test_check_config(ds_json, capsys):
         "micro_batch_size": 1,
         "micro_batches": 8,
         "train_batch_size": 16,
+        "repartition_every": 0,
         "schedule": {"type": "1f1b"},
     }
     assert shown["chosen"]["paceline.pipeline.schedule"] == {"value": "1f1b", "why": "as DeepSpeed has it"}
@@ -131,13 +132,14 @@ def test_patches(capsys):
     assert main(["patches", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     targets = [row["target"] for row in rows]
-    assert targets[:3] == [
+    assert targets[:4] == [
         "deepspeed:PipelineEngine",
         "deepspeed.ops:__compatible_ops__[deepspeed_shm_comm]",
         "deepspeed.runtime.pipe.p2p:can_send_recv",
+        "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
     ]
     assert len(targets) == len(set(targets))
-    assert {row["repair"] for row in rows[3:]} == set(REPAIRS)
+    assert {row["repair"] for row in rows[4:]} == set(REPAIRS)
     for row in rows:
         assert row["fits"] == (not row["problem"])
         assert row["reason"]

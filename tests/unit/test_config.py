@@ -26,7 +26,7 @@ def test_absent_means_automatic():
     assert section(pipeline={"stages": None, "partition": None, "schedule": None}) == section()
 
 
-@pytest.mark.parametrize("method", ["parameters", "uniform", "type:Llama.*Layer", [0, 3, 6]])
+@pytest.mark.parametrize("method", ["parameters", "uniform", "hetero", "type:Llama.*Layer", [0, 3, 6]])
 def test_partition_short_and_long_form_agree(method):
     short = section(pipeline={"partition": method})
     assert short == section(pipeline={"partition": {"method": method}})
@@ -63,7 +63,7 @@ def test_frozen():
         (
             {"pipeline": {"partition": {"methods": "uniform"}}},
             'paceline.pipeline.partition.methods is not a key of this version of paceline; did you mean "method"? '
-            'Valid keys of paceline.pipeline.partition: "method".',
+            'Valid keys of paceline.pipeline.partition: "memory_gib", "method", "profile", "repartition_every".',
         ),
         (
             {"pipeline": {"stages": "auto"}},
@@ -85,8 +85,8 @@ def test_frozen():
         ),
         (
             {"pipeline": {"partition": "best"}},
-            'paceline.pipeline.partition.method is "best": it must be "parameters", "uniform", "type:<regex>" or a '
-            "list of boundaries; leave the key out to have it chosen.",
+            'paceline.pipeline.partition.method is "best": it must be "parameters", "uniform", "hetero", '
+            '"type:<regex>", weights {"<regex>": weight} or a list of boundaries; leave the key out to have it chosen.',
         ),
         (
             {"pipeline": {"partition": [0, 4, 4]}},

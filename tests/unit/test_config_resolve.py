@@ -54,7 +54,8 @@ def test_everything_left_out():
 
 
 def test_what_is_written_is_not_chosen():
-    config = stages(4, partition=[0, 4, 7, 10, 14], schedule="gpipe") | {
+    partition = {"method": [0, 4, 7, 10, 14], "repartition_every": 0}
+    config = stages(4, partition=partition, schedule="gpipe") | {
         "train_batch_size": 6,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,
@@ -163,8 +164,8 @@ def test_boundaries_tell_the_stages():
         ),
         (
             {"pipeline": {"partition": "balanced"}},
-            'pipeline.partition is "balanced": it must be "parameters", "uniform", "type:<regex>" or a list of '
-            "boundaries; leave the key out to have it chosen.",
+            'pipeline.partition is "balanced": it must be "parameters", "uniform", "hetero", "type:<regex>", weights '
+            '{"<regex>": weight} or a list of boundaries; leave the key out to have it chosen.',
         ),
         ({"pipeline": 4}, "pipeline is 4: it must be an object; write {} or leave it out."),
         (

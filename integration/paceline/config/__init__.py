@@ -3,6 +3,7 @@
 from .auto import fill_auto, open_autos
 from .files import read_ds_config
 from .known import near_misses, warn_near_misses
+from .partitions import PartitionChoice, resolve_partition
 from .resolve import Choice, Resolved, check_features, resolve
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig, ScheduleConfig
@@ -11,6 +12,7 @@ from .stages import choose_stages, resolve_stages
 __all__ = [
     "Choice",
     "PacelineConfig",
+    "PartitionChoice",
     "PartitionConfig",
     "PipelineConfig",
     "ReportConfig",
@@ -24,6 +26,7 @@ __all__ = [
     "open_autos",
     "read_ds_config",
     "resolve",
+    "resolve_partition",
     "resolve_schedule",
     "resolve_stages",
     "warn_near_misses",

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
+from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, show, value_at
-from .stages import PARTITION, STAGES, resolve_method, resolve_stages
+from .stages import STAGES, resolve_method, resolve_stages
 
 # DeepSpeed features that this version has not been tested with in a pipeline, or whose work its optimizer does not do.
 _NOT_IN_PIPELINES = (
@@ -39,6 +40,7 @@ class Resolved:
 
     Args:
         partition: a method, or boundaries over the pipeline's items (``stages + 1`` of them).
+        partition_choice: the same, with what belongs to it: how often to look for a better one, profile, memory.
         micro_batches: per step and pipeline; DeepSpeed's ``gradient_accumulation_steps``.
         schedule: the order in which the stages compute.
         ds_config: the dict for DeepSpeed, with all three batch sizes.
@@ -47,7 +49,8 @@ class Resolved:
 
     stages: int
     data_parallel: int
-    partition: str | list[int]
+    partition: str | list[int] | dict[str, float]
+    partition_choice: PartitionChoice
     micro_batch_size: int
     micro_batches: int
     train_batch_size: int
@@ -91,11 +94,10 @@ def resolve(
     check_features(config)
 
     method, path = resolve_method(config)
-    if method is None:
-        method = "parameters"
-        chosen[PARTITION] = Choice(method, "the default: stages of about equally many parameters")
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages, num_items)
+    partition, defaults = resolve_partition(PacelineConfig.of(config), method)
+    chosen |= {key: Choice(*default) for key, default in defaults.items()}
 
     data_parallel = world_size // stages
     sizes, reasons = batch_sizes(config, stages, data_parallel)
@@ -113,7 +115,8 @@ def resolve(
     return Resolved(
         stages=stages,
         data_parallel=data_parallel,
-        partition=list(method) if isinstance(method, tuple) else method,
+        partition=list(partition.method) if isinstance(partition.method, tuple) else partition.method,
+        partition_choice=partition,
         micro_batch_size=sizes[MICRO_BATCH],
         micro_batches=sizes[MICRO_BATCHES],
         train_batch_size=sizes[TRAIN_BATCH],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -26,7 +27,8 @@ from pydantic import (
 )
 
 SECTION = "paceline"
-METHODS = ("parameters", "uniform")
+HETERO = "hetero"
+METHODS = ("parameters", "uniform", HETERO)
 ScheduleType: TypeAlias = Literal["1f1b", "gpipe", "kfkb", "eager", "adaptive"]
 # The type of schedule that each key of a schedule belongs to.
 _TYPE_OF = {
@@ -38,20 +40,25 @@ _TYPE_OF = {
     "memory_gib": "adaptive",
 }
 
+_SHORT_METHODS: list[dict[str, Any]] = [
+    {"enum": list(METHODS)},
+    {"type": "string", "pattern": "^type:."},
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2},
+]
 _METHOD_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"enum": list(METHODS)},
-        {"type": "string", "pattern": "^type:."},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2},
+        *_SHORT_METHODS,
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}, "minProperties": 1},
+        {"type": "null"},
     ]
 }
 
 
-Method: TypeAlias = str | tuple[int, ...]
+Method: TypeAlias = str | tuple[int, ...] | dict[str, float]
 
 
 def check_method(value: Any) -> Method:
-    """A partition method: ``"parameters"``, ``"uniform"``, ``"type:<regex>"`` or boundaries over the pipeline's items.
+    """A partition method: a name, ``"type:<regex>"``, weights by regex, or boundaries over the pipeline's items.
 
     Raises:
         ValueError: the rule that ``value`` breaks.
@@ -60,17 +67,37 @@ def check_method(value: Any) -> Method:
         if value in METHODS:
             return value
         if value.startswith("type:") and value != "type:":
-            try:
-                re.compile(value[len("type:") :])
-            except re.error as error:
-                raise ValueError(f"what follows type: must be a regular expression ({error})") from None
+            _check_regex(value[len("type:") :], "what follows type:")
             return value
     elif isinstance(value, (list, tuple)):
         whole = all(isinstance(x, int) and not isinstance(x, bool) for x in value)
         if whole and len(value) >= 2 and value[0] == 0 and all(a < b for a, b in pairwise(value)):
             return tuple(value)
         raise ValueError("boundaries must be whole numbers that start at 0 and strictly increase, such as [0, 5, 9]")
-    raise ValueError('it must be "parameters", "uniform", "type:<regex>" or a list of boundaries')
+    elif isinstance(value, Mapping):
+        return _check_weights(value)
+    names = ", ".join(f'"{name}"' for name in METHODS)
+    raise ValueError(f'it must be {names}, "type:<regex>", weights {{"<regex>": weight}} or a list of boundaries')
+
+
+def _check_weights(weights: Mapping[Any, Any]) -> dict[str, float]:
+    for pattern, weight in weights.items():
+        _check_regex(pattern, f"the key {show(pattern)}")
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"the weight of {show(pattern)} must be a finite number, at least 0")
+    if not any(weights.values()):
+        raise ValueError('at least one class must weigh more than 0, such as {"DecoderLayer": 1, "Head": 3}')
+    return dict(weights)
+
+
+def _check_regex(pattern: Any, what: str) -> None:
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(f"{what} must be a regular expression over class names")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{what} must be a regular expression ({error})") from None
 
 
 def _method(value: Any) -> Method | None:
@@ -81,15 +108,47 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def _profile_only_with_hetero(schema: dict[str, Any]) -> None:
+    with_hetero = {"properties": {"method": {"enum": [HETERO]}}, "required": ["method"]}
+    schema["dependentSchemas"] = {"profile": {"anyOf": [{"properties": {"profile": {"type": "null"}}}, with_hetero]}}
+
+
 class PartitionConfig(_Section):
     """Which items (embedding, decoder layers, head) each stage holds."""
+
+    model_config = ConfigDict(json_schema_extra=_profile_only_with_hetero)
 
     method: Annotated[Method | None, PlainValidator(_method), WithJsonSchema(_METHOD_SCHEMA)] = Field(
         default=None,
         description='"parameters": stages of about equally many parameters; "uniform": of equally many items; '
-        '"type:<regex>": of equally many layers whose class name matches; a list of boundaries over the items, one '
-        'more than there are stages. Left out: "parameters".',
+        '"type:<regex>": of equally many layers whose class name matches; "hetero": of equally much time, from what '
+        'the layers take and the devices can do; {"<regex>": weight, ...}: the first regular expression that the '
+        "class name of an item matches gives its weight, none: 0; a list of boundaries over the items, one more than "
+        'there are stages. Left out: "parameters".',
     )
+    repartition_every: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Steps from one look for a better partition to the next; layers then move while training goes "
+        'on. 0: never. Left out: 100 with "hetero", otherwise 0.',
+    )
+    profile: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="hetero: a file of `paceline profile` with the times of the layers. Left out: they are measured "
+        "at the start.",
+    )
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="GiB of each device that a partition chosen by times may count on. Left out: what is free.",
+    )
+
+    @field_validator("profile")
+    @classmethod
+    def _belongs_to_hetero(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or "method" not in info.data or info.data["method"] == HETERO:
+            return value
+        method = info.data["method"]
+        written = "left out" if method is None else show(method)
+        raise ValueError(f'it belongs to the method "hetero" and the method is {written}; drop it, or write "hetero".')
 
 
 def _long_form(value: Any) -> Any:
@@ -184,6 +243,10 @@ def _schedule_long_form(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
+def _allow_short_methods(schema: dict[str, Any]) -> None:
+    schema["anyOf"][:0] = _SHORT_METHODS
+
+
 def _allow_short_form(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(0, {"enum": list(get_args(ScheduleType))})
 
@@ -194,20 +257,10 @@ class PipelineConfig(_Section):
     stages: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Number of pipeline stages; it divides the number of ranks. Left out: chosen."
     )
-    partition: Annotated[
-        PartitionConfig | None,
-        BeforeValidator(_long_form),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    *_METHOD_SCHEMA["anyOf"],
-                    {"type": "object", "properties": {"method": _METHOD_SCHEMA}, "additionalProperties": False},
-                    {"type": "null"},
-                ]
-            }
-        ),
-    ] = Field(
-        default=None, description='Which items each stage holds: a method, or {"method": ...}. Left out: "parameters".'
+    partition: Annotated[PartitionConfig | None, BeforeValidator(_long_form)] = Field(
+        default=None,
+        description='Which items each stage holds: a method, or {"method": ...}. Left out: "parameters".',
+        json_schema_extra=_allow_short_methods,
     )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
         default=None,
@@ -296,7 +349,7 @@ def _one_line(invalid: ValidationError) -> str:
     if error["type"] in ("model_type", "dict_type"):
         return f"{path} is {show(error['input'])}: it must be an object; leave it out or write {{}}."
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    rule = rule.replace("a valid tuple", "a list")
+    rule = rule.replace("a valid tuple", "a list").replace("String should", "it must")
     remedy = "" if rule.endswith(".") else "; leave the key out to have it chosen."
     return f"{path} is {show(error['input'])}: {rule}{remedy}"
 

@@ -59,7 +59,7 @@ def resolve_stages(
 def resolve_method(ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
     """The partition method, ``None`` if the JSON has none, and the path of the key that says it.
 
-    DeepSpeed's ``pipeline.partition`` counts too; its default ``"best"`` means none.
+    DeepSpeed's ``pipeline.partition`` counts too, with the same values; its default ``"best"`` means none.
     """
     ours = PacelineConfig.of(ds_config).pipeline.partition
     theirs = _deepspeeds(ds_config).get("partition")

@@ -273,11 +273,13 @@ class ShardedOptimizer(ZeROOptimizer):
             for owned in self.owned
             if owned.master.dtype != owned.parameter.dtype
         )
+        return states + masters + self.gradient_bytes()
+
+    def gradient_bytes(self) -> int:
+        """What gradients take on this rank."""
         if self._buffers:
-            gradients = sum(b.gradients.numel() * b.gradients.element_size() for b in self._buffers)
-        else:
-            gradients = sum(p.numel() * p.element_size() for p in self.parameters)
-        return states + masters + gradients
+            return sum(b.gradients.numel() * b.gradients.element_size() for b in self._buffers)
+        return sum(p.numel() * p.element_size() for p in self.parameters)
 
     def shares(self) -> Iterator[tuple[int, int, int]]:
         """``(position in owned, first row, end)`` of what this rank answers for: disjoint over the D ranks, complete.

@@ -1,21 +1,29 @@
-"""The one loop: measure, predict, choose, switch. Here it changes the schedule of a pipeline while it trains.
+"""The one loop: measure, predict, choose, switch. It changes the schedule of a pipeline, and where its layers lie.
 
-Every ``retune_every`` steps all ranks put together what they saw, the first rank decides, and all of them apply its
-decision before the same step.
+Every ``retune_every`` (schedule) or ``repartition_every`` (partition) steps all ranks put together what they saw, the
+first rank decides, and all of them apply its decision before the same step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config.partitions import PartitionChoice
 from ..config.schedules import ScheduleChoice
 from ..planning.candidates import SLACKS, Candidate, candidates
-from ..planning.choose import Choice, Planner
-from ..planning.switching import SwitchRule
-from .observer import Knowledge, gather_reports
+from ..planning.choose import TIE, Choice, Planner
+from ..planning.repartition import Layout
+from ..planning.switching import Decision, SwitchRule
+from ..schedules.schedule import Schedule
+from ..schedules.simulate import simulate
+from ..schedules.verify import verify
+from .control import is_shared
+from .knowledge import Knowledge
+from .observer import gather_reports
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
@@ -32,34 +40,53 @@ FEW = 512
 SWITCH_S = 0.01
 """A switch before the first was timed."""
 
+REBUILD_S = 0.3
+"""What moving layers takes beside sending them, before the first were moved."""
+
+LEAST_GAIN = 0.02
+"""Layers stay where they are for less than this part of a step: it is within what predictions are off by."""
+
+MUCH = 1 << 20
+"""A rank that sent so many bytes tells how fast layers can be sent."""
+
 
 @dataclass
 class Controller:
-    """Chooses the schedule of one engine. Every rank has one, and calls :meth:`before_step` before every step.
+    """Chooses schedule and partition of one engine. Every rank has one, and calls :meth:`before_step` before each step.
 
     Args:
         engine: a :class:`~paceline.runtime.engine.PacelineEngine`.
-        choice: of type ``"adaptive"``.
+        choice: of the schedule; if it is not ``"adaptive"``, the schedule stays.
+        partition: None, or one without ``repartition_every``: the layers stay.
     """
 
     engine: Any
     choice: ScheduleChoice
+    partition: PartitionChoice | None = None
     knowledge: Knowledge = field(init=False)
     current: Candidate = field(init=False)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """On the first rank, every decision since somebody took them out."""
     _steps: int = 0
-    _last_look: int = 0
+    _last_look: dict[str, int] = field(default_factory=dict)
     _switch_s: float = SWITCH_S
     _after: dict[str, int] = field(default_factory=dict)
+    _refused: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        engine, every = self.engine, self.choice.retune_every or 1
+        engine = self.engine
         self.configured = int(engine.micro_batch_size)
         self.current = Candidate(self.configured)
         self.knowledge = Knowledge(engine.num_stages)
-        self.rule = SwitchRule(every)
-        others = [size for size in self.choice.micro_batch_sizes or () if size != self.configured]
+        self._every: dict[str, int] = {}
+        others = []
+        if self.choice.type == "adaptive":
+            self._every["schedule"] = self.choice.retune_every or 1
+            others = [size for size in self.choice.micro_batch_sizes or () if size != self.configured]
+        if self.partition is not None and self.partition.repartition_every:
+            self._every["partition"] = self.partition.repartition_every
+            self.knowledge.parts = tuple(engine.module.parts)
+        self.rules = {what: SwitchRule(every) for what, every in self._every.items()}
         self._to_measure = [self.configured, *sorted(others)]
         self._planner: Planner | None = None
 
@@ -73,12 +100,22 @@ class Controller:
         """
         self._steps += 1
         done = self._steps - 1
+        if "partition" in self._every and done in (SETTLING_STEPS - 1, SETTLING_STEPS):
+            self._time_layers(done)
         if done < SETTLING_STEPS:
             return
         if self._to_measure:
             self._measure(done - SETTLING_STEPS)
-        elif done - self._last_look >= (self.choice.retune_every or 1):
-            self._look(done)
+        elif due := {what for what, every in self._every.items() if done - self._last_look[what] >= every}:
+            self._look(done, due)
+
+    def _time_layers(self, done: int) -> None:
+        """One step tells what each layer is of its stage; what it costs to look so closely is not to count."""
+        if done < SETTLING_STEPS:
+            self.engine.time_layers()
+        else:
+            self.engine.layer_timer.remove()
+            self.engine.recorder.forget()
 
     def _measure(self, done: int) -> None:
         """One micro-batch size after the other runs as 1F1B for a few steps; then comes the first look."""
@@ -87,7 +124,7 @@ class Controller:
             return
         if turn == len(self._to_measure):
             self._to_measure = []
-            self._look(self._steps - 1)
+            self._look(self._steps - 1, set(self._every))
             return
         self._see()
         size = self._to_measure[turn]
@@ -109,22 +146,42 @@ class Controller:
             for s in stages
         )
 
-    def _look(self, done: int) -> None:
+    def _look(self, done: int, due: set[str]) -> None:
         self._see()
-        steps, self._last_look = done - self._last_look, done
+        steps = {what: done - self._last_look.get(what, 0) for what in due}
+        self._last_look |= dict.fromkeys(due, done)
         choice: Choice | None = None
-        chosen = self.current
+        move: _Move | None = None
         if self._decides:
-            WATCH.doing("choosing a schedule")
-            choice = self._choose(steps)
-            chosen = choice.next if choice is not None else self.current
-        chosen = self._agree(chosen)
+            WATCH.doing("choosing a schedule and a partition")
+            choice = self._choose(steps["schedule"]) if "schedule" in due else None
+            move = self._choose_parts(choice, steps["partition"]) if "partition" in due else None
+        chosen = self.current if choice is None else choice.next
+        parts, instead = (None, chosen) if move is None or not move.decision.switch else (move.parts, move.candidate)
+        chosen, parts, instead = self._agree((chosen, parts, instead))
+        if parts is not None and self._has_moved(parts):
+            chosen = instead
         begun = time.perf_counter()
         if chosen != self.current:
             self._apply(chosen)
             self._switch_s = time.perf_counter() - begun
         if choice is not None:
             self._tell(choice)
+        if move is not None:
+            self._tell_of_move(move)
+
+    def _has_moved(self, parts: tuple[int, ...]) -> bool:
+        """Move layers; whether that was possible. If it was not, the same is not tried again."""
+        try:
+            self.engine.repartition(parts)
+        except Exception as error:
+            if not is_shared(error):
+                raise
+            self._refused.add(parts)
+            if self._decides:
+                logger.warning("step %d: layers stay where they are: %s", self.engine.global_steps, error)
+            return False
+        return True
 
     def _choose(self, steps: int) -> Choice | None:
         knowledge = self.knowledge
@@ -149,7 +206,62 @@ class Controller:
         if running != Candidate(self.configured) and not self._fits(running, samples):
             logger.warning("step %d: %s does not fit in memory as measured now", self.engine.global_steps, running.name)
             running = Candidate(self.configured)
-        return self._planner.choose(costs, running, self.rule, switch_s=self._switch_s, steps=steps)
+        return self._planner.choose(costs, running, self.rules["schedule"], switch_s=self._switch_s, steps=steps)
+
+    def _choose_parts(self, choice: Choice | None, steps: int) -> _Move | None:
+        """The best partition, with the schedule that is best for it, against the best schedule of the one that runs."""
+        knowledge, candidate = self.knowledge, self.current if choice is None else choice.next
+        if not knowledge.items or candidate.micro_batch_size not in knowledge.sizes():
+            return None
+        assert self.partition is not None
+        layout = knowledge.layout(self.engine.layers.cuts(), self.partition.memory_bytes)
+        now_s = self._step_s(candidate, layout)(layout.parts)
+        parts, best_s = self._search(layout, candidate)
+        best = candidate
+        while "schedule" in self._every:  # another partition may have a best schedule of its own, and that another one
+            tried = [(self._step_s(other, layout)(parts), other) for other in self._planned(layout, parts)]
+            seconds, other = min(tried, default=(best_s, best))
+            if seconds > best_s * (1 - TIE):
+                break
+            best = other
+            parts, best_s = self._search(layout, best)
+        if parts in self._refused or best_s > now_s * (1 - LEAST_GAIN):
+            parts, best, best_s = layout.parts, candidate, now_s
+        migrations = self.engine.migrations
+        rebuild_s = migrations[-1]["rebuild_s"] if migrations else REBUILD_S
+        sent = [m["most_bytes"] / m["transfer_s"] for m in migrations if m["most_bytes"] > MUCH]
+        costs = knowledge.costs(candidate.micro_batch_size)
+        switch_s = layout.migration_s(costs, parts, rebuild_s, min(sent, default=float("inf")))
+        decision = self.rules["partition"].consider(now_s, best_s, switch_s, steps)
+        return _Move(layout.parts, parts, best, decision, max(layout.sent_bytes(parts)))
+
+    def _search(self, layout: Layout, candidate: Candidate) -> tuple[tuple[int, ...], float]:
+        schedule = self._schedule(candidate)
+        costs = self.knowledge.costs(candidate.micro_batch_size)
+        peaks = verify(schedule).peak_activations
+        num_actions = 2 * schedule.num_stages * schedule.num_micro_batches
+        return layout.best(costs, peaks, self._step_s(candidate, layout), num_actions)
+
+    def _planned(self, layout: Layout, parts: tuple[int, ...]) -> Iterable[Candidate]:
+        """Schedules that fit with other boundaries."""
+        if self._planner is None:
+            return
+        for other in self._planner.candidates:
+            if other.micro_batch_size in self.knowledge.sizes():
+                peaks = other.peak_activations(self.engine.num_stages, self._planner.samples)
+                if layout.fits(self.knowledge.costs(other.micro_batch_size), parts, peaks):
+                    yield other
+
+    def _step_s(self, candidate: Candidate, layout: Layout) -> Callable[[tuple[int, ...]], float]:
+        """Seconds of a step by its boundaries."""
+        schedule, costs = self._schedule(candidate), self.knowledge.costs(candidate.micro_batch_size)
+        return lambda parts: simulate(schedule, layout.costs(costs, parts)).makespan_s
+
+    def _schedule(self, candidate: Candidate) -> Schedule:
+        if self._planner is not None:
+            return self._planner.schedule(candidate)
+        schedule: Schedule = self.engine.schedule  # it stays what it is
+        return schedule
 
     def _fits(self, candidate: Candidate, samples: int) -> bool:
         """Whether a candidate whose size was measured stays within the room that there is now."""
@@ -164,6 +276,9 @@ class Controller:
         return bool(self.engine.global_rank == 0)
 
     def _see(self) -> None:
+        parts = tuple(self.engine.module.parts) if self.knowledge.parts else ()
+        if parts != self.knowledge.parts:
+            self.knowledge.has_moved(parts)
         WATCH.doing("comparing the last steps", EVERYONE)
         reports = gather_reports(self.engine, self._after, self.choice.memory_bytes)
         self.engine.recorder.forget()
@@ -172,7 +287,7 @@ class Controller:
 
     def _agree(self, value: Any) -> Any:
         """The first rank's value, on all."""
-        WATCH.doing("agreeing on a schedule", EVERYONE)
+        WATCH.doing("agreeing on a schedule and a partition", EVERYONE)
         return self.engine.control.from_first(value)
 
     def _apply(self, candidate: Candidate) -> None:
@@ -184,6 +299,7 @@ class Controller:
         seconds = {prediction.candidate.name: prediction.step_s for prediction in choice.predictions}
         self.decisions.append(
             {
+                "what": "schedule",
                 "step": self.engine.global_steps,
                 "switched": decision.switch,
                 "from": choice.current.name,
@@ -203,3 +319,47 @@ class Controller:
             *(self.engine.global_steps, choice.current.name, choice.next.name, decision.why),
             *(decision.now_s, decision.best_s, self.knowledge.measured_s),
         )
+
+    def _tell_of_move(self, move: _Move) -> None:
+        decision = move.decision
+        has_moved = tuple(self.engine.module.parts) == move.parts
+        self.decisions.append(
+            {
+                "what": "partition",
+                "step": self.engine.global_steps,
+                "switched": decision.switch and has_moved,
+                "from": list(move.before),
+                "to": list(move.parts),
+                "schedule": move.candidate.name,
+                "why": decision.why,
+                "predicted_now_s": decision.now_s,
+                "predicted_best_s": decision.best_s,
+                "measured_s": self.knowledge.measured_s,
+                "switch_s": decision.switch_s,
+                "moved_bytes": move.most_bytes,
+                "migration": self.engine.migrations[-1] if decision.switch and has_moved else None,
+            }
+        )
+        level = logging.INFO if decision.switch else logging.DEBUG
+        logger.log(
+            level,
+            "step %d: %s -> %s: %s (predicted %.4g s -> %.4g s, measured %.4g s)",
+            *(self.engine.global_steps, list(move.before), list(move.parts), decision.why),
+            *(decision.now_s, decision.best_s, self.knowledge.measured_s),
+        )
+
+
+@dataclass(frozen=True)
+class _Move:
+    """What might be done about the partition.
+
+    Args:
+        candidate: the schedule to go with ``parts``.
+        most_bytes: what the stage sends that sends the most.
+    """
+
+    before: tuple[int, ...]
+    parts: tuple[int, ...]
+    candidate: Candidate
+    decision: Decision
+    most_bytes: float

@@ -17,6 +17,7 @@ from ..optim.torch_optimizers import make_optimizer, torch_class
 from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
+from .measuring import Measuring
 from .migration import Migrating
 from .scheduling import Scheduling
 from .state import is_copy, link_full_access, names_of, tied_weights
@@ -25,7 +26,7 @@ from .watch import WATCH
 _Asks = Callable[[nn.Parameter], bool]
 
 
-class PacelineEngine(Checkpointing, Migrating, Scheduling, Computing, PipelineEngine):
+class PacelineEngine(Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -51,8 +52,10 @@ class PacelineEngine(Checkpointing, Migrating, Scheduling, Computing, PipelineEn
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock
         self._told = self._what_instructions_do()
-        self._start_scheduling()
+        self._start_measuring()
         self._start_migrating()
+        self._start_scheduling()
+        self._start_partition()
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 

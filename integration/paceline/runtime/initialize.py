@@ -23,7 +23,7 @@ from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
 from .engine import PacelineEngine
 from .module import CausalLMPipeline, config_of
-from .plan import plan_for, resolve_for
+from .plan import first_partition, plan_for, resolve_for
 from .staging import share_gpu, shares_gpu
 from .watch import WATCH
 
@@ -134,15 +134,17 @@ def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
 def _pipeline(
     model: str | Path | PretrainedConfig | PreTrainedModel, ds_config: dict[str, Any]
 ) -> tuple[CausalLMPipeline, dict[str, Any]]:
-    with ControlPlane.create().together("reading the model's config"):
+    control = ControlPlane.create()
+    with control.together("reading the model's config"):
         hf_config = config_of(model)
         require_supported(hf_config)
     resolved = plan_for(hf_config, ds_config)
+    dtype = dtype_of(resolved.ds_config)
     pipeline = CausalLMPipeline(
         model,
         num_stages=resolved.stages,
-        partition=resolved.partition,
-        dtype=dtype_of(resolved.ds_config),
+        partition=first_partition(hf_config, resolved, control, dtype=dtype),
+        dtype=dtype,
         config=hf_config,
     )
     return pipeline, resolved.ds_config

@@ -7,6 +7,7 @@ embedding, a decoder layer, or norm and head.
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from ..hf.kinds import layer_kinds
 from ..hf.quiet import quiet
 from ..hf.stage import take_out
 from ..hf.weights import skeleton
 from .module import REPLICATED, CausalLMPipeline, cut_of, partition_items
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,20 @@ class Layers(ABC):
         """The module of an item that is here and can move; None for what has no tensors."""
 
     @abstractmethod
-    def kind(self, item: int) -> str:
-        """Class of an item's layer."""
+    def kind(self, item: int) -> tuple[str, str]:
+        """The first is the same for two items that certainly do the same work, the second if they probably do."""
 
     @abstractmethod
     def num_parameters(self, item: int) -> int:
         """Of an item that is here."""
+
+    @abstractmethod
+    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        """Modules here by item, and the items of what runs before the first and after the last of them."""
+
+    @abstractmethod
+    def cuts(self) -> tuple[int, ...]:
+        """Where items may be cut so that layers can move there."""
 
     @abstractmethod
     def prefix(self, item: int) -> str:
@@ -163,15 +175,41 @@ class PlainLayers(Layers):
     def get(self, item: int) -> nn.Module | None:
         return self.module._modules.get(str(item))
 
-    def kind(self, item: int) -> str:
-        spec = self.module._layer_specs[item]
-        named = spec.typename if isinstance(spec, LayerSpec) else spec
-        return named.__name__ if hasattr(named, "__name__") else type(named).__name__
+    def kind(self, item: int) -> tuple[str, str]:
+        spec, layer = self.module._layer_specs[item], self._module(item)
+        shapes = [tuple(p.shape) for p in layer.parameters()] if layer is not None else []
+        if not isinstance(spec, LayerSpec):
+            name = getattr(spec, "__name__", type(spec).__name__)
+            return f"{name} {shapes}", f"{name} {shapes}"
+        # A window or a rate may be an argument, but so may the number of the layer.
+        arguments = _ADDRESS.sub("", f"{spec.module_args}{spec.module_kwargs}")
+        name = spec.typename.__name__
+        return f"{name}{arguments} {shapes}", f"{name} {shapes}"
 
     def num_parameters(self, item: int) -> int:
-        spec = self.module._layer_specs[item]
-        layer = self.module.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self.get(item)
+        layer = self._module(item)
         return 0 if layer is None else sum(p.numel() for p in layer.parameters())
+
+    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        found = {item: layer for item in self.here if (layer := self._module(item)) is not None}
+        is_first, is_last = self.here.start == 0, self.here.stop == self.num_items
+        return found, self.here[0] if is_first else None, self.here[-1] if is_last else None
+
+    def cuts(self) -> tuple[int, ...]:
+        allowed = range(1, self.num_items)
+        last = self.module.num_stages - 1
+        for item, spec in enumerate(self.module._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                stage = owner_of(self.module.parts, item)
+                if stage not in (0, last):
+                    return tuple(self.module.parts[1:-1])  # nothing can pass it
+                first, stop = (item + 1, allowed.stop) if stage == 0 else (1, item + 1)
+                allowed = range(max(allowed.start, first), min(allowed.stop, stop))
+        return tuple(allowed)
+
+    def _module(self, item: int) -> nn.Module | None:
+        spec = self.module._layer_specs[item]
+        return self.module.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self.get(item)
 
     def prefix(self, item: int) -> str:
         return f"{item}."
@@ -236,11 +274,22 @@ class CausalLMLayers(Layers):
             return None
         return self.module.anatomy.layers_of(self.module.stage.model)[item - 1]
 
-    def kind(self, item: int) -> str:
-        return self.module.items[item].kind
+    def kind(self, item: int) -> tuple[str, str]:
+        name = self.module.items[item].kind
+        if not 0 < item < self.num_items - 1:
+            return name, name
+        return layer_kinds(self._pattern(), self.module.anatomy)[item - 1], name
 
     def num_parameters(self, item: int) -> int:
         return self.module.items[item].num_parameters
+
+    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        found = {item: layer for item in self.here if (layer := self.get(item)) is not None}
+        cut = self.module.stage.cut
+        return found, 0 if cut.first else None, self.num_items - 1 if cut.last else None
+
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(range(2, self.num_items - 1))  # a decoder layer on every stage
 
     def prefix(self, item: int) -> str:
         anatomy = self.module.anatomy

@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.section import HETERO
+from ..config.stages import resolve_method
 from ..measure.memory import room_bytes
 from ..optim.sharded import Owned, ShardedOptimizer
 from .exchange import VALUE, Held, Move, Wanted, carry_out, plan_moves, sent_bytes
 from .layers import Layers, TensorNote, layers_of, tensors_of_layer
+from .module import CausalLMPipeline, partition_items
+from .pipe_module import boundaries_for
 from .staging import ranks_sharing
 from .state import MASTER, link_full_access, parts_of
 from .watch import EVERYONE, WATCH
@@ -42,6 +46,17 @@ class Migrating:
         self.layers: Layers = layers_of(self.module)
         self.migrations: deque[dict[str, Any]] = deque(maxlen=MIGRATIONS)
         """What the last migrations were and cost: ``step``, ``from``, ``to``, ``bytes``, ``seconds``, ``rebuild_s``."""
+
+    def _start_partition(self: Any) -> None:
+        """Apply the JSON's partition to a module that was built with another one."""
+        method = resolve_method(self._config._param_dict)[0]
+        if method is None or self.num_stages == 1 or not isinstance(self.optimizer, ShardedOptimizer):
+            return
+        if isinstance(self.module, CausalLMPipeline):
+            if method != HETERO:  # that was measured before the module was built
+                self.repartition(partition_items(self.module.items, self.num_stages, method))
+        else:
+            self.repartition(boundaries_for(self.module, method, self.partition_choice.profile))
 
     def repartition(self: Any, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
         """Have each stage hold the items that ``parts`` says, from the next step on. Call it between steps.

@@ -19,9 +19,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..config.section import HETERO, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.stage import CausalLMStage, Cut, prune, tied_weight
 from ..hf.weights import load_stage, skeleton
+from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
+from ..planning.stages import over_items
 from .control import ControlPlane
 
 logger = logging.getLogger("paceline")
@@ -61,26 +64,31 @@ def items_of(model: PreTrainedModel, anatomy: Anatomy) -> list[Item]:
     ]
 
 
-def partition_items(items: Sequence[Item], num_stages: int, method: str | Sequence[int]) -> list[int]:
+def partition_items(
+    items: Sequence[Item], num_stages: int, method: str | Sequence[int] | Mapping[str, float]
+) -> list[int]:
     """Boundaries ``[0, …, len(items)]`` of ``num_stages`` runs of items.
 
     Args:
         method: ``"parameters"`` balances weights, ``"uniform"`` counts decoder layers, ``"type:REGEX"`` counts items
-            whose class name matches; each stage gets a decoder layer, the first also the embedding, the last the head.
-            Or the boundaries themselves.
+            whose class name matches, ``{REGEX: weight, …}`` weighs them by the first that matches; each stage gets a
+            decoder layer, the first also the embedding, the last the head. Or the boundaries themselves.
 
     Raises:
         ValueError: a method that is none of these, boundaries that do not fit, or a stage left without layers.
     """
     num_layers = len(items) - 2
+    weights: list[float]
+    if isinstance(method, Mapping):
+        try:
+            check_method(method)
+        except ValueError as error:
+            raise ValueError(f"partition weights {dict(method)}: {error}.") from None
+        weights = _per_layer(weights_by_class(method, [item.kind for item in items]))
+        return list(over_items(by_work(weights, [1.0] * num_stages)))
     if not isinstance(method, str):
-        parts = list(method)
-        if len(parts) != num_stages + 1 or parts[0] != 0 or parts[-1] != len(items) or sorted(set(parts)) != parts:
-            raise ValueError(
-                f"partition {parts} does not cut {len(items)} items (embedding, {num_layers} decoder layers, head) "
-                f"into {num_stages} stages: give {num_stages + 1} rising boundaries from 0 to {len(items)}."
-            )
-        return parts
+        named = f"{len(items)} items (embedding, {num_layers} decoder layers, head)"
+        return checked_boundaries(method, len(items), num_stages, named)
     name, _, pattern = method.partition(":")
     if name == "uniform":
         weights = [1] * num_layers
@@ -92,9 +100,15 @@ def partition_items(items: Sequence[Item], num_stages: int, method: str | Sequen
             kinds = sorted({item.kind for item in items})
             raise ValueError(f"partition method {method!r} matches no layer class; this model has {kinds}.")
         weights = _per_layer(matches)
+    elif name == HETERO:
+        raise ValueError(
+            "partition method 'hetero' needs the times of the layers, which a pipeline that is being built has not: "
+            "write it into the JSON and call paceline.initialize with the model, or give boundaries."
+        )
     else:
         raise ValueError(
-            f"partition method {method!r} is not known: choose 'parameters', 'uniform', 'type:REGEX' or boundaries."
+            f"partition method {method!r} is not known: choose 'parameters', 'uniform', 'type:REGEX', weights by class "
+            "name or boundaries."
         )
     layers = [int(cut) for cut in ds_utils.partition_balanced(weights=weights, num_parts=num_stages)]
     if sorted(set(layers)) != layers:
@@ -102,10 +116,10 @@ def partition_items(items: Sequence[Item], num_stages: int, method: str | Sequen
             f"partition method {method!r} leaves a stage without decoder layers ({layers}): choose 'uniform', give "
             f"boundaries, or take fewer than {num_stages} stages."
         )
-    return [0, *(layer + 1 for layer in layers[1:-1]), len(items)]
+    return list(over_items(layers))
 
 
-def _per_layer(weights: Sequence[int]) -> list[int]:
+def _per_layer(weights: Sequence[float]) -> list[float]:
     """Weights of items as weights of decoder layers: the embedding goes with the first, the head with the last."""
     embedding, *layers, head = weights
     layers[0] += embedding
@@ -153,7 +167,7 @@ class CausalLMPipeline(PipelineModule):
         source: str | Path | PretrainedConfig | PreTrainedModel,
         *,
         num_stages: int,
-        partition: str | Sequence[int] = "parameters",
+        partition: str | Sequence[int] | Mapping[str, float] = "parameters",
         dtype: torch.dtype = torch.float32,
         seed: int = 42,
         gradient_checkpointing: bool = False,

@@ -14,9 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PretrainedConfig
 
 from ..config import PacelineConfig, Resolved, fill_auto, resolve, resolve_stages
+from ..config.section import HETERO, value_at
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
+from ..planning.memory import States
+from .control import ControlPlane
+from .hetero import Shape, hetero_boundaries
 from .module import CausalLMPipeline
 from .staging import ranks_sharing
 
@@ -24,6 +28,10 @@ logger = logging.getLogger("paceline")
 
 STATE_BYTES = 16
 """Per parameter under Adam: weight, gradient and two moments in fp32, or their mixed-precision equivalents."""
+
+
+TOKENS = 512
+"""Of a sample whose length is not known when its layers are measured."""
 
 
 def plan_for(
@@ -82,11 +90,58 @@ def plan_for(
     return resolved
 
 
+def first_partition(
+    hf_config: PretrainedConfig,
+    resolved: Resolved,
+    control: ControlPlane,
+    *,
+    dtype: torch.dtype,
+    sequence_length: int | None = None,
+    gradient_checkpointing: bool = False,
+) -> str | list[int] | dict[str, float]:
+    """The partition that a :class:`CausalLMPipeline` is built with: ``"hetero"`` becomes boundaries. Collective.
+
+    Args:
+        dtype: of the weights.
+        sequence_length: tokens of a sample; ``None``: unknown, as many as the model has positions for, at most
+            :data:`TOKENS`.
+        gradient_checkpointing: the layers' activations are computed again in the backward pass.
+
+    Raises:
+        ValueError: a profile that does not fit, or a model that fits the devices in no way.
+    """
+    choice = resolved.partition_choice
+    if choice.method != HETERO:
+        return resolved.partition
+    if resolved.stages == 1:
+        return "uniform"  # there is nothing to measure for
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    interval = value_at(resolved.ds_config, "pipeline.activation_checkpoint_interval")
+    shape = Shape(
+        dtype,
+        resolved.micro_batch_size,
+        sequence_length or min(TOKENS, positions or TOKENS),
+        gradient_checkpointing or bool(interval),
+    )
+    boundaries, _ = hetero_boundaries(
+        hf_config,
+        control,
+        shape,
+        num_stages=resolved.stages,
+        micro_batches=resolved.micro_batches,
+        schedule=resolved.schedule,
+        states=States.from_config(resolved.ds_config, resolved.data_parallel),
+        profile=choice.profile,
+        memory_bytes=choice.memory_bytes,
+    )
+    return boundaries
+
+
 def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """``ds_config`` completed for a pipeline that is built already.
 
     Raises:
-        ValueError: it asks for another number of stages than the pipeline has.
+        ValueError: it asks for another number of stages than the pipeline has, or for a partition of another model.
     """
     asked = PacelineConfig.of(ds_config).pipeline.stages
     if asked not in (None, pipeline.num_stages):
@@ -94,8 +149,8 @@ def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dic
             f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
             "leave the key out, or build it anew."
         )
-    schedule = ds_config.get("paceline", {}).get("pipeline", {}).get("schedule")
-    config = {**ds_config, "paceline": {"pipeline": {"stages": pipeline.num_stages, "schedule": schedule}}}
+    section = {**ds_config.get("paceline", {}).get("pipeline", {}), "stages": pipeline.num_stages}
+    config = {**ds_config, "paceline": {"pipeline": section}}
     num_layers = pipeline.anatomy.num_layers
     resolved = resolve(
         fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),

@@ -17,8 +17,9 @@ from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
 
 from ..config import PacelineConfig
+from ..config.partitions import resolve_partition
 from ..config.schedules import resolve_schedule
-from ..measure.recorder import Recorder, SavedBytes
+from ..config.stages import resolve_method
 from ..planning.candidates import Candidate
 from ..schedules import families
 from ..schedules.schedule import BACKWARD, FORWARD, Schedule
@@ -48,7 +49,6 @@ class Scheduling:
     def _start_scheduling(self: Any) -> None:
         # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
-        self.recorder = Recorder()
         device = torch.device(self.device)
         staging = staging_for(device)
         # What gloo sends lies in host memory; anything else has communicators that are not safe to use at once.
@@ -77,8 +77,6 @@ class Scheduling:
         self._gradients_are_there = False
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._shapes_reset = 0
-        self.saved_bytes: dict[int, float] = {}
-        """What a live micro-batch keeps on this stage, by micro-batch size, as far as it was measured."""
         sizes = self.schedule_choice.micro_batch_sizes or ()
         if set(sizes) - {self.micro_batch_size} and not self.can_cut:
             raise ValueError(
@@ -93,7 +91,10 @@ class Scheduling:
         """Where recorded steps go."""
         every = section.report.trace_every
         self.tracer = None if every is None else Tracer(self, every)
-        self.controller = Controller(self, self.schedule_choice) if self.schedule_choice.type == "adaptive" else None
+        self.partition_choice, _ = resolve_partition(section, resolve_method(self._config._param_dict)[0])
+        is_adaptive = self.schedule_choice.type == "adaptive"
+        follows = is_adaptive or (self.partition_choice.repartition_every and self.num_stages > 1)
+        self.controller = Controller(self, self.schedule_choice, self.partition_choice) if follows else None
 
     # -- which schedule ------------------------------------------------------------------------------------------
 
@@ -209,6 +210,7 @@ class Scheduling:
         self._backwards = 0
         self._gradients_are_there = False
         clock, recorder, transport, doing = self.clock, self.recorder, self.transport, WATCH.doing
+        timer = self.layer_timer
         measures_memory = self.controller is not None and torch.is_grad_enabled() and self.cut not in self.saved_bytes
         for told, flushes, timed, run, arguments in self._bind(pipe_schedule):
             doing(*told)
@@ -223,11 +225,15 @@ class Scheduling:
                 recorder.add(timed, -1, start, time.perf_counter())
                 continue
             start = clock.now()
+            if timer is not None:
+                timer.begin(timed)
             if measures_memory:
                 self._measure_memory(run, arguments)
                 measures_memory = False
             else:
                 run(**arguments)
+            if timer is not None:
+                timer.end(timed)
             end = clock.now()
             clock.add_compute(start, end)
             recorder.add(timed, arguments["micro_batch"], start, end)
@@ -242,12 +248,6 @@ class Scheduling:
                 for k, arguments in kinds
             ]
         return pipe_schedule.bound
-
-    def _measure_memory(self: Any, run: Any, arguments: dict[str, Any]) -> None:
-        """The first forward with a micro-batch size tells what a live micro-batch keeps."""
-        with SavedBytes(self.module, torch.device(self.device)) as saved:
-            run(**arguments)
-        self.saved_bytes[self.cut] = float(saved.num_bytes)
 
     _NAMES: ClassVar = {
         instructions.LoadMicroBatch: "_exec_load_micro_batch",

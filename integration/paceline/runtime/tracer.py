@@ -8,7 +8,8 @@ from typing import Any
 
 from ..report.step_records import StepRecord, write
 from ..schedules.simulate import simulate
-from .observer import Knowledge, gather_reports, timeline
+from .knowledge import Knowledge
+from .observer import gather_reports, timeline
 
 logger = logging.getLogger("paceline")
 

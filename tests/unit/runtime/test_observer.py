@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.measure.recorder import StepTimes
-from paceline.runtime.observer import WAIT, Knowledge, Report, messages
+from paceline.runtime.knowledge import Knowledge
+from paceline.runtime.observer import WAIT, Report, messages
 from paceline.runtime.transport import Record
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +16,10 @@ def items(weights: list[int]) -> list[Item]:
     kinds = ["Embedding", *("Mamba" if i % 2 else "Attention" for i in range(len(weights) - 2)), "Head"]
     names = ["embedding", *(f"layers.{i}" for i in range(len(weights) - 2)), "head"]
     return [Item(name, kind, weight) for name, kind, weight in zip(names, kinds, weights, strict=True)]
+
+
+four = st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(lambda weights: sum(weights[:1] + weights[2:]) > 0)
+"""Weights of the classes, not all 0 even where there is no Mamba."""
 
 
 @given(st.lists(st.integers(1, 1000), min_size=3, max_size=24), st.data())
@@ -53,6 +60,44 @@ def test_type_counts_matching_layers_only() -> None:
     assert sum(item.kind == "Mamba" for item in kinds[: parts[1]]) == 2
 
 
+@pytest.mark.parametrize(
+    ("weights", "boundaries"),
+    [
+        ({"Attention|Mamba": 1}, [0, 5, 10]),
+        ({"attention": 1, "mamba": 1, "head": 4}, [0, 7, 10]),  # six layers against two and the head
+        ({"attention": 1, "mamba": 1, "embedding": 4}, [0, 3, 10]),
+        ({"mamba": 3, "attention": 1}, [0, 5, 10]),
+        ({"head": 1}, None),  # all in one place: any cut that leaves each stage a decoder layer
+    ],
+)
+def test_weights_by_class(weights: dict[str, float], boundaries: list[int] | None) -> None:
+    parts = partition_items(items([1] * 10), 2, weights)
+    assert parts == boundaries or (boundaries is None and 2 <= parts[1] <= 8)
+
+
+def test_the_first_weight_that_matches_counts() -> None:
+    by_hand = partition_items(items([1] * 10), 2, {"attention": 1, "mamba": 1, "head": 4})
+    assert partition_items(items([1] * 10), 2, {"head": 4, ".": 1, "mamba": 99, "embedding": 99}) == [0, 6, 10]
+    assert partition_items(items([1] * 10), 2, {"embedding": 0, "head": 4, ".": 1, "mamba": 99}) == by_hand
+
+
+@given(st.integers(1, 10), st.data())
+def test_weights_leave_no_stage_without_a_layer_and_have_the_lightest_heaviest(
+    num_layers: int, data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, num_layers))
+    weights = dict(zip(["Attention", "Mamba", "Embedding", "Head"], data.draw(four), strict=True))
+    row = items([1] * (num_layers + 2))
+    parts = partition_items(row, stages, weights)
+
+    def heaviest(cuts: Sequence[int]) -> float:
+        return max(sum(weights[item.kind] for item in row[a:b]) for a, b in pairwise(cuts))
+
+    every = [[0, *(c + 1 for c in cuts), len(row)] for cuts in combinations(range(1, num_layers), stages - 1)]
+    assert parts in every
+    assert heaviest(parts) == min(map(heaviest, every))
+
+
 def test_boundaries_may_leave_the_embedding_alone() -> None:
     parts = partition_items(items([1] * 6), 3, [0, 1, 5, 6])
     assert [cut_of(parts, stage) for stage in range(3)] == [cut_of(parts, 0), cut_of(parts, 1), cut_of(parts, 2)]
@@ -64,10 +109,23 @@ def test_boundaries_may_leave_the_embedding_alone() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("best", "partition method 'best' is not known: choose 'parameters', 'uniform', 'type:REGEX' or boundaries."),
+        (
+            "best",
+            "partition method 'best' is not known: choose 'parameters', 'uniform', 'type:REGEX', weights by class name "
+            "or boundaries.",
+        ),
+        (
+            "hetero",
+            "partition method 'hetero' needs the times of the layers, which a pipeline that is being built has not: "
+            "write it into the JSON and call paceline.initialize with the model, or give boundaries.",
+        ),
+        ({"head": -1}, "partition weights {'head': -1}: the weight of \"head\" must be a finite number, at least 0."),
+        ({"rnn": 1}, "partition weights {'rnn': 1} match no layer class with a weight; the classes are ['Attention', "),
+        ({"head": 0, "h": 1}, "partition weights {'head': 0, 'h': 1} match no layer class with a weight; the classes "),
         ("type:rnn", "partition method 'type:rnn' matches no layer class; this model has ['Attention', 'Embedding', "),
         ([0, 2], "partition [0, 2] does not cut 6 items (embedding, 4 decoder layers, head) into 2 stages: give 3 "),
         ([0, 5, 4], "partition [0, 5, 4] does not cut 6 items"),
+        ([0, 2.0, 6], "partition [0, 2.0, 6] does not cut 6 items"),
     ],
 )
 def test_refusals(method: object, message: str) -> None:

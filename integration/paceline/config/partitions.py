@@ -1,0 +1,59 @@
+"""How a model is cut into stages: the section's ``pipeline.partition`` with what it leaves out filled in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .section import HETERO, Method, PacelineConfig, PartitionConfig
+from .stages import PARTITION
+
+REPARTITION_EVERY = 100
+
+
+@dataclass(frozen=True)
+class PartitionChoice:
+    """A partition as a run is started with it.
+
+    Args:
+        method: a name, weights by regular expressions over class names, or boundaries over the pipeline's items.
+        repartition_every: steps from one look for a better partition to the next; 0: never.
+        profile: path of a profile file to take the layers' times from; ``None``: they are measured.
+        memory_bytes: of each device that a partition may count on; ``None``: what is free.
+    """
+
+    method: Method
+    repartition_every: int = 0
+    profile: str | None = None
+    memory_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What applies, for a JSON."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def resolve_partition(
+    section: PacelineConfig, method: Method | None
+) -> tuple[PartitionChoice, dict[str, tuple[Any, str]]]:
+    """The partition of a run, and by path what was chosen because its key was left out: the value and why.
+
+    Args:
+        method: as :func:`~paceline.config.stages.resolve_method` finds it; ``None`` if the JSON has none.
+    """
+    config = section.pipeline.partition
+    chosen: dict[str, tuple[Any, str]] = {}
+    if method is None:
+        method = "parameters"
+        chosen[PARTITION] = (method, "the default: stages of about equally many parameters")
+        if config is None:
+            return PartitionChoice(method), chosen
+    config = config or PartitionConfig()
+    every = config.repartition_every
+    if every is None:
+        follows = method == HETERO
+        every = REPARTITION_EVERY if follows else 0
+        unasked = f'only "{HETERO}" follows the devices unasked'
+        why = "often for a device's changes, seldom for steps" if follows else unasked
+        chosen[f"{PARTITION}.repartition_every"] = (every, why)
+    memory_bytes = None if config.memory_gib is None else int(config.memory_gib * 2**30)
+    return PartitionChoice(method, every, config.profile, memory_bytes), chosen

@@ -1,0 +1,159 @@
+"""What the items of a model keep for the backward, counted on the meta device: no memory, no device, hardly any time.
+
+The forward runs on tensors without contents. Where it asks one for a value, the answer is that of an ordinary batch
+(nothing is padded, nothing is packed), and attention keeps what a fused kernel keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
+
+from ..planning.memory import ItemMemory
+from .anatomy import Anatomy, anatomy_of
+from .kinds import layer_kinds
+from .quiet import quiet
+from .stage import CausalLMStage, Cut, prune
+from .weights import causal_config, skeleton
+
+FLOAT_BYTES = 4
+
+
+def check_shape(config: PretrainedConfig, micro_batch_size: int, sequence_length: int) -> None:
+    """Raises ValueError for sizes below 1, and for sequences longer than the model has positions."""
+    for name, value in (("micro_batch_size", micro_batch_size), ("sequence_length", sequence_length)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: give a whole number from 1 upwards.")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and sequence_length > positions:
+        raise ValueError(
+            f"sequence_length is {sequence_length} and the model has {positions} positions: give at most {positions}."
+        )
+
+
+def count_items(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    micro_batch_size: int,
+    sequence_length: int,
+    gradient_checkpointing: bool = False,
+) -> list[ItemMemory]:
+    """Memory of each item for one micro-batch: embedding, decoder layers in order, head with loss.
+
+    The same as autograd saves on a real device with a fused attention kernel. What the trunk makes for all of its
+    layers (masks, rotary tables) is counted with each.
+
+    Raises:
+        ValueError: sizes that the model cannot have, a model that cannot be cut, or one whose forward depends on
+            values in another way.
+    """
+    config = causal_config(config)
+    check_shape(config, micro_batch_size, sequence_length)
+    with quiet():
+        model = skeleton(config)
+        anatomy = anatomy_of(model)
+        kinds = layer_kinds(model, anatomy)
+    count = anatomy.num_layers
+    ids = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
+    parameters, saved, stream = _run(config, Cut(0, 0, True, False), dtype, ids)
+    items = [ItemMemory("embedding", parameters, saved, _bytes(stream))]
+    measured: dict[str, tuple[int, int]] = {}
+    for index, kind in enumerate(kinds):
+        if kind not in measured:
+            measured[kind] = _run(config, Cut(index, index + 1, False, False), dtype, stream)[:2]
+        parameters, saved = measured[kind]
+        name, output = f"layers.{index}", _bytes(stream)
+        if gradient_checkpointing:  # the input stays, and one layer at a time is computed once more
+            items.append(ItemMemory(name, parameters, output, output, saved))
+        else:
+            items.append(ItemMemory(name, parameters, saved, output))
+    parameters, saved, logits = _run(config, Cut(count, count, False, True), dtype, stream)
+    working = _bytes(logits) + FLOAT_BYTES * logits.numel()
+    return [*items, ItemMemory("head", parameters, saved, 0, working)]
+
+
+def _run(config: PretrainedConfig, cut: Cut, dtype: torch.dtype, stream: Tensor) -> tuple[int, int, Tensor]:
+    """Parameters, saved bytes, and output (of the head: the logits) of the stage ``cut``."""
+    with quiet():
+        model = skeleton(config)
+        anatomy: Anatomy = anatomy_of(model)
+        prune(model, anatomy, cut)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        stage = CausalLMStage(model, cut, anatomy).train()
+        counter = SavedStorages(stage)
+        if stream.is_floating_point():
+            stream = stream.detach().requires_grad_()
+        try:
+            with OrdinaryBatch(), FusedAttention(), counter.hooks:
+                output, routing = stage(stream, None, None)
+                if cut.last:
+                    labels = torch.zeros(stream.shape[:2], dtype=torch.int64, device="meta")
+                    stage.loss(output, labels, routing, float(labels.numel()))
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(
+                f"model type {config.model_type!r}: what it keeps for the backward cannot be counted without running "
+                f"it ({str(error).splitlines()[0]}); measure it with `paceline profile`."
+            ) from error
+    return sum(p.numel() for p in stage.parameters()), counter.num_bytes, output.detach()
+
+
+class SavedStorages:
+    """Counts what autograd saves inside ``hooks``: bytes, each storage once, without parameters. For any device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.num_bytes = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._seen = {parameter.untyped_storage()._cdata: parameter for parameter in module.parameters()}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = tensor.untyped_storage()._cdata  # without contents there is no address of them
+        if key not in self._seen:
+            self._seen[key] = tensor.detach()  # type: ignore[assignment]  # or the next one might get its place
+            self.num_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+class OrdinaryBatch(TorchDispatchMode):
+    """Answers the forward's questions about values: yes, or one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype is torch.bool else 1
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and (args[0].dim(), args[1].dim()) == (2, 3):
+            return args[0].new_empty(len(args[0]), args[1].shape[-1])  # torch has it for meta tensors in bf16 only
+        return func(*args, **(kwargs or {}))
+
+
+class FusedAttention(TorchFunctionMode):
+    """``scaled_dot_product_attention`` that keeps what a fused kernel does; left alone, meta tensors go the long way."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            return _Fused.apply(*args[:3], args[3] if len(args) > 3 else kwargs.get("attn_mask"))
+        return func(*args, **kwargs)
+
+
+class _Fused(torch.autograd.Function):
+    """Queries, keys and values ``[B, heads, S, size]``; a mask is added to the scores, in their dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        saved = [query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32)]
+        if mask is not None:
+            saved.append(query.new_empty(mask.shape) if mask.dtype is torch.bool else mask)
+        ctx.save_for_backward(*saved)
+        return output
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

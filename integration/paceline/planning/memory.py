@@ -1,0 +1,157 @@
+"""What a pipeline stage keeps in memory: states of its parameters, live activations, and what it works with.
+
+The arithmetic of :class:`paceline.optim.sharded.ShardedOptimizer` and of the engine's buffers, without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+MOMENTS = {
+    **dict.fromkeys(("adagrad", "rmsprop", "lion", "muon"), 1),
+    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta", "asgd", "rprop", "lamb"), 2),
+}
+"""Numbers that an optimizer keeps for each parameter beside its master."""
+
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class States:
+    """How the states of a parameter are kept.
+
+    Args:
+        weight_bytes: of one number of the model: 4 for fp32, 2 for bf16 and fp16.
+        gradient_bytes: of one number of the accumulated gradients; None for 4.
+        data_parallel: ranks that hold the same parameters.
+        shard: ZeRO 1: masters and moments are spread over these ranks.
+        num_moments: that the optimizer keeps for each parameter, in fp32.
+    """
+
+    weight_bytes: int = MASTER_BYTES
+    gradient_bytes: int | None = None
+    data_parallel: int = 1
+    shard: bool = False
+    num_moments: int = 2
+
+    @classmethod
+    def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
+        """What a DeepSpeed JSON asks for, of the pipelines' optimizer."""
+        half = any(_object(ds_config, name).get("enabled") is True for name in ("bf16", "bfloat16", "fp16"))
+        zero = ds_config.get("zero_optimization", {})
+        optimizer = _object(ds_config, "optimizer")
+        accumulated = _object(ds_config, "data_types").get("grad_accum_dtype")
+        return cls(
+            weight_bytes=2 if half else MASTER_BYTES,
+            gradient_bytes=2 if accumulated in ("bf16", "bfp16", "fp16") else None,
+            data_parallel=data_parallel,
+            shard=(zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero)) == 1,
+            num_moments=num_moments(optimizer.get("type"), optimizer.get("params")),
+        )
+
+    def of(self, num_parameters: int) -> tuple[float, float, float, float]:
+        """Bytes of (weights, gradients, masters, moments) for so many trained parameters, on each rank.
+
+        fp32 weights are their own masters. With ZeRO 1 the rows of one parameter that a rank owns are whole, so a rank
+        may have a little more or less than its share.
+        """
+        owners = self.data_parallel if self.shard else 1
+        masters = 0.0 if self.weight_bytes >= MASTER_BYTES else MASTER_BYTES * num_parameters / owners
+        return (
+            float(self.weight_bytes * num_parameters),
+            float((self.gradient_bytes or MASTER_BYTES) * num_parameters),
+            masters,
+            self.num_moments * MASTER_BYTES * num_parameters / owners,
+        )
+
+
+def _object(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = ds_config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def num_moments(optimizer: str | None, params: Mapping[str, Any] | None = None) -> int:
+    """Numbers for each parameter that the optimizer of a DeepSpeed JSON keeps; two if it is not known."""
+    name, params = (optimizer or "AdamW").lower(), params or {}
+    momentum = int(bool(params.get("momentum")))
+    if name == "sgd":
+        return momentum
+    if name == "rmsprop":
+        return 1 + momentum + int(bool(params.get("centered")))
+    known = next((count for key, count in MOMENTS.items() if name in (key, f"fused{key}", f"onebit{key}")), 2)
+    return known + int(bool(params.get("amsgrad")))
+
+
+class ItemMemory(NamedTuple):
+    """What one item needs: embedding, a decoder layer, or head with loss.
+
+    Args:
+        saved_bytes: kept by a live micro-batch from the forward to the backward, the item's input among it.
+        output_bytes: of the activation that it passes on.
+        working_bytes: beyond that while it computes: what is recomputed, or the logits and their gradient.
+    """
+
+    name: str
+    num_parameters: int
+    saved_bytes: float
+    output_bytes: float
+    working_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of a stage, and what they are for.
+
+    Args:
+        activations: of all micro-batches that are alive at once.
+        working: what a computation takes and gives back.
+        transport: of what arrives ahead of its use or has yet to be sent.
+    """
+
+    weights: float
+    gradients: float
+    masters: float
+    moments: float
+    activations: float
+    working: float
+    transport: float
+
+    @property
+    def states(self) -> float:
+        """All that belongs to parameters."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.activations + self.working + self.transport
+
+    def to_dict(self) -> dict[str, float]:
+        """Whole bytes, for a JSON."""
+        return {name: round(value) for name, value in {**asdict(self), "total": self.total}.items()}
+
+
+def stage_memory(
+    items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, live: int
+) -> StageMemory:
+    """What ``stage`` needs.
+
+    Args:
+        items: of the whole model.
+        boundaries: over items, ``[0, …, len(items)]``.
+        live: micro-batches that are alive at once on the stage.
+    """
+    start, stop = boundaries[stage], boundaries[stage + 1]
+    held = items[start:stop]
+    incoming = items[start - 1].output_bytes if start else 0.0
+    outgoing = held[-1].output_bytes if stop < len(items) else 0.0
+    weights, gradients, masters, moments = states.of(sum(item.num_parameters for item in held))
+    # The output lives as long as the rest: it is where the backward begins.
+    saved = sum(item.saved_bytes for item in held) + outgoing
+    # One input that arrives early, its predecessor's gradient on its way out, and the gradient that arrives.
+    transport = 2 * incoming + outgoing
+    return StageMemory(
+        weights, gradients, masters, moments, live * saved, max(item.working_bytes for item in held), transport
+    )

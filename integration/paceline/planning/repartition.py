@@ -1,0 +1,245 @@
+"""What a pipeline would cost if its layers lay otherwise, and where they would lie best.
+
+Everything is told from what the run itself showed: what each stage takes with the layers that it has, and how much of
+that each layer is. So the prediction for the partition that runs is the measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import fsum, inf
+from statistics import median
+from typing import NamedTuple
+
+from ..schedules.costs import Costs
+from .blocks import Block, Device, DoesNotFit
+from .partition import partition
+from .refine import refine
+
+REFINE_ACTIONS = 300_000
+"""Forwards and backwards that a search may simulate: about a second."""
+
+
+class ItemCosts(NamedTuple):
+    """One item (layer) of a pipeline, for one micro-batch of the size that was measured.
+
+    Args:
+        forward_s, backward_s: on a device of speed 1.
+        saved_bytes: kept from its forward to its backward.
+        output_bytes: handed on to the next item.
+        num_parameters: all that it has.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+    num_parameters: float = 0.0
+
+    @property
+    def work_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the items of a pipeline lie, and what is known of moving them.
+
+    Args:
+        items: what each costs.
+        parts: boundaries over the items, ``(0, …, L)``, one more than there are stages.
+        cuts: where else the items may be cut, rising.
+        limit_bytes: of each stage's device, for states and live micro-batches together.
+        state_bytes: of each stage's device, for each parameter there.
+        moved_bytes: what goes with a parameter that changes stage: value, master, states.
+    """
+
+    items: tuple[ItemCosts, ...]
+    parts: tuple[int, ...]
+    cuts: tuple[int, ...]
+    limit_bytes: tuple[float, ...]
+    state_bytes: tuple[float, ...]
+    moved_bytes: float = 0.0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.parts) - 1
+
+    def costs(self, now: Costs, parts: Sequence[int]) -> Costs:
+        """Those of a step with other boundaries, from ``now``, those with :attr:`parts`.
+
+        A stage's forward changes as the forwards of its items on a device of speed 1 do, likewise all else. A stage
+        whose items take no time tells nothing of its device, which is then taken to be a typical one.
+        """
+        return replace(
+            now,
+            forward_s=self._scaled(now.forward_s, [item.forward_s for item in self.items], parts),
+            backward_s=self._scaled(now.backward_s, [item.backward_s for item in self.items], parts),
+            activation_bytes=self._scaled(now.activation_bytes, [item.saved_bytes for item in self.items], parts),
+            message_bytes=tuple(
+                self._message_bytes(measured, before, after)
+                for measured, before, after in zip(now.message_bytes, self.parts[1:-1], parts[1:-1], strict=True)
+            ),
+        )
+
+    def _scaled(self, measured: Sequence[float], of_items: Sequence[float], parts: Sequence[int]) -> tuple[float, ...]:
+        if not measured:
+            return ()
+        before, after = _by_stage(of_items, self.parts), _by_stage(of_items, parts)
+        rates = [all_s / own for all_s, own in zip(measured, before, strict=True) if own > 0 and all_s > 0]
+        typical = median(rates) if rates else 0.0
+        return tuple(
+            now * (to / own) if own > 0 and now > 0 else (now if to == own else typical * to)
+            for now, own, to in zip(measured, before, after, strict=True)
+        )
+
+    def _message_bytes(self, measured: float, before: int, after: int) -> float:
+        now, then = self.items[before - 1].output_bytes, self.items[after - 1].output_bytes
+        return measured * then / now if now > 0 and then > 0 else measured
+
+    def fits(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> bool:
+        """Whether states and live micro-batches of every stage are within its limit.
+
+        Args:
+            peaks: most micro-batches that each stage keeps alive.
+        """
+        kept = self.costs(now, parts).activation_bytes or (0.0,) * self.num_stages
+        states = _by_stage([item.num_parameters for item in self.items], parts)
+        return all(
+            parameters * each + peak * saved <= limit
+            for parameters, each, peak, saved, limit in zip(
+                states, self.state_bytes, peaks, kept, self.limit_bytes, strict=True
+            )
+        )
+
+    def sent_bytes(self, parts: Sequence[int]) -> tuple[float, ...]:
+        """What each stage sends if the items come to lie so, one pipeline."""
+        sent = [0.0] * self.num_stages
+        for item, costs in enumerate(self.items):
+            before, after = _stage_of(self.parts, item), _stage_of(parts, item)
+            if before != after:
+                sent[before] += costs.num_parameters * self.moved_bytes
+        return tuple(sent)
+
+    def migration_s(
+        self, now: Costs, parts: Sequence[int], rebuild_s: float, slowest_bytes_per_s: float = inf
+    ) -> float:
+        """Seconds that moving the items would take.
+
+        Args:
+            rebuild_s: all that is not sending.
+            slowest_bytes_per_s: at which no sender was slower when items moved before.
+        """
+        by_host: dict[int, float] = {}
+        hosts = now.hosts or tuple(range(self.num_stages))
+        for stage, num_bytes in enumerate(self.sent_bytes(parts)):
+            by_host[hosts[stage]] = by_host.get(hosts[stage], 0.0) + num_bytes
+        rates = now.egress_bytes_per_s or (inf,) * (max(hosts) + 1)
+        return rebuild_s + max(num_bytes / min(rates[host], slowest_bytes_per_s) for host, num_bytes in by_host.items())
+
+    def best(
+        self,
+        now: Costs,
+        peaks: Sequence[int],
+        step_s: Callable[[tuple[int, ...]], float],
+        num_actions: int,
+    ) -> tuple[tuple[int, ...], float]:
+        """The boundaries with the shortest step that fit in memory, and the seconds of that step.
+
+        The exact split by bottleneck, and what runs, are both taken as starts of a local search with ``step_s``.
+
+        Args:
+            peaks: most micro-batches that each stage keeps alive, by the schedule that is meant.
+            step_s: seconds of a step with given boundaries.
+            num_actions: of a step, which tell what one call of ``step_s`` takes.
+        """
+        edges = (0, *self.cuts, len(self.items))
+        starts = [self.parts] if set(self.parts) <= set(edges) else []
+        try:
+            found = partition(self._blocks(now, edges), self._devices(now), _links(now), live=peaks)
+            starts.append(tuple(edges[cut] for cut in found.boundaries))
+        except DoesNotFit:
+            pass  # by sums; what runs is there, whatever it takes
+        if not starts:
+            return self.parts, step_s(self.parts)
+        budget = max(20, REFINE_ACTIONS // max(1, num_actions) // len(starts))
+        at = {edge: number for number, edge in enumerate(edges)}
+
+        def items(cuts: Sequence[int]) -> tuple[int, ...]:
+            return tuple(edges[cut] for cut in cuts)
+
+        reached = [
+            refine(
+                [at[edge] for edge in start],
+                lambda cuts: step_s(items(cuts)),
+                fits=lambda cuts: self.fits(now, items(cuts), peaks),
+                budget=budget,
+            )
+            for start in dict.fromkeys(starts)
+        ]
+        cuts, seconds = min(reached, key=lambda one: one[1])
+        return items(cuts), seconds
+
+    def _blocks(self, now: Costs, edges: Sequence[int]) -> list[Block]:
+        state = max(self.state_bytes)
+        scale = _ratio(now.message_bytes, [self.items[cut - 1].output_bytes for cut in self.parts[1:-1]])
+        kept = _ratio(now.activation_bytes, _by_stage([item.saved_bytes for item in self.items], self.parts))
+        return [
+            Block(
+                fsum(item.work_s for item in self.items[start:stop]),
+                scale * self.items[stop - 1].output_bytes,
+                state * fsum(item.num_parameters for item in self.items[start:stop]),
+                kept * fsum(item.saved_bytes for item in self.items[start:stop]),
+            )
+            for start, stop in pairwise(edges)
+        ]
+
+    def _devices(self, now: Costs) -> list[Device]:
+        work = _by_stage([item.work_s for item in self.items], self.parts)
+        seconds = [f + b for f, b in zip(now.forward_s, now.backward_s, strict=True)]
+        speeds = [own / taken if own > 0 and taken > 0 else 0.0 for own, taken in zip(work, seconds, strict=True)]
+        typical = median([speed for speed in speeds if speed] or [1.0])
+        return [Device(s or typical, limit) for s, limit in zip(speeds, self.limit_bytes, strict=True)]
+
+
+def _links(costs: Costs) -> list[float]:
+    """Bytes a second between neighbouring stages, the slower of both ways."""
+    hosts = costs.hosts or tuple(range(len(costs.forward_s)))
+
+    def leaving(stage: int, to: int) -> float:
+        alone = not costs.egress_bytes_per_s or hosts[stage] == hosts[to]
+        return inf if alone else costs.egress_bytes_per_s[hosts[stage]]
+
+    return [
+        min(down.bytes_per_s, up.bytes_per_s, leaving(stage, stage + 1), leaving(stage + 1, stage))
+        for stage, (down, up) in enumerate(zip(costs.down, costs.up, strict=True))
+    ]
+
+
+def _by_stage(of_items: Sequence[float], parts: Sequence[int]) -> list[float]:
+    return [fsum(of_items[start:stop]) for start, stop in pairwise(parts)]
+
+
+def _stage_of(parts: Sequence[int], item: int) -> int:
+    return next(stage for stage, stop in enumerate(parts[1:]) if item < stop)
+
+
+def _ratio(measured: Sequence[float], expected: Sequence[float]) -> float:
+    found = [a / b for a, b in zip(measured, expected, strict=True) if b > 0] if measured else []
+    return median(found) if found else 1.0
+
+
+def item_costs(
+    work: Mapping[int, tuple[float, float]], others: Mapping[int, tuple[float, float, float]], num_items: int
+) -> tuple[ItemCosts, ...]:
+    """All items of a pipeline in order; one that was not seen costs nothing.
+
+    Args:
+        work: item -> forward and backward seconds on a device of speed 1.
+        others: item -> saved bytes, output bytes, parameters.
+    """
+    return tuple(
+        ItemCosts(*work.get(item, (0.0, 0.0)), *others.get(item, (0.0, 0.0, 0.0))) for item in range(num_items)
+    )

@@ -1,0 +1,149 @@
+"""Which items of a model each stage gets, from what they cost and need: partition, then refinement by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+
+from ..schedules.costs import Costs
+from ..schedules.schedule import Schedule
+from ..schedules.simulate import simulate
+from ..schedules.verify import verify
+from .blocks import Block, Device, DoesNotFit
+from .memory import ItemMemory, StageMemory, States, stage_memory
+from .order import search_order
+from .partition import partition
+from .refine import refine, stage_costs
+
+BETTER = 0.05
+"""Another order of the devices is worth a word if it makes the bottleneck smaller by this share."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A partition of items, predicted.
+
+    Args:
+        boundaries: over items, ``[0, …, len(items)]``.
+        step_s: of the schedule, by simulation.
+        costs: of each stage, as they were simulated.
+        memory: of each stage.
+        better: another order of the devices that would be better, if there is one, and by how much its bottleneck is
+            smaller (0 to 1); links are not known for it and count as infinitely fast.
+    """
+
+    boundaries: tuple[int, ...]
+    step_s: float
+    costs: Costs
+    memory: tuple[StageMemory, ...]
+    better: tuple[tuple[int, ...], float] | None = None
+
+
+def plan_stages(
+    items: Sequence[ItemMemory],
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    schedule: Schedule,
+    links: Sequence[float] = (),
+) -> StagePlan:
+    """The boundaries under which a step of ``schedule`` is shortest, of those that fit; each stage has a decoder layer.
+
+    Args:
+        items: embedding, decoder layers in order, head with loss.
+        seconds: forward and backward of each item, on a device of speed 1.
+        devices: in the order of the stages.
+        links: bytes a second between neighbouring stages; empty: infinitely fast.
+
+    Raises:
+        DoesNotFit: nothing fits in memory; names the stage, its need and its limit.
+        ValueError: there are more devices than decoder layers, or numbers that cannot be.
+    """
+    live = verify(schedule, paired=False).peak_activations
+    blocks, forward = _blocks(items, seconds, states)
+    beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
+    limited = [
+        device._replace(memory_bytes=max(device.memory_bytes - own, 0.0))
+        for device, own in zip(devices, beside, strict=True)
+    ]
+    try:
+        start = partition(blocks, limited, links, live=live)
+    except DoesNotFit as short:
+        why = "its blocks' states and live activations, and what it computes and sends with"
+        need = short.need_bytes + beside[short.stage]
+        raise DoesNotFit(short.stage, short.stage, need, devices[short.stage].memory_bytes, why) from None
+
+    def costs(cuts: Sequence[int]) -> Costs:
+        return stage_costs(cuts, blocks, devices, links, forward=forward)
+
+    def memory(cuts: Sequence[int]) -> tuple[StageMemory, ...]:
+        over = over_items(cuts)
+        return tuple(stage_memory(items, over, stage, states, live[stage]) for stage in range(len(devices)))
+
+    cuts, step_s = refine(
+        start.boundaries,
+        lambda tried: simulate(schedule, costs(tried)).makespan_s,
+        fits=lambda tried: all(
+            need.total <= device.memory_bytes for need, device in zip(memory(tried), devices, strict=True)
+        ),
+    )
+    most = max(beside)
+    better = _better_order(blocks, [d._replace(memory_bytes=max(d.memory_bytes - most, 0.0)) for d in devices], live)
+    return StagePlan(over_items(cuts), step_s, costs(cuts), memory(cuts), better)
+
+
+def over_items(cuts: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries over items from boundaries over decoder layers: the embedding goes with the first, the head with the
+    last."""
+    return (0, *(cut + 1 for cut in cuts[1:-1]), cuts[-1] + 2)
+
+
+def _blocks(
+    items: Sequence[ItemMemory], seconds: Sequence[tuple[float, float]], states: States
+) -> tuple[list[Block], list[float]]:
+    """One block a decoder layer, with the embedding and the head at the ends, and each block's forward seconds."""
+    last = len(items) - 3
+    blocks, forward = [], []
+    for layer in range(last + 1):
+        held = range(0 if layer == 0 else layer + 1, len(items) if layer == last else layer + 2)
+        forward.append(sum(seconds[index][0] for index in held))
+        blocks.append(
+            Block(
+                work=sum(sum(seconds[index]) for index in held),
+                activation_bytes=items[held[-1]].output_bytes,
+                memory_bytes=sum(states.of(sum(items[index].num_parameters for index in held))),
+                live_bytes=sum(items[index].saved_bytes for index in held),
+            )
+        )
+    return blocks, forward
+
+
+def _beside_blocks(items: Sequence[ItemMemory], stage: int, live: Sequence[int]) -> float:
+    """What a stage needs whatever blocks it has, by the largest layer (:func:`stage_memory` knows which it has)."""
+    is_last = stage == len(live) - 1
+    message = max(item.output_bytes for item in items)
+    working = max(item.working_bytes for item in (items if is_last else items[:-1]))
+    return working + (2 * message if stage else 0.0) + (0.0 if is_last else (1 + live[stage]) * message)
+
+
+def _better_order(
+    blocks: Sequence[Block], devices: Sequence[Device], live: Sequence[int]
+) -> tuple[tuple[int, ...], float] | None:
+    # Devices that are all but equal count as equal, or the search would be among as many kinds as devices.
+    alike = [Device(_rounded(device.speed), _rounded(device.memory_bytes)) for device in devices]
+    if len({device.speed for device in alike}) == 1:
+        return None
+    try:
+        given = partition(blocks, devices, live=live)
+        order = search_order(blocks, alike, live=live).order
+        found = partition(blocks, [devices[index] for index in order], live=live)
+    except DoesNotFit:
+        return None
+    gain = 1 - found.bottleneck_s / given.bottleneck_s if given.bottleneck_s else 0.0
+    return (order, gain) if gain >= BETTER else None
+
+
+def _rounded(value: float) -> float:
+    """To steps of about a twentieth."""
+    return value if value in (0.0, inf) else 1.05 ** round(log(value, 1.05))

@@ -1,0 +1,253 @@
+"""The partition that a run begins with where devices differ: measured, or from a profile, and the same on all ranks.
+
+Stages are outermost: rank = stage * data-parallel size + replica. A stage is as fast as its slowest replica, and has as
+much memory as the one with least.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import PretrainedConfig
+
+from ..config import ScheduleChoice
+from ..hf.activations import count_items
+from ..hf.profile import Bench, fingerprint, profile_items
+from ..measure.profile import DeviceProfile, ItemProfile, Profile, device_profile, versions
+from ..planning.blocks import Device
+from ..planning.memory import ItemMemory, States
+from ..planning.stages import StagePlan, plan_stages
+from ..schedules import Schedule, families
+from .control import ControlPlane
+from .observer import host_name
+from .staging import ranks_sharing
+
+logger = logging.getLogger("paceline")
+
+PROBE_BYTES = 4 << 20
+SMALL_BYTES = 1 << 10
+
+
+class Shape(NamedTuple):
+    """What a micro-batch is made of."""
+
+    dtype: torch.dtype
+    micro_batch_size: int
+    sequence_length: int
+    gradient_checkpointing: bool = False
+
+
+class _Look(NamedTuple):
+    """What a rank knows of its own device; ``seconds`` of what all ranks measure, None if nothing is."""
+
+    device: DeviceProfile
+    host: str
+    seconds: float | None
+
+
+def hetero_boundaries(
+    config: PretrainedConfig,
+    control: ControlPlane,
+    shape: Shape,
+    *,
+    num_stages: int,
+    micro_batches: int,
+    schedule: ScheduleChoice,
+    states: States,
+    profile: str | Path | None = None,
+    memory_bytes: int | None = None,
+) -> tuple[list[int], Profile]:
+    """Boundaries over items under which a step is predicted to be shortest, and what was measured for it.
+
+    Every rank measures the items on its own device, without the rest of the model. With a profile nothing is measured
+    that is in it: the speeds are if it has as many devices as there are stages, otherwise one layer is timed on every
+    device; so are the links. Collective over all ranks, and the same result on all.
+
+    Args:
+        micro_batches: of a step and pipeline.
+        schedule: what the run begins with decides how many micro-batches are alive.
+        states: how optimizer states are kept (:meth:`States.from_config`).
+        profile: path of a profile file.
+        memory_bytes: of each device that may be counted on; None: what is free.
+
+    Raises:
+        ValueError: on every rank: no such profile, one of another model, or a model that fits in no way.
+    """
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    is_first = dist.get_rank() == 0
+    items: list[ItemProfile] = []
+    with control.together("measuring the layers"):
+        given = None if profile is None else _load(profile, config, shape, tell=is_first)
+        look = _Look(device_profile(device, ranks_sharing(device)), host_name(), None)
+        if given is None:
+            items = profile_items(config, device=device, **shape._asdict())
+            look = look._replace(seconds=sum(item.forward_s + item.backward_s for item in items))
+        elif len(given.devices) != num_stages:
+            look = look._replace(seconds=_probe(config, device, given))
+    looks: list[_Look] = control.gather(look)
+    with control.together("planning the partition"):
+        if given is not None:
+            given = given.scaled(shape.micro_batch_size, shape.sequence_length)
+            items = list(given.items)
+        devices = _devices(looks, num_stages, given)
+    links = given.links if given is not None and len(given.devices) == num_stages else ()
+    links = links or link_rates(control, [look.host for look in looks], num_stages)
+    found: tuple[list[int], Profile] | None = None
+    with control.together("planning the partition"):
+        if is_first:
+            measured = Profile(
+                model=fingerprint(config),
+                dtype=str(shape.dtype).removeprefix("torch."),
+                micro_batch_size=shape.micro_batch_size,
+                sequence_length=shape.sequence_length,
+                gradient_checkpointing=shape.gradient_checkpointing,
+                items=tuple(items),
+                devices=tuple(devices),
+                links=tuple(links),
+                versions=versions() if given is None else given.versions,
+            )
+            plan = plan_stages(
+                _memory(config, shape, items),
+                [(item.forward_s, item.backward_s) for item in items],
+                [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
+                states,
+                first_schedule(schedule, num_stages, micro_batches),
+                links,
+            )
+            _tell(plan, measured)
+            found = list(plan.boundaries), measured
+    result: tuple[list[int], Profile] = control.from_first(found)
+    return result
+
+
+def first_schedule(choice: ScheduleChoice, num_stages: int, micro_batches: int) -> Schedule:
+    """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive."""
+    kind = "1f1b" if choice.type == "adaptive" else choice.type
+    return families.make(kind, num_stages, micro_batches, k=choice.k, slack=choice.slack, warmup=choice.warmup)
+
+
+def _load(path: str | Path, config: PretrainedConfig, shape: Shape, *, tell: bool) -> Profile:
+    given = Profile.load(path)
+    _, *sizes = shape._asdict().items()
+    for line in given.check_fits(fingerprint(config), str(shape.dtype).removeprefix("torch."), **dict(sizes)):
+        if tell:
+            logger.warning("%s: %s", path, line)
+    return given
+
+
+def _probe(config: PretrainedConfig, device: torch.device, given: Profile) -> float:
+    """Seconds of the profile's dearest layer on this device, divided by those in the profile."""
+    index = max(range(1, len(given.items) - 1), key=lambda i: given.items[i].forward_s + given.items[i].backward_s)
+    bench = Bench(
+        config,
+        getattr(torch, given.dtype),
+        device,
+        given.micro_batch_size,
+        given.sequence_length,
+        given.gradient_checkpointing,
+    )
+    here, there = bench.layer(index - 1), given.items[index]
+    return (here.forward_s + here.backward_s) / (there.forward_s + there.backward_s)
+
+
+def _devices(looks: Sequence[_Look], num_stages: int, given: Profile | None) -> list[DeviceProfile]:
+    """One device a stage, its slowest; speeds relative to rank 0, or to where the profile was made."""
+    replicas = len(looks) // num_stages
+    devices = []
+    for stage in range(num_stages):
+        own = looks[stage * replicas : (stage + 1) * replicas]
+        slowest = max(own, key=lambda look: look.seconds or 0.0)
+        if slowest.seconds is None:
+            assert given is not None, "without a profile everything is measured"
+            speed = given.devices[stage].speed
+        else:
+            reference = looks[0].seconds if given is None else 1.0
+            assert reference is not None, "all ranks measure, or none"
+            speed = reference / slowest.seconds
+        devices.append(
+            replace(
+                slowest.device,
+                speed=speed,
+                memory_bytes=min(look.device.memory_bytes for look in own),
+                free_bytes=min(look.device.free_bytes for look in own),
+            )
+        )
+    return devices
+
+
+def link_rates(control: ControlPlane, hosts: Sequence[str], num_stages: int) -> tuple[float, ...]:
+    """Bytes a second between neighbouring stages, timed with one message each; infinite within a host.
+
+    The slowest replica counts. Stages take turns, so that none sends and receives at once. Collective.
+
+    Args:
+        hosts: of each rank.
+    """
+    replicas = len(hosts) // num_stages
+    rank = dist.get_rank()
+    stage = rank // replicas
+    rate = math.inf
+    for turn in (0, 1):
+        sends = stage % 2 == turn
+        peer = rank + replicas if sends else rank - replicas
+        if 0 <= peer < len(hosts) and hosts[peer] != hosts[rank]:
+            seconds = [_exchange(control, peer, size, sends) for size in (SMALL_BYTES, SMALL_BYTES, PROBE_BYTES)]
+            if sends:
+                # The small message takes the latency, and half is the least that is left of the large one.
+                rate = PROBE_BYTES / max(seconds[2] - seconds[1], seconds[2] / 2)
+    rates: list[float] = control.gather(rate)
+    return tuple(min(rates[stage * replicas : (stage + 1) * replicas]) for stage in range(num_stages - 1))
+
+
+def _exchange(control: ControlPlane, peer: int, num_bytes: int, sends: bool) -> float:
+    """Seconds of a message and its acknowledgement."""
+    message, answer = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    begun = time.perf_counter()
+    if sends:
+        dist.send(message, peer, group=control.world)
+        dist.recv(answer, peer, group=control.world)
+    else:
+        dist.recv(message, peer, group=control.world)
+        dist.send(answer, peer, group=control.world)
+    return time.perf_counter() - begun
+
+
+def _memory(config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile]) -> list[ItemMemory]:
+    """What was measured; what an item works with is counted, where that can be."""
+    try:
+        working = [item.working_bytes for item in count_items(config, **shape._asdict())]
+    except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
+        working = [0.0] * len(items)
+    return [
+        ItemMemory(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra)
+        for item, extra in zip(items, working, strict=True)
+    ]
+
+
+def _tell(plan: StagePlan, profile: Profile) -> None:
+    devices = profile.devices
+    for stage, (device, memory) in enumerate(zip(devices, plan.memory, strict=True)):
+        first, last = plan.boundaries[stage], plan.boundaries[stage + 1] - 1
+        names = [profile.items[index].name for index in (first, last)]
+        seconds = plan.costs.forward_s[stage] + plan.costs.backward_s[stage]
+        logger.info(
+            "stage %d on %s (speed %.3g): %s to %s, %.4g s a micro-batch, %.3g of %.3g GB",
+            *(stage, device.name, device.speed, *names, seconds, memory.total / 1e9, device.free_bytes / 1e9),
+        )
+    logger.info("partition %s: a step of %.4g s is predicted", list(plan.boundaries), plan.step_s)
+    if plan.better is not None:
+        order, gain = plan.better
+        logger.info(
+            "another order of the devices would make the slowest stage %.0f %% faster: %s",
+            *(100 * gain, ", ".join(f"stage {s} on {devices[d].name}" for s, d in enumerate(order))),
+        )

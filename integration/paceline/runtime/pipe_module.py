@@ -1,0 +1,159 @@
+"""Any :class:`deepspeed.pipe.PipelineModule` with the partition methods that DeepSpeed lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import module as stock
+from torch import nn
+
+from ..config.section import HETERO, check_method
+from ..measure.probe import device_speed
+from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
+
+logger = logging.getLogger("paceline")
+
+
+class PipelineModule(stock.PipelineModule):
+    """As :class:`deepspeed.pipe.PipelineModule`, with further values of ``partition_method``.
+
+    Args:
+        partition_method: every value of DeepSpeed's; or
+
+            * boundaries over the layers, ``[0, 5, 9, 12]`` for three stages;
+            * weights by regular expressions over the layers' class names, ``{"Block": 1, "Head": 3}``: the first that
+              matches counts, none: 0; the heaviest stage becomes as light as can be;
+            * ``"hetero"``: what a layer takes by the speed of its stage's device. A layer takes what its profile says,
+              or as much as it has parameters; how fast devices are the profile says, or a short matrix product does.
+        partition_profile: a file of ``paceline profile`` for ``"hetero"``, of as many items as there are layers. Its
+            devices count if there are as many as stages.
+
+    Raises:
+        ValueError: the method, or the profile, does not fit the layers and stages.
+
+    Example::
+
+        model = paceline.PipelineModule(layers, num_stages=4, loss_fn=loss, partition_method="hetero")
+        engine, *_ = paceline.initialize(model=model, config="ds.json")
+    """
+
+    def __init__(self, *args: Any, partition_profile: str | Path | None = None, **kwargs: Any) -> None:
+        self.partition_profile = partition_profile
+        super().__init__(*args, **kwargs)
+
+    def _partition_layers(self, method: Any = "uniform") -> None:
+        if self.partition_profile is None and not is_ours(method):
+            super()._partition_layers(method)
+            # numpy's integers, which random.seed refuses: with seed_layers DeepSpeed's own module fails here.
+            _set_parts(self, self.parts)
+        else:
+            partition_layers(self, method, self.partition_profile)
+
+
+def is_ours(method: Any) -> bool:
+    """Whether DeepSpeed lacks this partition method."""
+    return not isinstance(method, str) or method.lower() == HETERO
+
+
+def partition_layers(module: stock.PipelineModule, method: Any, profile: str | Path | None = None) -> None:
+    """``PipelineModule._partition_layers`` for a method of ours; as :func:`boundaries_for`."""
+    _set_parts(module, boundaries_for(module, method, profile))
+    if module.global_rank == 0:
+        logger.info("the partition %s cuts the %d layers at %s", method, module._num_layers, module.parts)
+
+
+def boundaries_for(module: stock.PipelineModule, method: Any, profile: str | Path | None = None) -> list[int]:
+    """Boundaries over the layers of a pipeline module for any partition method, DeepSpeed's own included.
+
+    The module stays as it is. With ``"hetero"`` all ranks must call it.
+
+    Args:
+        module: of any class but :class:`~paceline.runtime.module.CausalLMPipeline`, whose layers are items.
+        profile: path of a profile file, for ``"hetero"``.
+
+    Raises:
+        ValueError: the method, or the profile, does not fit the layers and stages.
+    """
+    layers, stages = module._layer_specs, module.num_stages
+    if profile is not None and not (isinstance(method, str) and method.lower() == HETERO):
+        raise ValueError(
+            f"partition_profile is {str(profile)!r} and partition_method is {method!r}: a profile belongs to 'hetero'; "
+            "drop it, or write 'hetero'."
+        )
+    if not is_ours(method):
+        return _stock_boundaries(module, method)
+    if isinstance(method, str):
+        return by_work(*_work_and_speeds(module, profile))
+    if isinstance(method, (list, tuple)):
+        return checked_boundaries(method, len(layers), stages)
+    try:
+        check_method(method)
+    except ValueError as error:
+        raise ValueError(f"partition_method is {method!r}: {error}.") from None
+    return by_work(weights_by_class(method, [_class_name(layer) for layer in layers]), [1.0] * stages)
+
+
+def _set_parts(module: stock.PipelineModule, boundaries: Sequence[int]) -> None:
+    module.parts = [int(part) for part in boundaries]
+    module._set_bounds(module.parts[module.stage_id], module.parts[module.stage_id + 1])
+
+
+def _stock_boundaries(module: stock.PipelineModule, method: str) -> list[int]:
+    """What DeepSpeed's own code sets, on a copy that shares everything but its bounds."""
+    scratch = copy.copy(module)
+    with contextlib.redirect_stdout(io.StringIO()):
+        stock.PipelineModule._partition_layers(scratch, method)
+    return [int(part) for part in scratch.parts]
+
+
+def _work_and_speeds(module: stock.PipelineModule, path: str | Path | None) -> tuple[list[float], list[float]]:
+    layers, stages = module._layer_specs, module.num_stages
+    if path is None:
+        return [_num_parameters(layer) for layer in layers], _stage_speeds(module)
+    from ..measure.profile import Profile
+
+    profile = Profile.load(path)
+    if len(profile.items) != len(layers):
+        raise ValueError(
+            f"the profile {path} has {len(profile.items)} items and the pipeline {len(layers)} layers: give the "
+            "profile of these layers, or none."
+        )
+    work = [item.forward_s + item.backward_s for item in profile.items]
+    devices = [device.speed for device in profile.devices]
+    return work, devices if len(devices) == stages else _stage_speeds(module)
+
+
+def _stage_speeds(module: stock.PipelineModule) -> list[float]:
+    """How fast the device of each stage is; of replicas of a stage the slowest counts. Collective."""
+    device = torch.device(get_accelerator().device_name(module.local_rank))
+    speeds = torch.zeros(module.world_size, device=device)
+    dist.barrier()  # who shares a machine with others shares it as in training
+    speeds[module.global_rank] = device_speed(device)
+    dist.all_reduce(speeds)
+    of_stage: dict[int, list[float]] = {}
+    for rank, speed in enumerate(speeds.tolist()):
+        of_stage.setdefault(module._topo.get_coord(rank).pipe, []).append(speed)
+    return [min(of_stage[stage]) for stage in range(module.num_stages)]
+
+
+def _num_parameters(layer: Any) -> float:
+    if isinstance(layer, stock.LayerSpec):
+        with torch.random.fork_rng(devices=[]):  # the layers that are kept draw what they would have drawn
+            layer = layer.build()
+    return float(sum(p.numel() for p in layer.parameters())) if isinstance(layer, nn.Module) else 0.0
+
+
+def _class_name(layer: Any) -> str:
+    """What DeepSpeed's ``type:`` looks at; empty for a callable without a name."""
+    if isinstance(layer, stock.LayerSpec):
+        return str(layer.typename.__name__)
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")

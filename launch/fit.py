@@ -1,0 +1,244 @@
+"""``paceline fit``: does a model with a DeepSpeed JSON fit the devices, and what takes the memory, per stage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.config import Resolved
+    from paceline.planning.memory import ItemMemory, StageMemory, States
+    from paceline.schedules import Schedule
+
+FITS, FITS_NOT = 0, 3
+GIB = 2**30
+PARTS = ("weights", "gradients", "masters", "moments", "activations", "working", "transport")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("model", metavar="MODEL", help="name on the hub, directory with a config.json, or that file")
+    parser.add_argument("--deepspeed", required=True, metavar="FILE", help="DeepSpeed JSON")
+    parser.add_argument("--world-size", required=True, type=int, metavar="N", help="number of ranks, one a device")
+    parser.add_argument(
+        "--device-memory-gib",
+        type=float,
+        nargs="+",
+        metavar="G",
+        help="of each device: one number, or one a stage (default: this machine's)",
+    )
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample (default: as of profile)")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; its exit status: 0 if all stages fit, 3 if not.
+
+    Raises:
+        ValueError: no such model or file, or values that do not go together.
+    """
+    import torch
+
+    from paceline.hf.activations import count_items
+    from paceline.hf.sources import config_at
+    from paceline.launch.profile import sequence_length
+    from paceline.planning.memory import States
+    from paceline.runtime.hetero import first_schedule
+
+    if args.world_size < 1:
+        raise ValueError(f"--world-size is {args.world_size}: give the number of ranks, from 1 upwards.")
+    config = config_at(args.model)
+    resolved = _resolve(args, config)
+    checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
+    states = States.from_config(resolved.ds_config, resolved.data_parallel)
+    length = sequence_length(args.seq_length, config)
+    items = count_items(
+        config,
+        dtype=torch.float32 if states.weight_bytes == 4 else torch.bfloat16,
+        micro_batch_size=resolved.micro_batch_size,
+        sequence_length=length,
+        gradient_checkpointing=checkpointing,
+    )
+    schedule = first_schedule(resolved.schedule, resolved.stages, resolved.micro_batches)
+    limits = _limits(args, resolved)
+    boundaries = _boundaries(config, items, resolved, states, limits, schedule)
+    stages = _stages(items, boundaries, states, schedule, limits)
+    short = [row for row in stages if not row["fits"]]
+    shown = {
+        "stages": resolved.stages,
+        "data_parallel": resolved.data_parallel,
+        "zero": int(states.shard),
+        "weight_bytes": states.weight_bytes,
+        "micro_batch_size": resolved.micro_batch_size,
+        "micro_batches": resolved.micro_batches,
+        "sequence_length": length,
+        "gradient_checkpointing": checkpointing,
+        "schedule": schedule.name,
+        "partition": list(boundaries),
+        "fits": not short,
+        "memory": stages,
+        "remedies": _remedies(resolved, states, checkpointing, len(items) - 2) if short else [],
+    }
+    print(json.dumps(shown, indent=2) if args.json else _text(shown))
+    for row in short:
+        print(
+            f"paceline: stage {row['stage']} needs {row['total'] / GIB:.2f} GiB and its limit is "
+            f"{row['limit'] / GIB:.2f} GiB.",
+            file=sys.stderr,
+        )
+    return FITS_NOT if short else FITS
+
+
+def _resolve(args: argparse.Namespace, config: Any) -> Resolved:
+    """The JSON for so many ranks; what the command line of a run would fill counts as left out."""
+    from paceline.config import open_autos, read_ds_config, resolve
+    from paceline.hf.anatomy import anatomy_of
+    from paceline.hf.weights import skeleton
+    from paceline.runtime.plan import STATE_BYTES
+
+    ds_config = read_ds_config(args.deepspeed)
+    autos = [key for key in open_autos(ds_config) if key in ds_config]
+    model = skeleton(config)
+    num_layers = anatomy_of(model).num_layers
+    memory = args.device_memory_gib
+    return resolve(
+        {key: value for key, value in ds_config.items() if key not in autos},
+        world_size=args.world_size,
+        num_layers=num_layers,
+        num_items=num_layers + 2,
+        state_bytes=STATE_BYTES * sum(parameter.numel() for parameter in model.parameters()),
+        device_bytes=_here(args.world_size) if memory is None else int(min(memory) * GIB),
+        cpu=False,
+    )
+
+
+def _here(world_size: int) -> int:
+    """Bytes of a device of this machine."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from paceline.measure.memory import available_bytes
+
+    device = torch.device(get_accelerator().device_name(0))
+    return available_bytes(device, 1 if device.type == "cuda" else world_size)
+
+
+def _limits(args: argparse.Namespace, resolved: Resolved) -> list[float]:
+    given = args.device_memory_gib
+    if given is None:
+        limit = resolved.partition_choice.memory_bytes or _here(args.world_size)
+        return [float(limit)] * resolved.stages
+    for value in given:
+        if not 0 < value < float("inf"):
+            raise ValueError(f"--device-memory-gib {value:g} is no size: give GiB, above 0.")
+    if len(given) not in (1, resolved.stages):
+        raise ValueError(
+            f"--device-memory-gib has {len(given)} numbers for {resolved.stages} stages: give one, or one a stage."
+        )
+    return [value * GIB for value in (given * resolved.stages if len(given) == 1 else given)]
+
+
+def _checkpoints(ds_config: dict[str, Any]) -> bool:
+    pipeline = ds_config.get("pipeline")
+    return isinstance(pipeline, dict) and bool(pipeline.get("activation_checkpoint_interval"))
+
+
+def _boundaries(
+    config: Any,
+    items: Sequence[ItemMemory],
+    resolved: Resolved,
+    states: States,
+    limits: Sequence[float],
+    schedule: Schedule,
+) -> Sequence[int]:
+    from paceline.config.section import HETERO
+    from paceline.hf.anatomy import anatomy_of
+    from paceline.hf.profile import fingerprint
+    from paceline.hf.weights import skeleton
+    from paceline.measure.profile import Profile
+    from paceline.planning.blocks import Device, DoesNotFit
+    from paceline.planning.stages import plan_stages
+    from paceline.runtime.module import items_of, partition_items
+
+    model = skeleton(config)
+    own = items_of(model, anatomy_of(model))
+    if resolved.partition != HETERO:
+        return partition_items(own, resolved.stages, resolved.partition)
+    # Without times, a layer's work is as its parameters.
+    seconds = [(item.num_parameters / 3, item.num_parameters / 1.5) for item in items]
+    speeds = [1.0] * resolved.stages
+    path = resolved.partition_choice.profile
+    if path is not None:
+        profile = Profile.load(path)
+        profile.check_model(fingerprint(config))
+        seconds = [(item.forward_s, item.backward_s) for item in profile.items]
+        if len(profile.devices) == resolved.stages:
+            speeds = [device.speed for device in profile.devices]
+    devices = [Device(speed, limit) for speed, limit in zip(speeds, limits, strict=True)]
+    try:
+        return plan_stages(items, seconds, devices, states, schedule).boundaries
+    except DoesNotFit:  # shown as it would be without limits
+        devices = [Device(speed) for speed in speeds]
+        return plan_stages(items, seconds, devices, states, schedule).boundaries
+
+
+def _stages(
+    items: Sequence[ItemMemory],
+    boundaries: Sequence[int],
+    states: States,
+    schedule: Schedule,
+    limits: Sequence[float],
+) -> list[dict[str, Any]]:
+    from paceline.planning.memory import stage_memory
+    from paceline.schedules import verify
+
+    live = verify(schedule, paired=False).peak_activations
+    rows = []
+    for stage, limit in enumerate(limits):
+        memory: StageMemory = stage_memory(items, boundaries, stage, states, live[stage])
+        rows.append(
+            {
+                "stage": stage,
+                "items": [boundaries[stage], boundaries[stage + 1]],
+                "live_micro_batches": live[stage],
+                **memory.to_dict(),
+                "limit": round(limit),
+                "fits": memory.total <= limit,
+            }
+        )
+    return rows
+
+
+def _remedies(resolved: Resolved, states: States, checkpointing: bool, num_layers: int) -> list[str]:
+    found = []
+    if resolved.stages < num_layers:
+        found.append('more stages ("paceline.pipeline.stages")')
+    if resolved.data_parallel > 1 and not states.shard:
+        found.append('ZeRO 1 ("zero_optimization.stage": 1)')
+    if not checkpointing:
+        found.append("gradient checkpointing (--gradient-checkpointing)")
+    if resolved.micro_batch_size > 1:
+        found.append('a smaller micro-batch ("train_micro_batch_size_per_gpu")')
+    if states.weight_bytes == 4:
+        found.append('bf16 ("bf16.enabled": true), which halves activations')
+    return [*found, "shorter samples (--seq-length)"]
+
+
+def _text(shown: dict[str, Any]) -> str:
+    lines = [
+        f"{shown['stages']} stages x {shown['data_parallel']} data parallel, ZeRO {shown['zero']}, "
+        f"{shown['schedule']}, {shown['micro_batches']} micro-batches of {shown['micro_batch_size']} x "
+        f"{shown['sequence_length']} tokens; GiB:",
+        f"{'stage':>5} {'items':>9} {'live':>5}" + "".join(f" {name:>11}" for name in (*PARTS, "total", "limit")),
+    ]
+    for row in shown["memory"]:
+        span = "-".join(map(str, (row["items"][0], row["items"][1] - 1)))
+        sizes = "".join(f" {row[name] / GIB:>11.3f}" for name in (*PARTS, "total", "limit"))
+        told = "" if row["fits"] else "  does not fit"
+        lines.append(f"{row['stage']:>5} {span:>9} {row['live_micro_batches']:>5}{sizes}{told}")
+    lines.append("it fits" if shown["fits"] else "it does not fit; what helps: " + "; ".join(shown["remedies"]))
+    return "\n".join(lines)

@@ -1,0 +1,318 @@
+"""``paceline partition``: which blocks each device gets, from a file of costs and without a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from itertools import pairwise
+from math import inf, isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.planning import Block, Device, Partition
+    from paceline.schedules import Schedule
+
+_BLOCK = ("work", "forward", "backward", "activation_bytes", "memory_bytes", "live_bytes")
+_DEVICE = ("speed", "memory_bytes")
+_OF_SCHEDULE = ("schedule", "k", "slack")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        required=True,
+        help='JSON: {"blocks": [{"work": …, "activation_bytes": …, "memory_bytes": …}], "devices": [{"speed": …, '
+        '"memory_bytes": …}], "links": [bytes a second between neighbours]}. What is left out is 0, unlimited, '
+        'infinitely fast. A block may have "forward" and "backward" instead of "work" (else a third of it is forward), '
+        'and "live_bytes", what it keeps of each micro-batch until its backward (with --micro-batches)',
+    )
+    parser.add_argument(
+        "--order",
+        choices=("launch", "search"),
+        default="launch",
+        help='of the devices: as listed (default), or the best; "links" is then a matrix, from each device to each',
+    )
+    step = parser.add_argument_group("shortest step instead of smallest bottleneck, by simulation")
+    step.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
+    step.add_argument("--schedule", metavar="TYPE", help="1f1b (default), gpipe, kfkb or eager")
+    step.add_argument("--k", type=int, help="of kfkb: micro-batches in a group")
+    step.add_argument("--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; its exit status.
+
+    Raises:
+        ValueError: flags that do not go together, a file that is none, or no split that fits.
+    """
+    given = _read(args.costs, args.order == "search")
+    schedule, live = _schedule(args, given)
+    facts = _facts(given, *_solve(given, args.order == "search", schedule, live), schedule, live)
+    if args.order == "launch":
+        del facts["order"]
+    print(json.dumps(facts, indent=2) if args.json else _text(facts, len(given.blocks)))
+    return 0
+
+
+class _Given(NamedTuple):
+    """What the file holds; ``links`` between neighbours or, for a search of the order, all of them."""
+
+    blocks: list[Block]
+    forward: list[float]
+    devices: list[Device]
+    links: list[Any]
+
+
+def _solve(
+    given: _Given, search: bool, schedule: Schedule | None, live: Sequence[int]
+) -> tuple[Partition, float | None]:
+    """The partition and, with a schedule, the seconds of its step."""
+    from dataclasses import replace
+
+    from paceline.planning import bottleneck, partition, refine, search_order, stage_costs
+    from paceline.schedules import simulate
+
+    found = (search_order if search else partition)(given.blocks, given.devices, given.links, live=live)
+    if schedule is None:
+        return found, None
+    devices, links = _in_order(given, found.order)
+
+    def step_s(boundaries: tuple[int, ...]) -> float:
+        costs = stage_costs(boundaries, given.blocks, devices, links, forward=given.forward)
+        return simulate(schedule, costs).makespan_s
+
+    def fits(boundaries: tuple[int, ...]) -> bool:
+        needs = _needs(given.blocks, boundaries, live)
+        return all(need <= device.memory_bytes for need, device in zip(needs, devices, strict=True))
+
+    boundaries, seconds = refine(found.boundaries, step_s, fits=fits)
+    slowest_s = bottleneck(given.blocks, devices, links, boundaries)
+    return replace(found, boundaries=boundaries, bottleneck_s=slowest_s), seconds
+
+
+def _in_order(given: _Given, order: Sequence[int]) -> tuple[list[Device], list[float]]:
+    """Devices by stage, and the links between them."""
+    from paceline.planning import links_in_order
+
+    is_matrix = bool(given.links) and isinstance(given.links[0], list)
+    links = links_in_order(given.links, order) if is_matrix else given.links
+    return [given.devices[device] for device in order], links
+
+
+def _needs(blocks: Sequence[Block], boundaries: Sequence[int], live: Sequence[int]) -> list[float]:
+    """Bytes of each stage."""
+    stages = [blocks[first:end] for first, end in pairwise(boundaries)]
+    return [
+        sum(block.memory_bytes for block in stage) + alive * sum(block.live_bytes for block in stage)
+        for stage, alive in zip(stages, live, strict=True)
+    ]
+
+
+def _schedule(args: argparse.Namespace, given: _Given) -> tuple[Schedule | None, Sequence[int]]:
+    """With the most micro-batches that it keeps alive on each stage; none without a schedule."""
+    from paceline.schedules import make, verify
+
+    options = {name: getattr(args, name) for name in _OF_SCHEDULE if getattr(args, name) is not None}
+    if args.micro_batches is not None:
+        schedule = make(options.pop("schedule", "1f1b"), len(given.devices), args.micro_batches, **options)
+        return schedule, verify(schedule, paired=False).peak_activations
+    if options:
+        raise ValueError(f"--{next(iter(options))} is of a step: give --micro-batches too.")
+    if any(block.live_bytes for block in given.blocks):
+        raise ValueError(f"{args.costs}: live_bytes are of each micro-batch that is alive: give --micro-batches too.")
+    return None, (0,) * len(given.devices)
+
+
+def _facts(
+    given: _Given, found: Partition, step_s: float | None, schedule: Schedule | None, live: Sequence[int]
+) -> dict[str, Any]:
+    devices, links = _in_order(given, found.order)
+    stages: list[dict[str, Any]] = []
+    needs = _needs(given.blocks, found.boundaries, live)
+    for stage, (first, end) in enumerate(pairwise(found.boundaries)):
+        device = devices[stage]
+        work = sum(block.work for block in given.blocks[first:end])
+        sent = 2 * given.blocks[first - 1].activation_bytes / links[stage - 1] if stage and links else 0.0
+        limit = device.memory_bytes if isfinite(device.memory_bytes) else None
+        stages.append(
+            {
+                "device": found.order[stage],
+                "blocks": [first, end],
+                "work": work,
+                "compute_s": work / device.speed,
+                "transfer_s": sent,
+                "memory_bytes": needs[stage],
+                "memory_limit_bytes": limit,
+            }
+        )
+    facts: dict[str, Any] = {
+        "cuts": found.boundaries[1:-1],
+        "boundaries": found.boundaries,
+        "bottleneck_s": found.bottleneck_s,
+        "order": found.order,
+        "stages": stages,
+    }
+    if schedule is not None:
+        facts.update(schedule=schedule.name, micro_batches=schedule.num_micro_batches, step_s=step_s)
+    return facts
+
+
+def _text(facts: Mapping[str, Any], num_blocks: int) -> str:
+    lines = [f"{num_blocks} blocks on {len(facts['stages'])} devices: bottleneck {facts['bottleneck_s']:.6g} s"]
+    if "step_s" in facts:
+        lines.append(f"step: {facts['step_s']:.6g} s of {facts['micro_batches']} micro-batches, {facts['schedule']}")
+    titles = ["stage", "device", "blocks", "work", "compute_s", "transfer_s", "memory_bytes", "limit"]
+    rows = [titles]
+    for index, stage in enumerate(facts["stages"]):
+        first, end = stage["blocks"]
+        limit = stage["memory_limit_bytes"]
+        numbers = [f"{stage[name]:.6g}" for name in titles[3:6]]
+        sizes = [f"{stage['memory_bytes']:.0f}", "none" if limit is None else f"{limit:.0f}"]
+        rows.append([str(index), str(stage["device"]), f"{first}-{end - 1}", *numbers, *sizes])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join([*lines, *("  ".join(map(str.rjust, row, widths)) for row in rows)])
+
+
+def _read(path: str, search: bool) -> _Given:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "not a path of UTF-8 text"
+        raise ValueError(f"{path}: {reason}; give a file with the JSON of the costs.") from None
+    try:
+        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except RecursionError:
+        raise ValueError(f"{path}: too many brackets inside each other.") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    try:
+        return _given(values, search)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in unique:
+            raise ValueError(f"duplicate key {json.dumps(key)}; keep one of them.")
+        unique[key] = value
+    return unique
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON; write a number or null.")
+
+
+def _given(values: Any, search: bool) -> _Given:
+    from paceline.planning import Device
+    from paceline.planning.blocks import check
+
+    known = _object("the file", values, ("blocks", "devices", "links"))
+    blocks, forward = [], []
+    for index, value in enumerate(_list("blocks", known.get("blocks"))):
+        block, part = _block(f"blocks[{index}]", value)
+        blocks.append(block)
+        forward.append(part)
+    devices = []
+    for index, value in enumerate(_list("devices", known.get("devices"))):
+        label = f"devices[{index}]"
+        device = _object(label, value, _DEVICE)
+        if "speed" not in device:
+            raise ValueError(f"{label} has no speed: give work a second.")
+        limit = device.get("memory_bytes")
+        devices.append(
+            Device(
+                _number(f"{label}.speed", device["speed"]),
+                inf if limit is None else _number(f"{label}.memory_bytes", limit),
+            )
+        )
+    links = _links(known.get("links"), search, len(devices))
+    check(blocks, devices, () if search else links, None)
+    return _Given(blocks, forward, devices, links)
+
+
+def _block(label: str, value: Any) -> tuple[Block, float]:
+    """With the part of its work that is forward."""
+    from paceline.planning import Block
+
+    block = _object(label, value, _BLOCK)
+    if ("work" in block) == ("forward" in block or "backward" in block):
+        raise ValueError(f"{label}: give either work, or forward and backward.")
+    numbers: dict[str, float] = {"activation_bytes": 0, "memory_bytes": 0, "live_bytes": 0}
+    numbers |= {name: _number(f"{label}.{name}", number) for name, number in block.items()}
+    for name in ("forward", "backward"):
+        if name not in block and "work" not in block:
+            raise ValueError(f"{label} has no {name}: give forward and backward, or work alone.")
+        if numbers.get(name, 0.0) < 0:
+            raise ValueError(f"{label}.{name} is {numbers[name]}: give a number from 0 upwards.")
+    forward = numbers.pop("forward", None)
+    backward = numbers.pop("backward", 0.0)
+    if forward is None:
+        return Block(**numbers), numbers["work"] / 3
+    return Block(work=forward + backward, **numbers), forward
+
+
+def _links(value: Any, search: bool, num_devices: int) -> list[Any]:
+    rows = [] if value is None else _list("links", value)
+    is_matrix = any(isinstance(row, list) for row in rows)
+    if is_matrix and not search:
+        raise ValueError(
+            f"links is a matrix: give {num_devices - 1} numbers, one between two neighbours, or --order search."
+        )
+    if not is_matrix:
+        if rows and search:
+            raise ValueError(
+                "links between neighbours say nothing about another order: give a matrix of bytes a second, from each "
+                "device (row) to each (column), or leave links out, or --order launch."
+            )
+        return [_rate(f"links[{index}]", rate) for index, rate in enumerate(rows)]
+    return [
+        [_rate(f"links[{i}][{j}]", rate) for j, rate in enumerate(_list(f"links[{i}]", row))]
+        for i, row in enumerate(rows)
+    ]
+
+
+def _object(label: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{label} holds {_short(value)}: give an object with {', '.join(names)}.")
+    for key in value:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            remedy = f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(names)}."
+            raise ValueError(f"{json.dumps(key)} is not a key of {label}; {remedy}")
+    return value
+
+
+def _list(label: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{label} is {'missing' if value is None else _short(value)}: give a list.")
+    return value
+
+
+def _rate(label: str, value: Any) -> float:
+    return inf if value is None else _number(label, value)
+
+
+def _number(label: str, value: Any) -> float:
+    """An int stays one, so that sums of bytes are exact."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{label} is {_short(value)}: give a number.")
+    if value and not 1e-60 <= abs(value) <= 1e60:
+        raise ValueError(f"{label} is too large or too small to be computed with: choose units that bring it near 1.")
+    return value
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,118 @@
+"""``paceline profile``: what each kind of layer of a model costs on this machine's device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from paceline.measure.profile import Profile
+
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_TOKENS = 1024
+"""Of a sample, where nothing is said: as in training."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("model", metavar="MODEL", help="name on the hub, directory with a config.json, or that file")
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="samples (default 1)")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help=f"tokens of a sample (default: what fits, {MOST_TOKENS} at most)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    parser.add_argument("--output", metavar="FILE", default="profile.json", help="default: profile.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; its exit status.
+
+    Raises:
+        ValueError: no such model, or one that cannot be cut; sizes that cannot be.
+    """
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from paceline.hf.profile import fingerprint, profile_items
+    from paceline.hf.sources import config_at
+    from paceline.measure.profile import Profile, device_profile, versions
+
+    config = config_at(args.model)
+    device = torch.device(get_accelerator().device_name(0))
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    shape: dict[str, Any] = {
+        "micro_batch_size": args.micro_batch_size,
+        "sequence_length": sequence_length(args.seq_length, config),
+        "gradient_checkpointing": args.gradient_checkpointing,
+    }
+    here = device_profile(device)
+    items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
+    profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
+    try:
+        profile.save(args.output)
+    except OSError as error:
+        raise ValueError(f"--output {args.output}: {error.strerror}; give a path that can be written.") from None
+    print(json.dumps(facts(profile, args.output), indent=2) if args.json else text(profile, args.output))
+    return 0
+
+
+def sequence_length(asked: int | None, config: PretrainedConfig) -> int:
+    """Tokens of a sample: as asked for, or what the model has positions for, up to :data:`MOST_TOKENS`."""
+    if asked is not None:
+        return asked
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(MOST_TOKENS, positions or MOST_TOKENS)
+
+
+def facts(profile: Profile, path: str) -> dict[str, Any]:
+    """The profile by kind, for a JSON."""
+    from paceline.measure.profile import kinds_of
+
+    return {
+        "file": path,
+        "model": dict(profile.model),
+        "device": profile.devices[0].name,
+        "dtype": profile.dtype,
+        "micro_batch_size": profile.micro_batch_size,
+        "sequence_length": profile.sequence_length,
+        "gradient_checkpointing": profile.gradient_checkpointing,
+        "kinds": [
+            {
+                "kind": kind,
+                "count": len(items),
+                "forward_s": items[0].forward_s,
+                "backward_s": items[0].backward_s,
+                "saved_bytes": items[0].saved_bytes,
+                "output_bytes": items[0].output_bytes,
+                "num_parameters": items[0].num_parameters,
+            }
+            for kind, items in kinds_of(profile.items).items()
+        ],
+    }
+
+
+def text(profile: Profile, path: str) -> str:
+    """The same for people: a line a kind."""
+    shown = facts(profile, path)
+    device = profile.devices[0]
+    checkpointing = ", gradient checkpointing" if profile.gradient_checkpointing else ""
+    lines = [
+        f"{shown['model']['model_type']}, {profile.dtype}, micro-batches of {profile.micro_batch_size} x "
+        f"{profile.sequence_length} tokens{checkpointing}",
+        f"on {device.name}: {device.memory_bytes / 2**30:.1f} GiB, {device.free_bytes / 2**30:.1f} GiB free",
+    ]
+    width = max(len(row["kind"]) for row in shown["kinds"])
+    lines.append(
+        f"{'kind':<{width}} {'count':>5} {'forward_ms':>11} {'backward_ms':>12} {'saved_MiB':>10} {'output_MiB':>11}"
+        f" {'parameters':>12}"
+    )
+    lines += [
+        f"{row['kind']:<{width}} {row['count']:>5} {row['forward_s'] * 1e3:>11.3f} {row['backward_s'] * 1e3:>12.3f}"
+        f" {row['saved_bytes'] / 2**20:>10.2f} {row['output_bytes'] / 2**20:>11.2f} {row['num_parameters']:>12}"
+        for row in shown["kinds"]
+    ]
+    return "\n".join([*lines, f"written to {path}"])

@@ -1,0 +1,80 @@
+"""The emulated accelerator of this process: how long a computation takes on it, now."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+AWAKE_S = 0.0005
+"""Before the end of a computation: an accelerator is not late by what a sleeping process takes to wake up."""
+
+AWAKE_SHARE = 0.05
+"""Of a computation, at most: many short ones would keep the cores busy."""
+
+GAP_S = 0.005
+"""Between two layers of a stage, at most: an accelerator has been told of the next layer before it is done with one,
+and does not notice that its host is busy for a moment."""
+
+
+class Device:
+    """An accelerator that computes one thing at a time.
+
+    Attributes:
+        speed: work of a second takes 1 / speed seconds.
+        step: counts the steps that have begun.
+    """
+
+    def __init__(self) -> None:
+        self.speed = 1.0
+        self.step = 0
+        self._noise, self._chance = 0.0, random.Random(0)
+        self._last, self._free_at = ("", 0), 0.0
+        self._taken_s = {"forward": 0.0, "backward": 0.0}
+
+    def set_noise(self, noise: float, seed: int) -> None:
+        """From now on a computation takes its time times a number drawn between 1 - noise and 1 + noise."""
+        self._noise, self._chance = noise, random.Random(seed)
+
+    def begin_step(self, speed: float) -> None:
+        """A step begins, in which the device has ``speed``."""
+        self.step += 1
+        self.speed = speed
+
+    @contextmanager
+    def computation(self, kind: str, position: int, work_s: float) -> Iterator[None]:
+        """Lasts as long as ``work_s`` seconds of a device of speed 1 take.
+
+        What follows the computation at the position before, of the same kind, begins when that was done, so that the
+        layers of a stage take together what they should, whatever the host does in between.
+        """
+        seconds = work_s / self.speed
+        if self._noise:
+            seconds *= 1 + self._noise * self._chance.uniform(-1, 1)
+        begin = time.perf_counter()
+        if self._last == (kind, position - 1) and begin - self._free_at < GAP_S:
+            begin = self._free_at
+        begin -= self._taken_s[kind]
+        self._taken_s[kind] = 0.0
+        yield
+        self._last, self._free_at = (kind, position), begin + seconds
+        _sleep_until(self._free_at, min(AWAKE_S, AWAKE_SHARE * seconds))
+
+    @contextmanager
+    def part_of_next(self, kind: str) -> Iterator[None]:
+        """Time that the next computation of that kind takes less: the two are one."""
+        begin = time.perf_counter()
+        yield
+        self._taken_s[kind] += time.perf_counter() - begin
+
+
+def _sleep_until(moment: float, awake_s: float) -> None:
+    if (seconds := moment - time.perf_counter() - awake_s) > 0:
+        time.sleep(seconds)
+    while time.perf_counter() < moment:
+        time.sleep(0)
+
+
+DEVICE = Device()
+"""Of this process: what a layer takes depends on where it runs."""

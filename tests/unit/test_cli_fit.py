@@ -1,0 +1,167 @@
+"""``paceline fit``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from paceline.hf.profile import fingerprint
+from paceline.launch.cli import main
+from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 128,
+}
+PARTS = ("weights", "gradients", "masters", "moments", "activations", "working", "transport")
+GIB = 2**30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def fit(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(config: dict[str, Any], *argv: str, status: int = 0) -> Any:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(config))
+        got = main(["fit", model, "--deepspeed", str(path), *argv])
+        out, err = capsys.readouterr()
+        assert got == status, err
+        return (json.loads(out) if "--json" in argv and out else out), err
+
+    return run
+
+
+def ds(stages: int = 3, pipeline: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    section = {"pipeline": {"stages": stages, **(pipeline or {})}}
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "paceline": section, **changes}
+
+
+def test_every_stage_and_what_it_needs(fit: Any) -> None:
+    shown, err = fit(ds(), "--world-size", "3", "--device-memory-gib", "1", "--json")
+    assert err == ""
+    assert shown["fits"]
+    assert shown["remedies"] == []
+    assert (shown["micro_batch_size"], shown["sequence_length"], shown["schedule"]) == (2, 128, "1f1b")
+    assert [row["live_micro_batches"] for row in shown["memory"]] == [3, 2, 1]
+    parameters = 2 * 500 * 64 + 64 + 6 * 36992
+    assert sum(row["weights"] for row in shown["memory"]) == 4 * parameters
+    assert sum(row["moments"] for row in shown["memory"]) == 8 * parameters
+    for row in shown["memory"]:
+        assert row["total"] == sum(row[name] for name in PARTS)
+        assert row["limit"] == GIB
+    assert shown["memory"][-1]["working"] == 2 * 128 * 500 * 8  # logits and their gradient
+
+
+def test_what_does_not_fit(fit: Any) -> None:
+    argv = ["--world-size", "6", "--device-memory-gib", "0.001", "1", "1"]
+    shown, err = fit(ds(), *argv, "--json", status=3)
+    assert [row["fits"] for row in shown["memory"]] == [False, True, True]
+    need = shown["memory"][0]["total"] / GIB
+    assert err == f"paceline: stage 0 needs {need:.2f} GiB and its limit is 0.00 GiB.\n"
+    assert len(shown["remedies"]) == 6
+    text, _ = fit(ds(), *argv, status=3)
+    assert "does not fit" in text.splitlines()[2]
+    assert text.splitlines()[-1].startswith('it does not fit; what helps: more stages ("paceline.pipeline.stages"); ')
+
+
+def test_remedies_are_those_that_are_left(fit: Any) -> None:
+    config = ds(6, train_micro_batch_size_per_gpu=1, bf16={"enabled": True}, zero_optimization={"stage": 1})
+    argv = ["--world-size", "12", "--device-memory-gib", "0.0001", "--gradient-checkpointing", "--json"]
+    shown, _ = fit(config, *argv, status=3)
+    assert shown["remedies"] == ["shorter samples (--seq-length)"]
+
+
+def test_what_each_remedy_saves(fit: Any) -> None:
+    def need(config: dict[str, Any], *argv: str) -> dict[str, Any]:
+        return fit(config, "--world-size", "6", "--device-memory-gib", "1", "--json", *argv)[0]["memory"][0]
+
+    plain = need(ds())
+    zero = need(ds(zero_optimization={"stage": 1}))
+    assert zero["moments"] == plain["moments"] / 2
+    assert zero["activations"] == plain["activations"]
+    thrifty = need(ds(), "--gradient-checkpointing")
+    assert thrifty["activations"] < plain["activations"] / 4
+    assert thrifty["working"] > plain["working"]
+    assert need(ds(), "--seq-length", "64")["activations"] == pytest.approx(plain["activations"] / 2, rel=0.01)
+    half = need(ds(bf16={"enabled": True}))
+    assert half["weights"] == plain["weights"] / 2
+    assert half["masters"] == plain["weights"]
+    eager = need(ds(pipeline={"schedule": {"type": "gpipe"}}))
+    assert eager["live_micro_batches"] == 4
+    assert need(ds(pipeline={"schedule": "adaptive"})) == plain
+    assert need(ds(pipeline={"stages": 6}))["weights"] < plain["weights"]
+
+
+def test_auto_is_taken_as_left_out(fit: Any) -> None:
+    config = ds(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto")
+    shown, _ = fit(config, "--world-size", "3", "--device-memory-gib", "1", "--json")
+    assert (shown["micro_batch_size"], shown["micro_batches"]) == (1, 12)
+
+
+def test_this_machines_memory_unless_said_otherwise(fit: Any) -> None:
+    shown, _ = fit(ds(), "--world-size", "3", "--json")
+    assert shown["fits"]
+    assert shown["memory"][0]["limit"] > 10 * shown["memory"][0]["total"]
+
+
+def test_a_partition_by_a_profile(fit: Any, tmp_path: Path) -> None:
+    items = [ItemProfile("x", "X", 0.1, 0.2, 1, 1, 1)] * 8
+    devices = [DeviceProfile("fast", 4.0, 1, 1), DeviceProfile("slow", 1.0, 1, 1)]
+    config = LlamaConfig(**SIZES)
+    Profile(fingerprint(config), "float32", 1, 8, False, tuple(items), tuple(devices)).save(tmp_path / "p.json")
+    partition = {"method": "hetero", "profile": str(tmp_path / "p.json")}
+    argv = ["--world-size", "2", "--json", "--device-memory-gib"]
+    shown, _ = fit(ds(2, {"partition": partition}), *argv, "1")
+    assert shown["partition"] == [0, 6, 8]
+    limit = shown["memory"][0]["total"] / GIB - 1e-6
+    shown, _ = fit(ds(2, {"partition": partition}), *argv, str(limit), "1")
+    assert shown["partition"] == [0, 5, 8]
+    shown, _ = fit(ds(2, {"partition": partition}), *argv, "0.00001", "1", status=3)
+    assert shown["partition"] == [0, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--world-size", "0"], "--world-size is 0: give the number of ranks, from 1 upwards."),
+        (["--world-size", "4"], "paceline.pipeline.stages is 3 and there are 4 ranks: stages must divide the ranks"),
+        (["--world-size", "3", "--device-memory-gib", "-1"], "--device-memory-gib -1 is no size: give GiB, above 0."),
+        (
+            ["--world-size", "3", "--device-memory-gib", "1", "2"],
+            "--device-memory-gib has 2 numbers for 3 stages: give one, or one a stage.",
+        ),
+        (["--world-size", "3", "--seq-length", "129"], "sequence_length is 129 and the model has 128 positions"),
+    ],
+)
+def test_what_cannot_be(fit: Any, argv: list[str], message: str) -> None:
+    _, err = fit(ds(), *argv, status=2)
+    assert err.startswith(f"paceline: {message}")
+    assert err.count("\n") == 1
+
+
+def test_nothing_is_allocated(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of a size that no machine for tests could hold."""
+    LlamaConfig(**{**SIZES, "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 64}).save_pretrained(
+        tmp_path / "large"
+    )
+    (tmp_path / "ds.json").write_text(json.dumps(ds(2)))
+    argv = ["fit", str(tmp_path / "large"), "--deepspeed", str(tmp_path / "ds.json"), "--world-size", "2"]
+    assert main([*argv, "--device-memory-gib", "80", "--json"]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["memory"][0]["weights"] > 400 * GIB
+    assert torch.get_default_device().type == "cpu"
