@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(shown, indent=2) if args.json else _text(shown))
     for row in short:
         print(
-            f"paceline: stage {row['stage']} needs {row['total'] / GIB:.2f} GiB and its limit is "
-            f"{row['limit'] / GIB:.2f} GiB.",
+            f"paceline: stage {row['stage']} needs {row['total'] / GIB:.4g} GiB and its limit is "
+            f"{row['limit'] / GIB:.4g} GiB.",
             file=sys.stderr,
         )
     return FITS_NOT if short else FITS

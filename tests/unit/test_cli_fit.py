@@ -72,7 +72,7 @@ def test_what_does_not_fit(fit: Any) -> None:
     shown, err = fit(ds(), *argv, "--json", status=3)
     assert [row["fits"] for row in shown["memory"]] == [False, True, True]
     need = shown["memory"][0]["total"] / GIB
-    assert err == f"paceline: stage 0 needs {need:.2f} GiB and its limit is 0.00 GiB.\n"
+    assert err == f"paceline: stage 0 needs {need:.4g} GiB and its limit is 0.001 GiB.\n"
     assert len(shown["remedies"]) == 6
     text, _ = fit(ds(), *argv, status=3)
     assert "does not fit" in text.splitlines()[2]

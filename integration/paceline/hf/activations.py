@@ -132,7 +132,7 @@ class OrdinaryBatch(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """``scaled_dot_product_attention`` that keeps what a fused kernel does; left alone, meta tensors go the long way."""
+    """``scaled_dot_product_attention`` that keeps what a fused kernel does; meta tensors alone go the long way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

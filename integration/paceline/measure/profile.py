@@ -128,6 +128,8 @@ class Profile:
             _from_zero(f"devices[{index}]", device)
         for index, item in enumerate(self.items):
             _from_zero(f"items[{index}]", item)
+        if not any(item.forward_s + item.backward_s for item in self.items[1:-1]):
+            raise ValueError("items has no layer that takes any time: nothing can be balanced by it; measure anew.")
 
     def save(self, path: str | Path) -> None:
         """Write the file, complete or not at all."""

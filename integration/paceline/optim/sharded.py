@@ -144,6 +144,7 @@ class ShardedOptimizer(ZeROOptimizer):
 
         self._bucket_numel, self._accumulation_dtype = bucket_numel, accumulation_dtype
         self._hooks: list[Any] = []
+        self._kept: dict[tuple[str, int, int], nn.Parameter] = {}
         self._final = False
         self._fired: set[int] = set()
         self._lay_out(names, counts, apart)
@@ -209,8 +210,8 @@ class ShardedOptimizer(ZeROOptimizer):
     ) -> None:
         """Train other parameters from now on, between steps: those of a stage that has gained and lost layers.
 
-        Masters are made from the parameters' values and states are gone: who wants to keep them holds their tensors
-        beforehand (:attr:`owned`, :attr:`state`) and puts them into place afterwards.
+        Masters of rows that stay are kept, others are made from the parameters' values; states are gone: who wants to
+        keep them holds their tensors beforehand (:attr:`owned`, :attr:`state`) and puts them into place afterwards.
 
         Args:
             groups: the parameters of each group of the basic optimizer, whose options stay. The others as at first.
@@ -218,11 +219,15 @@ class ShardedOptimizer(ZeROOptimizer):
         self._take_hooks_off()
         self._buffers.clear()
         self._views.clear()
+        # Where the model is fp32 they share its memory, which is another from now on.
+        has_own = (owned for owned in self.owned if owned.master.dtype != owned.parameter.dtype)
+        self._kept = {(owned.name, owned.start, owned.stop): owned.master for owned in has_own}
         self.owned.clear()
         self.optimizer.state.clear()
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = list(parameters)
         self._lay_out(names, counts, apart)
+        self._kept.clear()
 
     def _take_hooks_off(self) -> None:
         for hook in self._hooks:
@@ -341,15 +346,19 @@ class ShardedOptimizer(ZeROOptimizer):
                 index = self._index_of[parameter]
                 state = self.optimizer.state.pop(parameter, {})  # some optimizers make it at once
                 if not self._shard:
-                    self._own(index, 0, _master(parameter), state)
+                    self._own(index, 0, parameter, state)
                 for rows in mine.get(index, ()) if self._shard else ():
                     piece = _rows_of(parameter.detach(), rows.start, rows.stop)
-                    self._own(index, rows.start, _master(piece), _state_of_rows(state, parameter, rows))
+                    self._own(index, rows.start, piece, _state_of_rows(state, parameter, rows))
             group["params"] = [owned.master for owned in self.owned[first:]]
         self._index = [self._index_of[owned.parameter] for owned in self.owned]
 
-    def _own(self, index: int, start: int, master: nn.Parameter, state: dict[str, Any]) -> None:
-        self.owned.append(Owned(self.names[index], self.parameters[index], start, master))
+    def _own(self, index: int, start: int, values: Tensor, state: dict[str, Any]) -> None:
+        name, stop = self.names[index], start + (len(values) if values.dim() else 1)
+        master = self._kept.pop((name, start, stop), None)
+        if master is None:
+            master = _master(values)
+        self.owned.append(Owned(name, self.parameters[index], start, master))
         if state:
             self.optimizer.state[master] = state
 

@@ -31,8 +31,9 @@ def search_order(
 
     Exact while the number of states is small: the dynamic programme then goes over which devices are used up, and
     devices that nothing tells apart count as one kind. That is ten different devices and two hundred blocks, or 64 of
-    two kinds and a thousand. Beyond that, a local search: from the order given, by speed and by memory, two
-    devices change places as long as that helps. The order given is kept unless another is better.
+    two kinds and a thousand. Beyond that, a local search: from the best of the order given, by speed and by memory, two
+    devices change places as long as that helps. The order given is kept unless another is better. Takes some seconds
+    at most.
 
     Args:
         links: bytes a second from each device (row) to each other (column); the slower of the two directions counts,

@@ -70,7 +70,8 @@ def partition(
 
 
 class Sums(NamedTuple):
-    """Running sums over the first 0, 1, ..., L blocks, and what each cut sends (of the cut before block s)."""
+    """Running sums over the first 0, 1, ..., L blocks, exact for whole numbers; and what the cut before each block
+    sends, there and back."""
 
     work: list[float]
     memory_bytes: list[float]
@@ -80,7 +81,7 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Sums:
         work, sent, memory, kept = zip(*blocks, strict=True)
-        works, memories, keeps = (list(accumulate(column, initial=0.0)) for column in (work, memory, kept))
+        works, memories, keeps = (list(accumulate(column, initial=0)) for column in (work, memory, kept))
         return cls(works, memories, keeps, [0.0, *(2 * each for each in sent)])
 
     def needs(self, live: float) -> list[float]:

@@ -99,20 +99,23 @@ class Layout:
         now, then = self.items[before - 1].output_bytes, self.items[after - 1].output_bytes
         return measured * then / now if now > 0 and then > 0 else measured
 
-    def fits(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> bool:
-        """Whether states and live micro-batches of every stage are within its limit.
+    def need_bytes(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> tuple[float, ...]:
+        """What states and live micro-batches of each stage take.
 
         Args:
             peaks: most micro-batches that each stage keeps alive.
         """
         kept = self.costs(now, parts).activation_bytes or (0.0,) * self.num_stages
         states = _by_stage([item.num_parameters for item in self.items], parts)
-        return all(
-            parameters * each + peak * saved <= limit
-            for parameters, each, peak, saved, limit in zip(
-                states, self.state_bytes, peaks, kept, self.limit_bytes, strict=True
-            )
+        return tuple(
+            parameters * each + peak * saved
+            for parameters, each, peak, saved in zip(states, self.state_bytes, peaks, kept, strict=True)
         )
+
+    def fits(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> bool:
+        """Whether :meth:`need_bytes` of every stage is within its limit."""
+        needed = self.need_bytes(now, parts, peaks)
+        return all(need <= limit for need, limit in zip(needed, self.limit_bytes, strict=True))
 
     def sent_bytes(self, parts: Sequence[int]) -> tuple[float, ...]:
         """What each stage sends if the items come to lie so, one pipeline."""
@@ -145,18 +148,21 @@ class Layout:
         peaks: Sequence[int],
         step_s: Callable[[tuple[int, ...]], float],
         num_actions: int,
+        known: Sequence[int] | None = None,
     ) -> tuple[tuple[int, ...], float]:
         """The boundaries with the shortest step that fit in memory, and the seconds of that step.
 
-        The exact split by bottleneck, and what runs, are both taken as starts of a local search with ``step_s``.
+        The exact split by bottleneck, what runs, and what is ``known``, are taken as starts of a local search with
+        ``step_s``: the answer is never worse than one of them.
 
         Args:
             peaks: most micro-batches that each stage keeps alive, by the schedule that is meant.
             step_s: seconds of a step with given boundaries.
             num_actions: of a step, which tell what one call of ``step_s`` takes.
+            known: boundaries that fit and are thought to be good.
         """
         edges = (0, *self.cuts, len(self.items))
-        starts = [self.parts] if set(self.parts) <= set(edges) else []
+        starts = [tuple(parts) for parts in (self.parts, known) if parts is not None and set(parts) <= set(edges)]
         try:
             found = partition(self._blocks(now, edges), self._devices(now), _links(now), live=peaks)
             starts.append(tuple(edges[cut] for cut in found.boundaries))

@@ -23,7 +23,7 @@ from ..schedules.simulate import simulate
 from ..schedules.verify import verify
 from .control import is_shared
 from .knowledge import Knowledge
-from .observer import gather_reports
+from .observer import LayerReport, gather_reports
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
@@ -72,6 +72,9 @@ class Controller:
     _switch_s: float = SWITCH_S
     _after: dict[str, int] = field(default_factory=dict)
     _refused: set[tuple[int, ...]] = field(default_factory=set)
+    _layers: dict[int, LayerReport] = field(default_factory=dict)
+    """Of this rank, until its next look; a tracer may gather reports in between, and would take them away."""
+    _told_of_memory: bool = False
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -114,7 +117,7 @@ class Controller:
         if done < SETTLING_STEPS:
             self.engine.time_layers()
         else:
-            self.engine.layer_timer.remove()
+            self._layers = self.engine.stop_timing_layers()
             self.engine.recorder.forget()
 
     def _measure(self, done: int) -> None:
@@ -215,6 +218,7 @@ class Controller:
             return None
         assert self.partition is not None
         layout = knowledge.layout(self.engine.layers.cuts(), self.partition.memory_bytes)
+        self._tell_of_memory(layout, candidate)
         now_s = self._step_s(candidate, layout)(layout.parts)
         parts, best_s = self._search(layout, candidate)
         best = candidate
@@ -224,8 +228,9 @@ class Controller:
             if seconds > best_s * (1 - TIE):
                 break
             best = other
-            parts, best_s = self._search(layout, best)
-        if parts in self._refused or best_s > now_s * (1 - LEAST_GAIN):
+            parts, best_s = self._search(layout, best, parts)
+        # Another schedule for the layers as they lie is a matter of the other rule.
+        if parts == layout.parts or parts in self._refused or best_s > now_s * (1 - LEAST_GAIN):
             parts, best, best_s = layout.parts, candidate, now_s
         migrations = self.engine.migrations
         rebuild_s = migrations[-1]["rebuild_s"] if migrations else REBUILD_S
@@ -235,12 +240,14 @@ class Controller:
         decision = self.rules["partition"].consider(now_s, best_s, switch_s, steps)
         return _Move(layout.parts, parts, best, decision, max(layout.sent_bytes(parts)))
 
-    def _search(self, layout: Layout, candidate: Candidate) -> tuple[tuple[int, ...], float]:
+    def _search(
+        self, layout: Layout, candidate: Candidate, known: tuple[int, ...] | None = None
+    ) -> tuple[tuple[int, ...], float]:
         schedule = self._schedule(candidate)
         costs = self.knowledge.costs(candidate.micro_batch_size)
         peaks = verify(schedule).peak_activations
         num_actions = 2 * schedule.num_stages * schedule.num_micro_batches
-        return layout.best(costs, peaks, self._step_s(candidate, layout), num_actions)
+        return layout.best(costs, peaks, self._step_s(candidate, layout), num_actions, known)
 
     def _planned(self, layout: Layout, parts: tuple[int, ...]) -> Iterable[Candidate]:
         """Schedules that fit with other boundaries."""
@@ -280,6 +287,7 @@ class Controller:
         if parts != self.knowledge.parts:
             self.knowledge.has_moved(parts)
         WATCH.doing("comparing the last steps", EVERYONE)
+        self.engine.layer_reports, self._layers = self._layers, {}
         reports = gather_reports(self.engine, self._after, self.choice.memory_bytes)
         self.engine.recorder.forget()
         if self._decides:
@@ -319,6 +327,24 @@ class Controller:
             *(self.engine.global_steps, choice.current.name, choice.next.name, decision.why),
             *(decision.now_s, decision.best_s, self.knowledge.measured_s),
         )
+
+    def _tell_of_memory(self, layout: Layout, candidate: Candidate) -> None:
+        """Say once if even what runs takes more than a partition was allowed to."""
+        assert self.partition is not None
+        if self.partition.memory_bytes is None or self._told_of_memory:
+            return
+        costs = self.knowledge.costs(candidate.micro_batch_size)
+        needed = layout.need_bytes(costs, layout.parts, verify(self._schedule(candidate)).peak_activations)
+        over = [s for s, (need, limit) in enumerate(zip(needed, layout.limit_bytes, strict=True)) if need > limit]
+        if over:
+            self._told_of_memory = True
+            logger.warning(
+                "step %d: with the partition %s, stage %d takes %.4g MiB and paceline.pipeline.partition.memory_gib "
+                "allows %.4g MiB: layers move only to where all stages keep to it; allow more, or lower the "
+                "micro-batch size",
+                *(self.engine.global_steps, list(layout.parts), over[0]),
+                *(needed[over[0]] / 2**20, layout.limit_bytes[over[0]] / 2**20),
+            )
 
     def _tell_of_move(self, move: _Move) -> None:
         decision = move.decision

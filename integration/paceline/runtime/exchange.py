@@ -6,7 +6,7 @@ Whatever moves is sent once, from the nearest rank that has it: the rank itself,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ class Held(NamedTuple):
         name: of the parameter or buffer.
         kind: :data:`VALUE`, ``"master"``, or a state of the optimizer.
         is_whole: it belongs to the parameter as it is, and cannot be cut by rows (a step count).
+        is_number: it is a number of Python's, and a tensor only on its way.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Held(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_whole: bool = False
+    is_number: bool = False
 
 
 class Wanted(NamedTuple):
@@ -138,6 +140,8 @@ def carry_out(
     places: Mapping[int, Tensor],
     device: torch.device,
     group: object = None,
+    *,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Send and receive what concerns this rank, and wait until it is done.
 
@@ -145,6 +149,7 @@ def carry_out(
         held: of this rank.
         own: its tensors.
         places: by position in ``moves``, the memory that takes what arrives; contiguous.
+        progress: called after each transfer.
 
     Raises:
         RuntimeError: a connection was lost, or a transfer took longer than the group allows.
@@ -169,5 +174,6 @@ def carry_out(
             operations.append(dist.P2POp(dist.isend, tensor, move.target, group=group))  # type: ignore[arg-type]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
+        progress()
     for place, arrived in landed:
         place.copy_(arrived)

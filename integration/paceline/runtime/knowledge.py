@@ -61,9 +61,11 @@ class Knowledge:
         replicas: dict[int, list[Report]] = {}
         for report in sorted(reports, key=lambda report: report.stage):
             replicas.setdefault(report.replica, []).append(report)
-        self._compute(reports)
+        before = [{size: list(each) for size, each in known.items()} for known in (self.forward_s, self.backward_s)]
+        measured = self._compute(reports)
         self._learn_items(reports)
         self._smooth(replicas)
+        self._scale_others(before, measured)
         self.state_bytes = [max(r.state_bytes for r in reports if r.stage == s) for s in self._stages]
         self.moved_bytes = max(r.moved_bytes for r in reports)
         self.room_bytes = [min(r.room_bytes for r in reports if r.stage == s) for s in range(self.num_stages)]
@@ -79,7 +81,9 @@ class Knowledge:
     def _stages(self) -> range:
         return range(self.num_stages)
 
-    def _compute(self, reports: Sequence[Report]) -> None:
+    def _compute(self, reports: Sequence[Report]) -> set[int]:
+        """Take in the times of the stages; the micro-batch sizes that they are of."""
+        measured: set[int] = set()
         for kind, known in ((FORWARD, self.forward_s), (BACKWARD, self.backward_s)):
             found: dict[int, list[float]] = {}
             for report in reports:
@@ -91,17 +95,24 @@ class Knowledge:
                 for size, seconds in by_size.items():
                     stages = found.setdefault(size, [0.0] * self.num_stages)
                     stages[report.stage] = max(stages[report.stage], median(seconds))
-            factors = []
             for size, stages in found.items():
-                before = known.get(size)
-                if before is None:
-                    known[size] = stages
-                    continue
-                factors.append([now / then if now and then else 1.0 for now, then in zip(stages, before, strict=True)])
+                before = known.get(size, stages)
                 known[size] = [now or then for now, then in zip(stages, before, strict=True)]
-            # A device that has become slower is slower at every size; the others were measured before.
+            measured |= found.keys()
+        return measured
+
+    def _scale_others(self, before: Sequence[dict[int, list[float]]], measured: set[int]) -> None:
+        """A device that has become slower is slower at every size; those not measured now were measured before.
+
+        By what is known now, not by what was seen: noise that is smoothed away must not add up here.
+        """
+        for known, then in zip((self.forward_s, self.backward_s), before, strict=True):
+            factors = [
+                [now / was if now and was else 1.0 for now, was in zip(known[size], then[size], strict=True)]
+                for size in measured & known.keys() & then.keys()
+            ]
             slower = [median(of_stage) for of_stage in zip(*factors, strict=True)]
-            for other in known.keys() - found.keys() if slower else ():
+            for other in known.keys() - measured if slower else ():
                 known[other] = [seconds * factor for seconds, factor in zip(known[other], slower, strict=True)]
 
     def _learn_items(self, reports: Sequence[Report]) -> None:
@@ -257,10 +268,11 @@ def _separated(timed: Sequence[tuple[int, int, LayerReport]]) -> Separated:
     if not certain.guessed:
         return certain
     probable = by(1)
-    work = {
-        item: (layer.times.forward_s * probable.speeds[stage], layer.times.backward_s * probable.speeds[stage])
-        for stage, item, layer in timed
-    }
+    own: dict[int, list[tuple[float, float]]] = {}  # of each replica
+    for stage, item, layer in timed:
+        speed = probable.speeds[stage]
+        own.setdefault(item, []).append((layer.times.forward_s * speed, layer.times.backward_s * speed))
+    work = {item: (median(f for f, _ in each), median(b for _, b in each)) for item, each in own.items()}
     return Separated(work, probable.speeds, probable.guessed)
 
 

@@ -23,6 +23,7 @@ from ..hf.kinds import layer_kinds
 from ..hf.quiet import quiet
 from ..hf.stage import take_out
 from ..hf.weights import skeleton
+from ..planning.partition_methods import checked_boundaries
 from .module import REPLICATED, CausalLMPipeline, cut_of, partition_items
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -127,8 +128,8 @@ def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], devi
     Raises:
         ValueError: it has other tensors.
     """
-    found = {name: tensor.shape for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
-    expected = {note.name: torch.Size(note.shape) for note in notes}
+    found = {name: (tensor.shape, isinstance(tensor, nn.Parameter)) for name, tensor in tensors_of_layer(layer).items()}
+    expected = {note.name: (torch.Size(note.shape), note.is_parameter) for note in notes}
     if found != expected:
         odd = sorted(found.keys() ^ expected.keys()) or sorted(n for n in found if found[n] != expected[n])
         raise ValueError(
@@ -140,8 +141,10 @@ def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], devi
         tensor = torch.empty(note.shape, dtype=note.dtype, device=device)
         part = layer.get_submodule(owner)
         if note.is_parameter:
-            part._parameters[leaf] = parameter = nn.Parameter(tensor, requires_grad=note.requires_grad)
+            parameter = nn.Parameter(tensor, requires_grad=note.requires_grad)
+            vars(parameter).update(vars(part._parameters[leaf]))  # marks, such as that of a tensor-parallel slice
             setattr(parameter, REPLICATED, False)
+            part._parameters[leaf] = parameter
         else:
             part._buffers[leaf] = tensor
     stray = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
@@ -157,20 +160,37 @@ class PlainLayers(Layers):
         return int(self.module._num_layers)
 
     def check(self, parts: Sequence[int]) -> list[int]:
-        found, stages = list(parts), self.module.num_stages
-        if len(found) != stages + 1 or found[0] != 0 or found[-1] != self.num_items or sorted(set(found)) != found:
-            raise ValueError(
-                f"partition {found} does not cut {self.num_items} layers into {stages} stages: give {stages + 1} "
-                f"rising boundaries from 0 to {self.num_items}."
-            )
+        found = checked_boundaries(parts, self.num_items, self.module.num_stages)
         for item, spec in enumerate(self.module._layer_specs):
             now, then = owner_of(self.module.parts, item), owner_of(found, item)
+            if now != then and (other := self._shares_tensors(item)) is not None:
+                raise ValueError(
+                    f"partition {found} moves layer {item} from stage {now} to {then}, which has parameters or buffers "
+                    f"in common with layer {other}: choose boundaries that leave it, or give each layer its own."
+                )
             if isinstance(spec, TiedLayerSpec) and now != then:
                 raise ValueError(
                     f"partition {found} moves layer {item}, which is tied ({spec.key!r}), from stage {now} to {then}: "
                     "tied layers stay where they are; choose boundaries that leave it."
                 )
         return found
+
+    def _shares_tensors(self, item: int) -> int | None:
+        """Another layer with a tensor of this one: modules that the list of layers has twice, or that share weights."""
+        specs = self.module._layer_specs
+        if not isinstance(specs[item], nn.Module):
+            return None
+        own = {id(tensor) for tensor in tensors_of_layer(specs[item]).values()}
+        return next(
+            (
+                other
+                for other, spec in enumerate(specs)
+                if other != item
+                and isinstance(spec, nn.Module)
+                and any(id(tensor) in own for tensor in tensors_of_layer(spec).values())
+            ),
+            None,
+        )
 
     def get(self, item: int) -> nn.Module | None:
         return self.module._modules.get(str(item))
@@ -199,7 +219,7 @@ class PlainLayers(Layers):
         allowed = range(1, self.num_items)
         last = self.module.num_stages - 1
         for item, spec in enumerate(self.module._layer_specs):
-            if isinstance(spec, TiedLayerSpec):
+            if isinstance(spec, TiedLayerSpec) or self._shares_tensors(item) is not None:
                 stage = owner_of(self.module.parts, item)
                 if stage not in (0, last):
                     return tuple(self.module.parts[1:-1])  # nothing can pass it

@@ -20,6 +20,8 @@ class Measuring:
         self.saved_bytes: dict[int, float] = {}
         """What a live micro-batch keeps on this stage, by micro-batch size, as far as it was measured."""
         self.layer_timer: LayerTimer | None = None
+        self.layer_reports: dict[int, LayerReport] = {}
+        """What this rank says of its layers when the ranks are next brought together."""
 
     def _measure_memory(self: Any, run: Any, arguments: dict[str, Any]) -> None:
         """The first forward with a micro-batch size tells what a live micro-batch keeps."""
@@ -28,23 +30,27 @@ class Measuring:
         self.saved_bytes[self.cut] = float(saved.num_bytes)
 
     def time_layers(self: Any) -> None:
-        """Time each layer in the steps from here to :meth:`take_layer_reports`."""
+        """Time each layer in the steps from here to :meth:`stop_timing_layers`."""
         layers, before, after = self.layers.timed()
         self.layer_timer = LayerTimer(
             layers, torch.device(self.device), stage=self.module, before=before, after=after, now=self.clock.now
         )
         self.layer_timer.install()
 
-    def take_layer_reports(self: Any) -> dict[int, LayerReport]:
-        """What the layers of this stage took since :meth:`time_layers`, once; empty if nothing was timed."""
+    def stop_timing_layers(self: Any) -> dict[int, LayerReport]:
+        """What the layers of this stage took since :meth:`time_layers`."""
         timer, self.layer_timer = self.layer_timer, None
-        if timer is None:
-            return {}
+        assert timer is not None, "time_layers begins it"
         timer.remove()
         return {
             item: LayerReport(self.layers.kind(item), self.layers.num_parameters(item), times)
             for item, times in timer.result().items()
         }
+
+    def take_layer_reports(self: Any) -> dict[int, LayerReport]:
+        """:attr:`layer_reports`, once."""
+        found, self.layer_reports = self.layer_reports, {}
+        return found
 
     def bytes_per_parameter(self: Any) -> float:
         """What each parameter of the stage takes on this rank, with all that belongs to it."""

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .layers import Layers, TensorNote, layers_of, tensors_of_layer
 from .module import CausalLMPipeline, partition_items
 from .pipe_module import boundaries_for
 from .staging import ranks_sharing
-from .state import MASTER, link_full_access, parts_of
+from .state import MASTER, link_full_access, parts_of, unlink_full_access
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
@@ -79,6 +80,7 @@ class Migrating:
                 anew, groups of the optimizer that a stage lacks, or memory that does not suffice.
             RuntimeError: a rank or a connection was lost on the way: this engine is of no use any more.
         """
+        WATCH.step = self.global_steps
         self._check_whole()
         if not isinstance(self.optimizer, ShardedOptimizer):
             raise ValueError(
@@ -96,6 +98,7 @@ class Migrating:
         old = [int(part) for part in self.module.parts]
         if new == old:
             return None
+        self._at.doing = None  # what the last step did last
         with self._naming_lost_peers():
             found = self._migrate(old, new, memory_bytes)
         WATCH.idle()
@@ -106,6 +109,7 @@ class Migrating:
         WATCH.doing("preparing to move layers", EVERYONE)
         moving = _Moving(old, new, self.stage_id)
         notes = self._notes(moving)
+        WATCH.doing("making layers that come")
         arrived: dict[int, nn.Module | None] = {}
         error: Exception | None = None
         try:
@@ -113,11 +117,13 @@ class Migrating:
             arrived = {item: self.layers.make(item, notes[item]) for item in moving.arriving}
         except Exception as caught:
             error = caught
+        WATCH.doing("preparing to move layers", EVERYONE)
         self.control.settle(error, f"preparing to move layers ({_shown(old)} to {_shown(new)})")
 
         with self._half_way("layers were being moved"):
             WATCH.doing("moving layers", EVERYONE)
             held, own = self._holdings() if moving.concerns_this_stage else ([], [])
+            unlink_full_access(self.optimizer)
             self.layers.swap(new, arrived)
             if moving.concerns_this_stage:
                 self._rebuild_optimizer(moving, notes, arrived)
@@ -131,7 +137,8 @@ class Migrating:
                 for n, move in enumerate(moves)
                 if move.target == rank
             }
-            carry_out(moves, held, own, targets, torch.device(self.device))
+            goes_on = partial(WATCH.doing, "moving layers", EVERYONE)
+            carry_out(moves, held, own, targets, torch.device(self.device), progress=goes_on)
             transfer_s = time.perf_counter() - transfer_begun
             places.settle(self.optimizer)
             self._forget_the_old_stage()
@@ -199,7 +206,7 @@ class Migrating:
         if need > room:
             raise ValueError(
                 f"partition {_shown(moving.new)} does not fit: stage {self.stage_id} would take {need / 2**20:.1f} MiB "
-                f"more for {_items(moving.arriving)} and has room for {room / 2**20:.1f} MiB; nothing has moved. Leave "
+                f"more{_items(moving.arriving)} and has room for {room / 2**20:.1f} MiB; nothing has moved. Leave "
                 "it fewer layers, or lower the micro-batch size."
             )
 
@@ -213,15 +220,21 @@ class Migrating:
         come = sum(note.num_bytes for item in moving.arriving for note in notes[item])
         # What is trained has masters, states and gradients beside its value, as much as what is here.
         trained = sum(note.num_bytes for item in moving.arriving for note in notes[item] if note.group is not None)
-        # With ZeRO 1 all values lie in the optimizer's own memory, and for a moment twice.
-        twice = come and self.optimizer.is_sharded
-        values = sum(p.numel() * p.element_size() for p in self.optimizer.parameters) if twice else 0
-        return int(come + trained * self.state_bytes_per_value_byte()) + values
+        return int(come + trained * self.state_bytes_per_value_byte()) + self._laid_out_twice_bytes(moving)
+
+    def _laid_out_twice_bytes(self: Any, moving: _Moving) -> int:
+        """With ZeRO 1 rows change owners, and values lie in the optimizer's memory: old and new are there at once."""
+        optimizer = self.optimizer
+        if not (optimizer.is_sharded and moving.concerns_this_stage):
+            return 0
+        values = sum(_num_bytes(p) for p in optimizer.parameters)
+        kept = ((o, kind, t) for o in optimizer.owned for kind, t in parts_of(optimizer, o).items())
+        return values + sum(_num_bytes(t) for o, kind, t in kept if kind != MASTER or t.dtype != o.parameter.dtype)
 
     def state_bytes_per_value_byte(self: Any) -> float:
         """Bytes of masters, states and gradients on this rank for each byte of the values that it trains."""
         optimizer = self.optimizer
-        values = sum(p.numel() * p.element_size() for p in optimizer.parameters)
+        values = sum(_num_bytes(p) for p in optimizer.parameters)
         return float(optimizer.num_bytes()) / values if values else 0.0
 
     def _group_for(self: Any, note: TensorNote, item: int) -> int:
@@ -242,13 +255,19 @@ class Migrating:
 
     # -- what moves ----------------------------------------------------------------------------------------------
 
+    @property
+    def _slice(self: Any) -> str:
+        """With tensor parallelism ranks of a stage have other tensors under the same names."""
+        is_cut = self.grid.get_slice_parallel_world_size() > 1
+        return f" (slice {self.grid.get_slice_parallel_rank()})" if is_cut else ""
+
     def _holdings(self: Any) -> tuple[list[Held], list[Tensor]]:
         """Everything of this stage that belongs to a layer or its training, before it changes."""
         held: list[Held] = []
         own: list[Tensor] = []
 
-        def add(name: str, kind: str, tensor: Tensor, start: int, stop: int, is_whole: bool) -> None:
-            held.append(Held(name, kind, start, stop, tuple(tensor.shape), tensor.dtype, is_whole))
+        def add(name: str, kind: str, tensor: Tensor, start: int, stop: int, *is_whole: bool) -> None:
+            held.append(Held(name + self._slice, kind, start, stop, tuple(tensor.shape), tensor.dtype, *is_whole))
             own.append(tensor)
 
         for item in self.layers.here:
@@ -263,7 +282,8 @@ class Migrating:
                 by_rows = tensor.dim() > 0 and tensor.shape == owned.master.shape
                 # A step count, or factors of a whole parameter, serve for any of its rows.
                 start, stop = (owned.start, owned.stop) if by_rows else (0, 1)
-                add(owned.name, kind, tensor, start, stop, not by_rows)
+                is_number = kind != MASTER and not torch.is_tensor(self.optimizer.state[owned.master][kind])
+                add(owned.name, kind, tensor, start, stop, not by_rows, is_number)
         return held, own
 
     def _wishes(self: Any, arrived: dict[int, nn.Module | None]) -> tuple[list[Wanted], _Places]:
@@ -272,10 +292,10 @@ class Migrating:
         for item, layer in arrived.items():
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
                 rows = len(tensor) if tensor.dim() else 1
-                wanted.append(Wanted(self.layers.prefix(item) + name, 0, rows, True))
+                wanted.append(Wanted(self.layers.prefix(item) + name + self._slice, 0, rows, True))
                 places.wishes.append(tensor.detach())
         for owned in self.optimizer.owned:
-            wanted.append(Wanted(owned.name, owned.start, owned.stop, False))
+            wanted.append(Wanted(owned.name + self._slice, owned.start, owned.stop, False))
             places.wishes.append(owned)
         return wanted, places
 
@@ -324,6 +344,7 @@ class _Places:
     def __init__(self) -> None:
         self.wishes: list[Tensor | Owned] = []
         self._states: dict[int, dict[str, Tensor]] = {}
+        self._numbers: set[tuple[int, str]] = set()
 
     def of(self, move: Move, held: Held, own: Sequence[Tensor]) -> Tensor:
         """Memory for one move to this rank; what already lies here as it is wanted stays there."""
@@ -333,6 +354,8 @@ class _Places:
         if held.kind == MASTER:
             return _rows(wish.master.detach(), move, wish)
         states = self._states.setdefault(move.wanted, {})
+        if held.is_number:
+            self._numbers.add((move.wanted, held.kind))
         is_same = held.is_whole or (held.start, held.stop) == (wish.start, wish.stop)
         if is_same and move.source == move.target:
             states[held.kind] = own[move.held]
@@ -344,13 +367,16 @@ class _Places:
 
     def settle(self, optimizer: Any) -> None:
         """Everything is here: the states belong to their masters."""
-        for number, states in self._states.items():
-            owned = self.wishes[number]
+        group_of = {id(master): group for group in optimizer.param_groups for master in group["params"]}
+        for place, states in self._states.items():
+            owned = self.wishes[place]
             assert isinstance(owned, Owned)
-            group = next(g for g in optimizer.param_groups if any(p is owned.master for p in g["params"]))
+            group, device = group_of[id(owned.master)], owned.master.device
             on_device = group.get("fused") or group.get("capturable")
-            device = owned.master.device
-            optimizer.state[owned.master] = {k: t.to(device) if on_device else t for k, t in states.items()}
+            optimizer.state[owned.master] = {
+                kind: tensor.item() if (place, kind) in self._numbers else tensor.to(device) if on_device else tensor
+                for kind, tensor in states.items()
+            }
 
 
 def _rows(tensor: Tensor, move: Move, wish: Owned) -> Tensor:
@@ -362,4 +388,10 @@ def _shown(parts: Sequence[int]) -> str:
 
 
 def _items(items: Sequence[int]) -> str:
-    return f"layer {items[0]}" if len(items) == 1 else f"layers {items[0]}-{items[-1]}"
+    if not items:
+        return ""
+    return f" for layer {items[0]}" if len(items) == 1 else f" for layers {items[0]}-{items[-1]}"
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

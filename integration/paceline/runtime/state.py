@@ -1,14 +1,13 @@
-"""The one way to move state: a named parameter with everything that belongs to it.
+"""The state of a job by name: parameters with everything that belongs to them.
 
-That is its value, its fp32 master and the optimizer's state of it; buffers and frozen parameters have a value only. It
+That is a value, its fp32 master and the optimizer's state of it; buffers and frozen parameters have a value only. It
 is taken apart into :class:`~paceline.checkpoint.Piece` (rows of one tensor), and put into place from anything that can
-read rows by name: a checkpoint of any shape, or a :class:`Bundle` that came from another rank.
+read rows by name, such as a checkpoint of any shape. What moves between ranks that train: :mod:`.exchange`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from ..checkpoint import Piece
 from ..optim.sharded import Owned, ShardedOptimizer
 from .module import REPLICATED
-from .staging import staging_for
 
 COPY = "@copy"
 """Ends the name of what a tied module has beside the tied weight, in the last stage's copy: it is one of its own."""
@@ -114,8 +112,12 @@ def is_copy(tensor: Tensor, tied: set[int]) -> bool:
 def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
     """Master and optimizer states of ``owned``, by kind."""
     state = optimizer.state.get(owned.master, {})
-    parts = {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
+    parts = {kind: _as_tensor(value) for kind, value in state.items() if value is not None}
     return {MASTER: owned.master.detach(), **parts}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
 
 
 def rest_of(module: nn.Module, optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, Tensor]]:
@@ -167,33 +169,16 @@ def _check(source: Source, name: str, tensor: Tensor) -> None:
         raise ValueError(f"its {name} has the shape {list(shape)}, the model's {list(tensor.shape)}: it is of another.")
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A whole parameter with everything that belongs to it, in one place. A :class:`Source` of that one name."""
-
-    name: str
-    parts: Mapping[str, Tensor]
-
-    def kinds(self, name: str) -> list[str]:
-        return list(self.parts) if name == self.name else []
-
-    def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]:
-        return tuple(self.parts[kind or _kind_of_value(self, name)].shape)
-
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        tensor = self.parts[kind]
-        return tensor[start:stop] if tensor.dim() else tensor
-
-
-def collect(optimizer: ShardedOptimizer, name: str, group: Any) -> Bundle:
-    """The parameter whole, on every rank of ``group``, the optimizer's own. Collective over it.
+def collect(optimizer: ShardedOptimizer, name: str) -> dict[str, Tensor]:
+    """Master and states of a whole parameter, by kind, on every rank of the optimizer's group. Collective over it.
 
     Where a rank has everything (ZeRO 0) the tensors are the optimizer's own, not copies.
     """
     mine = {owned.start: parts_of(optimizer, owned) for owned in optimizer.owned if owned.name == name}
-    if group is None or dist.get_world_size(group) == 1 or not optimizer.is_sharded:
+    if not optimizer.is_sharded:
         (parts,) = mine.values()
-        return Bundle(name, parts)
+        return parts
+    group = optimizer.group
     parameter = optimizer.parameters[optimizer.names.index(name)]
     parts = {}
     for owner, start, stop in optimizer.owners(name):
@@ -210,35 +195,7 @@ def collect(optimizer: ShardedOptimizer, name: str, group: Any) -> Bundle:
             else:
                 whole = parts.setdefault(kind, tensor.new_empty((parameter.shape[0], *shape[1:])))
                 whole[start:stop] = tensor
-    return Bundle(name, parts)
-
-
-def send(bundle: Bundle, rank: int, group: Any = None) -> None:
-    """Give ``bundle`` to ``rank``, which calls :func:`receive`."""
-    header = [bundle.name, [(kind, tuple(t.shape), t.dtype) for kind, t in bundle.parts.items()]]
-    device = _sendable(next(iter(bundle.parts.values())).device, group)
-    dist.send_object_list(header, dst=rank, group=group, device=device)
-    for tensor in bundle.parts.values():
-        dist.send(tensor.to(device).contiguous(), dst=rank, group=group)
-
-
-def receive(rank: int, device: torch.device, group: Any = None) -> Bundle:
-    """The bundle that ``rank`` sends, on ``device``."""
-    header: list[Any] = [None, None]
-    through = _sendable(device, group)
-    dist.recv_object_list(header, src=rank, group=group, device=through)
-    name, entries = header
-    parts = {}
-    for kind, shape, dtype in entries:
-        tensor = torch.empty(shape, dtype=dtype, device=through)
-        dist.recv(tensor, src=rank, group=group)
-        parts[kind] = tensor.to(device)
-    return Bundle(name, parts)
-
-
-def _sendable(device: torch.device, group: Any) -> torch.device:
-    """Where tensors of ``device`` have to be, so that ``group`` can send them."""
-    return device if staging_for(device, group) is None else torch.device("cpu")
+    return parts
 
 
 def link_full_access(optimizer: ShardedOptimizer) -> None:
@@ -254,9 +211,16 @@ def link_full_access(optimizer: ShardedOptimizer) -> None:
         parameter.get_full_hp_grad = lambda: None  # type: ignore[attr-defined]
 
 
+def unlink_full_access(optimizer: ShardedOptimizer) -> None:
+    """Undo :func:`link_full_access`: a parameter that refers to itself would keep its memory when it has left."""
+    for parameter in optimizer.parameters:
+        for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad"):
+            vars(parameter).pop(name, None)
+
+
 def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
     name = optimizer.name_of(parameter)
-    parts = collect(optimizer, name, optimizer.group).parts
+    parts = collect(optimizer, name)
     if (optim_state_key or MASTER) not in parts:
         raise ValueError(f"{name} has no optimizer state {optim_state_key!r}: it has {sorted(set(parts) - {MASTER})}.")
     return parts[optim_state_key or MASTER].clone()

@@ -117,7 +117,7 @@ def test_each_kind_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_trunks_own_work_is_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that ticks once a question: every forward and backward takes a tick, so that a layer is left with none."""
+    """By a clock that ticks when it is asked, a forward takes one tick, with a layer and without: none is left."""
     ticks = iter(range(10**6))
     monkeypatch.setattr(module.Clock, "now", lambda self: float(next(ticks)))
     bench = Bench(CONFIGS["llama"], device=CPU, repeats=3, **SHAPE)

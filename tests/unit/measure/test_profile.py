@@ -87,6 +87,12 @@ def test_what_is_no_profile_is_refused(change: Any, message: str, tmp_path: Path
     assert message in str(refused.value)
 
 
+def test_layers_take_time() -> None:
+    idle = [replace(item, forward_s=0.0, backward_s=0.0) for item in ITEMS[1:3]]
+    with pytest.raises(ValueError, match="items has no layer that takes any time"):
+        replace(PROFILE, items=(ITEMS[0], *idle, ITEMS[3]))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

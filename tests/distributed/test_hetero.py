@@ -1,0 +1,151 @@
+"""The partition that a run begins with where devices differ, and what it is told about memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import ds_config, model_config, step_batches
+from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+from ranks import RankError, run_ranks
+
+LAYERS = 10
+LINK_BYTES_PER_S = 1e6
+
+
+def boundaries(num_stages: int, profile: str | None = None, **options: Any) -> dict[str, Any]:
+    """On every rank: what is found, and what is logged."""
+    import torch.distributed as dist
+
+    from paceline.config import ScheduleChoice
+    from paceline.planning.memory import States
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.hetero import Shape, hetero_boundaries
+    from paceline.runtime.initialize import start_distributed
+
+    start_distributed()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    logging.getLogger("paceline").setLevel(logging.INFO)
+    replicas = dist.get_world_size() // num_stages
+    found, made = hetero_boundaries(
+        model_config(num_hidden_layers=LAYERS),
+        ControlPlane.create(num_stages),
+        Shape(torch.float32, 2, 16),
+        num_stages=num_stages,
+        micro_batches=16,
+        schedule=ScheduleChoice("1f1b"),
+        states=States(data_parallel=replicas),
+        profile=profile,
+        **options,
+    )
+    return {"boundaries": found, "profile": made, "lines": lines}
+
+
+def write_profile(path: Path, speeds: tuple[float, ...], **changes: Any) -> str:
+    from paceline.hf.profile import fingerprint
+
+    layer = ItemProfile("layers.0", "LlamaDecoderLayer", 0.01, 0.02, 1000, 4096, 10_000)
+    items = (
+        ItemProfile("embedding", "Embedding", 0.0001, 0.0001, 10, 4096, 3104),
+        *(replace(layer, name=f"layers.{index}") for index in range(LAYERS)),
+        ItemProfile("head", "Head", 0.0001, 0.0001, 1000, 0, 3136),
+    )
+    devices = tuple(DeviceProfile(f"device {index}", speed, 1 << 30, 1 << 30) for index, speed in enumerate(speeds))
+    model = fingerprint(model_config(num_hidden_layers=LAYERS))
+    profile = Profile(model, "float32", 2, 16, False, items, devices, ())
+    replace(profile, **changes).save(path)
+    return str(path)
+
+
+def test_speeds_of_a_profile(tmp_path: Path) -> None:
+    """3:1: eight layers against two take 8/3 against 2, and seven against three 7/3 against 3."""
+    path = write_profile(tmp_path / "p.json", (3.0, 1.0))
+    first, second = run_ranks(boundaries, 2, 2, path)
+    assert first["boundaries"] == second["boundaries"] == [0, 9, 12]
+    assert first["profile"] == second["profile"]
+    assert [device.speed for device in first["profile"].devices] == [3.0, 1.0]
+    assert second["lines"] == []
+    told = first["lines"]
+    assert told[0].startswith("stage 0 on ")
+    assert "(speed 3): embedding to layers.7, 0.08" in told[0]
+    assert "(speed 1): layers.8 to head, 0.06" in told[1]
+    assert told[2].startswith("partition [0, 9, 12]: a step of ")
+
+
+def test_a_profile_of_one_device_and_memory_that_limits(tmp_path: Path) -> None:
+    """One layer is timed on every device. Stages are outermost: here each has two replicas."""
+    path = write_profile(tmp_path / "p.json", (1.0,))
+    results = run_ranks(boundaries, 4, 2, path)
+    parts = results[0]["boundaries"]
+    assert all(result["boundaries"] == parts for result in results)
+    assert (parts[0], parts[-1], len(parts)) == (0, 12, 3)
+    assert len(results[0]["profile"].devices) == 2
+    assert all(device.speed > 0 for device in results[0]["profile"].devices)
+
+
+def test_measured_on_the_devices() -> None:
+    first, second = run_ranks(boundaries, 2, 2)
+    assert first["boundaries"] == second["boundaries"]
+    middle = first["boundaries"][1]
+    assert first["boundaries"] == [0, middle, 12]
+    assert 2 <= middle <= 10
+    profile = first["profile"]
+    assert profile.devices[0].speed == 1.0
+    assert [item.name for item in profile.items][:2] == ["embedding", "layers.0"]
+    assert profile.links == (float("inf"),)  # one host
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "p.json", (1.0, 1.0))
+    with pytest.raises(RankError, match=r"ValueError: no split fits in memory: stage 0 .* its limit is 100000 bytes"):
+        run_ranks(boundaries, 2, 2, path, memory_bytes=100_000)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "p.json", (1.0, 1.0), model={"model_type": "gpt2"})
+    with pytest.raises(RankError, match="the profile is of another model: its head_dim is None"):
+        run_ranks(boundaries, 2, 2, path)
+
+
+def links() -> tuple[float, ...]:
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.hetero import link_rates
+    from paceline.runtime.initialize import start_distributed
+
+    start_distributed()
+    return link_rates(ControlPlane.create(3), ["a", "b", "b"], 3)
+
+
+def test_links_between_hosts_are_timed() -> None:
+    results = run_ranks(links, 3)
+    assert results[0] == results[1] == results[2]
+    between, within = results[0]
+    assert LINK_BYTES_PER_S < between < float("inf")
+    assert within == float("inf")
+
+
+def states_of_a_stage(dtype: str) -> tuple[int, float]:
+    """What a stage of the engine holds after a step, and what is predicted."""
+    import paceline
+    from paceline.planning.memory import States
+
+    config = ds_config(1, bf16={"enabled": dtype == "bf16"}, zero_optimization={"stage": 1})
+    engine, sharded, *_ = paceline.initialize(model=model_config(hidden_size=128), config=config)
+    engine.train_batch(iter(step_batches(0)[engine.grid.data_parallel_id :: 2]))
+    weights, *beside = States.from_config(config, 2).of(sum(p.numel() for p in engine.module.parameters()))
+    held = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    return held + sharded.num_bytes(), weights + sum(beside)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero_1_takes_what_is_predicted(dtype: str) -> None:
+    for held, predicted in run_ranks(states_of_a_stage, 2, dtype):
+        assert predicted == pytest.approx(held, rel=0.03)

@@ -1,0 +1,517 @@
+"""Layers that move between stages change no number: losses, weights and states are those of a run without."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from ranks import run_ranks
+
+LAYERS, STEPS = 6, 6
+ITEMS = LAYERS + 2
+WIDTH, VOCABULARY = 8, 17
+
+Moves = Mapping[int, Sequence[Sequence[int]]]
+"""Partitions to take on before a step, one after the other."""
+
+
+def random_moves(seed: int, stages: int, items: int) -> Moves:
+    """Among them one before the first step, two without a step in between, and one that moves all that can move."""
+    chance = random.Random(seed)
+
+    def cut() -> list[int]:
+        return [0, *sorted(chance.sample(range(1, items), stages - 1)), items]
+
+    ends = [[*range(stages), items], [0, *range(items - stages + 1, items + 1)]]
+    return {0: [cut()], 1: [cut()], 2: ends, 4: [cut(), cut()], 5: [cut()]}
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+class Engineer:
+    """Makes the same engine again and again, and its data."""
+
+    def __init__(self, stages: int, zero: int = 0, clipping: float = 0.0, **options: Any) -> None:
+        self.stages, self.options = stages, options
+        self.replicas = int(os.environ["WORLD_SIZE"]) // stages
+        self.config = ds_config(
+            gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
+            gradient_clipping=clipping,
+            zero_optimization={"stage": zero, "reduce_bucket_size": 3000},
+            paceline={"pipeline": {"stages": stages, "partition": options.get("partition", "uniform")}},
+            pipeline={"activation_checkpoint_interval": options.get("interval", 0)},
+            **options.get("more", {}),
+        )
+        for name in options.get("without", ()):
+            del self.config[name]
+
+    def engine(self) -> Any:
+        import paceline
+
+        torch.manual_seed(3)
+        arguments = {"optimizer": by_decay} if self.options.get("groups") else {}
+        return paceline.initialize(model=self.model(), config=self.config, **arguments)[0]
+
+    def model(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        config = model_config(
+            self.options.get("family", "llama"), num_hidden_layers=LAYERS, **self.options.get("changes", {})
+        )
+        if not self.options.get("frozen"):
+            return config
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if ".layers.2." in name or ".layers.3." in name or name.endswith("q_proj.weight"):
+                parameter.requires_grad_(False)
+        return model
+
+    def batches(self, engine: Any, step: int) -> Any:
+        return iter(step_batches(step)[engine.grid.data_parallel_id :: self.replicas])
+
+
+def by_decay(parameters: Any) -> torch.optim.Optimizer:
+    """Two groups on every stage, of other weight decay and learning rate."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1, "lr": 2e-3},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 5e-4},
+        ]
+    )
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Norm(nn.Module):
+    """Keeps running figures, of which one is not part of a checkpoint, and one is a count."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("most", torch.zeros(()), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.mean.lerp_(x.flatten(0, -2).mean(0).to(self.mean.dtype), 0.1)
+                self.most.copy_(self.most + x.abs().max())
+                self.seen += 1
+        return ((x - self.mean) / (1 + self.most)).to(x.dtype)
+
+
+class Scale(nn.Module):
+    """A parameter of one row, and one that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by, self.idle = nn.Parameter(torch.tensor([1.5])), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def embed(module: nn.Embedding, x: Tensor) -> Tensor:
+    return nn.functional.embedding(x, module.weight)
+
+
+def by_weight(module: nn.Embedding, x: Tensor) -> Tensor:
+    return x @ module.weight.t()
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+PLAIN_ITEMS = 10
+
+
+class PlainEngineer(Engineer):
+    """Of every kind of layer that a ``PipelineModule`` takes; no two boundaries are alike."""
+
+    def engine(self) -> Any:
+        import paceline
+
+        module = self.model()
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        arguments: dict[str, Any] = {"model_parameters": parameters}
+        if self.options.get("groups"):  # an optimizer that the caller has made
+            arguments |= {
+                "optimizer": by_decay(parameters),
+                "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+            }
+        return paceline.initialize(model=module, config=self.config, **arguments)[0]
+
+    def model(self) -> Any:
+        from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+        from deepspeed.runtime.pipe.topology import ProcessTopology
+
+        torch.manual_seed(3)
+        is_reversed = self.options.get("data outermost")
+        topology = ProcessTopology(["data", "pipe"], [self.replicas, self.stages]) if is_reversed else None
+        return PipelineModule(
+            layers=[
+                TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=embed),
+                LayerSpec(Wide, WIDTH, 12),
+                Norm(12),
+                torch.tanh,
+                Wide(12, 6),
+                LayerSpec(Norm, 6),
+                lambda x: 2 * x,
+                LayerSpec(Wide, 6, WIDTH),
+                Scale(),
+                TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=by_weight),
+            ],
+            num_stages=None if is_reversed else self.stages,
+            topology=topology,
+            loss_fn=loss_of,
+            partition_method="uniform",
+            activation_checkpoint_interval=self.options.get("interval", 0),
+        )
+
+    def batches(self, engine: Any, step: int) -> Any:
+        generator = torch.Generator().manual_seed(100 * step + engine.grid.data_parallel_id)
+        shape = (MICRO_BATCHES // self.replicas, 2, 2, 5)
+        return iter([tuple(pair) for pair in torch.randint(0, VOCABULARY, shape, generator=generator)])
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def whole_state(engine: Any) -> dict[tuple[str, str], Tensor]:
+    """All tensors of the job, on every rank: parameters, masters, states, buffers of each replica."""
+    from paceline.runtime.state import parts_of
+
+    own: list[tuple[str, str, int, Tensor]] = []
+    name_of = getattr(engine.module, "state_name", str)
+    replica = engine.grid.data_parallel_id
+    for name, parameter in engine.module.named_parameters():
+        own.append((name_of(name), f"value of {replica}", 0, parameter.detach().clone()))
+    for name, buffer in engine.module.named_buffers():
+        own.append((name_of(name), f"buffer of {replica}", 0, buffer.clone()))
+    for owned in engine.optimizer.owned:
+        for kind, tensor in parts_of(engine.optimizer, owned).items():
+            is_cut = tensor.dim() and tensor.shape == owned.master.shape
+            own.append((owned.name, kind, owned.start if is_cut else 0, tensor.clone()))
+    rows: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for told in engine.control.gather(own):
+        for name, kind, start, tensor in told:
+            rows.setdefault((name, kind), {})[start] = tensor
+    return {
+        key: torch.cat([found[start] for start in sorted(found)]) if len(found) > 1 else found[0]
+        for key, found in rows.items()
+    }
+
+
+def differences(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor], relative: float = 0.0) -> list[str]:
+    found = [f"{key}: only one has it" for key in one.keys() ^ other.keys()]
+    for key in one.keys() & other.keys():
+        a, b = one[key], other[key]
+        same = torch.allclose(a, b, rtol=relative, atol=relative) if relative else torch.equal(a, b)
+        if a.dtype != b.dtype or a.shape != b.shape or not same:
+            found.append(f"{key}: {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)}")
+    return sorted(found)
+
+
+def train(engineer: Engineer, moves: Moves, steps: int = STEPS, schedules: Mapping[int, str] | None = None) -> Any:
+    """Losses, rates, evaluations and all tensors of a run; the bytes that moved."""
+    from paceline.schedules import families
+
+    engine = engineer.engine()
+    losses: list[float] = []
+    num_bytes = 0
+    for step in range(steps):
+        if step in (schedules or {}):
+            kind, *options = schedules[step].split()
+            chosen = {name: int(value) for name, value in (option.split("=") for option in options)}
+            engine.set_schedule(families.make(kind, engineer.stages, engine.micro_batches, **chosen))
+        for parts in moves.get(step, ()):
+            figures = engine.repartition(parts)
+            assert engine.module.parts == list(parts), engine.module.parts
+            num_bytes += figures["bytes"] if figures else 0
+        losses += [engine.train_batch(engineer.batches(engine, step)).item(), *engine.get_lr()]
+    if engineer.options.get("interval") and not isinstance(engineer, PlainEngineer):
+        layers = [engine.layers.get(item) for item in engine.layers.here]
+        assert all(layer.gradient_checkpointing for layer in layers if layer is not None), "activations are kept"
+    losses.append(engine.eval_batch(engineer.batches(engine, 99)).item())
+    state = whole_state(engine)
+    engine.destroy()
+    return losses, state, num_bytes
+
+
+def compare(plain: bool, cases: Sequence[tuple[str, dict[str, Any], Moves]], relative: float = 0.0) -> dict[str, Any]:
+    """What differs, by case: nothing."""
+    import deepspeed
+
+    from paceline.runtime.engine import PacelineEngine
+
+    deepspeed.init_distributed()
+    found: dict[str, Any] = {}
+    for name, options, moves in cases:
+        PacelineEngine.transport_order = options.pop("order", None)
+        schedules = options.pop("schedules", None)
+        engineer = (PlainEngineer if plain else Engineer)(**options)
+        losses, state, _ = train(engineer, {}, schedules=schedules)
+        moved_losses, moved_state, num_bytes = train(engineer, moves, schedules=schedules)
+        odd = differences(state, moved_state, relative)
+        if losses != (pytest.approx(moved_losses, rel=relative) if relative else moved_losses):
+            odd.append(f"losses {losses}, {moved_losses}")
+        if not num_bytes:
+            odd.append("nothing has moved")
+        found[name] = odd
+    return found
+
+
+Case = tuple[str, dict[str, Any], Moves]
+
+
+def case(name: str, stages: int = 2, *, seed: int = 0, items: int = ITEMS, **options: Any) -> Case:
+    return name, {"stages": stages, **options}, random_moves(seed, stages, items)
+
+
+def of_optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-2, **params}}}
+
+
+UNTIED = {"tie_word_embeddings": False}
+BF16 = {"bf16": {"enabled": True}}
+MODELS: dict[int, list[Case]] = {
+    2: [
+        case("Adam", seed=1),
+        case("bf16", seed=2, more=BF16, changes=UNTIED),
+        case("momentum", seed=3, more={**of_optimizer("SGD", momentum=0.9), **BF16}),
+        case("Adagrad", seed=4, more=of_optimizer("Adagrad")),
+        case("Adafactor", seed=5, more=of_optimizer("Adafactor")),
+        case("recomputing", seed=6, interval=1),
+        case("gpt2", seed=7, family="gpt2"),
+        case("mixtral", seed=8, family="mixtral"),
+        case("groups", seed=9, frozen=True, groups=True, without=["optimizer"]),
+        case("warm-up", seed=10, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}),
+        case("schedules", seed=11, schedules={0: "kfkb k=2", 2: "eager slack=1", 3: "gpipe", 4: "1f1b"}),
+    ],
+    3: [
+        case("ZeRO 1", 3, seed=12, zero=1),
+        case("paired", 3, seed=13, order="paired", interval=1, schedules={1: "kfkb k=2", 3: "gpipe"}),
+    ],
+    4: [
+        case("four stages", 4, seed=14, changes=UNTIED),
+        case("ZeRO 0, two replicas", seed=15),
+        case("ZeRO 1, two replicas", seed=16, zero=1),
+        case("ZeRO 1, two replicas, bf16", seed=17, zero=1, more=BF16, changes=UNTIED),
+        case("ZeRO 0, two replicas, bf16", seed=18, more=BF16),
+        case("ZeRO 1, Adafactor", seed=19, zero=1, more=of_optimizer("Adafactor")),
+        case("ZeRO 1, groups, frozen", seed=20, zero=1, frozen=True, groups=True, without=["optimizer"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", MODELS)
+def test_a_language_model_trains_as_without(world_size: int) -> None:
+    for found in run_ranks(compare, world_size, False, MODELS[world_size]):
+        assert not any(found.values()), found
+
+
+def test_with_clipping_it_trains_as_without_to_rounding() -> None:
+    """The norm is summed in another order."""
+    cases = [case(f"ZeRO {zero}", seed=21, zero=zero, clipping=0.5) for zero in (0, 1)]
+    for found in run_ranks(compare, 4, False, cases, relative=1e-6):
+        assert not any(found.values()), found
+
+
+PLAIN: dict[int, list[Case]] = {
+    2: [
+        case("Adam", seed=31, items=PLAIN_ITEMS),
+        case("recomputing", seed=32, items=PLAIN_ITEMS, interval=1),
+        case("groups", seed=33, items=PLAIN_ITEMS, groups=True, without=["optimizer"]),
+        case("paired", seed=34, items=PLAIN_ITEMS, order="paired", more=BF16),
+    ],
+    4: [
+        case("ZeRO 1", seed=35, items=PLAIN_ITEMS, zero=1),
+        case("data outermost", seed=36, items=PLAIN_ITEMS, zero=1, **{"data outermost": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", PLAIN)
+def test_any_pipeline_module_trains_as_without(world_size: int) -> None:
+    """Specs, modules, functions, buffers, tied layers, boundaries of other shapes."""
+    for found in run_ranks(compare, world_size, True, PLAIN[world_size]):
+        assert not any(found.values()), found
+
+
+# -- what users hold on to ---------------------------------------------------------------------------------------------
+
+
+def hold_on(zero: int) -> list[str]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    import paceline
+
+    engineer = Engineer(2, zero, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}})
+    engine, optimizer, _, scheduler = paceline.initialize(model=engineer.model(), config=engineer.config)
+    module = engine.module
+    engine.train_batch(engineer.batches(engine, 0))
+    held_out = step_batches(50)[engine.grid.data_parallel_id :: engineer.replicas]
+    before = engine.evaluate(held_out), engine.eval_batch(iter(held_out)).item()
+    odd = []
+    engine.repartition([0, 2, ITEMS])
+    if before != (engine.evaluate(held_out), engine.eval_batch(iter(held_out)).item()):
+        odd.append("an evaluation differs")
+    engine.train_batch(engineer.batches(engine, 1))
+    if (engine.optimizer, engine.module, engine.lr_scheduler) != (optimizer, module, scheduler):
+        odd.append("other objects")
+    if {group["lr"] for group in optimizer.param_groups} != set(scheduler.get_last_lr()):
+        odd.append("the scheduler has other groups")
+    for name, parameter in module.named_parameters():
+        if not torch.equal(safe_get_full_fp32_param(parameter), parameter):
+            odd.append(f"the master of {name}")
+        if safe_get_full_optimizer_state(parameter, "exp_avg").shape != parameter.shape:
+            odd.append(f"the state of {name}")
+        if engine.param_names[parameter] != name:
+            odd.append(f"the name of {name}")
+    figures = engine.migrations[-1]
+    if (figures["from"], figures["to"], figures["step"]) != ([0, 4, 8], [0, 2, 8], 1):
+        odd.append(f"figures {figures}")
+    if engine.repartition([0, 2, ITEMS]) is not None or len(engine.migrations) != 1:
+        odd.append("a migration to where it is")
+    return odd
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_users_hold_on_to_is_what_trains(zero: int) -> None:
+    assert run_ranks(hold_on, 4, zero) == [[]] * 4
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+def count(engine: Any) -> dict[str, int]:
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor) and not thing.is_meta]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(storages.values()),
+        "hooks": len(engine.optimizer._hooks),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "threads": threading.active_count(),
+        "parameters": sum(1 for thing in gc.get_objects() if isinstance(thing, nn.Parameter) and not thing.is_meta),
+    }
+
+
+def go_back_and_forth(plain: bool, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """What there is after ten migrations, and after fifty; parameters that outlive the layers that have left."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+    engineer = (PlainEngineer if plain else Engineer)(2, zero, more=BF16)
+    engine = engineer.engine()
+    items = PLAIN_ITEMS if plain else ITEMS
+    engine.train_batch(engineer.batches(engine, 0))
+
+    def back_and_forth() -> None:
+        engine.repartition([0, 2, items])
+        engine.repartition([0, items // 2, items])
+        engine.train_batch(engineer.batches(engine, 1))
+
+    for _ in range(5):
+        back_and_forth()
+    before = count(engine)
+    for _ in range(20):
+        back_and_forth()
+    after = count(engine)
+    gc.disable()  # what only the collector finds would take memory until it comes
+    layers = [engine.layers.get(item) for item in engine.layers.here if 2 <= item < items // 2]
+    left = [weakref.ref(p) for layer in layers if layer is not None for p in layer.parameters()]
+    del layers
+    engine.repartition([0, 2, items])
+    return before, after, sum(ref() is not None and not ref().is_meta for ref in left)
+
+
+@pytest.mark.parametrize(("plain", "zero"), [(False, 1), (True, 0)])
+def test_nothing_grows_with_the_number_of_migrations(plain: bool, zero: int) -> None:
+    for before, after, left in run_ranks(go_back_and_forth, 4, plain, zero):
+        assert after == before
+        assert left == 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+SAVED = {"before": 2, "between": 3, "after": 4}
+CHECKPOINTED: Moves = {2: [[0, 2, ITEMS]], 3: [[0, 6, ITEMS]], 5: [[0, 3, ITEMS]]}
+
+
+def saving(root: str, moves: Moves) -> dict[Any, Tensor]:
+    """Saves begin before, between and after migrations, which do not wait until they are written."""
+    engineer = Engineer(2, 1, more=BF16)
+    engine = engineer.engine()
+    for step in range(STEPS):
+        for tag, at in SAVED.items():
+            if at == step:
+                engine.save_checkpoint(root, tag=tag, wait=False)
+        for parts in moves.get(step, ()):
+            engine.repartition(parts)
+        engine.train_batch(engineer.batches(engine, step))
+    engine.save_checkpoint(root, tag="end")
+    return whole_state(engine)
+
+
+def resuming(root: str, wanted: Mapping[Any, Tensor]) -> dict[str, list[str]]:
+    found = {}
+    for tag, first in SAVED.items():
+        for partition, moves in (("uniform", {}), ([0, 3, ITEMS], {}), ("uniform", CHECKPOINTED)):
+            engineer = Engineer(2, 1, more=BF16, partition=partition)
+            engine = engineer.engine()
+            engine.load_checkpoint(root, tag=tag)
+            for step in range(first, STEPS):
+                for parts in moves.get(step, ()):
+                    engine.repartition(parts)
+                engine.train_batch(engineer.batches(engine, step))
+            found[f"{tag}, {partition}, {list(moves)}"] = differences(wanted, whole_state(engine))
+            engine.destroy()
+    return found
+
+
+def test_checkpoints_and_exports_are_those_without_migrations(tmp_path: Path) -> None:
+    from paceline.checkpoint import Checkpoint
+    from paceline.launch import cli
+
+    wanted, found = (
+        run_ranks(saving, 4, str(tmp_path / name), moves)[0] for name, moves in (("stay", {}), ("move", CHECKPOINTED))
+    )
+    assert differences(wanted, found) == []
+    for tag in (*SAVED, "end"):
+        one, other = (Checkpoint.open(tmp_path / name / tag) for name in ("stay", "move"))
+        contents = [
+            {(name, kind): saved.read(name, kind) for name in saved.names for kind in saved.kinds(name)}
+            for saved in (one, other)
+        ]
+        assert differences(*contents) == [], tag
+    for odd in run_ranks(resuming, 4, str(tmp_path / "move"), wanted):
+        assert not any(odd.values()), odd
+    exported = []
+    for name in ("stay", "move"):
+        assert cli.main(["export", str(tmp_path / name / "end"), str(tmp_path / name / "model")]) == 0
+        exported.append({p.name: p.read_bytes() for p in sorted((tmp_path / name / "model").iterdir())})
+    assert exported[0] == exported[1]
+    assert "model.safetensors" in exported[0]
