@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     from paceline.hf.sources import config_at
     from paceline.launch.profile import sequence_length
     from paceline.planning.memory import States
-    from paceline.runtime.hetero import first_schedule
 
     if args.world_size < 1:
         raise ValueError(f"--world-size is {args.world_size}: give the number of ranks, from 1 upwards.")
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         sequence_length=length,
         gradient_checkpointing=checkpointing,
     )
-    schedule = first_schedule(resolved.schedule, resolved.stages, resolved.micro_batches)
+    schedule = resolved.schedule.first(resolved.stages, resolved.micro_batches)
     limits = _limits(args, resolved)
     boundaries = _boundaries(config, items, resolved, states, limits, schedule)
     stages = _stages(items, boundaries, states, schedule, limits)

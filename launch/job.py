@@ -44,6 +44,9 @@ from paceline.runtime.watch import WATCH
 
 logger = logging.getLogger("paceline")
 
+PROFILE = "profile.json"
+"""In the output folder: what was measured for the partition, for further runs."""
+
 TOKENIZER_TEXTS = 2_000
 """Rows that a tokenizer is trained on when a model from scratch brings none."""
 
@@ -199,7 +202,7 @@ class Job:
             loading |= {"cache_dir": args.cache_dir, "revision": args.model_revision, "token": args.token}
         self.resolved = resolved
         dtype = dtype_of(resolved.ds_config)
-        partition = first_partition(
+        partition, profile = first_partition(
             self.config,
             resolved,
             self.control,
@@ -218,6 +221,7 @@ class Job:
             timeout=self.timeout,
             **loading,
         )
+        self.pipeline.profile = profile
         # Dropout differs between ranks; the weights were drawn by name and do not care.
         torch.manual_seed(self.args.seed + self.rank)
         if self.rank == 0:
@@ -282,11 +286,11 @@ class Job:
 
     def _train(self) -> None:
         args, engine = self.args, self.engine
-        self.totals = RankTotals(
-            self.rank, engine.stage_id, self.pipeline.describe()[engine.stage_id].partition(": ")[2],
-            sum(p.numel() for p in self.pipeline.parameters()),
-        )  # fmt: skip
+        self.totals = RankTotals(self.rank, engine.stage_id, *self._stage())
         writes = self.rank == 0 and self.section.report.metrics
+        with self.control.together("writing the profile"):
+            if self.rank == 0 and self.pipeline.profile is not None:
+                self.pipeline.profile.save(self.output / PROFILE)
         self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None, self.first_step)
         self.progress = Progress(
             self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm, first_step=self.first_step
@@ -392,6 +396,11 @@ class Job:
             }
         )
 
+    def _stage(self) -> tuple[str, int]:
+        """What this rank's stage holds, in words, and how many parameters that is."""
+        where = self.pipeline.describe()[self.engine.stage_id].partition(": ")[2]
+        return where, sum(p.numel() for p in self.pipeline.parameters())
+
     def _tell_decisions(self) -> None:
         """What the tuner has decided since the last time, with its numbers."""
         controller = self.engine.controller
@@ -447,6 +456,7 @@ class Job:
             tokenizer=self.tokenizer,
             max_shard_size=self.args.max_shard_size,
         )
+        self.totals.where, self.totals.parameters = self._stage()  # layers may have moved
         self.totals.peak_memory_bytes = peak_bytes(torch.device(self.engine.device))
         ranks = self.control.gather(self.totals)
         with self.control.together("writing the summary"):

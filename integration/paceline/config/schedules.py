@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..schedules import families
+from ..schedules.schedule import Schedule
 from .batches import divisors
 from .section import SECTION, PacelineConfig, ScheduleType, show
 
@@ -32,6 +34,11 @@ class ScheduleChoice:
     retune_every: int | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     memory_bytes: int | None = None
+
+    def first(self, num_stages: int, num_micro_batches: int) -> Schedule:
+        """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive."""
+        kind = "1f1b" if self.type == "adaptive" else self.type
+        return families.make(kind, num_stages, num_micro_batches, k=self.k, slack=self.slack, warmup=self.warmup)
 
     def to_dict(self) -> dict[str, Any]:
         """What applies, for a JSON."""

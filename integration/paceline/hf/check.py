@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from .adapters import ADAPTERS
@@ -28,6 +28,7 @@ from .families import NUM_LAYERS, shrink
 from .parity import ROUNDING, check_split
 from .quiet import quiet
 from .router import router_loss_of
+from .sources import config_at
 from .stage import Cut, tied_weight
 from .weights import causal_config, load_stage, model_class_of, skeleton
 
@@ -98,15 +99,7 @@ def check_source(source: str | Path) -> ModelReport:
     Raises:
         ValueError: there is no config that transformers can read.
     """
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(str(source))
-    except Exception as error:
-        raise ValueError(
-            f"{str(source)!r} has no config that transformers {transformers_version} can read: "
-            f"{_first_line(error)} Give a directory with a config.json, or the name of a model on the hub."
-        ) from error
-    return check_model(config)
+    return check_model(config_at(source))
 
 
 def check_model(config: PretrainedConfig) -> ModelReport:

@@ -23,7 +23,7 @@ from .activations import check_shape
 from .anatomy import Anatomy, anatomy_of
 from .kinds import layer_kinds
 from .quiet import quiet
-from .stage import CausalLMStage, Cut
+from .stage import CausalLMStage, Cut, recompute_layers
 from .weights import causal_config, load_stage, skeleton
 
 WARM_UPS = 2
@@ -132,10 +132,7 @@ class Bench:
     def _stage(self, cut: Cut) -> CausalLMStage:
         stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True).to(self.device).train()
         if self.gradient_checkpointing:
-            model = stage.model
-            # The second name is that of transformers before 5.23.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            recompute_layers(stage.model)
         return stage
 
     def _less_trunk(self, item: ItemProfile) -> ItemProfile:

@@ -99,6 +99,13 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     _drop_lost_ties(model)
 
 
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Have the decoder layers' activations computed again in the backward pass."""
+    # The second name is that of transformers before 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def tied_weight(model: PreTrainedModel, anatomy: Anatomy) -> str | None:
     """Name of the embedding weight if the model's head is tied to it, else None."""
     embedding = f"{anatomy.trunk}.{anatomy.embedding}.weight"

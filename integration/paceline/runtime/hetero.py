@@ -27,7 +27,6 @@ from ..measure.profile import DeviceProfile, ItemProfile, Profile, device_profil
 from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
 from ..planning.stages import StagePlan, plan_stages
-from ..schedules import Schedule, families
 from .control import ControlPlane
 from .observer import host_name
 from .staging import ranks_sharing
@@ -121,19 +120,13 @@ def hetero_boundaries(
                 [(item.forward_s, item.backward_s) for item in items],
                 [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
                 states,
-                first_schedule(schedule, num_stages, micro_batches),
+                schedule.first(num_stages, micro_batches),
                 links,
             )
             _tell(plan, measured)
             found = list(plan.boundaries), measured
     result: tuple[list[int], Profile] = control.from_first(found)
     return result
-
-
-def first_schedule(choice: ScheduleChoice, num_stages: int, micro_batches: int) -> Schedule:
-    """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive."""
-    kind = "1f1b" if choice.type == "adaptive" else choice.type
-    return families.make(kind, num_stages, micro_batches, k=choice.k, slack=choice.slack, warmup=choice.warmup)
 
 
 def _load(path: str | Path, config: PretrainedConfig, shape: Shape, *, tell: bool) -> Profile:

@@ -140,11 +140,13 @@ def _pipeline(
         require_supported(hf_config)
     resolved = plan_for(hf_config, ds_config)
     dtype = dtype_of(resolved.ds_config)
+    partition, profile = first_partition(hf_config, resolved, control, dtype=dtype)
     pipeline = CausalLMPipeline(
         model,
         num_stages=resolved.stages,
-        partition=first_partition(hf_config, resolved, control, dtype=dtype),
+        partition=partition,
         dtype=dtype,
         config=hf_config,
     )
+    pipeline.profile = profile
     return pipeline, resolved.ds_config

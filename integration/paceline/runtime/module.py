@@ -21,8 +21,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..config.section import HETERO, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
-from ..hf.stage import CausalLMStage, Cut, prune, tied_weight
+from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
 from ..hf.weights import load_stage, skeleton
+from ..measure.profile import Profile
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 from ..planning.stages import over_items
 from .control import ControlPlane
@@ -185,6 +186,8 @@ class CausalLMPipeline(PipelineModule):
         # In lists: a model in memory, and the pattern of moving layers, are not to be registered as parts of this one.
         self._source = [source]
         self.pattern: list[PreTrainedModel] = []
+        self.profile: Profile | None = None
+        """What was measured for the partition, if anything was."""
         self._dtype, self._seed = dtype, seed
         self._from_pretrained = from_pretrained
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
@@ -205,7 +208,7 @@ class CausalLMPipeline(PipelineModule):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of each decoder layer in the backward pass."""
-        self.stage.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(self.stage.model)
 
     def _partition_layers(self, method: Any = "parameters") -> None:
         self.parts = partition_items(self.items, self.num_stages, method)

@@ -18,6 +18,7 @@ from ..config.section import HETERO, value_at
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
+from ..measure.profile import Profile
 from ..planning.memory import States
 from .control import ControlPlane
 from .hetero import Shape, hetero_boundaries
@@ -98,7 +99,7 @@ def first_partition(
     dtype: torch.dtype,
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
-) -> str | list[int] | dict[str, float]:
+) -> tuple[str | list[int] | dict[str, float], Profile | None]:
     """The partition that a :class:`CausalLMPipeline` is built with: ``"hetero"`` becomes boundaries. Collective.
 
     Args:
@@ -107,14 +108,17 @@ def first_partition(
             :data:`TOKENS`.
         gradient_checkpointing: the layers' activations are computed again in the backward pass.
 
+    Returns:
+        The partition, and what was measured for it.
+
     Raises:
         ValueError: a profile that does not fit, or a model that fits the devices in no way.
     """
     choice = resolved.partition_choice
     if choice.method != HETERO:
-        return resolved.partition
+        return resolved.partition, None
     if resolved.stages == 1:
-        return "uniform"  # there is nothing to measure for
+        return "uniform", None  # there is nothing to measure for
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     interval = value_at(resolved.ds_config, "pipeline.activation_checkpoint_interval")
     shape = Shape(
@@ -123,7 +127,7 @@ def first_partition(
         sequence_length or min(TOKENS, positions or TOKENS),
         gradient_checkpointing or bool(interval),
     )
-    boundaries, _ = hetero_boundaries(
+    return hetero_boundaries(
         hf_config,
         control,
         shape,
@@ -134,7 +138,6 @@ def first_partition(
         profile=choice.profile,
         memory_bytes=choice.memory_bytes,
     )
-    return boundaries
 
 
 def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,11 +102,7 @@ class Scheduling:
     def schedule(self: Any) -> Schedule:
         """What the next step runs."""
         if self._schedule is None or self._schedule.num_micro_batches != self.run_micro_batches:
-            choice = self.schedule_choice
-            kind = "1f1b" if choice.type == "adaptive" else choice.type
-            self._schedule = families.make(
-                kind, self.num_stages, self.run_micro_batches, k=choice.k, slack=choice.slack, warmup=choice.warmup
-            )
+            self._schedule = self.schedule_choice.first(self.num_stages, self.run_micro_batches)
         return self._schedule
 
     @property

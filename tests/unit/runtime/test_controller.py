@@ -1,17 +1,28 @@
-"""The tuner's order of events, with an engine that only writes down what it is to run."""
+"""The controller's order of events, with engines that only write down what they are to do."""
 
 from __future__ import annotations
 
+import random
+import types
+from collections.abc import Callable
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 
+from paceline.config.partitions import PartitionChoice
 from paceline.config.schedules import ScheduleChoice
+from paceline.measure.layers import ItemTimes
 from paceline.measure.recorder import Recorder, StepTimes
 from paceline.planning.candidates import Candidate
 from paceline.runtime import controller as subject
+from paceline.runtime.control import SHARED
 from paceline.runtime.controller import Controller
-from paceline.runtime.observer import Report
+from paceline.runtime.observer import LayerReport, Report
+from paceline.schedules.costs import Costs, Link
+from paceline.schedules.families import one_f_one_b
+from paceline.schedules.schedule import Schedule
+from paceline.schedules.simulate import simulate
 
 STAGES, MICRO_BATCHES, CONFIGURED = 2, 8, 2
 
@@ -103,3 +114,375 @@ def test_what_no_longer_fits_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.room = 1000.0
     engine.train(controller, 3)
     assert controller.current != Candidate(2)
+
+
+# -- partition -------------------------------------------------------------------------------------------------------
+
+LAYERS, FORWARD_S, BACKWARD_S, NUM_PARAMETERS = 12, 0.1, 0.2, 1000
+UNIFORM = (0, 4, 8, 12)
+EVERY = 5
+
+
+class Pipe:
+    """Three stages on one rank, whose equal layers take their time by the speed of their device now."""
+
+    global_rank, num_stages, micro_batch_size, micro_batches = 0, 3, CONFIGURED, MICRO_BATCHES
+
+    def __init__(
+        self,
+        speeds: tuple[float, ...] = (1.0, 1.0, 1.0),
+        *,
+        noise: float = 0.0,
+        latency_s: float = 0.0,
+        num_layers: int = LAYERS,
+        refuse: Callable[[tuple[int, ...]], Exception | None] = lambda parts: None,
+    ) -> None:
+        self.speeds, self.noise, self.latency_s, self.refuse = speeds, noise, latency_s, refuse
+        self.num_layers = num_layers
+        self.chance = random.Random(1)
+        self.control = self.recorder = self.layers = self
+        self.module = types.SimpleNamespace(parts=[num_layers * stage // 3 for stage in range(4)])
+        self.schedule = one_f_one_b(3, MICRO_BATCHES)
+        self.layer_reports: dict[int, LayerReport] = {}
+        self.migrations: list[dict[str, Any]] = []
+        self.rebuild_s = 0.3
+        self.global_steps = 0
+        self.steps: list[StepTimes] = []
+        self.log: list[tuple[int, str, Any]] = []
+
+    def _note(self, what: str, value: Any = None) -> None:
+        self.log.append((self.global_steps, what, value))
+
+    def noted(self, what: str) -> list[tuple[int, Any]]:
+        """Steps before which something was done, and with what."""
+        return [(step, value) for step, kind, value in self.log if kind == what]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return tuple(self.module.parts)
+
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(range(1, self.num_layers))
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def time_layers(self) -> None:
+        self._note("time")
+
+    def stop_timing_layers(self) -> dict[int, LayerReport]:
+        self._note("stop timing")
+        return {
+            item: LayerReport(
+                ("layer", "layer"), NUM_PARAMETERS, ItemTimes(FORWARD_S / speed, BACKWARD_S / speed, 100.0, 8.0)
+            )
+            for (a, b), speed in zip(pairwise(self.parts), self.speeds, strict=True)
+            for item in range(a, b)
+        }
+
+    def forget(self) -> None:
+        self.steps.clear()
+
+    def run_candidate(self, candidate: Candidate) -> None:
+        self._note("schedule", candidate)
+
+    def repartition(self, parts: tuple[int, ...]) -> None:
+        self._note("move", parts)
+        if error := self.refuse(parts):
+            raise error
+        assert parts != self.parts, "nothing to move"
+        self.module.parts = list(parts)
+        self.migrations.append({"rebuild_s": self.rebuild_s, "most_bytes": 0, "transfer_s": 0.0})
+
+    def train(self, controller: Controller, steps: int) -> None:
+        for _ in range(steps):
+            controller.before_step()
+            assert self.layer_reports == {}, "somebody else could take these"
+            self.steps.append(StepTimes(0.0, key=("", CONFIGURED)))
+            self.global_steps += 1
+
+    def stage_s(self, parts: tuple[int, ...], noise: float = 0.0) -> list[tuple[float, float]]:
+        """Seconds of a forward and a backward of each stage."""
+        factors = [(b - a) / s for (a, b), s in zip(pairwise(parts), self.speeds, strict=True)]
+        factors = [factor * self.chance.uniform(1 - noise, 1 + noise) for factor in factors]
+        return [(FORWARD_S * factor, BACKWARD_S * factor) for factor in factors]
+
+    def reports(self, *_: Any) -> list[Report]:
+        self._note("look")
+        layers, self.layer_reports = self.layer_reports, {}
+        found = [
+            Report(stage, 0, "here", [], {}, {CONFIGURED: 100.0 * (b - a)}, 1e9, latency_s=self.latency_s)
+            for stage, (a, b) in enumerate(pairwise(self.parts))
+        ]
+        for _ in self.steps:
+            for report, (forward_s, backward_s) in zip(found, self.stage_s(self.parts, self.noise), strict=True):
+                whole = MICRO_BATCHES * (forward_s + backward_s)
+                spans, now = [], 0.0
+                for kind, seconds in [("F", forward_s)] * MICRO_BATCHES + [("B", backward_s)] * MICRO_BATCHES:
+                    spans.append((kind, 0, now, now + seconds))
+                    now += seconds
+                report.steps.append(StepTimes(0.0, whole, spans, ("1f1b", CONFIGURED)))
+        for report, (a, b) in zip(found, pairwise(self.parts), strict=True):
+            report.layers = {item: layer for item, layer in layers.items() if a <= item < b}
+            report.state_bytes = 16.0
+        return found
+
+    def step_s(self, parts: tuple[int, ...], schedule: Schedule | None = None) -> float:
+        link = Link(float("inf"), self.latency_s)
+        forward_s, backward_s = zip(*self.stage_s(parts), strict=True)
+        costs = Costs(forward_s, backward_s, (8.0, 8.0), (link, link), (link, link))
+        return simulate(schedule or self.schedule, costs).makespan_s
+
+    def every_partition(self) -> list[tuple[int, ...]]:
+        return [(0, *cuts, self.num_layers) for cuts in combinations(self.cuts(), 2)]
+
+    def best_s(self) -> float:
+        return min(map(self.step_s, self.every_partition()))
+
+
+def follow(
+    monkeypatch: pytest.MonkeyPatch, pipe: Pipe, schedule: ScheduleChoice | None = None, memory_bytes: int | None = None
+) -> Controller:
+    monkeypatch.setattr(subject, "gather_reports", pipe.reports)
+    choice = schedule or ScheduleChoice("1f1b")
+    return Controller(pipe, choice, PartitionChoice("uniform", EVERY, memory_bytes=memory_bytes))
+
+
+def test_layers_are_timed_once_and_then_come_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe()
+    pipe.train(follow(monkeypatch, pipe), 16)
+    assert [(step, what) for step, what, _ in pipe.log] == [
+        *((1, "time"), (2, "stop timing"), (4, "look"), (9, "look"), (14, "look")),
+    ]
+
+
+@pytest.mark.parametrize("speeds", [(4.0, 2.0, 1.0), (1.0, 1.0, 2.0), (1.0, 3.0, 1.0)])
+def test_the_first_look_finds_the_best_partition(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...]) -> None:
+    pipe = Pipe(speeds)
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 30)
+    assert pipe.noted("move") == [(4, pipe.parts)]
+    assert pipe.step_s(pipe.parts) == pytest.approx(pipe.best_s(), rel=1e-9)
+    assert [decision["step"] for decision in controller.decisions] == [4, 9, 14, 19, 24, 29]
+    assert controller.knowledge.parts == pipe.parts
+
+
+def test_what_runs_stays_if_it_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe()
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 20)
+    assert pipe.noted("move") == []
+    assert all(decision["why"] == "what runs is the best" for decision in controller.decisions)
+
+
+def test_decisions_carry_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    controller = follow(monkeypatch, pipe)
+    now_s = pipe.step_s(UNIFORM)
+    pipe.train(controller, 10)
+    first, second = controller.decisions
+    most = max(a - b for a, b in zip(pipe.parts[1:], UNIFORM[1:], strict=True))
+    assert first["why"].startswith(f"saves {EVERY * (now_s - pipe.best_s()):.4g} s in {EVERY} steps, more than the")
+    assert first["predicted_now_s"] == pytest.approx(now_s)
+    assert first["predicted_best_s"] == pytest.approx(pipe.best_s())
+    assert {key: first[key] for key in first if key not in ("why", "predicted_now_s", "predicted_best_s")} == {
+        "what": "partition",
+        "step": 4,
+        "switched": True,
+        "from": list(UNIFORM),
+        "to": list(pipe.parts),
+        "schedule": f"1f1b, micro-batch {CONFIGURED}",
+        "measured_s": pytest.approx(4 * MICRO_BATCHES * (FORWARD_S + BACKWARD_S)),
+        "switch_s": subject.REBUILD_S,
+        "moved_bytes": 0.0,
+        "migration": pipe.migrations[0],
+    }
+    assert most > 0
+    assert (second["switched"], second["from"], second["to"]) == (False, list(pipe.parts), list(pipe.parts))
+    assert second["migration"] is None
+    assert second["predicted_now_s"] == second["predicted_best_s"] == pytest.approx(pipe.best_s())
+
+
+def test_a_device_that_slows_down_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe()
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 11)
+    pipe.speeds = (1.0, 0.5, 1.0)
+    pipe.steps.clear()
+    pipe.train(controller, 9)
+    slow = pipe.parts
+    assert [step for step, _ in pipe.noted("move")] == [14]
+    assert pipe.step_s(slow) == pytest.approx(pipe.best_s())
+    pipe.speeds = (1.0, 1.0, 1.0)
+    pipe.steps.clear()
+    pipe.train(controller, 20)
+    assert [step for step, _ in pipe.noted("move")] == [14, 24]
+    assert pipe.parts == UNIFORM
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (4.0, 2.0, 1.0)])
+def test_noise_moves_nothing(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...]) -> None:
+    pipe = Pipe(speeds, noise=0.1, num_layers=24)
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 5 + 50 * EVERY)
+    assert len(controller.decisions) == 51
+    print(pipe.noted("move"), pipe.step_s(pipe.parts) / pipe.best_s())
+    assert [step for step, _ in pipe.noted("move")] == [4] * (len(set(speeds)) > 1)
+    assert pipe.step_s(pipe.parts) < 1.05 * pipe.best_s()
+
+
+def test_a_gain_within_what_predictions_are_off_by_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = (1.0, 1.0, 1.3)
+    pipe = Pipe(speeds, num_layers=60)
+    gain = 1 - pipe.best_s() / pipe.step_s(pipe.parts)
+    assert gain > 0.02, "the default would refuse it"
+    for least, moves in ((gain * 1.01, 0), (gain * 0.99, 1)):
+        monkeypatch.setattr(subject, "LEAST_GAIN", least)
+        pipe = Pipe(speeds, num_layers=60)
+        pipe.train(follow(monkeypatch, pipe), 12)
+        assert len(pipe.noted("move")) == moves
+
+
+def test_a_move_too_dear_for_one_period_is_made_once_the_loss_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    gain_s = pipe.step_s(UNIFORM) - pipe.best_s()
+    monkeypatch.setattr(subject, "REBUILD_S", 2.5 * EVERY * gain_s)
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 30)
+    assert [step for step, _ in pipe.noted("move")] == [14]
+    assert [d["switched"] for d in controller.decisions] == [False, False, True, False, False, False]
+    assert "no more than" in controller.decisions[1]["why"]
+    assert f"{2 * EVERY * gain_s:.4g} s lost so far, more than" in controller.decisions[2]["why"]
+
+
+def test_what_the_last_move_took_counts_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    pipe.rebuild_s = 1e6
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 5)
+    pipe.speeds = (1.0, 2.0, 4.0)
+    pipe.train(controller, 10)
+    assert [step for step, _ in pipe.noted("move")] == [4]
+    assert controller.decisions[-1]["switch_s"] == 1e6
+
+
+ADAPTIVE = ScheduleChoice("adaptive", retune_every=EVERY, micro_batch_sizes=(CONFIGURED,))
+
+
+def test_schedule_and_partition_change_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.3)
+    controller = follow(monkeypatch, pipe, ADAPTIVE)
+    pipe.train(controller, 12)
+    assert [step for step, _ in pipe.noted("move")] == [4]
+    assert [step for step, _ in pipe.noted("schedule")] == [4]
+    what = [(decision["what"], decision["step"], decision["switched"]) for decision in controller.decisions]
+    assert what == [("schedule", 4, True), ("partition", 4, True), ("schedule", 9, False), ("partition", 9, False)]
+    assert controller.current != Candidate(CONFIGURED)
+    assert controller.decisions[1]["schedule"] == controller.current.name
+    schedules = [c.schedule(3, CONFIGURED * MICRO_BATCHES) for c in controller._planner.candidates]
+    best_s = min(pipe.step_s(parts, schedule) for parts in pipe.every_partition() for schedule in schedules)
+    chosen = controller.current.schedule(3, CONFIGURED * MICRO_BATCHES)
+    assert pipe.step_s(pipe.parts, chosen) <= 1.05 * best_s
+
+
+def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe(num_layers=3)
+    seldom = ScheduleChoice("adaptive", retune_every=1000, micro_batch_sizes=(CONFIGURED,))
+    controller = follow(monkeypatch, pipe, seldom)
+    pipe.train(controller, 6)
+    assert controller.current == Candidate(CONFIGURED)
+    pipe.latency_s = 1.0  # 1F1B is far from the best now, and the layers cannot lie otherwise
+    pipe.train(controller, 20)
+    assert pipe.noted("move") == pipe.noted("schedule") == []
+    assert [d["what"] for d in controller.decisions] == ["schedule", "partition", *["partition"] * 4]
+    assert not any(decision["switched"] for decision in controller.decisions)
+
+
+def shared(error: Exception) -> Exception:
+    setattr(error, SHARED, True)
+    return error
+
+
+def test_a_move_that_was_refused_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0), refuse=lambda parts: shared(ValueError("no room for layer 4")))
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 30)
+    ((step, refused),) = pipe.noted("move")
+    assert (step, pipe.parts) == (4, UNIFORM)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "step 4: layers stay where they are: no room for layer 4"
+    ]
+    first, *others = controller.decisions
+    assert (first["switched"], first["to"], first["migration"]) == (False, list(refused), None)
+    assert [d["switched"] for d in others] == [False] * 5
+    pipe.refuse = lambda parts: None
+    pipe.speeds = (1.0, 2.0, 4.0)
+    pipe.train(controller, 10)
+    assert len(pipe.noted("move")) == 2
+    assert pipe.step_s(pipe.parts) == pytest.approx(pipe.best_s())
+
+
+def test_with_a_refused_move_the_schedule_meant_for_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0), latency_s=1.0, refuse=lambda parts: shared(ValueError("no")))
+    controller = follow(monkeypatch, pipe, ADAPTIVE)
+    pipe.train(controller, 6)
+    assert pipe.parts == UNIFORM
+    assert [candidate.name for _, candidate in pipe.noted("schedule")] == [controller.decisions[0]["to"]]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("connection reset by peer"), ValueError("on this rank only")])
+def test_an_error_that_ranks_do_not_share_ends_the_job(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0), refuse=lambda parts: error)
+    controller = follow(monkeypatch, pipe)
+    with pytest.raises(type(error), match=str(error)):
+        pipe.train(controller, 6)
+
+
+def test_memory_that_a_partition_may_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Pipe((4.0, 2.0, 1.0))
+    free.train(follow(monkeypatch, free), 6)
+    assert free.parts[1] == 8
+    pipe = Pipe((4.0, 2.0, 1.0))
+    limit = 6 * (16 * NUM_PARAMETERS) + 3 * 600  # six layers on the first stage with three micro-batches
+    pipe.train(follow(monkeypatch, pipe, memory_bytes=limit), 6)
+    assert pipe.parts[1] == 6
+
+
+def test_too_little_memory_is_said_once_and_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    pipe.train(follow(monkeypatch, pipe, memory_bytes=1000), 20)
+    assert pipe.parts == UNIFORM
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "step 4: with the partition [0, 4, 8, 12], stage 0 takes 0.06218 MiB and paceline.pipeline.partition.memory_"
+        "gib allows 0.0009537 MiB: layers move only to where all stages keep to it; allow more, or lower the "
+        "micro-batch size"
+    ]
+
+
+def test_layers_that_somebody_else_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe()
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 6)
+    pipe.module.parts = [0, 1, 2, 12]  # between looks
+    pipe.steps.clear()
+    pipe.train(controller, 4)
+    assert pipe.noted("move") == [(9, UNIFORM)]
+    assert controller.decisions[-1]["from"] == [0, 1, 2, 12]
+
+
+def test_other_ranks_do_what_the_first_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    pipe.global_rank = 1  # type: ignore[misc]
+    controller = follow(monkeypatch, pipe)
+    told = [(Candidate(CONFIGURED), (0, 7, 10, 12), Candidate(CONFIGURED, slack=1.0))]
+    told += [(Candidate(CONFIGURED), None, Candidate(CONFIGURED))]
+    monkeypatch.setattr(pipe, "from_first", lambda value: told.pop(0))
+    pipe.train(controller, 10)
+    assert pipe.noted("move") == [(4, (0, 7, 10, 12))]
+    assert [step for step, _ in pipe.noted("schedule")] == [4, 9]
+    assert (controller.decisions, controller.knowledge.items) == ([], ())
+    assert controller.knowledge.parts == pipe.parts
