@@ -116,7 +116,7 @@ def test_decisions_carry_the_numbers(fixed_and_adaptive: list[Any]) -> None:
     assert [decision["step"] for decision in decisions] == [4, 7, 10, 13]
     for decision in decisions:
         assert set(decision) == {
-            *("step", "switched", "from", "to", "why", "predicted_now_s", "predicted_best_s", "measured_s"),
+            *("what", "step", "switched", "from", "to", "why", "predicted_now_s", "predicted_best_s", "measured_s"),
             *("switch_s", "predicted_s"),
         }
         assert decision["switched"] == (decision["from"] != decision["to"])

@@ -74,7 +74,7 @@ ACCIDENTS = {
     "raises": r"rank {v} failed at step 3, computing: MemoryError: no more of it",
     "is killed": r"rank {v} is gone \(its process ended without a word\)",
     "is stopped": r"rank {v} is gone \(nothing heard for \d+ s: stopped, or",
-    "spins": r"rank {v} hangs at step 3, computing: \d s in accident \(test_failures.py:\d+\); the limit is 3 s$",
+    "spins": r"rank {v} hangs at step 3, computing: \d s in accident \(accidents.py:\d+\); the limit is 3 s$",
     "hangs loading": r"rank {v} hangs at step 3, loading data: \d s in train \(test_failures.py:\d+\); the limit",
 }
 

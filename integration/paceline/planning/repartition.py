@@ -18,8 +18,11 @@ from .blocks import Block, Device, DoesNotFit
 from .partition import partition
 from .refine import refine
 
-REFINE_ACTIONS = 300_000
-"""Forwards and backwards that a search may simulate: about a second."""
+REFINE_ACTIONS = 150_000
+"""Forwards and backwards that a search may simulate: about half a second."""
+
+LARGE = 1 << 18
+"""Bytes of a message whose seconds are those of its link."""
 
 
 class ItemCosts(NamedTuple):
@@ -127,20 +130,27 @@ class Layout:
         return tuple(sent)
 
     def migration_s(
-        self, now: Costs, parts: Sequence[int], rebuild_s: float, slowest_bytes_per_s: float = inf
+        self, now: Costs, parts: Sequence[int], rebuild_s: float, earlier_bytes_per_s: float | None = None
     ) -> float:
         """Seconds that moving the items would take.
 
         Args:
             rebuild_s: all that is not sending.
-            slowest_bytes_per_s: at which no sender was slower when items moved before.
+            earlier_bytes_per_s: at which items moved before. Small messages take as long as they do for other reasons
+                than the link: then the faster of the two rates counts.
         """
         by_host: dict[int, float] = {}
         hosts = now.hosts or tuple(range(self.num_stages))
         for stage, num_bytes in enumerate(self.sent_bytes(parts)):
             by_host[hosts[stage]] = by_host.get(hosts[stage], 0.0) + num_bytes
         rates = now.egress_bytes_per_s or (inf,) * (max(hosts) + 1)
-        return rebuild_s + max(num_bytes / min(rates[host], slowest_bytes_per_s) for host, num_bytes in by_host.items())
+        if earlier_bytes_per_s is not None:
+            tells = max(now.message_bytes, default=0.0) >= LARGE
+            rates = tuple(
+                rate if tells and rate < inf else max(rate if rate < inf else 0.0, earlier_bytes_per_s)
+                for rate in rates
+            )
+        return rebuild_s + max(num_bytes / rates[host] for host, num_bytes in by_host.items())
 
     def best(
         self,

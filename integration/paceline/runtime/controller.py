@@ -40,10 +40,10 @@ FEW = 512
 SWITCH_S = 0.01
 """A switch before the first was timed."""
 
-REBUILD_S = 0.3
+REBUILD_S = 0.1
 """What moving layers takes beside sending them, before the first were moved."""
 
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.025
 """Layers stay where they are for less than this part of a step: it is within what predictions are off by."""
 
 MUCH = 1 << 20
@@ -236,7 +236,7 @@ class Controller:
         rebuild_s = migrations[-1]["rebuild_s"] if migrations else REBUILD_S
         sent = [m["most_bytes"] / m["transfer_s"] for m in migrations if m["most_bytes"] > MUCH]
         costs = knowledge.costs(candidate.micro_batch_size)
-        switch_s = layout.migration_s(costs, parts, rebuild_s, min(sent, default=float("inf")))
+        switch_s = layout.migration_s(costs, parts, rebuild_s, sent[-1] if sent else None)
         decision = self.rules["partition"].consider(now_s, best_s, switch_s, steps)
         return _Move(layout.parts, parts, best, decision, max(layout.sent_bytes(parts)))
 
@@ -369,8 +369,8 @@ class Controller:
         level = logging.INFO if decision.switch else logging.DEBUG
         logger.log(
             level,
-            "step %d: %s -> %s: %s (predicted %.4g s -> %.4g s, measured %.4g s)",
-            *(self.engine.global_steps, list(move.before), list(move.parts), decision.why),
+            "step %d: %s -> %s with %s: %s (predicted %.4g s -> %.4g s, measured %.4g s)",
+            *(self.engine.global_steps, list(move.before), list(move.parts), move.candidate.name, decision.why),
             *(decision.now_s, decision.best_s, self.knowledge.measured_s),
         )
 

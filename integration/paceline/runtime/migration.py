@@ -62,8 +62,9 @@ class Migrating:
     def repartition(self: Any, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
         """Have each stage hold the items that ``parts`` says, from the next step on. Call it between steps.
 
-        No number of the training changes: without clipping every bit of every weight is what it would have been, with
-        it the norm is summed in another order. Of what is random (dropout), each rank goes on with its own generator.
+        No number of the training changes: every bit of every weight is what it would have been. Only sums are taken in
+        another order: that of the norm, with clipping, and those of gradients over three or more replicas. Of what is
+        random (dropout), each rank goes on with its own generator.
 
         Args:
             parts: boundaries over the items, one more than there are stages: ``[0, …, number of items]``. Items are

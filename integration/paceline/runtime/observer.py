@@ -81,7 +81,7 @@ def host_name() -> str:
         return machine_name()
 
 
-def compareclocks_of(control: ControlPlane, pipe: Sequence[int]) -> tuple[float, float]:
+def compare_clocks(control: ControlPlane, pipe: Sequence[int]) -> tuple[float, float]:
     """What the next stage's clock shows beyond this one's, and half of the fastest round trip to it, in seconds.
 
     Every rank of the pipeline calls it; a few small messages go over the control plane, edge after edge.
@@ -125,7 +125,7 @@ def gather_reports(engine: Any, after: dict[str, int], memory_bytes: int | None 
     """
     device = torch.device(engine.device)
     if len(engine.clocks) < COMPARISONS or not engine.is_one_machine:
-        engine.clocks.append(compareclocks_of(engine.control, engine.pipe_ranks))
+        engine.clocks.append(compare_clocks(engine.control, engine.pipe_ranks))
     clock_s, latency_s = engine.clocks[-1][0], min(latency for _, latency in engine.clocks)
     records = {}
     for name, lane in engine.transport.lanes().items():

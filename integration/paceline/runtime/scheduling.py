@@ -298,7 +298,7 @@ class Scheduling:
         except RuntimeError as error:
             if not _LOST_CONNECTION.search(str(error)):
                 raise
-            doing = "agreeing with the other ranks"
+            doing = WATCH.operation or "agreeing with the other ranks"
             lane = getattr(error, "paceline_lane", None)
             if lane is not None:  # the thread of one lane, while this one may have waited for another
                 doing = f"{'sending to' if lane.is_sender else 'receiving from'} rank {lane.peer}"

@@ -79,6 +79,11 @@ class Watch:
         """``operation`` (such as ``"loading data"``) begins; with ``peer``, it waits for that rank or EVERYONE."""
         self._now = (operation, peer, self.step)  # a new object each time: progress is that it is another one
 
+    @property
+    def operation(self) -> str:
+        """What this rank does; empty outside of the engine."""
+        return self._now[0]
+
     def idle(self) -> None:
         """This rank is not in the engine; how long it stays away is its own business."""
         self._now = ("", None, self.step)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.planning import repartition as subject
-from paceline.planning.repartition import ItemCosts, Layout, item_costs
+from paceline.planning.repartition import LARGE, ItemCosts, Layout, item_costs
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate
@@ -48,7 +48,8 @@ def search(
 ) -> tuple[tuple[int, ...], float]:
     schedule = one_f_one_b(plan.num_stages, micro_batches)
     peaks = verify(schedule).peak_activations
-    return plan.best(now, peaks, lambda parts: step_s(plan, now, parts, micro_batches), 2 * micro_batches, known)
+    num_actions = 2 * plan.num_stages * micro_batches
+    return plan.best(now, peaks, lambda parts: step_s(plan, now, parts, micro_batches), num_actions, known)
 
 
 def step_s(plan: Layout, now: Costs, parts: Sequence[int], micro_batches: int) -> float:
@@ -147,11 +148,14 @@ def test_a_migration_takes_as_long_as_the_host_that_sends_longest() -> None:
     assert plan.migration_s(now, plan.parts, 0.5) == 0.5
     assert plan.migration_s(now, (0, 1, 3, 6), 0.5) == 0.5 + 24.0  # two stages of one host, one after the other
     assert plan.migration_s(now, (0, 2, 5, 6), 0.5) == 0.5 + 120.0
-    assert plan.migration_s(now, (0, 1, 3, 6), 0.5, slowest_bytes_per_s=50.0) == 0.5 + 48.0
-    assert plan.migration_s(now, (0, 2, 5, 6), 0.5, slowest_bytes_per_s=50.0) == 0.5 + 120.0
+    # Small messages tell less of a link than what moved before, large ones more.
+    assert plan.migration_s(now, (0, 2, 5, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 24.0
+    assert plan.migration_s(now, (0, 1, 3, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 24.0
+    large = replace(now, message_bytes=(5.0, float(LARGE)))
+    assert plan.migration_s(large, (0, 2, 5, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 120.0
     unknown = costs_of(plan, (1, 1, 1))
     assert plan.migration_s(unknown, (0, 1, 3, 6), 0.5) == 0.5
-    assert plan.migration_s(unknown, (0, 1, 3, 6), 0.5, slowest_bytes_per_s=50.0) == 0.5 + 24.0
+    assert plan.migration_s(unknown, (0, 1, 3, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 24.0
 
 
 WORK = st.sampled_from([0.5, 1.0, 1.0, 1.0, 2.5])
