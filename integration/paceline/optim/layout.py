@@ -6,7 +6,7 @@ row of a parameter; so most parameters have one owner, and a large one is cut by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -53,6 +53,8 @@ def make_buckets(
     *,
     apart: Sequence[int] = (),
     cut: bool = True,
+    layers: Sequence[Hashable] | None = None,
+    least_numel: int = 0,
 ) -> list[Bucket]:
     """Buckets over parameters of ``shapes``, last parameter first: the order in which backward finishes them.
 
@@ -60,6 +62,8 @@ def make_buckets(
         bucket_numel: a bucket is closed when it has so many elements.
         apart: indices of parameters that come last, in a bucket of their own.
         cut: whether a parameter may have several owners.
+        layers: of each parameter; a bucket is closed at a layer's edge as soon as it has ``least_numel`` elements, so
+            that who owns what of a layer does not depend on which other layers there are.
 
     >>> [bucket.parts[0] for bucket in make_buckets([(4, 8)], 2, 100)]
     [(Rows(index=0, start=0, stop=2, offset=0, numel=16),)]
@@ -69,7 +73,8 @@ def make_buckets(
     for index in reversed(range(len(shapes))):
         if index in apart:
             continue
-        if size >= bucket_numel:
+        is_edge = layers is not None and bool(runs[-1]) and layers[index] != layers[runs[-1][-1]]
+        if size >= bucket_numel or (is_edge and size >= least_numel):
             runs.append([])
             size = 0
         runs[-1].append(index)

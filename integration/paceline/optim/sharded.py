@@ -39,8 +39,7 @@ NORM_CHUNK = 1 << 16
 """Elements that are squared in float64 at a time on a CPU: they stay in its cache."""
 
 LEAST_BUCKET = 1 << 22
-BUCKETS = 8
-"""A stage is cut into about so many buckets, none of fewer than ``LEAST_BUCKET`` elements."""
+"""Elements of a bucket, at least: most buckets are a layer, or several small ones."""
 
 
 @dataclass
@@ -157,6 +156,8 @@ class ShardedOptimizer(ZeROOptimizer):
     ) -> None:
         """Buckets and owners for the parameters in the groups of the basic optimizer."""
         groups = self.optimizer.param_groups
+        for group in groups:
+            group.pop("param_names", None)  # torch's, of parameters as they were given; ours have names of their own
         self.parameters: list[nn.Parameter] = [p for g in groups for p in g["params"]]
         self.group_of = {names[p]: number for number, g in enumerate(groups) for p in g["params"]}
         """Number of the group that a parameter is in, by name."""
@@ -166,11 +167,12 @@ class ShardedOptimizer(ZeROOptimizer):
         # Buckets follow the model's order, in which backward runs, not that of the optimizer's groups.
         order = [index_of[p] for p in names if p in index_of]
         waiting = {i for i in order if apart(self.parameters[i])}
-        total = sum(p.numel() for p in self.parameters)
         buckets = make_buckets(
             [tuple(self.parameters[i].shape) for i in order],
             self._size,
-            min(self._bucket_numel, max(LEAST_BUCKET, total // BUCKETS)),
+            self._bucket_numel,
+            layers=[_layer_of(self.names[i]) for i in order],
+            least_numel=LEAST_BUCKET,
             apart=[k for k, i in enumerate(order) if i in waiting],
             cut=type(self.optimizer).__name__ in ELEMENTWISE,
         )
@@ -643,6 +645,13 @@ def _master(values: Tensor) -> nn.Parameter:
     if values.dtype == _master_dtype(values.dtype):
         return values if isinstance(values, nn.Parameter) else nn.Parameter(values)
     return nn.Parameter(values.detach().to(_master_dtype(values.dtype)))
+
+
+def _layer_of(name: str) -> str:
+    """What the names of a layer's parameters begin with: ``"model.layers.3"``; of others, the module's name."""
+    words = name.split(".")
+    number = next((index for index, word in enumerate(words) if word.isdigit()), len(words) - 2)
+    return ".".join(words[: number + 1])
 
 
 def _rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:

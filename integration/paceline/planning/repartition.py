@@ -6,7 +6,7 @@ that each layer is. So the prediction for the partition that runs is the measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import fsum, inf
@@ -18,8 +18,8 @@ from .blocks import Block, Device, DoesNotFit
 from .partition import partition
 from .refine import refine
 
-REFINE_ACTIONS = 150_000
-"""Forwards and backwards that a search may simulate: about half a second."""
+REFINE_ACTIONS = 100_000
+"""Forwards and backwards that a search may simulate: some tenths of a second."""
 
 LARGE = 1 << 18
 """Bytes of a message whose seconds are those of its link."""
@@ -123,11 +123,18 @@ class Layout:
     def sent_bytes(self, parts: Sequence[int]) -> tuple[float, ...]:
         """What each stage sends if the items come to lie so, one pipeline."""
         sent = [0.0] * self.num_stages
-        for item, costs in enumerate(self.items):
-            before, after = _stage_of(self.parts, item), _stage_of(parts, item)
-            if before != after:
-                sent[before] += costs.num_parameters * self.moved_bytes
+        for (source, _), num_bytes in self._flows(parts).items():
+            sent[source] += num_bytes
         return tuple(sent)
+
+    def _flows(self, parts: Sequence[int]) -> dict[tuple[int, int], float]:
+        """Bytes by the stages that they leave and come to."""
+        flows: dict[tuple[int, int], float] = {}
+        for item, costs in enumerate(self.items):
+            way = stage_of(self.parts, item), stage_of(parts, item)
+            if way[0] != way[1]:
+                flows[way] = flows.get(way, 0.0) + costs.num_parameters * self.moved_bytes
+        return flows
 
     def migration_s(
         self, now: Costs, parts: Sequence[int], rebuild_s: float, earlier_bytes_per_s: float | None = None
@@ -139,18 +146,27 @@ class Layout:
             earlier_bytes_per_s: at which items moved before. Small messages take as long as they do for other reasons
                 than the link: then the faster of the two rates counts.
         """
-        by_host: dict[int, float] = {}
         hosts = now.hosts or tuple(range(self.num_stages))
-        for stage, num_bytes in enumerate(self.sent_bytes(parts)):
-            by_host[hosts[stage]] = by_host.get(hosts[stage], 0.0) + num_bytes
-        rates = now.egress_bytes_per_s or (inf,) * (max(hosts) + 1)
-        if earlier_bytes_per_s is not None:
-            tells = max(now.message_bytes, default=0.0) >= LARGE
-            rates = tuple(
-                rate if tells and rate < inf else max(rate if rate < inf else 0.0, earlier_bytes_per_s)
-                for rate in rates
-            )
-        return rebuild_s + max(num_bytes / rates[host] for host, num_bytes in by_host.items())
+        leaving: dict[int, float] = {}  # by host
+        within: dict[tuple[int, int], float] = {}  # by stages of one host
+        for (source, target), num_bytes in self._flows(parts).items():
+            if hosts[source] == hosts[target]:
+                within[source, target] = num_bytes
+            else:
+                leaving[hosts[source]] = leaving.get(hosts[source], 0.0) + num_bytes
+        tells = max(now.message_bytes, default=0.0) >= LARGE
+
+        def seconds(num_bytes: float, rate: float) -> float:
+            if earlier_bytes_per_s is not None and not (tells and rate < inf):
+                rate = max(rate if rate < inf else 0.0, earlier_bytes_per_s)
+            return num_bytes / rate
+
+        egress = now.egress_bytes_per_s or (inf,) * (max(hosts) + 1)
+        links = [link.bytes_per_s for link in (*now.down, *now.up)]
+        inside = median([rate for rate in links if rate < inf] or [inf])
+        taken = [seconds(num_bytes, egress[host]) for host, num_bytes in leaving.items()]
+        taken += [seconds(num_bytes, inside) for num_bytes in within.values()]
+        return rebuild_s + max(taken, default=0.0)
 
     def best(
         self,
@@ -159,6 +175,7 @@ class Layout:
         step_s: Callable[[tuple[int, ...]], float],
         num_actions: int,
         known: Sequence[int] | None = None,
+        refused: Collection[tuple[int, ...]] = (),
     ) -> tuple[tuple[int, ...], float]:
         """The boundaries with the shortest step that fit in memory, and the seconds of that step.
 
@@ -170,6 +187,7 @@ class Layout:
             step_s: seconds of a step with given boundaries.
             num_actions: of a step, which tell what one call of ``step_s`` takes.
             known: boundaries that fit and are thought to be good.
+            refused: boundaries that could not be, whatever the numbers say.
         """
         edges = (0, *self.cuts, len(self.items))
         starts = [tuple(parts) for parts in (self.parts, known) if parts is not None and set(parts) <= set(edges)]
@@ -178,9 +196,7 @@ class Layout:
             starts.append(tuple(edges[cut] for cut in found.boundaries))
         except DoesNotFit:
             pass  # by sums; what runs is there, whatever it takes
-        if not starts:
-            return self.parts, step_s(self.parts)
-        budget = max(20, REFINE_ACTIONS // max(1, num_actions) // len(starts))
+        budget = max(20, REFINE_ACTIONS // max(1, num_actions) // max(1, len(starts)))
         at = {edge: number for number, edge in enumerate(edges)}
 
         def items(cuts: Sequence[int]) -> tuple[int, ...]:
@@ -190,11 +206,14 @@ class Layout:
             refine(
                 [at[edge] for edge in start],
                 lambda cuts: step_s(items(cuts)),
-                fits=lambda cuts: self.fits(now, items(cuts), peaks),
+                fits=lambda cuts: items(cuts) not in refused and self.fits(now, items(cuts), peaks),
                 budget=budget,
             )
             for start in dict.fromkeys(starts)
+            if start not in refused
         ]
+        if not reached:
+            return self.parts, step_s(self.parts)
         cuts, seconds = min(reached, key=lambda one: one[1])
         return items(cuts), seconds
 
@@ -238,7 +257,8 @@ def _by_stage(of_items: Sequence[float], parts: Sequence[int]) -> list[float]:
     return [fsum(of_items[start:stop]) for start, stop in pairwise(parts)]
 
 
-def _stage_of(parts: Sequence[int], item: int) -> int:
+def stage_of(parts: Sequence[int], item: int) -> int:
+    """The stage that holds ``item`` under the boundaries ``parts``."""
     return next(stage for stage, stop in enumerate(parts[1:]) if item < stop)
 
 

@@ -46,6 +46,9 @@ REBUILD_S = 0.1
 LEAST_GAIN = 0.025
 """Layers stay where they are for less than this part of a step: it is within what predictions are off by."""
 
+REFUSED_PERIODS = 10
+"""Looks until a partition that could not be is thought of again: memory may be free by then."""
+
 MUCH = 1 << 20
 """A rank that sent so many bytes tells how fast layers can be sent."""
 
@@ -71,7 +74,10 @@ class Controller:
     _last_look: dict[str, int] = field(default_factory=dict)
     _switch_s: float = SWITCH_S
     _after: dict[str, int] = field(default_factory=dict)
-    _refused: set[tuple[int, ...]] = field(default_factory=set)
+    _refused: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Boundaries that did not fit or could not be, and until when they are not tried."""
+    _time_at: int = SETTLING_STEPS - 1
+    _is_timing: bool = False
     _layers: dict[int, LayerReport] = field(default_factory=dict)
     """Of this rank, until its next look; a tracer may gather reports in between, and would take them away."""
     _told_of_memory: bool = False
@@ -86,9 +92,9 @@ class Controller:
         if self.choice.type == "adaptive":
             self._every["schedule"] = self.choice.retune_every or 1
             others = [size for size in self.choice.micro_batch_sizes or () if size != self.configured]
-        if self.partition is not None and self.partition.repartition_every:
+        if self.partition is not None and self.partition.repartition_every and engine.num_stages > 1:
             self._every["partition"] = self.partition.repartition_every
-            self.knowledge.parts = tuple(engine.module.parts)
+        self.knowledge.parts = tuple(engine.module.parts)
         self.rules = {what: SwitchRule(every) for what, every in self._every.items()}
         self._to_measure = [self.configured, *sorted(others)]
         self._planner: Planner | None = None
@@ -103,22 +109,18 @@ class Controller:
         """
         self._steps += 1
         done = self._steps - 1
-        if "partition" in self._every and done in (SETTLING_STEPS - 1, SETTLING_STEPS):
-            self._time_layers(done)
-        if done < SETTLING_STEPS:
-            return
-        if self._to_measure:
-            self._measure(done - SETTLING_STEPS)
-        elif due := {what for what, every in self._every.items() if done - self._last_look[what] >= every}:
-            self._look(done, due)
-
-    def _time_layers(self, done: int) -> None:
-        """One step tells what each layer is of its stage; what it costs to look so closely is not to count."""
-        if done < SETTLING_STEPS:
-            self.engine.time_layers()
-        else:
-            self._layers = self.engine.stop_timing_layers()
+        # One step tells what each layer is of its stage; what it costs to look so closely is not to count.
+        if self._is_timing:
+            self._layers, self._is_timing = self.engine.stop_timing_layers(), False
             self.engine.recorder.forget()
+        if done >= SETTLING_STEPS:
+            if self._to_measure:
+                self._measure(done - SETTLING_STEPS)
+            elif due := {what for what, every in self._every.items() if done - self._last_look[what] >= every}:
+                self._look(done, due)
+        if "partition" in self._every and done == self._time_at:
+            self.engine.time_layers()
+            self._is_timing = True
 
     def _measure(self, done: int) -> None:
         """One micro-batch size after the other runs as 1F1B for a few steps; then comes the first look."""
@@ -161,8 +163,12 @@ class Controller:
             move = self._choose_parts(choice, steps["partition"]) if "partition" in due else None
         chosen = self.current if choice is None else choice.next
         parts, instead = (None, chosen) if move is None or not move.decision.switch else (move.parts, move.candidate)
-        chosen, parts, instead = self._agree((chosen, parts, instead))
-        if parts is not None and self._has_moved(parts):
+        # A step that was to be timed may have failed; and layers that have moved tell what was guessed of devices.
+        is_unknown = not self.knowledge.items or (bool(self.knowledge.guessed) and parts is not None)
+        chosen, parts, instead, is_unknown = self._agree((chosen, parts, instead, is_unknown))
+        if is_unknown:
+            self._time_at = done + 1
+        if parts is not None and self._has_moved(parts, done):
             chosen = instead
         begun = time.perf_counter()
         if chosen != self.current:
@@ -173,14 +179,14 @@ class Controller:
         if move is not None:
             self._tell_of_move(move)
 
-    def _has_moved(self, parts: tuple[int, ...]) -> bool:
-        """Move layers; whether that was possible. If it was not, the same is not tried again."""
+    def _has_moved(self, parts: tuple[int, ...], done: int) -> bool:
+        """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""
         try:
             self.engine.repartition(parts)
         except Exception as error:
             if not is_shared(error):
                 raise
-            self._refused.add(parts)
+            self._refused[parts] = done + REFUSED_PERIODS * self._every["partition"]
             if self._decides:
                 logger.warning("step %d: layers stay where they are: %s", self.engine.global_steps, error)
             return False
@@ -230,7 +236,7 @@ class Controller:
             best = other
             parts, best_s = self._search(layout, best, parts)
         # Another schedule for the layers as they lie is a matter of the other rule.
-        if parts == layout.parts or parts in self._refused or best_s > now_s * (1 - LEAST_GAIN):
+        if parts == layout.parts or best_s > now_s * (1 - LEAST_GAIN):
             parts, best, best_s = layout.parts, candidate, now_s
         migrations = self.engine.migrations
         rebuild_s = migrations[-1]["rebuild_s"] if migrations else REBUILD_S
@@ -247,7 +253,8 @@ class Controller:
         costs = self.knowledge.costs(candidate.micro_batch_size)
         peaks = verify(schedule).peak_activations
         num_actions = 2 * schedule.num_stages * schedule.num_micro_batches
-        return layout.best(costs, peaks, self._step_s(candidate, layout), num_actions, known)
+        refused = frozenset(parts for parts, until in self._refused.items() if self._steps <= until)
+        return layout.best(costs, peaks, self._step_s(candidate, layout), num_actions, known, refused)
 
     def _planned(self, layout: Layout, parts: tuple[int, ...]) -> Iterable[Candidate]:
         """Schedules that fit with other boundaries."""
@@ -283,7 +290,7 @@ class Controller:
         return bool(self.engine.global_rank == 0)
 
     def _see(self) -> None:
-        parts = tuple(self.engine.module.parts) if self.knowledge.parts else ()
+        parts = tuple(self.engine.module.parts)
         if parts != self.knowledge.parts:
             self.knowledge.has_moved(parts)
         WATCH.doing("comparing the last steps", EVERYONE)

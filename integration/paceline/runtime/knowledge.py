@@ -18,6 +18,9 @@ from ..schedules.costs import Costs, Link
 from ..schedules.schedule import BACKWARD, FORWARD
 from .observer import WAIT, LayerReport, Report, Seen, clocks_of, messages
 
+MOST_TIMED = 4096
+"""Times of layers that are kept, the newest."""
+
 _OF_SCHEDULE = (FORWARD, BACKWARD, WAIT)
 
 
@@ -27,7 +30,6 @@ class Knowledge:
 
     Args:
         num_stages: of each pipeline.
-        configured: micro-batch size that the run was configured with.
     """
 
     num_stages: int
@@ -52,6 +54,8 @@ class Knowledge:
     moved_bytes: float = 0.0
     """That go with a parameter to another stage."""
     _slowness: Speeds | None = None
+    _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
+    """Stage, item and times of every layer that was timed."""
     _links: dict[int, Links] = field(default_factory=dict)
     _latency_s: list[float] = field(default_factory=list)
     _after: dict[tuple[int, int, str], int] = field(default_factory=dict)
@@ -117,13 +121,16 @@ class Knowledge:
 
     def _learn_items(self, reports: Sequence[Report]) -> None:
         """What each item costs, from the step in which the layers were timed."""
-        timed = [(r, item, layer) for r in reports for item, layer in r.layers.items()]
+        timed = [(r.stage, item, layer) for r in reports for item, layer in r.layers.items()]
         if not timed or not self.parts:
             return
-        found = _separated([(r.stage, item, layer) for r, item, layer in timed])
+        # A layer that was timed on two stages tells how their devices compare.
+        size = timed[0][2].size
+        self._timed = [*(entry for entry in self._timed if entry[2].size == size), *timed][-MOST_TIMED:]
+        found = _separated(self._timed)
         others = {
             item: (layer.times.saved_bytes, layer.times.output_bytes, float(layer.num_parameters))
-            for _, item, layer in timed
+            for _, item, layer in self._timed
         }
         self.items = item_costs(found.work, others, self.parts[-1])
         self.guessed = found.guessed
@@ -168,7 +175,10 @@ class Knowledge:
 
     def has_moved(self, parts: Sequence[int]) -> None:
         """Layers lie otherwise from now on; until it is measured, what was predicted counts."""
-        for size in self.sizes() if self.items else ():
+        if not self.items:
+            for known in (self.forward_s, self.backward_s, self.message_bytes, self.saved_bytes):
+                known.clear()
+        for size in self.sizes():
             costs = self.layout((), None).costs(self.costs(size), parts)
             self.forward_s[size], self.backward_s[size] = list(costs.forward_s), list(costs.backward_s)
             if size in self.message_bytes:

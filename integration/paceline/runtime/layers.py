@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..hf.quiet import quiet
 from ..hf.stage import take_out
 from ..hf.weights import skeleton
 from ..planning.partition_methods import checked_boundaries
+from ..planning.repartition import stage_of
 from .module import REPLICATED, CausalLMPipeline, cut_of, partition_items
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -50,11 +50,6 @@ class TensorNote:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def owner_of(parts: Sequence[int], item: int) -> int:
-    """The stage that holds ``item`` under the boundaries ``parts``."""
-    return next(stage for stage, (start, stop) in enumerate(pairwise(parts)) if start <= item < stop)
 
 
 class Layers(ABC):
@@ -114,6 +109,10 @@ class Layers(ABC):
         """
 
     @abstractmethod
+    def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
+        """Let go of the memory of modules that :meth:`make` has given, and that nobody is to have."""
+
+    @abstractmethod
     def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
         """Hold what ``parts`` says from now on."""
 
@@ -128,6 +127,13 @@ def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], devi
     Raises:
         ValueError: it has other tensors.
     """
+    twice = dict(layer.named_parameters(remove_duplicate=False)).keys() - dict(layer.named_parameters()).keys()
+    twice |= dict(layer.named_buffers(remove_duplicate=False)).keys() - dict(layer.named_buffers()).keys()
+    if twice:
+        raise ValueError(
+            f"layer {item} cannot move: {', '.join(sorted(twice)[:3])} is the same tensor as another of the layer's; "
+            "leave the partition as it is, or give each its own."
+        )
     found = {name: (tensor.shape, isinstance(tensor, nn.Parameter)) for name, tensor in tensors_of_layer(layer).items()}
     expected = {note.name: (torch.Size(note.shape), note.is_parameter) for note in notes}
     if found != expected:
@@ -147,9 +153,6 @@ def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], devi
             part._parameters[leaf] = parameter
         else:
             part._buffers[leaf] = tensor
-    stray = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
-    if stray:
-        raise ValueError(f"layer {item} cannot move: it shares {', '.join(stray[:3])} within itself.")
 
 
 class PlainLayers(Layers):
@@ -162,7 +165,7 @@ class PlainLayers(Layers):
     def check(self, parts: Sequence[int]) -> list[int]:
         found = checked_boundaries(parts, self.num_items, self.module.num_stages)
         for item, spec in enumerate(self.module._layer_specs):
-            now, then = owner_of(self.module.parts, item), owner_of(found, item)
+            now, then = stage_of(self.module.parts, item), stage_of(found, item)
             if now != then and (other := self._shares_tensors(item)) is not None:
                 raise ValueError(
                     f"partition {found} moves layer {item} from stage {now} to {then}, which has parameters or buffers "
@@ -220,7 +223,7 @@ class PlainLayers(Layers):
         last = self.module.num_stages - 1
         for item, spec in enumerate(self.module._layer_specs):
             if isinstance(spec, TiedLayerSpec) or self._shares_tensors(item) is not None:
-                stage = owner_of(self.module.parts, item)
+                stage = stage_of(self.module.parts, item)
                 if stage not in (0, last):
                     return tuple(self.module.parts[1:-1])  # nothing can pass it
                 first, stop = (item + 1, allowed.stop) if stage == 0 else (1, item + 1)
@@ -249,6 +252,11 @@ class PlainLayers(Layers):
         empty_tensors(layer, item, notes, self.device)
         return layer
 
+    def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
+        for item, layer in made.items():
+            if layer is not None and layer is self.module._layer_specs[item]:
+                forget_tensors(layer)
+
     @property
     def device(self) -> torch.device:
         return next(p.device for p in self.module.parameters())
@@ -262,7 +270,7 @@ class PlainLayers(Layers):
             if item not in self.here and str(item) in module._modules:
                 layer = module._modules.pop(str(item))
                 if layer is module._layer_specs[item]:
-                    layer.to_empty(device="meta")  # the list of layers would keep its memory
+                    forget_tensors(layer)  # the list of layers would keep its memory
         for item in arrived:
             layer = arrived[item]
             functions[item] = layer if layer is not None else module._layer_specs[item]
@@ -326,6 +334,9 @@ class CausalLMLayers(Layers):
         empty_tensors(layer, item, notes, next(module.parameters()).device)
         return layer
 
+    def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
+        """They are copies, and nobody else has them."""
+
     def _pattern(self) -> Any:
         """The whole model without memory, of which layers are copied; with the hooks that the stage's own has."""
         module = self.module
@@ -354,6 +365,19 @@ class CausalLMLayers(Layers):
         stage.cut = cut_of(module.parts, module.stage_id)
         if recomputes:
             module.enable_gradient_checkpointing()
+
+
+def forget_tensors(layer: nn.Module) -> None:
+    """Keep the names, shapes and marks of a layer's tensors, and not their memory."""
+    for part in layer.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                vars(empty).update(vars(parameter))
+                part._parameters[name] = empty
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
 def tensors_of_layer(layer: nn.Module) -> dict[str, Tensor]:

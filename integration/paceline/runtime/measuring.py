@@ -43,7 +43,7 @@ class Measuring:
         assert timer is not None, "time_layers begins it"
         timer.remove()
         return {
-            item: LayerReport(self.layers.kind(item), self.layers.num_parameters(item), times)
+            item: LayerReport(self.layers.kind(item), self.layers.num_parameters(item), times, self.cut)
             for item, times in timer.result().items()
         }
 

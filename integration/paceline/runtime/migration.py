@@ -23,6 +23,7 @@ from ..config.section import HETERO
 from ..config.stages import resolve_method
 from ..measure.memory import room_bytes
 from ..optim.sharded import Owned, ShardedOptimizer
+from .checkpointing import NOT_RESTORED
 from .exchange import VALUE, Held, Move, Wanted, carry_out, plan_moves, sent_bytes
 from .layers import Layers, TensorNote, layers_of, tensors_of_layer
 from .module import CausalLMPipeline, partition_items
@@ -35,9 +36,6 @@ logger = logging.getLogger("paceline")
 
 MIGRATIONS = 64
 """The last migrations, whose figures are kept."""
-
-OPTIONS_OF_A_RANK = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
-"""Entries of a parameter group that say nothing about the group itself."""
 
 
 class Migrating:
@@ -115,11 +113,16 @@ class Migrating:
         error: Exception | None = None
         try:
             self._refuse(moving, notes, memory_bytes)
-            arrived = {item: self.layers.make(item, notes[item]) for item in moving.arriving}
+            for item in moving.arriving:
+                arrived[item] = self.layers.make(item, notes[item])
         except Exception as caught:
             error = caught
         WATCH.doing("preparing to move layers", EVERYONE)
-        self.control.settle(error, f"preparing to move layers ({_shown(old)} to {_shown(new)})")
+        try:
+            self.control.settle(error, f"preparing to move layers ({_shown(old)} to {_shown(new)})")
+        except BaseException:
+            self.layers.unmake(arrived)
+            raise
 
         with self._half_way("layers were being moved"):
             WATCH.doing("moving layers", EVERYONE)
@@ -178,7 +181,7 @@ class Migrating:
                 number = self.optimizer.group_of.get(self.layers.prefix(item) + name)
                 options = None
                 if number is not None:
-                    options = {k: v for k, v in groups[number].items() if k not in OPTIONS_OF_A_RANK}
+                    options = {k: v for k, v in groups[number].items() if k not in NOT_RESTORED}
                 is_parameter = isinstance(tensor, nn.Parameter)
                 shape = tuple(tensor.shape)
                 requires = tensor.requires_grad
@@ -243,7 +246,7 @@ class Migrating:
         groups = self.optimizer.param_groups
         order = sorted(range(len(groups)), key=lambda number: number != note.group)
         for number in order:
-            if {k: v for k, v in groups[number].items() if k not in OPTIONS_OF_A_RANK} == note.options:
+            if {k: v for k, v in groups[number].items() if k not in NOT_RESTORED} == note.options:
                 return number
         raise ValueError(
             f"layer {item} cannot move to stage {self.stage_id}: no group of its optimizer has the options of the one "

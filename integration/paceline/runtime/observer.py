@@ -57,12 +57,14 @@ class Report:
 
 
 class LayerReport(NamedTuple):
-    """One item of a stage, as it computed a micro-batch of the configured size."""
+    """One item of a stage, as it computed a micro-batch."""
 
     kinds: tuple[str, str]
     """Of :meth:`~paceline.runtime.layers.Layers.kind`."""
     num_parameters: int
     times: ItemTimes
+    size: int = 1
+    """Samples of the micro-batches that were timed."""
 
 
 def machine_name() -> str:

@@ -146,7 +146,9 @@ def test_a_migration_takes_as_long_as_the_host_that_sends_longest() -> None:
     plan = layout([LAYER] * 6, (0, 2, 4, 6))
     now = replace(costs_of(plan, (1, 1, 1)), hosts=(0, 0, 1), egress_bytes_per_s=(100.0, 10.0))
     assert plan.migration_s(now, plan.parts, 0.5) == 0.5
-    assert plan.migration_s(now, (0, 1, 3, 6), 0.5) == 0.5 + 24.0  # two stages of one host, one after the other
+    assert plan.migration_s(now, (0, 1, 3, 6), 0.5) == 0.5 + 12.0  # what stays on the host does not use its interface
+    inside = replace(now, down=(Link(60.0), Link(inf)), up=(Link(60.0), Link(inf)))
+    assert plan.migration_s(inside, (0, 1, 3, 6), 0.5) == 0.5 + 20.0
     assert plan.migration_s(now, (0, 2, 5, 6), 0.5) == 0.5 + 120.0
     # Small messages tell less of a link than what moved before, large ones more.
     assert plan.migration_s(now, (0, 2, 5, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 24.0

@@ -6,6 +6,7 @@ import random
 import types
 from collections.abc import Callable
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class Engine:
         self.measured: dict[int, float] = {}
         self.room = 1000.0
         self.cut, self.global_steps = CONFIGURED, 0
+        self.module = SimpleNamespace(parts=[0, 1, 2])
         self.ran: list[int] = []
         self.told: list[Candidate] = []
 
@@ -404,24 +406,38 @@ def shared(error: Exception) -> Exception:
     return error
 
 
-def test_a_move_that_was_refused_is_not_tried_again(
+def test_after_a_refused_move_the_next_best_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipe = Pipe((4.0, 2.0, 1.0), refuse=lambda parts: shared(ValueError("no room for layer 4")))
+    refused: list[tuple[int, ...]] = []
+
+    def refuse(parts: tuple[int, ...]) -> Exception | None:
+        refused[:] = refused or [parts]
+        return shared(ValueError("no room for layer 4")) if parts in refused else None
+
+    pipe = Pipe((4.0, 2.0, 1.0), refuse=refuse)
     controller = follow(monkeypatch, pipe)
     pipe.train(controller, 30)
-    ((step, refused),) = pipe.noted("move")
-    assert (step, pipe.parts) == (4, UNIFORM)
+    (first, best), (second, other) = pipe.noted("move")
+    assert (first, [best], pipe.parts) == (4, refused, other)
+    assert second > first
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         "step 4: layers stay where they are: no room for layer 4"
     ]
-    first, *others = controller.decisions
-    assert (first["switched"], first["to"], first["migration"]) == (False, list(refused), None)
-    assert [d["switched"] for d in others] == [False] * 5
+    told, *others = controller.decisions
+    assert (told["switched"], told["to"], told["migration"]) == (False, list(best), None)
+    assert [d["to"] for d in others if d["switched"]] == [list(other)]
+
+
+def test_what_was_refused_is_tried_again_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0), refuse=lambda parts: shared(ValueError("no room")))
+    controller = follow(monkeypatch, pipe)
+    pipe.train(controller, 12)
+    tried = [parts for _, parts in pipe.noted("move")]
+    assert len(set(tried)) == len(tried) > 1
+    assert pipe.parts == UNIFORM
     pipe.refuse = lambda parts: None
-    pipe.speeds = (1.0, 2.0, 4.0)
-    pipe.train(controller, 10)
-    assert len(pipe.noted("move")) == 2
+    pipe.train(controller, 12 * subject.REFUSED_PERIODS)
     assert pipe.step_s(pipe.parts) == pytest.approx(pipe.best_s())
 
 
@@ -479,8 +495,8 @@ def test_other_ranks_do_what_the_first_one_says(monkeypatch: pytest.MonkeyPatch)
     pipe = Pipe((4.0, 2.0, 1.0))
     pipe.global_rank = 1  # type: ignore[misc]
     controller = follow(monkeypatch, pipe)
-    told = [(Candidate(CONFIGURED), (0, 7, 10, 12), Candidate(CONFIGURED, slack=1.0))]
-    told += [(Candidate(CONFIGURED), None, Candidate(CONFIGURED))]
+    told = [(Candidate(CONFIGURED), (0, 7, 10, 12), Candidate(CONFIGURED, slack=1.0), False)]
+    told += [(Candidate(CONFIGURED), None, Candidate(CONFIGURED), False)]
     monkeypatch.setattr(pipe, "from_first", lambda value: told.pop(0))
     pipe.train(controller, 10)
     assert pipe.noted("move") == [(4, (0, 7, 10, 12))]
