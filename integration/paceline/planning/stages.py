@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, log
 
@@ -67,12 +68,6 @@ def plan_stages(
         device._replace(memory_bytes=max(device.memory_bytes - own, 0.0))
         for device, own in zip(devices, beside, strict=True)
     ]
-    try:
-        start = partition(blocks, limited, links, live=live)
-    except DoesNotFit as short:
-        why = "its blocks' states and live activations, and what it computes and sends with"
-        need = short.need_bytes + beside[short.stage]
-        raise DoesNotFit(short.stage, short.stage, need, devices[short.stage].memory_bytes, why) from None
 
     def costs(cuts: Sequence[int]) -> Costs:
         return stage_costs(cuts, blocks, devices, links, forward=forward)
@@ -81,16 +76,42 @@ def plan_stages(
         over = over_items(cuts)
         return tuple(stage_memory(items, over, stage, states, live[stage]) for stage in range(len(devices)))
 
-    cuts, step_s = refine(
-        start.boundaries,
-        lambda tried: simulate(schedule, costs(tried)).makespan_s,
-        fits=lambda tried: all(
-            need.total <= device.memory_bytes for need, device in zip(memory(tried), devices, strict=True)
-        ),
-    )
+    def fits(cuts: Sequence[int]) -> bool:
+        return all(need.total <= device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True))
+
+    start = _start(blocks, devices, limited, links, live, fits, beside)
+    cuts, step_s = refine(start, lambda tried: simulate(schedule, costs(tried)).makespan_s, fits=fits)
     most = max(beside)
     better = _better_order(blocks, [d._replace(memory_bytes=max(d.memory_bytes - most, 0.0)) for d in devices], live)
     return StagePlan(over_items(cuts), step_s, costs(cuts), memory(cuts), better)
+
+
+def _start(
+    blocks: Sequence[Block],
+    devices: Sequence[Device],
+    limited: Sequence[Device],
+    links: Sequence[float],
+    live: Sequence[int],
+    fits: Callable[[Sequence[int]], bool],
+    beside: Sequence[float],
+) -> tuple[int, ...]:
+    """Boundaries to begin with: by what certainly fits, or if that is nothing, by what may and does.
+
+    Args:
+        limited: devices without what the largest layer needs beside its states.
+        beside: how much that is.
+    """
+    try:
+        return partition(blocks, limited, links, live=live).boundaries
+    except DoesNotFit as short:
+        # What a stage computes and sends with depends on its layers: without it, too much may seem to fit.
+        with suppress(DoesNotFit):
+            found = partition(blocks, devices, links, live=live).boundaries
+            if fits(found):
+                return found
+        why = "its blocks' states and live activations, and what it computes and sends with"
+        need = short.need_bytes + beside[short.stage]
+        raise DoesNotFit(short.stage, short.stage, need, devices[short.stage].memory_bytes, why) from None
 
 
 def over_items(cuts: Sequence[int]) -> tuple[int, ...]:

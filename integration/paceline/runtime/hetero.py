@@ -36,6 +36,12 @@ logger = logging.getLogger("paceline")
 PROBE_BYTES = 4 << 20
 SMALL_BYTES = 1 << 10
 
+ALIKE = 0.05
+"""Devices whose speeds differ by less (relatively) are one kind: so much two measurements of one device differ."""
+
+WORTH_TELLING = 0.1
+"""What another order of the devices would have to gain."""
+
 
 class Shape(NamedTuple):
     """What a micro-batch is made of."""
@@ -85,8 +91,14 @@ def hetero_boundaries(
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     is_first = dist.get_rank() == 0
     items: list[ItemProfile] = []
+    given: Profile | None = None
+    with control.together("reading the profile"):
+        if profile is not None and is_first:  # one rank reads: files of a name may differ between hosts
+            given = _load(profile, config, shape, tell=is_first)
+    given = control.from_first(given)
+    if is_first:
+        logger.info("partition: %s", "measuring the layers on every device" if given is None else f"from {profile}")
     with control.together("measuring the layers"):
-        given = None if profile is None else _load(profile, config, shape, tell=is_first)
         look = _Look(device_profile(device, ranks_sharing(device)), host_name(), None)
         if given is None:
             items = profile_items(config, device=device, **shape._asdict())
@@ -123,7 +135,7 @@ def hetero_boundaries(
                 schedule.first(num_stages, micro_batches),
                 links,
             )
-            _tell(plan, measured)
+            _tell(plan, measured, "rank 0's" if given is None else "that of the profile")
             found = list(plan.boundaries), measured
     result: tuple[list[int], Profile] = control.from_first(found)
     return result
@@ -156,7 +168,7 @@ def _probe(config: PretrainedConfig, device: torch.device, given: Profile) -> fl
 def _devices(looks: Sequence[_Look], num_stages: int, given: Profile | None) -> list[DeviceProfile]:
     """One device a stage, its slowest; speeds relative to rank 0, or to where the profile was made."""
     replicas = len(looks) // num_stages
-    devices = []
+    devices: list[DeviceProfile] = []
     for stage in range(num_stages):
         own = looks[stage * replicas : (stage + 1) * replicas]
         slowest = max(own, key=lambda look: look.seconds or 0.0)
@@ -170,12 +182,17 @@ def _devices(looks: Sequence[_Look], num_stages: int, given: Profile | None) -> 
         devices.append(
             replace(
                 slowest.device,
-                speed=speed,
+                speed=_alike(speed, [device.speed for device in devices]),
                 memory_bytes=min(look.device.memory_bytes for look in own),
                 free_bytes=min(look.device.free_bytes for look in own),
             )
         )
     return devices
+
+
+def _alike(speed: float, known: Sequence[float]) -> float:
+    """The speed of a device that is known already, if this one is within the noise of it."""
+    return next((other for other in (1.0, *known) if abs(speed / other - 1) < ALIKE), speed)
 
 
 def link_rates(control: ControlPlane, hosts: Sequence[str], num_stages: int) -> tuple[float, ...]:
@@ -227,7 +244,7 @@ def _memory(config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile]
     ]
 
 
-def _tell(plan: StagePlan, profile: Profile) -> None:
+def _tell(plan: StagePlan, profile: Profile, whose: str) -> None:
     devices = profile.devices
     for stage, (device, memory) in enumerate(zip(devices, plan.memory, strict=True)):
         first, last = plan.boundaries[stage], plan.boundaries[stage + 1] - 1
@@ -237,10 +254,13 @@ def _tell(plan: StagePlan, profile: Profile) -> None:
             "stage %d on %s (speed %.3g): %s to %s, %.4g s a micro-batch, %.3g of %.3g GB",
             *(stage, device.name, device.speed, *names, seconds, memory.total / 1e9, device.free_bytes / 1e9),
         )
-    logger.info("partition %s: a step of %.4g s is predicted", list(plan.boundaries), plan.step_s)
-    if plan.better is not None:
+    logger.info(
+        "partition %s: a step of %.4g s is predicted, of samples of %d tokens; speed 1 is %s",
+        *(list(plan.boundaries), plan.step_s, profile.sequence_length, whose),
+    )
+    if plan.better is not None and plan.better[1] >= WORTH_TELLING:
         order, gain = plan.better
         logger.info(
             "another order of the devices would make the slowest stage %.0f %% faster: %s",
-            *(100 * gain, ", ".join(f"stage {s} on {devices[d].name}" for s, d in enumerate(order))),
+            *(100 * gain, ", ".join(f"stage {s} where stage {d} is" for s, d in enumerate(order))),
         )

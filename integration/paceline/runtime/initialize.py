@@ -13,7 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..config import PacelineConfig, check_features, read_ds_config, warn_near_misses
+from ..config import PacelineConfig, Resolved, check_features, read_ds_config, warn_near_misses
+from ..config.section import HETERO
 from ..hf.check import require_supported
 from ..patches.deepspeed_initialize import engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
@@ -80,10 +81,14 @@ def initialize(
 
     repair_deepspeed()
     has_section = "pipeline" in ds_config.get("paceline", {})
+    boundaries: list[int] | None = None
     if isinstance(model, (str, Path, PretrainedConfig)) or (isinstance(model, PreTrainedModel) and has_section):
         model, ds_config = _pipeline(model, ds_config)
     elif isinstance(model, CausalLMPipeline):
-        ds_config = resolve_for(model, ds_config)
+        resolved = resolve_for(model, ds_config)
+        ds_config = resolved.ds_config
+        if resolved.partition_choice.method == HETERO and model.num_stages > 1 and model.profile is None:
+            boundaries = _measure(model, resolved)
     engine: type | None = None
     if isinstance(model, PipelineModule):
         check_features(ds_config)
@@ -106,6 +111,8 @@ def initialize(
             mesh_param=mesh_param,
         )
     assert engine is None or isinstance(results[0], engine), f"deepspeed.initialize built a {type(results[0]).__name__}"
+    if boundaries is not None:
+        results[0].repartition(boundaries)
     return results
 
 
@@ -129,6 +136,14 @@ def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
         if ds_config.get(name, {}).get("enabled"):
             return dtype
     return torch.float32
+
+
+def _measure(pipeline: CausalLMPipeline, resolved: Resolved) -> list[int]:
+    """Boundaries by the layers' times, for a pipeline that was built without knowing them."""
+    dtype = next(pipeline.parameters()).dtype
+    found, pipeline.profile = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
+    assert isinstance(found, list), "more than one stage"
+    return found
 
 
 def _pipeline(

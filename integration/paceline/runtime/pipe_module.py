@@ -18,6 +18,7 @@ from torch import nn
 
 from ..config.section import HETERO, check_method
 from ..measure.probe import device_speed
+from ..measure.profile import Profile
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 
 logger = logging.getLogger("paceline")
@@ -119,9 +120,7 @@ def _work_and_speeds(module: stock.PipelineModule, path: str | Path | None) -> t
     layers, stages = module._layer_specs, module.num_stages
     if path is None:
         return [_num_parameters(layer) for layer in layers], _stage_speeds(module)
-    from ..measure.profile import Profile
-
-    profile = Profile.load(path)
+    profile = _read_profile(path)
     if len(profile.items) != len(layers):
         raise ValueError(
             f"the profile {path} has {len(profile.items)} items and the pipeline {len(layers)} layers: give the "
@@ -130,6 +129,20 @@ def _work_and_speeds(module: stock.PipelineModule, path: str | Path | None) -> t
     work = [item.forward_s + item.backward_s for item in profile.items]
     devices = [device.speed for device in profile.devices]
     return work, devices if len(devices) == stages else _stage_speeds(module)
+
+
+def _read_profile(path: str | Path) -> Profile:
+    """As the first rank reads it: on all ranks the same, or the same error. Collective."""
+    told: list[Profile | str] = [""]
+    if dist.get_rank() == 0:
+        try:
+            told = [Profile.load(path)]
+        except ValueError as error:
+            told = [str(error)]
+    torch.distributed.broadcast_object_list(told, src=0, device=torch.device(get_accelerator().current_device_name()))
+    if isinstance(told[0], str):
+        raise ValueError(told[0])
+    return told[0]
 
 
 def _stage_speeds(module: stock.PipelineModule) -> list[float]:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def first_partition(
     )
 
 
-def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Resolved:
     """``ds_config`` completed for a pipeline that is built already.
 
     Raises:
@@ -163,4 +164,4 @@ def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> dic
         state_bytes=None,
         device_bytes=None,
     )
-    return {**resolved.ds_config, "paceline": dict(ds_config.get("paceline", {}))}
+    return replace(resolved, ds_config={**resolved.ds_config, "paceline": dict(ds_config.get("paceline", {}))})
