@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline.checkpoint import complete_checkpoints, damaged_checkpoints, latest_checkpoint
 from paceline.checkpoint.format import LATEST, MANIFEST
 from paceline.hf.arguments import AUTO, TrainArguments
+from paceline.measure.profile import FILE_NAME as PROFILE
 
 
 def check_nothing_is_lost(output: Path, args: TrainArguments) -> None:
@@ -59,7 +60,8 @@ def checkpoint_to_resume(output: Path, args: TrainArguments) -> Path | None:
 
 
 def remove_earlier_run(output: Path) -> None:
-    """Its checkpoints: a later resume is not to go on from another run. Only with --overwrite_output_dir."""
+    """Its checkpoints, which a later resume is not to go on from, and its profile. Only with --overwrite_output_dir."""
     for checkpoint in (*complete_checkpoints(output), *damaged_checkpoints(output)):
         shutil.rmtree(checkpoint, ignore_errors=True)
-    (output / LATEST).unlink(missing_ok=True)
+    for name in (LATEST, PROFILE):
+        (output / name).unlink(missing_ok=True)

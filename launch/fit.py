@@ -7,8 +7,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from paceline.launch.profile import DTYPES
+from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from paceline.config import Resolved
     from paceline.planning.memory import ItemMemory, StageMemory, States
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 FITS, FITS_NOT = 0, 3
 GIB = 2**30
+MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
 PARTS = ("weights", "gradients", "masters", "moments", "activations", "working", "transport")
 
 
@@ -31,7 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="of each device: one number, or one a stage (default: this machine's)",
     )
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample (default: as of profile)")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help=f"tokens of a sample (default: what fits, {MOST_TOKENS} at most)"
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=int, metavar="N", help="samples, where the JSON leaves it out (default 1)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="where the JSON has neither bf16 nor fp16 (default float32)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
 
 
@@ -45,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
     from paceline.hf.activations import count_items
     from paceline.hf.sources import config_at
-    from paceline.launch.profile import sequence_length
     from paceline.planning.memory import States
 
     if args.world_size < 1:
@@ -54,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     resolved = _resolve(args, config)
     checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
     states = States.from_config(resolved.ds_config, resolved.data_parallel)
-    length = sequence_length(args.seq_length, config)
+    length = tokens_of_sample(args.seq_length, config)
     items = count_items(
         config,
         dtype=torch.float32 if states.weight_bytes == 4 else torch.bfloat16,
@@ -80,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         "partition": list(boundaries),
         "fits": not short,
         "memory": stages,
-        "remedies": _remedies(resolved, states, checkpointing, len(items) - 2) if short else [],
+        "remedies": _remedies(args, resolved, states, checkpointing, len(items) - 2) if short else [],
     }
     print(json.dumps(shown, indent=2) if args.json else _text(shown))
     for row in short:
@@ -93,19 +102,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resolve(args: argparse.Namespace, config: Any) -> Resolved:
-    """The JSON for so many ranks; what the command line of a run would fill counts as left out."""
-    from paceline.config import open_autos, read_ds_config, resolve
+    """The JSON for so many ranks."""
+    from paceline.config import read_ds_config, resolve
     from paceline.hf.anatomy import anatomy_of
     from paceline.hf.weights import skeleton
     from paceline.runtime.plan import STATE_BYTES
 
-    ds_config = read_ds_config(args.deepspeed)
-    autos = [key for key in open_autos(ds_config) if key in ds_config]
+    ds_config = _filled(read_ds_config(args.deepspeed), args)
     model = skeleton(config)
     num_layers = anatomy_of(model).num_layers
     memory = args.device_memory_gib
     return resolve(
-        {key: value for key, value in ds_config.items() if key not in autos},
+        ds_config,
         world_size=args.world_size,
         num_layers=num_layers,
         num_items=num_layers + 2,
@@ -113,6 +121,54 @@ def _resolve(args: argparse.Namespace, config: Any) -> Resolved:
         device_bytes=_here(args.world_size) if memory is None else int(min(memory) * GIB),
         cpu=False,
     )
+
+
+def _filled(ds_config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """With what this command line says; what else a run's would fill counts as left out, and a line tells so.
+
+    Raises:
+        ValueError: the JSON says it too, and otherwise.
+    """
+    from paceline.config import open_autos
+
+    bf16 = "bfloat16" if "bfloat16" in ds_config else "bf16"
+    asked = {}
+    if args.micro_batch_size is not None:
+        if args.micro_batch_size < 1:
+            raise ValueError(f"--micro-batch-size is {args.micro_batch_size}: give a whole number from 1 upwards.")
+        asked[MICRO_BATCH_SIZE] = (args.micro_batch_size, f"--micro-batch-size {args.micro_batch_size}")
+    if args.dtype is not None:
+        for key, dtype in ((f"{bf16}.enabled", "bfloat16"), ("fp16.enabled", "float16")):
+            asked[key] = (args.dtype == dtype, f"--dtype {args.dtype}")
+    paths = {MICRO_BATCH_SIZE, f"{bf16}.enabled", "fp16.enabled"}
+    autos = [path for path in open_autos(ds_config) if path in ds_config or path in paths]
+    filled = {key: value for key, value in ds_config.items() if key not in autos}
+    for path in autos:
+        key, _, inner = path.partition(".")
+        if inner:
+            filled[key] = {name: value for name, value in filled[key].items() if name != inner}
+    for path, (value, flag) in asked.items():
+        _fill(filled, path, value, flag)
+    left = [path for path in autos if path not in asked]
+    if left:
+        print(f"paceline: {', '.join(left)}: taken as left out; the command line decides.", file=sys.stderr)
+    return filled
+
+
+def _fill(config: dict[str, Any], path: str, value: Any, flag: str) -> None:
+    from paceline.config.section import show, value_at
+
+    written = value_at(config, path)
+    if written not in (None, value):
+        raise ValueError(
+            f"{path} is {show(written)} in the JSON and {flag} makes it {show(value)}; drop one of them, or write "
+            '"auto" in the JSON.'
+        )
+    key, _, inner = path.partition(".")
+    if inner and value and isinstance(config.get(key, {}), dict):
+        config[key] = {**config.get(key, {}), inner: value}
+    elif not inner:
+        config[key] = value
 
 
 def _here(world_size: int) -> int:
@@ -171,9 +227,15 @@ def _boundaries(
     seconds = [(item.num_parameters / 3, item.num_parameters / 1.5) for item in items]
     speeds = [1.0] * resolved.stages
     path = resolved.partition_choice.profile
+    if path is None and resolved.stages > 1:
+        print(
+            "paceline: layers count by their parameters until they are measured; `paceline profile` measures them, for "
+            '"paceline.pipeline.partition.profile".',
+            file=sys.stderr,
+        )
     if path is not None:
         profile = Profile.load(path)
-        profile.check_model(fingerprint(config))
+        profile.check_model(fingerprint(config), path)
         seconds = [(item.forward_s, item.backward_s) for item in profile.items]
         if len(profile.devices) == resolved.stages:
             speeds = [device.speed for device in profile.devices]
@@ -212,8 +274,12 @@ def _stages(
     return rows
 
 
-def _remedies(resolved: Resolved, states: States, checkpointing: bool, num_layers: int) -> list[str]:
+def _remedies(
+    args: argparse.Namespace, resolved: Resolved, states: States, checkpointing: bool, num_layers: int
+) -> list[str]:
     found = []
+    if args.device_memory_gib is None and resolved.partition_choice.memory_bytes is not None:
+        found.append('a higher "paceline.pipeline.partition.memory_gib", which is the limit')
     if resolved.stages < num_layers:
         found.append('more stages ("paceline.pipeline.stages")')
     if resolved.data_parallel > 1 and not states.shard:

@@ -31,6 +31,7 @@ from paceline.hf.weights import skeleton
 from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume, remove_earlier_run
 from paceline.measure.flops import flops_per_token
 from paceline.measure.memory import peak_bytes
+from paceline.measure.profile import FILE_NAME as PROFILE
 from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, table
 from paceline.report.progress import Progress
 from paceline.runtime.control import ControlPlane, is_shared
@@ -43,9 +44,6 @@ from paceline.runtime.staging import ranks_sharing
 from paceline.runtime.watch import WATCH
 
 logger = logging.getLogger("paceline")
-
-PROFILE = "profile.json"
-"""In the output folder: what was measured for the partition, for further runs."""
 
 TOKENIZER_TEXTS = 2_000
 """Rows that a tokenizer is trained on when a model from scratch brings none."""

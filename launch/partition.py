@@ -216,6 +216,11 @@ def _given(values: Any, search: bool) -> _Given:
     from paceline.planning import Device
     from paceline.planning.blocks import check
 
+    if isinstance(values, dict) and {"format", "items"} <= values.keys():
+        raise ValueError(
+            "it is a profile, which belongs in a JSON for `paceline fit` (paceline.pipeline.partition.profile); costs "
+            'are such as {"blocks": [{"work": 1}, {"work": 2}], "devices": [{"speed": 1}, {"speed": 2}]}.'
+        )
     known = _object("the file", values, ("blocks", "devices", "links"))
     blocks, forward = [], []
     for index, value in enumerate(_list("blocks", known.get("blocks"))):

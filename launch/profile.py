@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
 
+if TYPE_CHECKING:
     from paceline.measure.profile import Profile
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_TOKENS = 1024
-"""Of a sample, where nothing is said: as in training."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """The command; its exit status.
 
     Raises:
-        ValueError: no such model, or one that cannot be cut; sizes that cannot be.
+        ValueError: no such model, or one that cannot be cut; sizes that cannot be; a file that cannot be written.
     """
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -41,31 +40,22 @@ def run(args: argparse.Namespace) -> int:
     from paceline.hf.sources import config_at
     from paceline.measure.profile import Profile, device_profile, versions
 
+    if not Path(args.output).parent.is_dir():  # told before there is anything to lose
+        raise ValueError(f"--output {args.output}: its directory does not exist; make it, or give another path.")
     config = config_at(args.model)
     device = torch.device(get_accelerator().device_name(0))
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     shape: dict[str, Any] = {
         "micro_batch_size": args.micro_batch_size,
-        "sequence_length": sequence_length(args.seq_length, config),
+        "sequence_length": tokens_of_sample(args.seq_length, config),
         "gradient_checkpointing": args.gradient_checkpointing,
     }
     here = device_profile(device)
     items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
     profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
-    try:
-        profile.save(args.output)
-    except OSError as error:
-        raise ValueError(f"--output {args.output}: {error.strerror}; give a path that can be written.") from None
+    profile.save(args.output)
     print(json.dumps(facts(profile, args.output), indent=2) if args.json else text(profile, args.output))
     return 0
-
-
-def sequence_length(asked: int | None, config: PretrainedConfig) -> int:
-    """Tokens of a sample: as asked for, or what the model has positions for, up to :data:`MOST_TOKENS`."""
-    if asked is not None:
-        return asked
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(MOST_TOKENS, positions or MOST_TOKENS)
 
 
 def facts(profile: Profile, path: str) -> dict[str, Any]:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from paceline.hf.blocks import DEFAULT_BLOCK_SIZE
 from paceline.hf.profile import fingerprint
 from paceline.launch.cli import main
 from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+from paceline.measure.tokens import MOST_TOKENS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -109,8 +111,61 @@ def test_what_each_remedy_saves(fit: Any) -> None:
 
 def test_auto_is_taken_as_left_out(fit: Any) -> None:
     config = ds(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto")
-    shown, _ = fit(config, "--world-size", "3", "--device-memory-gib", "1", "--json")
+    shown, err = fit(config, "--world-size", "3", "--device-memory-gib", "1", "--json")
     assert (shown["micro_batch_size"], shown["micro_batches"]) == (1, 12)
+    keys = "train_micro_batch_size_per_gpu, gradient_accumulation_steps, gradient_clipping"
+    assert err == f"paceline: {keys}: taken as left out; the command line decides.\n"
+
+
+OPEN = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("left_open", "told"), [({}, []), (OPEN, ["train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"])]
+)
+def test_the_command_line_says_what_the_json_leaves_open(fit: Any, left_open: dict[str, Any], told: list[str]) -> None:
+    config = ds()
+    del config["train_micro_batch_size_per_gpu"]
+    argv = ["--world-size", "3", "--device-memory-gib", "1", "--json"]
+    for dtype, num_bytes in (("float32", 4), ("bfloat16", 2), ("float16", 2)):
+        shown, err = fit({**config, **left_open}, *argv, "--micro-batch-size", "4", "--dtype", dtype)
+        assert (shown["micro_batch_size"], shown["weight_bytes"], err) == (4, num_bytes, "")
+    shown, err = fit({**config, **left_open}, *argv)
+    assert (shown["micro_batch_size"], shown["weight_bytes"]) == (1, 4)
+    assert err == (f"paceline: {', '.join(told)}: taken as left out; the command line decides.\n" if told else "")
+
+
+def test_as_many_tokens_as_a_run_takes(fit: Any, model: str) -> None:
+    LlamaConfig(**{**SIZES, "max_position_embeddings": 4096}).save_pretrained(model)
+    shown, _ = fit(ds(), "--world-size", "3", "--device-memory-gib", "1", "--json")
+    assert shown["sequence_length"] == MOST_TOKENS == DEFAULT_BLOCK_SIZE
+
+
+def test_a_limit_of_the_json_can_be_raised(fit: Any) -> None:
+    config = ds(3, {"partition": {"method": "parameters", "memory_gib": 0.001}})
+    shown, _ = fit(config, "--world-size", "3", "--json", status=3)
+    assert shown["remedies"][0] == 'a higher "paceline.pipeline.partition.memory_gib", which is the limit'
+    shown, _ = fit(config, "--world-size", "3", "--json", "--device-memory-gib", "0.001", status=3)
+    assert not any("memory_gib" in remedy for remedy in shown["remedies"])
+
+
+def test_layers_count_by_their_parameters_without_a_profile(fit: Any) -> None:
+    argv = ["--world-size", "3", "--device-memory-gib", "1", "--json"]
+    _, err = fit(ds(3, {"partition": "hetero"}), *argv)
+    assert err.startswith("paceline: layers count by their parameters until they are measured; ")
+    assert err.count("\n") == 1
+
+
+def test_a_profile_of_another_model(fit: Any, tmp_path: Path) -> None:
+    items = [ItemProfile("x", "X", 0.1, 0.2, 1, 1, 1)] * 8
+    other = fingerprint(LlamaConfig(**{**SIZES, "vocab_size": 400}))
+    path = tmp_path / "p.json"
+    Profile(other, "float32", 1, 8, False, tuple(items), (DeviceProfile("d", 1.0, 1, 1),)).save(path)
+    config = ds(3, {"partition": {"method": "hetero", "profile": str(path)}})
+    _, err = fit(config, "--world-size", "3", "--device-memory-gib", "1", status=2)
+    assert err.startswith(
+        f"paceline: profile {path} is of another model: its vocab_size is 400 and this model's is 500; "
+    )
 
 
 def test_this_machines_memory_unless_said_otherwise(fit: Any) -> None:
@@ -136,6 +191,27 @@ def test_a_partition_by_a_profile(fit: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "dtype", "message"),
+    [
+        ({"bf16": {"enabled": True}}, "float32", "bf16.enabled is true in the JSON and --dtype float32 makes it false"),
+        (
+            {"bf16": {"enabled": False}},
+            "bfloat16",
+            "bf16.enabled is false in the JSON and --dtype bfloat16 makes it true",
+        ),
+        (
+            {"bfloat16": {"enabled": True}},
+            "float16",
+            "bfloat16.enabled is true in the JSON and --dtype float16 makes it",
+        ),
+    ],
+)
+def test_a_dtype_that_the_json_contradicts(fit: Any, precision: dict[str, Any], dtype: str, message: str) -> None:
+    _, err = fit(ds(**precision), "--world-size", "3", "--device-memory-gib", "1", "--dtype", dtype, status=2)
+    assert err.startswith(f"paceline: {message}")
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--world-size", "0"], "--world-size is 0: give the number of ranks, from 1 upwards."),
@@ -145,6 +221,12 @@ def test_a_partition_by_a_profile(fit: Any, tmp_path: Path) -> None:
             ["--world-size", "3", "--device-memory-gib", "1", "2"],
             "--device-memory-gib has 2 numbers for 3 stages: give one, or one a stage.",
         ),
+        (
+            ["--world-size", "3", "--micro-batch-size", "4"],
+            "train_micro_batch_size_per_gpu is 2 in the JSON and --micro-batch-size 4 makes it 4; drop one of them, or "
+            'write "auto" in the JSON.',
+        ),
+        (["--world-size", "3", "--micro-batch-size", "0"], "--micro-batch-size is 0: give a whole number from 1"),
         (["--world-size", "3", "--seq-length", "129"], "sequence_length is 129 and the model has 128 positions"),
     ],
 )

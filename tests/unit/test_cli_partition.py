@@ -134,6 +134,7 @@ def changed(**values):
 @pytest.mark.parametrize(
     ("values", "argv", "message"),
     [
+        ({"format": 1, "items": [], "devices": []}, (), "it is a profile, which belongs in a JSON for `paceline fit`"),
         (changed(devices=[{"speed": 1, "memory_bytes": 55}] * 4), (), "no split fits in memory: stage 3 on device 3"),
         ("", (), "line 1, column 1: Expecting value."),
         ('{"blocks": [],}', (), "line 1, column "),

@@ -65,7 +65,11 @@ def test_as_text(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         (["--seq-length", "65"], "sequence_length is 65 and the model has 64 positions: give at most 64."),
         (["--micro-batch-size", "0"], "micro_batch_size is 0: give a whole number from 1 upwards."),
-        (["--output", "/proc/none/p.json"], "--output /proc/none/p.json: "),
+        (
+            ["--output", "/proc/none/p.json"],
+            "--output /proc/none/p.json: its directory does not exist; make it, or give another path.",
+        ),
+        (["--output", "/proc/p.json"], "profile /proc/p.json cannot be written: "),
     ],
 )
 def test_what_cannot_be(argv: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:

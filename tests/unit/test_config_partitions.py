@@ -55,8 +55,14 @@ def test_weights_keep_their_order():
          "unterminated subpattern at position 0); leave the key out to have it chosen."),
         ({"method": {"": 1}}, '.method is {"": 1}: the key "" must be a regular expression over class names; leave '
          "the key out to have it chosen."),
-        (WEIGHTS, '.LlamaDecoderLayer is not a key of this version of paceline. Valid keys of '
+        (WEIGHTS, '.LlamaDecoderLayer is not a key of this version of paceline; if these are weights of layer classes, '
+         'write {"method": {"LlamaDecoderLayer": 1, "Head": 3, "Embedding": 0.5}}. Valid keys of '
          'paceline.pipeline.partition: "memory_gib", "method", "profile", "repartition_every".'),
+        ({"memory_gb": 3}, '.memory_gb is not a key of this version of paceline; did you mean "memory_gib"? Valid keys '
+         'of paceline.pipeline.partition: "memory_gib", "method", "profile", "repartition_every".'),
+        ("heterogenous", '.method is "heterogenous": it must be "parameters", "uniform", "hetero", "type:<regex>", '
+         'weights {"<regex>": weight} or a list of boundaries (did you mean "hetero"?); leave the key out to have it '
+         "chosen."),
         ({"method": "hetero", "repartition_every": -1}, ".repartition_every is -1: it must be greater than or equal "
          "to 0; leave the key out to have it chosen."),
         ({"method": "hetero", "repartition_every": 1.5}, ".repartition_every is 1.5: it must be a valid integer; "

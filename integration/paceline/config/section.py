@@ -77,7 +77,9 @@ def check_method(value: Any) -> Method:
     elif isinstance(value, Mapping):
         return _check_weights(value)
     names = ", ".join(f'"{name}"' for name in METHODS)
-    raise ValueError(f'it must be {names}, "type:<regex>", weights {{"<regex>": weight}} or a list of boundaries')
+    near = difflib.get_close_matches(value, METHODS, n=1) if isinstance(value, str) else ()
+    hint = f' (did you mean "{near[0]}"?)' if near else ""
+    raise ValueError(f'it must be {names}, "type:<regex>", weights {{"<regex>": weight}} or a list of boundaries{hint}')
 
 
 def _check_weights(weights: Mapping[Any, Any]) -> dict[str, float]:
@@ -308,7 +310,7 @@ class PacelineConfig(_Section):
 def _refuse_unknown(section: Mapping[str, Any], model: type[BaseModel], path: str) -> None:
     for key, value in section.items():
         if key not in model.model_fields:
-            raise ValueError(_unknown(key, model, path))
+            raise ValueError(_unknown(key, model, path, section))
         if value == "auto":
             raise ValueError(
                 f'{path}.{key} is "auto": the {SECTION} section has no "auto"; leave the key out to have it chosen.'
@@ -318,13 +320,16 @@ def _refuse_unknown(section: Mapping[str, Any], model: type[BaseModel], path: st
             _refuse_unknown(value, inner, f"{path}.{key}")
 
 
-def _unknown(key: str, model: type[BaseModel], path: str) -> str:
+def _unknown(key: str, model: type[BaseModel], path: str, section: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(key, model.model_fields, n=1)
     if not near:
         # A right key in the wrong place: "stages" beside "pipeline" instead of in it.
         elsewhere = {p.rpartition(".")[2]: p for p in _paths(PacelineConfig, SECTION)}
         near = [elsewhere[k] for k in difflib.get_close_matches(key, elsewhere, n=1)]
     hint = f'; did you mean "{near[0]}"?' if near else "."
+    if not near and model is PartitionConfig and isinstance(section[key], (int, float)):
+        weights = {name: value for name, value in section.items() if name not in model.model_fields}
+        hint = f'; if these are weights of layer classes, write {{"method": {show(weights)}}}.'
     valid = ", ".join(f'"{k}"' for k in sorted(model.model_fields))
     return f"{path}.{key} is not a key of this version of paceline{hint} Valid keys of {path}: {valid}."
 

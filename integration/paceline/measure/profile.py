@@ -10,6 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from math import inf, isfinite
@@ -22,6 +23,9 @@ from .memory import room_bytes
 
 FORMAT = 1
 """Of the file. Another one is refused."""
+
+FILE_NAME = "profile.json"
+"""In a run's output directory: what was measured for its partition, for further runs."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +136,25 @@ class Profile:
             raise ValueError("items has no layer that takes any time: nothing can be balanced by it; measure anew.")
 
     def save(self, path: str | Path) -> None:
-        """Write the file, complete or not at all."""
+        """Write the file, complete or not at all.
+
+        Raises:
+            ValueError: it cannot be written; one line with the file, why and the remedy.
+        """
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.draft")
         links = [rate if isfinite(rate) else None for rate in self.links]
         text = json.dumps({"format": FORMAT, **asdict(self), "links": links}, indent=1)
-        draft.write_text(text + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        try:
+            draft.write_text(text + "\n", encoding="utf-8")
+            os.replace(draft, path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            raise ValueError(
+                f"profile {path} cannot be written: {error.strerror}; give a path in a directory that exists, with "
+                "room and the right to write."
+            ) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -170,12 +185,13 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"profile {path}: {error}") from None
 
-    def check_model(self, model: Mapping[str, Any]) -> None:
-        """Raises ValueError unless the profile is of the model with this fingerprint."""
+    def check_model(self, model: Mapping[str, Any], path: str | Path | None = None) -> None:
+        """Raises ValueError, with the ``path`` of its file, unless it is of the model with this fingerprint."""
+        subject = "the profile" if path is None else f"profile {path}"
         for name in sorted({*model, *self.model}):
             if model.get(name) != self.model.get(name):
                 raise ValueError(
-                    f"the profile is of another model: its {name} is {self.model.get(name)!r} and this model's is "
+                    f"{subject} is of another model: its {name} is {self.model.get(name)!r} and this model's is "
                     f"{model.get(name)!r}; make one of this model with `paceline profile`."
                 )
 
@@ -187,13 +203,17 @@ class Profile:
         micro_batch_size: int,
         sequence_length: int,
         gradient_checkpointing: bool = False,
+        path: str | Path | None = None,
     ) -> list[str]:
         """Is the profile good for this use? Returns warnings: what differs without making it useless, a line each.
+
+        Args:
+            path: of its file, for the error.
 
         Raises:
             ValueError: it is of another model.
         """
-        self.check_model(model)
+        self.check_model(model, path)
         asked = {
             "dtype": dtype,
             "micro_batch_size": micro_batch_size,

@@ -64,7 +64,8 @@ class DoesNotFit(ValueError):
         super().__init__(
             f"no split fits in memory: stage {stage} on device {device} needs {_bytes(need_bytes)} at least ({why}) "
             f"and its limit is {_bytes(limit_bytes)}; take more devices, devices with more memory, or blocks that need "
-            "less (ZeRO, activation checkpointing, smaller micro-batches)."
+            "less (ZeRO, activation checkpointing, smaller micro-batches), or raise "
+            "paceline.pipeline.partition.memory_gib where it is set."
         )
 
 
@@ -168,4 +169,8 @@ def _check_range(
 
 
 def _bytes(value: float) -> str:
-    return f"{value:.0f} bytes" if value < 2**30 else f"{value:.0f} bytes ({value / 2**30:.2f} GiB)"
+    exact = f"{value:.0f} bytes"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{exact} ({value / size:.2f} {unit})"
+    return exact

@@ -49,6 +49,8 @@ LEAST_GAIN = 0.025
 REFUSED_PERIODS = 10
 """Looks until a partition that could not be is thought of again: memory may be free by then."""
 
+KEPT_DECISIONS = 1024
+
 MUCH = 1 << 20
 """A rank that sent so many bytes tells how fast layers can be sent."""
 
@@ -69,7 +71,7 @@ class Controller:
     knowledge: Knowledge = field(init=False)
     current: Candidate = field(init=False)
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    """On the first rank, every decision since somebody took them out."""
+    """On the first rank, the decisions since somebody took them out; the last :data:`KEPT_DECISIONS`."""
     _steps: int = 0
     _last_look: dict[str, int] = field(default_factory=dict)
     _switch_s: float = SWITCH_S
@@ -309,10 +311,14 @@ class Controller:
         self.current = candidate
         self.engine.run_candidate(candidate)
 
+    def _note(self, decision: dict[str, Any]) -> None:
+        self.decisions.append(decision)
+        del self.decisions[:-KEPT_DECISIONS]
+
     def _tell(self, choice: Choice) -> None:
         decision = choice.decision
         seconds = {prediction.candidate.name: prediction.step_s for prediction in choice.predictions}
-        self.decisions.append(
+        self._note(
             {
                 "what": "schedule",
                 "step": self.engine.global_steps,
@@ -356,7 +362,7 @@ class Controller:
     def _tell_of_move(self, move: _Move) -> None:
         decision = move.decision
         has_moved = tuple(self.engine.module.parts) == move.parts
-        self.decisions.append(
+        self._note(
             {
                 "what": "partition",
                 "step": self.engine.global_steps,
@@ -376,7 +382,7 @@ class Controller:
         level = logging.INFO if decision.switch else logging.DEBUG
         logger.log(
             level,
-            "step %d: %s -> %s with %s: %s (predicted %.4g s -> %.4g s, measured %.4g s)",
+            "step %d: %s -> %s (%s): %s (predicted %.4g s -> %.4g s, measured %.4g s)",
             *(self.engine.global_steps, list(move.before), list(move.parts), move.candidate.name, decision.why),
             *(decision.now_s, decision.best_s, self.knowledge.measured_s),
         )

@@ -144,7 +144,9 @@ def hetero_boundaries(
 def _load(path: str | Path, config: PretrainedConfig, shape: Shape, *, tell: bool) -> Profile:
     given = Profile.load(path)
     _, *sizes = shape._asdict().items()
-    for line in given.check_fits(fingerprint(config), str(shape.dtype).removeprefix("torch."), **dict(sizes)):
+    for line in given.check_fits(
+        fingerprint(config), str(shape.dtype).removeprefix("torch."), path=path, **dict(sizes)
+    ):
         if tell:
             logger.warning("%s: %s", path, line)
     return given

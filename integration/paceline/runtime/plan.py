@@ -20,6 +20,7 @@ from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
 from ..measure.profile import Profile
+from ..measure.tokens import tokens_of_sample
 from ..planning.memory import States
 from .control import ControlPlane
 from .hetero import Shape, hetero_boundaries
@@ -30,10 +31,6 @@ logger = logging.getLogger("paceline")
 
 STATE_BYTES = 16
 """Per parameter under Adam: weight, gradient and two moments in fp32, or their mixed-precision equivalents."""
-
-
-TOKENS = 512
-"""Of a sample whose length is not known when its layers are measured."""
 
 
 def plan_for(
@@ -106,7 +103,7 @@ def first_partition(
     Args:
         dtype: of the weights.
         sequence_length: tokens of a sample; ``None``: unknown, as many as the model has positions for, at most
-            :data:`TOKENS`.
+            :data:`~paceline.measure.tokens.MOST_TOKENS`.
         gradient_checkpointing: the layers' activations are computed again in the backward pass.
 
     Returns:
@@ -120,12 +117,11 @@ def first_partition(
         return resolved.partition, None
     if resolved.stages == 1:
         return "uniform", None  # there is nothing to measure for
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     interval = value_at(resolved.ds_config, "pipeline.activation_checkpoint_interval")
     shape = Shape(
         dtype,
         resolved.micro_batch_size,
-        sequence_length or min(TOKENS, positions or TOKENS),
+        tokens_of_sample(sequence_length, hf_config),
         gradient_checkpointing or bool(interval),
     )
     return hetero_boundaries(

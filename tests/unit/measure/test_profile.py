@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from math import inf
@@ -27,7 +28,7 @@ PROFILE = Profile(MODEL, "float32", 2, 128, False, ITEMS, DEVICES, (1e9, inf), {
 
 @pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, devices=DEVICES[:1], links=(), versions={})])
 def test_a_file_gives_back_what_was_saved(profile: Profile, tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "profile.json"
+    path = tmp_path / "profile.json"
     profile.save(path)
     assert Profile.load(path) == profile
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]  # no draft is left
@@ -87,6 +88,27 @@ def test_what_is_no_profile_is_refused(change: Any, message: str, tmp_path: Path
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [("none/p.json", "No such file or directory"), ("folder", "Is a directory"), ("full", "No space left")],
+)
+def test_what_cannot_be_written(at: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    if at == "full":
+        write = Path.write_text
+
+        def half(path: Path, text: str, encoding: str) -> None:
+            write(path, text[:9])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(
+        ValueError, match=f"^profile .*{at} cannot be written: {why}.*; give a path in a directory that"
+    ):
+        PROFILE.save(tmp_path / at)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_layers_take_time() -> None:
     idle = [replace(item, forward_s=0.0, backward_s=0.0) for item in ITEMS[1:3]]
     with pytest.raises(ValueError, match="items has no layer that takes any time"):
@@ -126,6 +148,8 @@ def test_a_profile_fits_what_it_was_made_of() -> None:
         PROFILE.check_fits({**MODEL, "hidden_size": 32}, "float32", **use)
     with pytest.raises(ValueError, match="its head_dim is None and this model's is 8"):
         PROFILE.check_fits({**MODEL, "head_dim": 8}, "float32", **use)
+    with pytest.raises(ValueError, match=r"^profile own/p\.json is of another model: its head_dim"):
+        PROFILE.check_fits({**MODEL, "head_dim": 8}, "float32", path="own/p.json", **use)
 
 
 def test_work_scales_with_tokens() -> None:

@@ -168,9 +168,24 @@ def test_what_does_not_fit_is_named(memory, limits, live, stage, need, limit, wh
     )
 
 
-def test_large_sizes_are_shown_in_gib_too():
-    with pytest.raises(DoesNotFit, match=re.escape("needs 3221225472 bytes (3.00 GiB) at least (block 0 alone)")):
-        partition([Block(1.0, 0, 3 * 2**30)] * 2, [Device(1.0, 2**31)] * 2)
+@pytest.mark.parametrize(
+    ("need", "shown"),
+    [
+        (3 * 2**30, "3221225472 bytes (3.00 GiB)"),
+        (2**30 - 1, "1073741823 bytes (1024.00 MiB)"),
+        (9_741_271, "9741271 bytes (9.29 MiB)"),
+        (1536, "1536 bytes (1.50 KiB)"),
+        (1023, "1023 bytes"),
+    ],
+)
+def test_sizes_are_shown_in_units_for_people_too(need, shown):
+    with pytest.raises(DoesNotFit, match=re.escape(f"needs {shown} at least (block 0 alone) and its limit is 2 bytes")):
+        partition([Block(1.0, 0, need)] * 2, [Device(1.0, 2)] * 2)
+
+
+def test_the_limit_may_be_one_that_was_set():
+    with pytest.raises(DoesNotFit, match=r"memory_gib where it is set\.$"):
+        partition([Block(1.0, 0, 3)], [Device(1.0, 2)])
 
 
 def test_memory_that_is_filled_to_the_last_byte_fits():
