@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     path = write_profile(tmp_path / "p.json", (1.0, 1.0), model={"model_type": "gpt2"})
-    with pytest.raises(RankError, match="the profile is of another model: its head_dim is None"):
+    with pytest.raises(RankError, match=r"profile .*p\.json is of another model: its head_dim is None"):
         run_ranks(boundaries, 2, 2, path)
 
 

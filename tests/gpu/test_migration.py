@@ -50,9 +50,7 @@ def run(zero: int, precision: str, moves: dict[int, list[int]]) -> dict[str, Any
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize(("zero", "ranks"), [(0, 2), (1, 4)])
 def test_moved_layers_train_on_as_without(zero: int, ranks: int, precision: str) -> None:
-    stayed, moved = (
-        run_ranks(run, ranks, zero, precision, moves, timeout=280, env=ONE_GPU) for moves in ({}, MOVES)
-    )
+    stayed, moved = (run_ranks(run, ranks, zero, precision, moves, timeout=280, env=ONE_GPU) for moves in ({}, MOVES))
     for found, wanted in zip(moved, stayed, strict=True):
         assert (found["devices"], found["migrations"]) == ({"cuda"}, len(MOVES))
         # Kernels may add up in another order from run to run.

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..checkpoint.format import MODEL
 from ..hf import hub_files
 from ..hf.stage import SIDE_INPUTS
+from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
 from .lifetime import current
 from .micro_batches import MicroBatch, MicroBatchShape, read_micro_batch, recut
@@ -86,6 +87,9 @@ class CausalLMEngine(PacelineEngine):
         super().__init__(*args, **kwargs)
         if self._config.pipeline["activation_checkpoint_interval"] > 0:
             self.module.enable_gradient_checkpointing()
+
+    def _make_layers(self) -> CausalLMLayers:
+        return CausalLMLayers(self.module)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

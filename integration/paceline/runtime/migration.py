@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.section import HETERO
 from ..config.stages import resolve_method
 from ..measure.memory import room_bytes
 from ..optim.sharded import Owned, ShardedOptimizer
 from .checkpointing import NOT_RESTORED
 from .exchange import VALUE, Held, Move, Wanted, carry_out, plan_moves, sent_bytes
-from .layers import Layers, TensorNote, layers_of, tensors_of_layer
-from .module import CausalLMPipeline, partition_items
-from .pipe_module import boundaries_for
+from .layers import Layers, TensorNote, tensors_of_layer
+from .plain_layers import PlainLayers
 from .staging import ranks_sharing
 from .state import MASTER, link_full_access, parts_of, unlink_full_access
 from .watch import EVERYONE, WATCH
@@ -42,7 +40,7 @@ class Migrating:
     """Moves layers between stages. Mixed into the engine; all ranks call its methods together."""
 
     def _start_migrating(self: Any) -> None:
-        self.layers: Layers = layers_of(self.module)
+        self.layers: Layers = self._make_layers()
         self.migrations: deque[dict[str, Any]] = deque(maxlen=MIGRATIONS)
         """What the last migrations were and cost: ``step``, ``from``, ``to``, ``bytes``, ``seconds``, ``rebuild_s``."""
 
@@ -51,11 +49,12 @@ class Migrating:
         method = resolve_method(self._config._param_dict)[0]
         if method is None or self.num_stages == 1 or not isinstance(self.optimizer, ShardedOptimizer):
             return
-        if isinstance(self.module, CausalLMPipeline):
-            if method != HETERO:  # that was measured before the module was built
-                self.repartition(partition_items(self.module.items, self.num_stages, method))
-        else:
-            self.repartition(boundaries_for(self.module, method, self.partition_choice.profile))
+        boundaries = self.layers.boundaries(method, self.partition_choice.profile)
+        if boundaries is not None:
+            self.repartition(boundaries)
+
+    def _make_layers(self: Any) -> Layers:
+        return PlainLayers(self.module)
 
     def repartition(self: Any, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
         """Have each stage hold the items that ``parts`` says, from the next step on. Call it between steps.

@@ -1,0 +1,105 @@
+"""The decoder layers of a Hugging Face model that can move between the stages of its pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from ..config.section import HETERO
+from ..hf.kinds import layer_kinds
+from ..hf.quiet import quiet
+from ..hf.stage import take_out
+from ..hf.weights import skeleton
+from .layers import Layers, TensorNote, empty_tensors
+from .module import CausalLMPipeline, cut_of, partition_items
+
+
+class CausalLMLayers(Layers):
+    """Of a Hugging Face model: decoder layers move; the embedding and the head stay on the first and last stage."""
+
+    module: CausalLMPipeline
+
+    @property
+    def num_items(self) -> int:
+        return len(self.module.items)
+
+    def check(self, parts: Sequence[int]) -> list[int]:
+        return partition_items(self.module.items, self.module.num_stages, list(parts))
+
+    def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
+        if method == HETERO:
+            return None  # what it measures is measured before there is an engine
+        return partition_items(self.module.items, self.module.num_stages, method)
+
+    def get(self, item: int) -> nn.Module | None:
+        if not 0 < item < self.num_items - 1:
+            return None
+        return self.module.anatomy.layers_of(self.module.stage.model)[item - 1]
+
+    def kind(self, item: int) -> tuple[str, str]:
+        name = self.module.items[item].kind
+        if not 0 < item < self.num_items - 1:
+            return name, name
+        return layer_kinds(self._pattern(), self.module.anatomy)[item - 1], name
+
+    def num_parameters(self, item: int) -> int:
+        return self.module.items[item].num_parameters
+
+    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        found = {item: layer for item in self.here if (layer := self.get(item)) is not None}
+        cut = self.module.stage.cut
+        return found, 0 if cut.first else None, self.num_items - 1 if cut.last else None
+
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(range(2, self.num_items - 1))  # a decoder layer on every stage
+
+    def prefix(self, item: int) -> str:
+        anatomy = self.module.anatomy
+        return f"{anatomy.trunk}.{anatomy.layers}.{item - 1}."
+
+    def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
+        module, model = self.module, self.module.stage.model
+        anatomy = module.anatomy
+        pattern = self._pattern()
+        config = model.config
+        shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
+        layer = copy.deepcopy(anatomy.layers_of(pattern)[item - 1], shared)
+        layer.train(module.training)
+        empty_tensors(layer, item, notes, next(module.parameters()).device)
+        return layer
+
+    def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
+        """They are copies, and nobody else has them."""
+
+    def _pattern(self) -> Any:
+        """The whole model without memory, of which layers are copied; with the hooks that the stage's own has."""
+        module = self.module
+        if not module.pattern:
+            with quiet():
+                module.pattern.append(skeleton(module.stage.model.config))
+        (pattern,) = module.pattern
+        trunks = [module.anatomy.trunk_of(model) for model in (module.stage.model, pattern)]
+        if getattr(trunks[0], "_output_capturing_hooks_installed", False):
+            maybe_install_capturing_hooks(trunks[1])
+        return pattern
+
+    def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
+        module, before = self.module, self.here
+        stage, anatomy = module.stage, module.anatomy
+        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in stage.model.modules())
+        module.parts = list(parts)
+        module._set_bounds(self.here.start, self.here.stop)
+        layers = anatomy.layers_of(stage.model)
+        for item in before:
+            if item not in self.here:
+                layers[item - 1] = take_out(layers[item - 1], anatomy)
+        for item, layer in arrived.items():
+            assert layer is not None
+            layers[item - 1] = layer
+        stage.cut = cut_of(module.parts, module.stage_id)
+        if recomputes:
+            module.enable_gradient_checkpointing()
