@@ -61,7 +61,7 @@ class Migrating:
 
         No number of the training changes: every bit of every weight is what it would have been. Only sums are taken in
         another order: that of the norm, with clipping, and those of gradients over three or more replicas. Of what is
-        random (dropout), each rank goes on with its own generator.
+        random (dropout), each rank goes on with its own generator; hooks that somebody put on a layer stay behind.
 
         Args:
             parts: boundaries over the items, one more than there are stages: ``[0, …, number of items]``. Items are
@@ -269,8 +269,11 @@ class Migrating:
         held: list[Held] = []
         own: list[Tensor] = []
 
-        def add(name: str, kind: str, tensor: Tensor, start: int, stop: int, *is_whole: bool) -> None:
-            held.append(Held(name + self._slice, kind, start, stop, tuple(tensor.shape), tensor.dtype, *is_whole))
+        def add(
+            name: str, kind: str, tensor: Tensor, start: int, stop: int, is_whole: bool, is_number: bool = False
+        ) -> None:
+            shape = tuple(tensor.shape)
+            held.append(Held(name + self._slice, kind, start, stop, shape, tensor.dtype, is_whole, is_number))
             own.append(tensor)
 
         for item in self.layers.here:

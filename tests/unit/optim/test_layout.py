@@ -57,3 +57,33 @@ def test_buckets_follow_the_backward() -> None:
     buckets = make_buckets([(10, 10)] * 5, 2, 150)
     assert [bucket.parameters for bucket in buckets] == [(4, 3), (2, 1), (0,)]
     assert buckets[0].bounds == (0, buckets[0].offsets[1], buckets[0].numel)
+
+
+def test_who_owns_what_of_a_layer_does_not_depend_on_the_others() -> None:
+    """Otherwise a layer that moves to another stage would change the owners of those that stay."""
+    layer = [(40, 10), (10,), (70, 10), (30,)]
+
+    def owners(num_layers: int) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+        """By layer, counted from the last, and parameter: the rows of each owner."""
+        layers = [index // len(layer) for index in range(num_layers * len(layer))]
+        buckets = make_buckets(layer * num_layers, 3, 10**9, layers=layers, least_numel=1000)
+        return {
+            (num_layers - rows.index // len(layer), rows.index % len(layer)): [
+                (owner, other.start, other.stop)
+                for bucket in buckets
+                for owner, part in enumerate(bucket.parts)
+                for other in part
+                if other.index == rows.index
+            ]
+            for bucket in buckets
+            for part in bucket.parts
+            for rows in part
+        }
+
+    few, many = owners(3), owners(7)
+    assert {place: many[place] for place in few} == few
+
+
+def test_small_layers_share_a_bucket() -> None:
+    buckets = make_buckets([(10,)] * 6, 2, 10**9, layers=[0, 0, 1, 1, 2, 2], least_numel=30)
+    assert [bucket.parameters for bucket in buckets] == [(5, 4, 3, 2), (1, 0)]

@@ -406,6 +406,41 @@ def shared(error: Exception) -> Exception:
     return error
 
 
+def test_a_timed_step_that_failed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    controller = follow(monkeypatch, pipe)
+    timed, first = pipe.stop_timing_layers, []
+
+    def stop_timing_layers() -> dict[int, LayerReport]:
+        found = timed()
+        first.append(found if first else {})
+        return first[-1]
+
+    monkeypatch.setattr(pipe, "stop_timing_layers", stop_timing_layers)
+    pipe.train(controller, 20)
+    assert [step for step, _ in pipe.noted("time")] == [1, 5]
+    assert pipe.step_s(pipe.parts) == pytest.approx(pipe.best_s())
+
+
+def test_after_a_guess_the_layers_are_timed_where_they_have_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    controller = follow(monkeypatch, pipe)
+    timed = pipe.stop_timing_layers
+
+    def stop_timing_layers() -> dict[int, LayerReport]:
+        """Each layer began as one of its stage's own kind."""
+        return {n: report._replace(kinds=(f"{n // 4}", f"{n // 4}")) for n, report in timed().items()}
+
+    monkeypatch.setattr(pipe, "stop_timing_layers", stop_timing_layers)
+    pipe.train(controller, 60)
+    moves = pipe.noted("move")
+    times = [step for step, _ in pipe.noted("time")]
+    assert times[0] == 1
+    assert times[1:] == [step + 1 for step, _ in moves][: len(times) - 1]
+    assert len(moves) <= 3
+    assert pipe.step_s(pipe.parts) <= 1.05 * pipe.best_s()
+
+
 def test_after_a_refused_move_the_next_best_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -322,6 +322,34 @@ def test_probably_alike_layers_keep_their_own_times() -> None:
     assert min(forward_s[n] for n in (1, 4, 7)) > 2.5 * max(forward_s[n] for n in (0, 2, 3, 5, 6))
 
 
+def test_a_layer_that_was_timed_on_two_stages_tells_what_was_guessed() -> None:
+    """Parameters mislead here: the last stage's layers have many and take no longer."""
+    items = [replace(LAYER, certain=f"{n // 3}") for n in range(9)]
+    items[6:] = [replace(item, num_parameters=9000) for item in items[6:]]
+    before = Layered(tuple(items), parts=(0, 3, 6, 9))
+    knowledge = followed(before)
+    assert knowledge.guessed == (1, 2)
+    assert works(knowledge)[8] != pytest.approx((LAYER.forward_s, LAYER.backward_s), rel=0.1)
+    after = replace(before, parts=(0, 4, 7, 9))  # one layer of each later stage has moved up
+    knowledge.has_moved(after.parts)
+    knowledge.update(after.reports(1, timed=True))
+    assert knowledge.guessed == ()
+    assert works(knowledge) == [pytest.approx((LAYER.forward_s, LAYER.backward_s))] * 9
+
+
+def test_times_of_other_micro_batches_are_not_mixed() -> None:
+    pipe = Layered()
+    knowledge = followed(pipe)
+    larger = [report for report in replace(pipe, size=4).reports(1, timed=True)]
+    for report in larger:
+        report.layers = {
+            item: layer._replace(size=4, times=layer.times._replace(forward_s=2 * layer.times.forward_s))
+            for item, layer in report.layers.items()
+        }
+    knowledge.update(larger)
+    assert [forward for forward, _ in works(knowledge)] == pytest.approx([2 * item.forward_s for item in ITEMS])
+
+
 def test_where_nothing_is_alike_sizes_tell_and_the_stage_is_named() -> None:
     items = [replace(item, certain=f"{n}") for n, item in enumerate((LAYER,) * 6)]
     items[4] = items[5] = replace(LAYER, certain="other", num_parameters=2000, forward_s=0.02, backward_s=0.04)
