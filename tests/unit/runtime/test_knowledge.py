@@ -340,7 +340,7 @@ def test_a_layer_that_was_timed_on_two_stages_tells_what_was_guessed() -> None:
 def test_times_of_other_micro_batches_are_not_mixed() -> None:
     pipe = Layered()
     knowledge = followed(pipe)
-    larger = [report for report in replace(pipe, size=4).reports(1, timed=True)]
+    larger = replace(pipe, size=4).reports(1, timed=True)
     for report in larger:
         report.layers = {
             item: layer._replace(size=4, times=layer.times._replace(forward_s=2 * layer.times.forward_s))
