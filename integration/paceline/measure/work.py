@@ -28,11 +28,6 @@ class Separated(NamedTuple):
     guessed: tuple[int, ...] = ()
     """Stages whose speed follows from sizes and not from layers that another stage has too."""
 
-    @property
-    def is_guess(self) -> bool:
-        """Whether some stages could not be compared by what they computed."""
-        return bool(self.guessed)
-
 
 def separate(seen: Sequence[Seen], sizes: Mapping[Hashable, float]) -> Separated:
     """Work of every item and speed of every stage, from seconds alone.

@@ -3,7 +3,6 @@
 from .blocks import Block, Device, DoesNotFit, Partition, bottleneck
 from .candidates import Candidate, candidates, memory_curve
 from .choose import Choice, Planner, Prediction
-from .merge import merge
 from .order import links_in_order, search_order
 from .partition import partition
 from .refine import refine, stage_costs
@@ -24,7 +23,6 @@ __all__ = [
     "candidates",
     "links_in_order",
     "memory_curve",
-    "merge",
     "partition",
     "refine",
     "search_order",

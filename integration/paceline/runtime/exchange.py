@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .staging import staging_for
-
-VALUE = "value"
-"""The kind of a parameter's or buffer's value; every other kind belongs to those who step the parameter."""
+from .state import VALUE
 
 
 class Held(NamedTuple):
@@ -139,7 +137,6 @@ def carry_out(
     own: Sequence[Tensor],
     places: Mapping[int, Tensor],
     device: torch.device,
-    group: object = None,
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
@@ -152,11 +149,11 @@ def carry_out(
         progress: called after each transfer.
 
     Raises:
-        RuntimeError: a connection was lost, or a transfer took longer than the group allows.
+        RuntimeError: a connection was lost, or a transfer took longer than the process group allows.
     """
     rank = dist.get_rank()
     # What the backend sends lies on the device, or in host memory; a step count is on the host all the same.
-    sendable = device if staging_for(device, group) is None else torch.device("cpu")
+    sendable = device if staging_for(device) is None else torch.device("cpu")
     operations, landed = [], []
     for number, move in enumerate(moves):
         if move.source == move.target == rank:
@@ -168,10 +165,10 @@ def carry_out(
             if place.device.type != sendable.type:
                 landed.append((place, torch.empty(place.shape, dtype=place.dtype, device=sendable)))
                 place = landed[-1][1]
-            operations.append(dist.P2POp(dist.irecv, place, move.source, group=group))  # type: ignore[arg-type]
+            operations.append(dist.P2POp(dist.irecv, place, move.source))
         elif move.source == rank:
             tensor = part(own[move.held], held[move.held], move).to(sendable).contiguous()
-            operations.append(dist.P2POp(dist.isend, tensor, move.target, group=group))  # type: ignore[arg-type]
+            operations.append(dist.P2POp(dist.isend, tensor, move.target))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
         progress()

@@ -23,11 +23,11 @@ from ..config.stages import resolve_method
 from ..measure.memory import room_bytes
 from ..optim.sharded import Owned, ShardedOptimizer
 from .checkpointing import NOT_RESTORED
-from .exchange import VALUE, Held, Move, Wanted, carry_out, plan_moves, sent_bytes
+from .exchange import Held, Move, Wanted, carry_out, plan_moves, sent_bytes
 from .layers import Layers, TensorNote, tensors_of_layer
 from .plain_layers import PlainLayers
 from .staging import ranks_sharing
-from .state import MASTER, link_full_access, parts_of, unlink_full_access
+from .state import MASTER, VALUE, link_full_access, parts_of, unlink_full_access
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")

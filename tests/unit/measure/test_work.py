@@ -32,14 +32,14 @@ def test_times_are_work_by_speed() -> None:
     found = separate(seen, {})
     assert found.speeds == pytest.approx((1.0, 4.0, 0.25))
     assert found.work == {entry.item: pytest.approx([t / 2 for t in WORK[entry.kind]]) for entry in seen}
-    assert not found.is_guess
+    assert not found.guessed
     assert found.guessed == ()
 
 
 def test_stages_are_compared_through_others() -> None:
     found = separate(stages("dense", "sparse head", "dense sparse", "head", speeds=(1, 2, 3, 4)), {})
     assert found.speeds == pytest.approx((1, 2, 3, 4))
-    assert not found.is_guess
+    assert not found.guessed
 
 
 speeds_of = st.lists(st.floats(0.05, 20), min_size=1, max_size=6)
@@ -90,7 +90,7 @@ def test_stages_with_nothing_in_common_are_compared_by_sizes() -> None:
     assert found.speeds == pytest.approx((1.0, 2.0, 4.0))
     assert found.work[3] == pytest.approx(WORK["sparse"])
     assert found.guessed == (1, 2)
-    assert found.is_guess
+    assert found.guessed
     # Half as large for the same time: half as fast.
     assert separate(seen, SIZES | {"sparse": SIZES["sparse"] / 2}).speeds == pytest.approx((1.0, 1.0, 2.0))
 
