@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline import __version__
-from paceline.launch import fit, partition, profile, simulate, trace
+from paceline.launch import fit, loads, partition, place, plan, profile, simulate, trace
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
 
@@ -70,13 +70,34 @@ def build_parser() -> argparse.ArgumentParser:
     simulate.add_arguments(predict)
     split = add("partition", partition.run, "Split a model's blocks over unequal devices.")
     partition.add_arguments(split)
+    assign = add("place", place.run, "Say which devices should hold which experts, from the experts' loads.")
+    place.add_arguments(assign)
     measure = add("profile", profile.run, "Measure what each kind of layer of a model costs on this machine.")
     profile.add_arguments(measure)
     room = add("fit", fit.run, "Say whether a model fits the devices, and what takes the memory.")
     fit.add_arguments(room)
+    ways = add("plan", plan.run, "Rank all ways to use a cluster for a model, and write the JSON of the best.")
+    plan.add_arguments(ways)
     draw_step = add("trace", trace.run, "Draw a step that a run recorded, as predicted and as measured.")
     trace.add_arguments(draw_step)
-    for sub in (check_config, check_model, patches, export, predict, split, measure, room, draw_step):
+    draw_loads = add(
+        "loads", loads.run, "Show how the load of experts moved over a run, and what placing them made of it."
+    )
+    loads.add_arguments(draw_loads)
+    for sub in (
+        check_config,
+        check_model,
+        patches,
+        export,
+        predict,
+        split,
+        assign,
+        measure,
+        room,
+        ways,
+        draw_step,
+        draw_loads,
+    ):
         sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

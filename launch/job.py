@@ -215,6 +215,7 @@ class Job:
             dtype=dtype,
             seed=self.args.seed,
             gradient_checkpointing=self.args.gradient_checkpointing,
+            expert_parallel=resolved.expert_parallel,
             config=self.config,
             timeout=self.timeout,
             **loading,
@@ -233,6 +234,8 @@ class Job:
             config=resolved.ds_config,
         )
         self.engine.run_dir = self.output
+        if (rebalancer := self.engine.rebalancer) is not None and rebalancer.log is None:
+            rebalancer.log = self.output / "expert_loads.jsonl"
         self.replica = self.engine.grid.data_parallel_id
         self.plan = self._plan(resolved, self.replica)
 
@@ -400,10 +403,13 @@ class Job:
         return where, sum(p.numel() for p in self.pipeline.parameters())
 
     def _tell_decisions(self) -> None:
-        """What the tuner has decided since the last time, with its numbers."""
-        controller = self.engine.controller
-        if controller is not None and self.rank == 0:
-            decisions, controller.decisions = controller.decisions, []
+        """What was decided since the last time, with its numbers; of experts, for the first stage's."""
+        if self.rank != 0:
+            return
+        for decider in (self.engine.controller, self.engine.rebalancer):
+            if decider is None:
+                continue
+            decisions, decider.decisions = decider.decisions, []
             for decision in decisions:
                 self.metrics.write({"step": decision["step"], "decision": decision})
 

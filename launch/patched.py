@@ -1,5 +1,7 @@
 """Run a script that cannot change with the faults of DeepSpeed repaired, and with all partition methods for pipelines.
 
+``"paceline": {"moe": …}`` in the script's JSON is honoured; DeepSpeed alone reads over it.
+
     deepspeed --num_gpus 2 --module paceline.launch.patched train.py --deepspeed ds.json
     torchrun --nproc_per_node 2 -m paceline.launch.patched train.py --deepspeed ds.json
     python -m paceline.launch.patched -m deepspeed.checkpoint.ds_to_universal --input_folder …

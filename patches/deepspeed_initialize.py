@@ -1,10 +1,15 @@
-"""``deepspeed.initialize`` builds an engine class of ours for a pipeline."""
+"""``deepspeed.initialize`` builds an engine class of ours: for a pipeline, and for experts that follow the load."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from paceline.patches.registry import Patch, Use
+from paceline.patches.registry import BY_REPAIR, Patch, Use, applied
 
 _ENGINE = Patch(
     target="deepspeed:PipelineEngine",
@@ -18,10 +23,88 @@ _ENGINE = Patch(
     applied_by="paceline.initialize, for a pipeline",
 )
 
-# As declared it changes nothing; engine_class puts a class in.
-PATCHES = (_ENGINE,)
+_PLAIN_ENGINE = replace(
+    _ENGINE,
+    target="deepspeed:DeepSpeedEngine",
+    original="deepspeed.runtime.engine:DeepSpeedEngine",
+    applied_by='paceline.initialize and the patch of deepspeed.initialize, for "paceline": {"moe": ...} without a '
+    "pipeline",
+)
 
 
 def engine_class(cls: type) -> Patch:
     """The patch with which ``deepspeed.initialize`` builds ``cls``, a subclass of its ``PipelineEngine``."""
     return replace(_ENGINE, make=Use(cls))
+
+
+def plain_engine_class(cls: type) -> Patch:
+    """As :func:`engine_class`, for models that are no pipeline: a subclass of ``DeepSpeedEngine``."""
+    return replace(_PLAIN_ENGINE, make=Use(cls))
+
+
+def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``deepspeed.initialize`` that reads our section, for a script or a Trainer that calls it.
+
+    It accepts keys that it does not know without a word: ``"paceline": {"moe": ...}`` would do nothing, and a misspelt
+    key in it neither.
+
+    Raises:
+        ValueError: the section is wrong, or asks for what this call cannot build.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        import deepspeed
+
+        from paceline.config import PacelineConfig
+
+        given = signature.bind(*args, **kwargs).arguments
+        config = given.get("config") or given.get("config_params")
+        config = config or getattr(given.get("args"), "deepspeed_config", None)
+        ds_config = _as_dict(config)
+        if not ds_config or PacelineConfig.of(ds_config).moe is None:
+            return original(*args, **kwargs)
+        if isinstance(given.get("model"), deepspeed.PipelineModule):
+            if deepspeed.PipelineEngine is deepspeed.runtime.pipe.engine.PipelineEngine:
+                raise ValueError(
+                    "paceline.moe is for pipelines only with paceline.initialize: call that instead of "
+                    'deepspeed.initialize, or leave "moe" out of "paceline".'
+                )
+            return original(*args, **kwargs)
+        if ds_config.get("hybrid_engine", {}).get("enabled"):
+            raise ValueError(
+                "paceline.moe does not go with hybrid_engine, which is an engine of its own: leave one of them out."
+            )
+        from paceline.moe.engine import ExpertEngine
+
+        with applied(plain_engine_class(ExpertEngine)):
+            return original(*args, **kwargs)
+
+    return initialize
+
+
+def _as_dict(config: Any) -> Any:
+    """A config as ``deepspeed.initialize`` takes it: an object, a file of Hjson, or base64 of that."""
+    import deepspeed
+    import hjson  # type: ignore[import-untyped]
+
+    if isinstance(config, str) and os.path.exists(config):
+        with open(config) as file:  # DeepSpeed leaves it open
+            return hjson.load(file)
+    return None if config is None else deepspeed.load_ds_config(config)
+
+
+SECTION = Patch(
+    target="deepspeed:initialize",
+    make=initialize,
+    requires="deepspeed>=0.19.8,<0.20",
+    reason='a script that cannot change calls deepspeed.initialize, which does not read "paceline": {"moe": ...}',
+    removable_when="deepspeed.initialize asks others about the keys of its JSON that it does not know",
+    watches="deepspeed:initialize",
+    fingerprint="82505af39fb2",
+    applied_by=BY_REPAIR,
+)
+
+# As declared they change nothing; the functions put classes in.
+PATCHES = (_ENGINE, _PLAIN_ENGINE)

@@ -13,6 +13,7 @@ from paceline.patches import (
     deepspeed_auto_ep_presets,
     deepspeed_checkpoint,
     deepspeed_engine,
+    deepspeed_initialize,
     deepspeed_pipe_engine,
     deepspeed_zero,
 )
@@ -32,6 +33,7 @@ REPAIRS: dict[str, tuple[Patch, ...]] = {
     "expert-placement": deepspeed_checkpoint.PATCHES,
     "optimizer-states": deepspeed_zero.PATCHES,
     "receive-pool": deepspeed_pipe_engine.PATCHES,
+    "moe-section": (deepspeed_initialize.SECTION,),
 }
 """Patches by the name of the repair that they make together."""
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,16 @@ CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
 def num_ranks(config: Path) -> int:
     stages = int(match[1]) if (match := re.match(r"pp(\d+)", config.stem)) else 2
-    replicas = int(match[1]) if (match := re.search(r"_dp(\d+)", config.stem)) else 1
+    replicas = int(match[1]) if (match := re.search(r"_(?:dp|ep)(\d+)", config.stem)) else 1
     return stages * replicas
+
+
+def model_of(config: Path) -> dict[str, Any]:
+    """Flags for a tiny model that the config is for."""
+    if "expert_parallel" not in json.loads(config.read_text()):
+        return TINY
+    overrides = f"{TINY['config_overrides']},num_local_experts=4,num_experts_per_tok=2"
+    return {**TINY, "model_type": "mixtral", "config_overrides": overrides}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -26,7 +35,7 @@ def test_config_runs(config: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     output = tmp_path / "model"
-    ranks = run_ranks(finetune, num_ranks(config), flags(**TINY, deepspeed=config, output_dir=output))
+    ranks = run_ranks(finetune, num_ranks(config), flags(**model_of(config), deepspeed=config, output_dir=output))
     assert {code for code, _ in ranks} == {0}, ranks
     model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not any(info.values()), info

@@ -11,7 +11,7 @@ import types
 import pytest
 
 from paceline.patches import registry
-from paceline.patches.deepspeed_initialize import engine_class
+from paceline.patches.deepspeed_initialize import engine_class, plain_engine_class
 from paceline.patches.deepspeed_ops import NO_SHM_COMM
 from paceline.patches.registry import Patch, PatchError, Use, all_patches, applied, apply, fingerprint
 
@@ -220,6 +220,8 @@ def test_engine_class_is_what_initialize_builds():
         with applied(engine_class(Engine)):
             assert deepspeed.PipelineEngine is Engine
     assert deepspeed.PipelineEngine is PipelineEngine
+    with applied(plain_engine_class(Engine)):
+        assert deepspeed.initialize.__globals__["DeepSpeedEngine"] is Engine
 
 
 REAL = """

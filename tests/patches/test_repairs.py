@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paceline
+from expert_models import FAMILIES, build
 from paceline.patches import repairs
 from paceline.patches.registry import _slot, all_patches
 from paceline.patches.repairs import REPAIRS, repair_deepspeed
@@ -110,45 +111,16 @@ def test_every_repair_is_listed() -> None:
     assert {patch.target for patches in REPAIRS.values() for patch in patches} <= listed
 
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "vocab_size": 97,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": 2,
-}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **LATENT}
-FAMILIES = {
-    "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4},
-    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 40},
-    "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 40},
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
-    "minimax_m3_vl_text": {"num_local_experts": 4},
-}
-"""Of every AutoEP preset."""
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_finds_its_way_back_from_autoep(family: str) -> None:
     """Routers, their correction biases, shared experts and their gates: all keys of the block, all bits."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from paceline.patches.deepspeed_auto_ep_layer import source_state_dict
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | FAMILIES[family])))
+    model = build(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with repair_deepspeed("autoep-start", "save-model"):
         auto_ep = AutoEP(model, parse_autoep_config({"enabled": True, "autoep_size": 1}))

@@ -59,6 +59,7 @@ def test_check_config(ds_json, capsys):
     shown = json.loads(out)
     assert shown["paceline"] == {
         "pipeline": {"stages": 2, "partition": None, "schedule": None},
+        "moe": None,
         "report": {"metrics": True, "trace_every": None},
     }
     assert shown["resolved"] == {
@@ -81,7 +82,7 @@ def test_check_config_as_text(ds_json, capsys):
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
         '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null}, '
-        '"report": {"metrics": true, "trace_every": null}}',
+        '"moe": null, "report": {"metrics": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
         "optimizer.params.lr: filled from the command line",
     ]
@@ -125,21 +126,22 @@ def test_sizes_are_positive(ds_json, capsys):
 def test_schema(capsys):
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {"pipeline", "report"}
+    assert set(schema["properties"]) == {"moe", "pipeline", "report"}
 
 
 def test_patches(capsys):
     assert main(["patches", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     targets = [row["target"] for row in rows]
-    assert targets[:4] == [
+    assert targets[:5] == [
         "deepspeed:PipelineEngine",
+        "deepspeed:DeepSpeedEngine",
         "deepspeed.ops:__compatible_ops__[deepspeed_shm_comm]",
         "deepspeed.runtime.pipe.p2p:can_send_recv",
         "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
     ]
     assert len(targets) == len(set(targets))
-    assert {row["repair"] for row in rows[4:]} == set(REPAIRS)
+    assert {row["repair"] for row in rows[5:]} == set(REPAIRS)
     for row in rows:
         assert row["fits"] == (not row["problem"])
         assert row["reason"]

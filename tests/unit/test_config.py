@@ -49,16 +49,31 @@ def test_frozen():
         (
             {"pipline": {}},
             'paceline.pipline is not a key of this version of paceline; did you mean "pipeline"? Valid keys of '
-            'paceline: "pipeline", "report".',
+            'paceline: "moe", "pipeline", "report".',
         ),
         (
             {"stages": 4},
             'paceline.stages is not a key of this version of paceline; did you mean "paceline.pipeline.stages"? Valid '
-            'keys of paceline: "pipeline", "report".',
+            'keys of paceline: "moe", "pipeline", "report".',
         ),
         (
-            {"moe": {"rebalance_every": 50}},
-            'paceline.moe is not a key of this version of paceline. Valid keys of paceline: "pipeline", "report".',
+            {"natural_gradient": {"update_period": 4}},
+            "paceline.natural_gradient is not a key of this version of paceline. Valid keys of paceline: "
+            '"moe", "pipeline", "report".',
+        ),
+        (
+            {"moe": {"rebalance_evry": 50}},
+            'paceline.moe.rebalance_evry is not a key of this version of paceline; did you mean "rebalance_every"? '
+            'Valid keys of paceline.moe: "loads_file", "rebalance_every", "replicas", "splitting".',
+        ),
+        (
+            {"moe": {"replicas": -1}},
+            "paceline.moe.replicas is -1: it must be greater than or equal to 0; leave the key out to have it chosen.",
+        ),
+        (
+            {"moe": {"splitting": "fresh"}},
+            'paceline.moe.splitting is "fresh": it says how copies share tokens and there are none; drop it, or write '
+            '"replicas": 1.',
         ),
         (
             {"pipeline": {"partition": {"methods": "uniform"}}},

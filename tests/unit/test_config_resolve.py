@@ -192,8 +192,9 @@ def test_boundaries_tell_the_stages():
             "tensor_parallel.autotp_size is 2: this version has no pipelines with it; leave it out.",
         ),
         (
-            {"expert_parallel": {"enabled": True}},
-            "expert_parallel.enabled is true: this version has no pipelines with it; leave it out.",
+            stages(2) | {"expert_parallel": {"enabled": True, "autoep_size": 3}},
+            "expert_parallel.autoep_size is 3: it must divide the 2 replicas of each stage (ranks / stages); choose a "
+            "divisor, or other stages.",
         ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},

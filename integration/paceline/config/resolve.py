@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
+from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, show, value_at
@@ -17,7 +18,6 @@ from .stages import STAGES, resolve_method, resolve_stages
 _NOT_IN_PIPELINES = (
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
-    "expert_parallel.enabled",
     "fp16.fp16_master_weights_and_grads",
     "hybrid_engine.enabled",
     "sequence_parallel_size",
@@ -45,6 +45,7 @@ class Resolved:
         schedule: the order in which the stages compute.
         ds_config: the dict for DeepSpeed, with all three batch sizes.
         chosen: by path, every value that was chosen automatically.
+        expert_parallel: ranks of a stage that share its experts.
     """
 
     stages: int
@@ -57,6 +58,7 @@ class Resolved:
     schedule: ScheduleChoice
     ds_config: dict[str, Any]
     chosen: dict[str, Choice]
+    expert_parallel: int = 1
 
 
 def resolve(
@@ -91,6 +93,8 @@ def resolve(
     )
     if why:
         chosen[STAGES] = Choice(stages, why)
+    # Not for DeepSpeed, which would put layers of its own into the stages.
+    expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
     check_features(config)
 
     method, path = resolve_method(config)
@@ -98,6 +102,12 @@ def resolve(
         _check_boundaries(path, method, stages, num_items)
     partition, defaults = resolve_partition(PacelineConfig.of(config), method)
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
+    if expert_parallel > 1 and partition.repartition_every:
+        raise ValueError(
+            f"paceline.pipeline.partition.repartition_every is {partition.repartition_every} and "
+            f"expert_parallel.autoep_size {expert_parallel}: layers with experts on several ranks do not change their "
+            "stage; write 0 for repartition_every, or leave expert_parallel out."
+        )
 
     data_parallel = world_size // stages
     sizes, reasons = batch_sizes(config, stages, data_parallel)
@@ -123,6 +133,7 @@ def resolve(
         schedule=schedule,
         ds_config=config,
         chosen=chosen,
+        expert_parallel=expert_parallel,
     )
 
 
@@ -154,6 +165,11 @@ def check_features(config: Mapping[str, Any]) -> None:
         value = value_at(config, path)
         if value is True or (isinstance(value, int) and value > 1):
             raise ValueError(f"{path} is {show(value)}: this version has no pipelines with it; leave it out.")
+    if value_at(config, "expert_parallel.enabled"):
+        raise ValueError(
+            "expert_parallel.enabled is true: a PipelineModule's own layers cannot be spread, those of a Hugging Face "
+            "model can; leave it out."
+        )
     for path in _OFFLOADS:
         value = value_at(config, path)
         if value not in (None, "none"):

@@ -284,10 +284,44 @@ class ReportConfig(_Section):
     )
 
 
+class MoeConfig(_Section):
+    """Which device holds which experts, and how that follows the load."""
+
+    rebalance_every: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Steps from one look for a better placement to the next; experts then move while training goes "
+        "on. 0: never. Left out: 50.",
+    )
+    replicas: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Further slots of each device, for copies of experts that are much in demand. Left out: 0.",
+    )
+    splitting: Literal["even", "planned", "fresh"] | None = Field(
+        default=None,
+        description='How the copies of an expert share its tokens: "even"; "planned": by the loads that the placement '
+        'was made for; "fresh": by the loads of each batch, which the devices tell each other. Left out: "even".',
+    )
+    loads_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="File that the loads of the experts are appended to at each look, for `paceline loads`. Left out: "
+        "the job writes expert_loads.jsonl in its output directory; another script none.",
+    )
+
+    @field_validator("splitting")
+    @classmethod
+    def _belongs_to_copies(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and "replicas" in info.data and not info.data["replicas"]:
+            raise ValueError('it says how copies share tokens and there are none; drop it, or write "replicas": 1.')
+        return value
+
+
 class PacelineConfig(_Section):
     """The section, whole. A part that is absent has all its values chosen."""
 
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="How the model is cut into stages.")
+    moe: MoeConfig | None = Field(
+        default=None, description="Experts that follow the load. Left out: they stay where DeepSpeed puts them."
+    )
     report: ReportConfig = Field(default=ReportConfig(), description="What a run tells about itself.")
 
     @classmethod

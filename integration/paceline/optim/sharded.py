@@ -26,7 +26,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
 from ..measure.clock import Clock
-from .layout import Bucket, Rows, make_buckets
+from .buckets import Buffers, Domain, lay_out
+from .layout import Rows
 from .loss_scale import load_scaler_state, scaler_state
 from .torch_optimizers import ELEMENTWISE
 
@@ -64,27 +65,6 @@ class Owned:
         return self.start + (len(self.master) if self.master.dim() else 1)
 
 
-class _Buffers:
-    """The memory of one bucket."""
-
-    def __init__(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, waits: bool) -> None:
-        self.bucket = bucket
-        self.waits = waits
-        """Its gradients are complete only after the backward."""
-        self.gradients = torch.zeros(bucket.numel, dtype=dtype, device=device)
-        self.values: Tensor | None = None
-        self.unfinished = len(bucket.parameters)
-        self.is_reduced = False
-        self.works: list[tuple[Any, Tensor | None, Tensor]] = []
-
-    @property
-    def is_finished(self) -> bool:
-        return self.unfinished <= 0 and not self.waits
-
-    def part(self, owner: int) -> tuple[int, int]:
-        return self.bucket.bounds[owner], self.bucket.bounds[owner + 1]
-
-
 class ShardedOptimizer(ZeROOptimizer):
     """Wraps ``basic``, an optimizer over the model's parameters, whose groups it makes groups of masters.
 
@@ -100,6 +80,8 @@ class ShardedOptimizer(ZeROOptimizer):
         loss_scaler: of DeepSpeed, for fp16.
         counts: whether a parameter counts in the norm here, or on another rank.
         apart: whether a parameter's gradient is complete only after the last backward (a tied weight).
+        domain: the ranks of ``group`` that hold a parameter where not all do (experts on different ranks); None for
+            all. They are all the ranks of ``group`` that share the other parameters of this domain.
         accumulation_dtype: of gradients; None for that of the masters.
         communication_dtype: of gradients while they are reduced; None for that in which they are accumulated.
         bucket_numel: a bucket is closed when it has so many elements.
@@ -119,6 +101,7 @@ class ShardedOptimizer(ZeROOptimizer):
         loss_scaler: Any = None,
         counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
         apart: Callable[[nn.Parameter], bool] = lambda parameter: False,
+        domain: Callable[[nn.Parameter], Domain | None] = lambda parameter: None,
         accumulation_dtype: torch.dtype | None = None,
         communication_dtype: torch.dtype | None = None,
         bucket_numel: int = 500_000_000,
@@ -135,10 +118,9 @@ class ShardedOptimizer(ZeROOptimizer):
         self.clock: Clock | None = None
         """Told what is computed and what is waited for."""
         self.clip_grad, self.divisor, self.overlap = max_norm, divisor, overlap
-        self._group, self._model_group = group, model_group
-        self._size = 1 if group is None else dist.get_world_size(group)
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._shard = shard and self._size > 1
+        self._model_group = model_group
+        self._domain, self._domain_of = Domain.of(group), domain
+        self._shard = shard and self._domain.size > 1
         self._communication_dtype = communication_dtype
 
         self._bucket_numel, self._accumulation_dtype = bucket_numel, accumulation_dtype
@@ -167,24 +149,25 @@ class ShardedOptimizer(ZeROOptimizer):
         # Buckets follow the model's order, in which backward runs, not that of the optimizer's groups.
         order = [index_of[p] for p in names if p in index_of]
         waiting = {i for i in order if apart(self.parameters[i])}
-        buckets = make_buckets(
-            [tuple(self.parameters[i].shape) for i in order],
-            self._size,
-            self._bucket_numel,
-            layers=[_layer_of(self.names[i]) for i in order],
+        self._buckets = lay_out(
+            order,
+            [tuple(p.shape) for p in self.parameters],
+            [self._domain_of(p) or self._domain for p in self.parameters],
+            [_layer_of(name) for name in self.names],
+            waiting=waiting,
+            bucket_numel=self._bucket_numel,
             least_numel=LEAST_BUCKET,
-            apart=[k for k, i in enumerate(order) if i in waiting],
             cut=type(self.optimizer).__name__ in ELEMENTWISE,
+            shard=self._shard,
         )
-        self._buckets = [_renumbered(bucket, order) for bucket in buckets]
         self._dtype = self._dtype_for({p.dtype for p in self.parameters})
         self._touched = [False] * len(self.parameters)
         self._has_stepped = False
         self._next = 0  # bucket that is reduced next: the same order on all ranks
-        self._buffers: list[_Buffers] = []
+        self._buffers: list[Buffers] = []
         self._views: list[Tensor] = []
-        if self._size > 1 or any(p.dtype != self._dtype for p in self.parameters):
-            self._make_buffers(waiting)
+        if self._domain.size > 1 or any(p.dtype != self._dtype for p in self.parameters):
+            self._make_buffers()
         self.owned: list[Owned] = []
         self._adopt()
 
@@ -241,14 +224,17 @@ class ShardedOptimizer(ZeROOptimizer):
     # -- what belongs to whom ------------------------------------------------------------------------------------
 
     @property
-    def group(self) -> Any:
-        """The ranks that hold the same parameters; None for one."""
-        return self._group
-
-    @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold different rows (ZeRO 1, more than one rank)."""
+        """Whether ranks hold different rows of a parameter (ZeRO 1, more than one rank)."""
         return self._shard
+
+    def group_over(self, name: str) -> Any:
+        """The ranks over which a parameter's rows are spread; None if this rank has all of them."""
+        return next(
+            part.domain.group if part.shard else None
+            for part in self._buckets
+            if any(self.names[index] == name for index in part.bucket.parameters)
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -289,15 +275,15 @@ class ShardedOptimizer(ZeROOptimizer):
         return sum(p.numel() * p.element_size() for p in self.parameters)
 
     def shares(self) -> Iterator[tuple[int, int, int]]:
-        """``(position in owned, first row, end)`` of what this rank answers for: disjoint over the D ranks, complete.
+        """``(position in owned, first row, end)`` of what this rank answers for.
 
-        Rows count from the parameter's own first row. With ZeRO 1 it is all that the rank has; with ZeRO 0 every rank
-        has everything and answers for a part.
+        Disjoint over the ranks that hold a parameter, and complete. Rows count from the parameter's own first row. With
+        ZeRO 1 it is all that the rank has; with ZeRO 0 every rank has everything and answers for a part.
         """
-        position = {(owned.name, owned.start if self._shard else 0): i for i, owned in enumerate(self.owned)}
-        for bucket in self._buckets:
-            for rows in bucket.parts[self._rank]:
-                yield position[self.names[rows.index], rows.start if self._shard else 0], rows.start, rows.stop
+        position = {(owned.name, owned.start): place for place, owned in enumerate(self.owned)}
+        for part in self._buckets:
+            for rows in part.own:
+                yield position[self.names[rows.index], rows.start if part.shard else 0], rows.start, rows.stop
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self.names[self._index_of[parameter]]
@@ -307,30 +293,23 @@ class ShardedOptimizer(ZeROOptimizer):
         return parameter in self._index_of
 
     def owners(self, name: str) -> list[tuple[int, int, int]]:
-        """``(rank in the group, first row, end)`` of each part of the parameter; in rank order."""
+        """``(rank in its group, first row, end)`` of each part of the parameter; in rank order."""
         return [
             (owner, rows.start, rows.stop)
-            for bucket in self._buckets
-            for owner, part in enumerate(bucket.parts)
-            for rows in part
+            for part in self._buckets
+            for owner, owned in enumerate(part.bucket.parts)
+            for rows in owned
             if self.names[rows.index] == name
         ]
 
-    def _make_buffers(self, waiting: set[int]) -> None:
+    def _make_buffers(self) -> None:
         device = self.parameters[0].device
         self._views = [torch.empty(0)] * len(self.parameters)
-        for bucket in self._buckets:
-            buffers = _Buffers(bucket, self._dtype, device, waits=not waiting.isdisjoint(bucket.parameters))
-            if self._shard:
-                buffers.values = torch.zeros(bucket.numel, dtype=self.parameters[0].dtype, device=device)
-            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+        for part in self._buckets:
+            buffers = Buffers(part, self._dtype, self.parameters[0].dtype, device)
+            for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True):
                 parameter = self.parameters[index]
-                place = slice(offset, offset + parameter.numel())
-                self._views[index] = buffers.gradients[place].view(parameter.shape)
-                if buffers.values is not None:
-                    view = buffers.values[place].view(parameter.shape)
-                    view.copy_(parameter.detach())
-                    parameter.data = view
+                self._views[index] = buffers.adopt(offset, parameter)
                 hook = parameter.register_post_accumulate_grad_hook(partial(self._collect, index, buffers))
                 self._hooks.append(hook)
             self._buffers.append(buffers)
@@ -338,20 +317,24 @@ class ShardedOptimizer(ZeROOptimizer):
     @torch.no_grad()
     def _adopt(self) -> None:
         """Replace the parameters in the optimizer's groups by the masters that this rank steps."""
-        mine: dict[int, list[Rows]] = {}
-        for bucket in self._buckets:
-            for rows in bucket.parts[self._rank]:
-                mine.setdefault(rows.index, []).append(rows)
+        # Of a parameter that is not sharded every rank steps the whole.
+        mine: dict[int, list[Rows | None]] = {}
+        for part in self._buckets:
+            for index in part.bucket.parameters:
+                mine[index] = [] if part.shard else [None]
+            for own in part.own if part.shard else ():
+                mine[own.index].append(own)
         for group in self.optimizer.param_groups:
             first = len(self.owned)
             for parameter in group["params"]:
                 index = self._index_of[parameter]
                 state = self.optimizer.state.pop(parameter, {})  # some optimizers make it at once
-                if not self._shard:
-                    self._own(index, 0, parameter, state)
-                for rows in mine.get(index, ()) if self._shard else ():
-                    piece = _rows_of(parameter.detach(), rows.start, rows.stop)
-                    self._own(index, rows.start, piece, _state_of_rows(state, parameter, rows))
+                for rows in mine[index]:
+                    if rows is None:
+                        self._own(index, 0, parameter, state)
+                    else:
+                        piece = _rows_of(parameter.detach(), rows.start, rows.stop)
+                        self._own(index, rows.start, piece, _state_of_rows(state, parameter, rows))
             group["params"] = [owned.master for owned in self.owned[first:]]
         self._index = [self._index_of[owned.parameter] for owned in self.owned]
 
@@ -371,14 +354,14 @@ class ShardedOptimizer(ZeROOptimizer):
         """Around the last backward pass of a step: buckets are reduced as they are finished."""
         self._fired.clear()
         # In the first step it is yet to be seen whose gradients come in several parts.
-        self._final = is_final and self.overlap and self._size > 1 and self._has_stepped
+        self._final = is_final and self.overlap and self._domain.size > 1 and self._has_stepped
         try:
             yield
         finally:
             self._final = False
 
     @torch.no_grad()
-    def _collect(self, index: int, buffers: _Buffers, parameter: nn.Parameter) -> None:
+    def _collect(self, index: int, buffers: Buffers, parameter: nn.Parameter) -> None:
         """Called by autograd when a parameter's gradient of one micro-batch is there."""
         view, gradient = self._views[index], parameter.grad
         assert gradient is not None
@@ -413,50 +396,29 @@ class ShardedOptimizer(ZeROOptimizer):
 
     def reduce_gradients(self, **kwargs: Any) -> None:
         """Begin the reduction of what the last backward has not begun. Collective over the group, as is ``step``."""
-        if self._size > 1:
+        if self._domain.size > 1:
             while self._next < len(self._buffers):
                 self._reduce(self._buffers[self._next])
 
-    def _reduce(self, buffers: _Buffers) -> None:
+    def _reduce(self, buffers: Buffers) -> None:
         self._next += 1
-        buffers.is_reduced = True
         for earlier in self._buffers[: self._next]:  # what was sent in another dtype is a copy: do not keep it long
             if earlier.works and all(work.is_completed() for work, _, _ in earlier.works):
-                self._finish(earlier)
+                earlier.finish_reduction()
         for index in buffers.bucket.parameters:
             if not self._touched[index]:
                 self._views[index].zero_()
-        if not self._shard:
-            self._start(buffers, buffers.gradients, partial(dist.all_reduce, group=self._group, async_op=True))
-            return
-        for owner in range(self._size):
-            low, high = buffers.part(owner)
-            if high > low:
-                to_owner = partial(dist.reduce, group=self._group, group_dst=owner, async_op=True)
-                self._start(buffers, buffers.gradients[low:high], to_owner)
-
-    def _start(self, buffers: _Buffers, gradients: Tensor, collective: Callable[[Tensor], Any]) -> None:
-        sent = None
-        if self._communication_dtype not in (None, gradients.dtype):
-            sent = gradients.to(self._communication_dtype)
-        buffers.works.append((collective(gradients if sent is None else sent), sent, gradients))
+        buffers.start_reduction(self._communication_dtype)
 
     def _finish_reduction(self) -> None:
         num_bytes = sum(g.numel() * g.element_size() for b in self._buffers for _, _, g in b.works)
         with self._transfer("gradients", num_bytes):
             self.reduce_gradients()
             for buffers in self._buffers:
-                self._finish(buffers)
-
-    def _finish(self, buffers: _Buffers) -> None:
-        for work, sent, gradients in buffers.works:
-            work.wait()
-            if sent is not None:
-                gradients.copy_(sent)
-        buffers.works.clear()
+                buffers.finish_reduction()
 
     def _transfer(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
-        if self.clock is None or (self._size == 1 and kind != "norm"):
+        if self.clock is None or (self._domain.size == 1 and kind != "norm"):
             return nullcontext()
         return self.clock.transfer(kind, num_bytes)
 
@@ -472,8 +434,7 @@ class ShardedOptimizer(ZeROOptimizer):
         self._touched = [False] * len(self.parameters)
         self._next = 0
         for buffers in self._buffers:
-            buffers.unfinished = len(buffers.bucket.parameters)
-            buffers.is_reduced = False
+            buffers.reset()
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -529,21 +490,18 @@ class ShardedOptimizer(ZeROOptimizer):
     def _gradient_of(self, owned: Owned, index: int) -> Tensor:
         gradient = self._views[index] if self._views else owned.parameter.grad
         assert gradient is not None
-        if self._shard:
-            gradient = _rows_of(gradient, owned.start, owned.stop)
-        return gradient.to(owned.master.dtype)
+        return _rows_of(gradient, owned.start, owned.stop).to(owned.master.dtype)
 
     def _survey(self, touched: Sequence[bool]) -> tuple[float, list[bool]]:
         """Sum of squares of all gradients, each once, and which parameters any rank's backward has reached.
 
         The one place of a step where the host waits for the device.
         """
-        shares = [rows for bucket in self._buckets for rows in bucket.parts[self._rank]]
-        own = []
-        for rows in shares:
+        own, size = [], self._domain.size
+        for rows in (rows for part in self._buckets for rows in part.own):
             gradient = self._views[rows.index] if self._views else self.parameters[rows.index].grad
-            if self._counts[rows.index] and gradient is not None and (self._size > 1 or touched[rows.index]):
-                own.append(_rows_of(gradient, rows.start, rows.stop) if self._size > 1 else gradient)
+            if self._counts[rows.index] and gradient is not None and (size > 1 or touched[rows.index]):
+                own.append(_rows_of(gradient, rows.start, rows.stop) if size > 1 else gradient)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         report = torch.zeros(1 + len(touched), dtype=torch.float64)
         report[1:] = torch.tensor(touched, dtype=torch.float64)
@@ -552,8 +510,8 @@ class ShardedOptimizer(ZeROOptimizer):
         with self._compute():
             report[0] = sum_of_squares(own, device)
         with self._transfer("norm", report.numel() * report.element_size()):
-            if self._size > 1:
-                dist.all_reduce(report, group=self._group)
+            if size > 1:
+                dist.all_reduce(report, group=self._domain.group)
             if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
                 dist.all_reduce(report[:1], group=self._model_group)
         squares, *reached = report.tolist()
@@ -563,21 +521,15 @@ class ShardedOptimizer(ZeROOptimizer):
     def publish(self) -> None:
         """Bring the masters' values into the model, on all ranks. Collective over the group."""
         for owned in self.owned:
-            place = _rows_of(owned.parameter.detach(), owned.start, owned.stop) if self._shard else owned.parameter
+            place = _rows_of(owned.parameter.detach(), owned.start, owned.stop)
             if place.data_ptr() != owned.master.data_ptr():
                 place.copy_(owned.master)
         if not self._shard:
             return
-        works = []
-        num_bytes = sum(b.values.numel() * b.values.element_size() for b in self._buffers if b.values is not None)
+        sharded = [(buffers, buffers.values) for buffers in self._buffers if buffers.values is not None]
+        num_bytes = sum(values.numel() * values.element_size() for _, values in sharded)
         with self._transfer("values", num_bytes):
-            for buffers in self._buffers:
-                assert buffers.values is not None
-                for owner in range(self._size):
-                    low, high = buffers.part(owner)
-                    if high > low:
-                        part = buffers.values[low:high]
-                        works.append(dist.broadcast(part, group=self._group, group_src=owner, async_op=True))
+            works = [work for buffers, _ in sharded for work in buffers.start_publishing()]
             for work in works:
                 work.wait()
 
@@ -656,10 +608,3 @@ def _layer_of(name: str) -> str:
 
 def _rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[start:stop] if tensor.dim() else tensor
-
-
-def _renumbered(bucket: Bucket, order: Sequence[int]) -> Bucket:
-    parts = tuple(
-        tuple(Rows(order[r.index], r.start, r.stop, r.offset, r.numel) for r in part) for part in bucket.parts
-    )
-    return Bucket(tuple(order[i] for i in bucket.parameters), bucket.offsets, bucket.numel, bucket.bounds, parts)

@@ -25,11 +25,14 @@ from ..hf.stage import SIDE_INPUTS
 from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
 from .lifetime import current
-from .micro_batches import MicroBatch, MicroBatchShape, read_micro_batch, recut
+from .micro_batches import IGNORED, MicroBatch, MicroBatchShape, read_micro_batch, recut
 from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
 _COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
+
+NOTHING = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {})
+"""A micro-batch without a loss."""
 
 
 class StreamShapes(Shapes):
@@ -190,16 +193,22 @@ class CausalLMEngine(PacelineEngine):
         ]
         self._loaded = loaded
         tokens = sum(shape.tokens for shape in self._shapes)
-        totals = [self._label_tokens, tokens, len(rows), int(failed), int(stopping)]
+        loads = [0] * self.dp_world_size
+        loads[self.grid.data_parallel_id] = len(rows)
+        totals = [self._label_tokens, tokens, int(failed), int(stopping), *loads]
         if self.is_data_parallel:
             totals = self.control.sum(torch.tensor(totals) * self.is_last_stage()).tolist()
-        label_tokens, tokens, count, failures, stops = totals
+        label_tokens, tokens, failures, stops, *loads = totals
         self.is_stopping = stops > 0
         if failures:
             with self._told_once():
                 self.control.raise_shared(error, f"beginning step {self.global_steps}")
         self._step_label_tokens, self.step_tokens = label_tokens, tokens
-        return count
+        if self._expert_groups.size > 1:  # replicas that share experts compute in step, each as often as the others
+            missing = max(loads) - len(rows)
+            self._shapes += [MicroBatchShape(1, 1, (), label_tokens=0, tokens=0)] * missing
+            self._loaded += [NOTHING] * missing
+        return sum(loads)
 
     def _load(self, num_micro_batches: int, partial: bool) -> list[MicroBatch]:
         if self.data_iterator is None:

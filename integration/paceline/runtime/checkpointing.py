@@ -81,7 +81,7 @@ class Checkpointing:
                 pieces(
                     self.module,
                     self._sharded,
-                    is_first_replica=self.grid.data_parallel_id == 0,
+                    replica=self.grid.data_parallel_id,
                     trained_only=exclude_frozen_parameters,
                 ),
                 rank_state=self._rank_state(),
@@ -170,6 +170,8 @@ class Checkpointing:
             states = False
         try:
             trained_only = meta["trained_only"] or not load_module_strict
+            if states and not trained_only:
+                self._take_placements(checkpoint.rank_states)
             place(self.module, self._sharded, checkpoint, states=states, trained_only=trained_only)
         except Exception as caught:
             does_not_fit = isinstance(caught, ValueError) and not isinstance(caught, CheckpointError)
@@ -177,10 +179,14 @@ class Checkpointing:
         self.control.settle(error, f"loading {path}")
         if self._sharded is not None:
             self._sharded.publish()
+        for layer in self.expert_layers.values():
+            layer.fetch()
         with self.control.together(f"loading {path}"):
             if not load_module_only:
                 for name in COUNTERS:
                     setattr(self, name, meta[name])
+                if self.rebalancer is not None:
+                    self.rebalancer.go_on(self.global_steps)
                 if states:
                     self._load_groups(checkpoint)
                     load_scaler_state(self.optimizer.loss_scaler, meta["loss_scale"])
@@ -192,10 +198,9 @@ class Checkpointing:
 
     def prepare_checkpoint(self: Any) -> None:
         """Take the host memory for a checkpoint now, so that the first save is as quick as the others."""
-        is_first_replica = self.grid.data_parallel_id == 0
         writer = self._checkpoint_writer()
         with self.control.together("preparing for checkpoints"):
-            writer.prepare(pieces(self.module, self._sharded, is_first_replica=is_first_replica))
+            writer.prepare(pieces(self.module, self._sharded, replica=self.grid.data_parallel_id))
 
     def destroy(self: Any) -> None:
         """As DeepSpeed's; a checkpoint that is being written is finished first. Not collective."""
@@ -261,7 +266,12 @@ class Checkpointing:
         ]
         # Of each rank: groups, and with them what a scheduler keeps for each, may differ between stages.
         scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        return {"groups": groups, "lr_scheduler": scheduler, "rng": _rng_state(torch.device(self.device))}
+        return {
+            "groups": groups,
+            "lr_scheduler": scheduler,
+            "rng": _rng_state(torch.device(self.device)),
+            "experts": {} if self.rebalancer is None else self.rebalancer.placements(),
+        }
 
     def _load_groups(self: Any, checkpoint: Checkpoint) -> None:
         options_of: dict[str, dict[str, Any]] = {}

@@ -17,6 +17,7 @@ from ..optim.torch_optimizers import make_optimizer, torch_class
 from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
+from .experts import Experts
 from .measuring import Measuring
 from .migration import Migrating
 from .scheduling import Scheduling
@@ -26,7 +27,7 @@ from .watch import WATCH
 _Asks = Callable[[nn.Parameter], bool]
 
 
-class PacelineEngine(Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine):
+class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -48,6 +49,7 @@ class PacelineEngine(Checkpointing, Migrating, Measuring, Scheduling, Computing,
         self._backwards = 0
         self._writer = None
         super().__init__(*args, **kwargs)
+        self._start_experts()
         self.clock = Clock(torch.device(self.device))
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock
@@ -71,10 +73,11 @@ class PacelineEngine(Checkpointing, Migrating, Measuring, Scheduling, Computing,
                 )
             if any(getattr(p, "allreduce", True) is False for p in self.module.parameters()):
                 raise ValueError(
-                    "the module has experts on different ranks (ep_size > 1): this version has no pipelines with them; "
-                    "use ep_size 1."
+                    "the module has experts on different ranks (ep_size > 1): pipelines spread those of Hugging Face "
+                    'models only, as "expert_parallel" in the JSON says; use ep_size 1.'
                 )
             self.basic_optimizer = self._make_basic_optimizer(client_optimizer, parameters)
+            self._check_experts_optimizer(self.basic_optimizer)
             self._check_for_duplicates(self.basic_optimizer)
             self.optimizer = self._shard(self.basic_optimizer)
         except Exception as caught:
@@ -128,6 +131,7 @@ class PacelineEngine(Checkpointing, Migrating, Measuring, Scheduling, Computing,
             loss_scaler=scaler,
             counts=counts,
             apart=apart,
+            domain=self._expert_domain(),
             accumulation_dtype=accumulation_dtype,
             communication_dtype=communication_dtype,
             bucket_numel=int(self.zero_reduce_bucket_size()),
@@ -226,6 +230,11 @@ class PacelineEngine(Checkpointing, Migrating, Measuring, Scheduling, Computing,
         with self.clock.transfer("tied", num_bytes):
             for weight, group in ties:
                 dist.all_reduce(self.optimizer.gradient(weight), group=group)
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        super()._exec_optimizer_step(lr_kwargs)
+        if self.rebalancer is not None:
+            self.rebalancer.after_step()
 
     def _exec_reduce_grads(self) -> None:
         self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time

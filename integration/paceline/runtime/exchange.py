@@ -7,7 +7,7 @@ Whatever moves is sent once, from the nearest rank that has it: the rank itself,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,7 @@ def carry_out(
     places: Mapping[int, Tensor],
     device: torch.device,
     *,
+    group: Any = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Send and receive what concerns this rank, and wait until it is done.
@@ -146,6 +147,7 @@ def carry_out(
         held: of this rank.
         own: its tensors.
         places: by position in ``moves``, the memory that takes what arrives; contiguous.
+        group: that carries it, with all ranks of ``moves``, which are those of the world; None for the world's own.
         progress: called after each transfer.
 
     Raises:
@@ -153,7 +155,7 @@ def carry_out(
     """
     rank = dist.get_rank()
     # What the backend sends lies on the device, or in host memory; a step count is on the host all the same.
-    sendable = device if staging_for(device) is None else torch.device("cpu")
+    sendable = device if staging_for(device, group) is None else torch.device("cpu")
     operations, landed = [], []
     for number, move in enumerate(moves):
         if move.source == move.target == rank:
@@ -165,10 +167,10 @@ def carry_out(
             if place.device.type != sendable.type:
                 landed.append((place, torch.empty(place.shape, dtype=place.dtype, device=sendable)))
                 place = landed[-1][1]
-            operations.append(dist.P2POp(dist.irecv, place, move.source))
+            operations.append(dist.P2POp(dist.irecv, place, move.source, group))
         elif move.source == rank:
             tensor = part(own[move.held], held[move.held], move).to(sendable).contiguous()
-            operations.append(dist.P2POp(dist.isend, tensor, move.target))
+            operations.append(dist.P2POp(dist.isend, tensor, move.target, group))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
         progress()

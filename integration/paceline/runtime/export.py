@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,12 +47,13 @@ def export(
     with control.together(f"preparing {target}"):
         if control.rank == 0:
             hub_files.begin(target)
+    experts = whole_experts(pipeline)
     state: dict[str, Tensor] = {}
     files: list[list[str]] = []
     size = 0
     with control.together(f"collecting the tensors of stage {pipeline.stage_id}"):
         if writes:
-            hub_format = hub_files.hub_format(pipeline.stage.model, own_tensors(pipeline))
+            hub_format = hub_files.hub_format(pipeline.stage.model, own_tensors(pipeline) | experts)
             state = {name: tensor.contiguous() for name, tensor in hub_format.items()}
             files = hub_files.shards(state, max_shard_size)
             size = sum(t.numel() * t.element_size() for t in state.values())
@@ -74,6 +77,28 @@ def export(
                     "choose an output_dir on a file system that all nodes share."
                 )
             hub_files.publish(draft, target)
+
+
+@torch.no_grad()
+def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
+    """The stage's experts that lie on several ranks, by Hugging Face's names, on the CPU of its first replica.
+
+    Elsewhere nothing. Collective over the ranks of each stage.
+    """
+    found: dict[str, Tensor] = {}
+    rank = pipeline._grid.data_parallel_id
+    for name, layer in pipeline.expert_layers.items():
+        if rank >= layer.size:
+            continue  # has the same as a rank before it
+        experts = [expert for held in layer.placement.devices for expert in held[: layer.num_slots]]
+        for leaf, parameter in layer.named_parameters():  # type: ignore[attr-defined]
+            shares = [torch.empty_like(parameter) for _ in range(layer.size)] if rank == 0 else None
+            dist.gather(parameter.detach().contiguous(), shares, group=layer.group, group_dst=0)
+            if shares is not None:
+                whole = torch.empty((layer.num_experts, *parameter.shape[1:]), dtype=parameter.dtype)
+                whole[experts] = torch.cat([share.cpu() for share in shares])
+                found[f"{name}.{leaf}"] = whole
+    return found
 
 
 def own_tensors(pipeline: CausalLMPipeline) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..config import PacelineConfig, Resolved, check_features, read_ds_config, warn_near_misses
 from ..config.section import HETERO
 from ..hf.check import require_supported
-from ..patches.deepspeed_initialize import engine_class
+from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
@@ -53,7 +53,8 @@ def initialize(
         model: * a hub name, a directory or a ``PretrainedConfig``: becomes a :class:`CausalLMPipeline`;
             * a ``PreTrainedModel``: likewise, if the config has ``"paceline": {"pipeline": …}``;
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
-            * any other module: given to DeepSpeed as it is.
+            * any other module: given to DeepSpeed as it is, and run by :class:`~paceline.moe.engine.ExpertEngine` if
+              the config has ``"paceline": {"moe": …}``.
         config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
 
     Returns:
@@ -90,12 +91,19 @@ def initialize(
         if resolved.partition_choice.method == HETERO and model.num_stages > 1 and model.profile is None:
             boundaries = _measure(model, resolved)
     engine: type | None = None
+    patches = []
     if isinstance(model, PipelineModule):
         check_features(ds_config)
         engine = CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
+        patches = [engine_class(engine)]
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
-    with applied(*([engine_class(engine)] if engine is not None else [])):
+    elif PacelineConfig.of(ds_config).moe is not None:
+        from ..moe.engine import ExpertEngine
+
+        engine = ExpertEngine
+        patches = [plain_engine_class(engine)]
+    with applied(*patches):
         results = deepspeed.initialize(
             args=args,
             model=model,
@@ -161,6 +169,7 @@ def _pipeline(
         num_stages=resolved.stages,
         partition=partition,
         dtype=dtype,
+        expert_parallel=resolved.expert_parallel,
         config=hf_config,
     )
     pipeline.profile = profile

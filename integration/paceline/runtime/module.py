@@ -24,9 +24,11 @@ from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
 from ..hf.weights import load_stage, skeleton
 from ..measure.profile import Profile
+from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 from ..planning.stages import over_items
 from .control import ControlPlane
+from .expert_groups import ExpertGroups
 
 logger = logging.getLogger("paceline")
 
@@ -155,6 +157,8 @@ class CausalLMPipeline(PipelineModule):
         dtype: of the weights.
         seed: for random weights.
         gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
+        expert_parallel: ranks of a stage that share its experts; divides the number of replicas and that of experts. A
+            rank has read, or drawn, its whole stage before it keeps its share of them.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
         from_pretrained: passed to transformers (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 
@@ -172,6 +176,7 @@ class CausalLMPipeline(PipelineModule):
         dtype: torch.dtype = torch.float32,
         seed: int = 42,
         gradient_checkpointing: bool = False,
+        expert_parallel: int = 1,
         config: PretrainedConfig | None = None,
         timeout: timedelta | None = None,
         **from_pretrained: Any,
@@ -189,6 +194,9 @@ class CausalLMPipeline(PipelineModule):
         self.profile: Profile | None = None
         """What was measured for the partition, if anything was."""
         self._dtype, self._seed = dtype, seed
+        self.expert_parallel = expert_parallel
+        self.expert_layers: dict[str, HFExpertLayer] = {}
+        """The stage's layers whose experts lie on several ranks, by Hugging Face's names, in the model's order."""
         self._from_pretrained = from_pretrained
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
         self.anatomy = anatomy_of(whole)
@@ -200,9 +208,13 @@ class CausalLMPipeline(PipelineModule):
                 f"{num_stages} stages are more than the model's {self.anatomy.num_layers} decoder layers: "
                 f"choose at most {self.anatomy.num_layers}."
             )
+        if expert_parallel > 1:
+            check_experts(whole, expert_parallel)
         # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(layers=self.items, num_stages=num_stages, partition_method=partition)
+        data_groups = self._grid._topo.get_axis_comm_lists("data")
+        self.expert_groups = ExpertGroups.create(data_groups, expert_parallel, self.global_rank)
         if gradient_checkpointing:
             self.enable_gradient_checkpointing()
 
@@ -228,6 +240,9 @@ class CausalLMPipeline(PipelineModule):
                 stage = load_stage(
                     directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained
                 )
+        if self.expert_parallel > 1:
+            replica = self._grid.get_data_parallel_rank()
+            self.expert_layers = take_share(stage.model, replica % self.expert_parallel, self.expert_parallel)
         self.stage = stage
         self.forward_funcs.append(stage)
         for parameter in self.parameters():

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PacelineConfig, Resolved, fill_auto, resolve, resolve_stages
+from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.section import HETERO, value_at
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
 from ..measure.profile import Profile
 from ..measure.tokens import tokens_of_sample
+from ..moe.hf_experts import experts_of
 from ..planning.memory import States
 from .control import ControlPlane
 from .hetero import Shape, hetero_boundaries
@@ -59,7 +61,7 @@ def plan_for(
     room: dict[str, Any] = {
         "world_size": world_size,
         "num_layers": num_layers,
-        "state_bytes": STATE_BYTES * sum(p.numel() for p in model.parameters()),
+        "state_bytes": STATE_BYTES * _parameters_of_rank(model, ds_config),
         "device_bytes": available_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
@@ -87,6 +89,15 @@ def plan_for(
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
     return resolved
+
+
+def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> int:
+    """Of a model in one stage: all, but of the experts one rank's share."""
+    whole = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for layer in experts_of(model).values() for p in layer.parameters())
+    section = value_at(ds_config, EXPERT_PARALLEL)
+    shares = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
+    return whole - experts + experts // shares if isinstance(shares, int) and shares > 0 else whole
 
 
 def first_partition(
@@ -150,7 +161,8 @@ def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Res
             "leave the key out, or build it anew."
         )
     section = {**ds_config.get("paceline", {}).get("pipeline", {}), "stages": pipeline.num_stages}
-    config = {**ds_config, "paceline": {"pipeline": section}}
+    experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
+    config = {EXPERT_PARALLEL: experts, **ds_config, "paceline": {"pipeline": section}}
     num_layers = pipeline.anatomy.num_layers
     resolved = resolve(
         fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),
@@ -160,4 +172,9 @@ def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Res
         state_bytes=None,
         device_bytes=None,
     )
+    if resolved.expert_parallel != pipeline.expert_parallel:
+        raise ValueError(
+            f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "
+            f"expert_parallel={pipeline.expert_parallel}: leave the section out, or build it anew."
+        )
     return replace(resolved, ds_config={**resolved.ds_config, "paceline": dict(ds_config.get("paceline", {}))})

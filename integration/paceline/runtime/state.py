@@ -3,11 +3,15 @@
 That is a value, its fp32 master and the optimizer's state of it; buffers and frozen parameters have a value only. It
 is taken apart into :class:`~paceline.checkpoint.Piece` (rows of one tensor), and put into place from anything that can
 read rows by name, such as a checkpoint of any shape. What moves between ranks that train: :mod:`.exchange`.
+
+Of experts that lie on several ranks a rank has some rows, in any order. Outside they are the rows of one tensor, by the
+experts' numbers in the model (:class:`Numbering`): the same for every number of ranks and every placement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import Piece
+from ..moe.layer import ExpertLayer
 from ..optim.sharded import Owned, ShardedOptimizer
 from .module import REPLICATED
 
@@ -36,32 +41,82 @@ class Source(Protocol):
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Numbering:
+    """Which rows of the job's tensor the rows of a parameter here are.
+
+    Args:
+        shape: of the whole tensor.
+        rows: number in it of each row here; None if they are all there are, in order.
+        num_shares: ranks that have different rows of it.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    num_shares: int = 1
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Rows ``start`` to ``stop - 1`` here as ``(first, end, number of the first)``, cut where numbers jump."""
+        if self.rows is None:
+            yield start, stop, start
+            return
+        first = start
+        for row in range(start + 1, stop + 1):
+            if row == stop or self.rows[row] != self.rows[row - 1] + 1:
+                yield first, row, self.rows[first]
+                first = row
+
+
+class Numberings:
+    """The :class:`Numbering` of every tensor of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        layers: dict[str, ExpertLayer] = getattr(module, "expert_layers", {})
+        self._layer_of = {id(parameter): layer for layer in layers.values() for parameter in layer.parameters()}  # type: ignore[attr-defined]
+
+    def of(self, tensor: Tensor) -> Numbering:
+        layer = self._layer_of.get(id(tensor))
+        if layer is None:
+            return Numbering(tuple(tensor.shape))
+        experts = layer.placement.devices[layer.rank][: layer.num_slots]
+        return Numbering((layer.num_experts, *tensor.shape[1:]), experts, layer.size)
+
+
 def pieces(
-    module: nn.Module, optimizer: ShardedOptimizer | None, *, is_first_replica: bool, trained_only: bool = False
+    module: nn.Module, optimizer: ShardedOptimizer | None, *, replica: int, trained_only: bool = False
 ) -> Iterator[Piece]:
     """What this rank answers for: all ranks' pieces together are the state of the job, each row once.
 
     Args:
-        is_first_replica: whether this rank writes what all replicas have alike: buffers and frozen parameters.
+        replica: data-parallel rank: the first writes what all have alike, buffers and frozen parameters; of frozen
+            experts the first that have them.
         trained_only: leave frozen parameters out.
     """
     shares = list(optimizer.shares()) if optimizer is not None else []
-    tied = tied_weights(module)
+    tied, numberings = tied_weights(module), Numberings(module)
     for position, start, stop in shares:
         owned = optimizer.owned[position]  # type: ignore[union-attr]
         if is_copy(owned.parameter, tied):
             continue
+        numbering = numberings.of(owned.parameter)
+        runs = list(numbering.runs(start, stop))
         for kind, tensor in parts_of(optimizer, owned).items():  # type: ignore[arg-type]
             if tensor.dim() and tensor.shape == owned.master.shape:
-                rows = tensor[start - owned.start : stop - owned.start]
-                yield Piece(owned.name, kind, rows, start, tuple(owned.parameter.shape))
-            elif start == 0:
+                for first, end, number in runs:
+                    rows = tensor[first - owned.start : end - owned.start]
+                    yield Piece(owned.name, kind, rows, number, numbering.shape)
+            elif any(number == 0 for _, _, number in runs):
                 yield Piece(owned.name, kind, tensor)
-    if is_first_replica:
-        for name, tensor in rest_of(module, optimizer):
-            is_left_out = trained_only and isinstance(tensor, nn.Parameter)
-            if not is_copy(tensor, tied) and not is_left_out:
-                yield Piece(name, VALUE, tensor.detach())
+    for name, tensor in rest_of(module, optimizer):
+        numbering = numberings.of(tensor)
+        is_left_out = trained_only and isinstance(tensor, nn.Parameter)
+        if replica >= numbering.num_shares or is_copy(tensor, tied) or is_left_out:
+            continue
+        if numbering.rows is None:
+            yield Piece(name, VALUE, tensor.detach())
+        else:
+            for first, end, number in numbering.runs(0, len(tensor)):
+                yield Piece(name, VALUE, tensor.detach()[first:end], number, numbering.shape)
 
 
 def place(
@@ -80,13 +135,16 @@ def place(
     Raises:
         ValueError: ``source`` lacks something, or has it in another shape.
     """
+    numberings = Numberings(module)
     for owned in optimizer.owned if optimizer is not None else ():
-        _place_owned(optimizer, owned, source, states)  # type: ignore[arg-type]
+        _place_owned(optimizer, owned, numberings.of(owned.parameter), source, states)  # type: ignore[arg-type]
     for name, tensor in rest_of(module, optimizer):
         if trained_only and isinstance(tensor, nn.Parameter) and not source.kinds(name):
             continue
-        _check(source, name, tensor)
-        tensor.detach().copy_(source.read(name, _kind_of_value(source, name)))
+        numbering = numberings.of(tensor)
+        _check(source, name, numbering)
+        rows = len(tensor) if tensor.dim() else 1
+        tensor.detach().copy_(_read(source, name, _kind_of_value(source, name), numbering, 0, rows))
 
 
 def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -133,11 +191,10 @@ def rest_of(module: nn.Module, optimizer: ShardedOptimizer | None) -> Iterator[t
 
 
 @torch.no_grad()
-def _place_owned(optimizer: ShardedOptimizer, owned: Owned, source: Source, states: bool) -> None:
-    name, whole = owned.name, owned.parameter
-    _check(source, name, whole)
-    rows = {} if whole.dim() == 0 else {"start": owned.start, "stop": owned.stop}
-    owned.master.copy_(source.read(name, _kind_of_value(source, name), **rows))
+def _place_owned(optimizer: ShardedOptimizer, owned: Owned, numbering: Numbering, source: Source, states: bool) -> None:
+    name, rows = owned.name, (numbering, owned.start, owned.stop)
+    _check(source, name, numbering)
+    owned.master.copy_(_read(source, name, _kind_of_value(source, name), *rows))
     if not states:
         return
     state: dict[str, Tensor] = {}
@@ -146,8 +203,8 @@ def _place_owned(optimizer: ShardedOptimizer, owned: Owned, source: Source, stat
     for kind in source.kinds(name):
         if kind in KINDS_OF_VALUE:
             continue
-        if whole.dim() and source.shape(name, kind) == tuple(whole.shape):
-            state[kind] = source.read(name, kind, **rows).to(owned.master.device)
+        if numbering.shape and source.shape(name, kind) == numbering.shape:
+            state[kind] = _read(source, name, kind, *rows).to(owned.master.device)
         else:
             tensor = source.read(name, kind)
             state[kind] = tensor.to(owned.master.device) if tensor.dim() or on_device else tensor.cpu()
@@ -161,24 +218,36 @@ def _kind_of_value(source: Source, name: str) -> str:
     return MASTER if MASTER in source.kinds(name) else VALUE
 
 
-def _check(source: Source, name: str, tensor: Tensor) -> None:
+def _read(source: Source, name: str, kind: str, numbering: Numbering, start: int, stop: int) -> Tensor:
+    """What belongs to rows ``start`` to ``stop - 1`` here."""
+    if not numbering.shape:
+        return source.read(name, kind)
+    parts = [
+        source.read(name, kind, number, number + end - first) for first, end, number in numbering.runs(start, stop)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check(source: Source, name: str, numbering: Numbering) -> None:
     if not source.kinds(name):
         raise ValueError(f"it has no {name}: it is of another model.")
     shape = source.shape(name)
-    if shape != tuple(tensor.shape):
-        raise ValueError(f"its {name} has the shape {list(shape)}, the model's {list(tensor.shape)}: it is of another.")
+    if shape != numbering.shape:
+        raise ValueError(
+            f"its {name} has the shape {list(shape)}, the model's {list(numbering.shape)}: it is of another."
+        )
 
 
 def collect(optimizer: ShardedOptimizer, name: str) -> dict[str, Tensor]:
-    """Master and states of a whole parameter, by kind, on every rank of the optimizer's group. Collective over it.
+    """Master and states of a whole parameter as the module here has it, by kind, on every rank that has the same.
 
-    Where a rank has everything (ZeRO 0) the tensors are the optimizer's own, not copies.
+    Collective over these. Where a rank has everything (ZeRO 0) the tensors are the optimizer's own, not copies.
     """
     mine = {owned.start: parts_of(optimizer, owned) for owned in optimizer.owned if owned.name == name}
-    if not optimizer.is_sharded:
+    group = optimizer.group_over(name)
+    if group is None:
         (parts,) = mine.values()
         return parts
-    group = optimizer.group
     parameter = optimizer.parameters[optimizer.names.index(name)]
     parts = {}
     for owner, start, stop in optimizer.owners(name):

@@ -1,0 +1,78 @@
+"""How fast ranks exchange, before a run: for the search over parallel strategies. All of it is collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..planning.cluster import Fabric
+
+MESSAGE_NUMEL = 1 << 20
+"""Of a message between two ranks, in fp32: an activation."""
+
+BUCKET_NUMEL = 1 << 22
+"""Of a collective, in fp32: the optimizer's buckets have so many elements at least."""
+
+REPEATS = 7
+
+
+def measure_fabric(group: Any, device: torch.device) -> Fabric:
+    """Between the ranks of ``group``, two at least: all call it, and all get the same answer."""
+    ranks = dist.get_process_group_ranks(group)
+    size, rank = len(ranks), dist.get_rank(group)
+    buffer, small = torch.zeros(BUCKET_NUMEL, device=device), torch.zeros(1, device=device)
+    message, received = buffer[:MESSAGE_NUMEL], torch.zeros(BUCKET_NUMEL, device=device)
+
+    def there_and_back(values: torch.Tensor) -> None:
+        if rank == 0:
+            dist.send(values, ranks[1], group=group)
+            dist.recv(values, ranks[1], group=group)
+        elif rank == 1:
+            dist.recv(values, ranks[0], group=group)
+            dist.send(values, ranks[0], group=group)
+
+    latency_s = slowest_s(lambda: there_and_back(small), group, device) / 2
+    message_s = slowest_s(lambda: there_and_back(message), group, device) / 2 - latency_s
+    reduce_s = slowest_s(lambda: dist.all_reduce(buffer, group=group), group, device)
+    share = buffer[: BUCKET_NUMEL // size * size]
+    exchange_s = slowest_s(lambda: dist.all_to_all_single(received[: len(share)], share, group=group), group, device)
+    num_bytes = buffer.element_size() * BUCKET_NUMEL
+    return Fabric(
+        bytes_per_s=message.element_size() * MESSAGE_NUMEL / max(message_s, 1e-9),
+        latency_s=latency_s,
+        all_reduce_bytes_per_s=2 * (size - 1) / size * num_bytes / reduce_s,
+        all_to_all_bytes_per_s=(size - 1) / size * num_bytes / exchange_s,
+    )
+
+
+def agreed(values: Sequence[float], device: torch.device) -> list[float]:
+    """The mean over all ranks of each of ``values``."""
+    together = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(together)
+    return (together / dist.get_world_size()).tolist()
+
+
+def slowest_s(work: Callable[[], None], group: Any, device: torch.device) -> float:
+    """Median seconds of ``work`` on the rank of ``group`` where that is longest; all begin together."""
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        dist.barrier(group)
+        _wait(device)
+        begun = time.perf_counter()
+        work()
+        _wait(device)
+        seconds.append(time.perf_counter() - begun)
+    longest = torch.tensor(median(seconds), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    return float(longest)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,1 @@
+"""Expert layers whose experts change device while training goes on."""

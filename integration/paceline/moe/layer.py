@@ -1,0 +1,134 @@
+"""What all expert layers of ours have in common, whichever library the layer itself comes from.
+
+Each rank of an expert-parallel group has *slots*. The first of them hold experts that the rank owns: parameters of the
+model, with masters and moments. The others hold copies of experts that other ranks own: their values are fetched after
+each step, their gradients go to the owner before the next. A :class:`~paceline.planning.placement.Placement` says which
+expert lies in which slot of which rank; router, auxiliary loss, checkpoints and exports know experts by their number in
+the model only.
+
+Legend: E experts of the model, R ranks of the group, T tokens of this rank, K experts that a token goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..planning.experts import Placement, device_loads
+from .dispatch import SlotTable
+from .replicas import Replicas
+from .timing import ExpertClock
+
+EVEN, PLANNED, FRESH = "even", "planned", "fresh"
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """One weight of the expert in a slot: ``numel`` elements of ``parameter``, flattened, from ``start`` on.
+
+    Args:
+        name: of the weight in its expert ("w1", "0.weight"): the same in all slots of the layer.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+
+class ExpertLayer:
+    """Mixin of modules whose experts lie on the ranks of an expert-parallel group."""
+
+    name: str
+    """Of the module in the model."""
+    group: Any
+    """The R ranks that share the layer's experts; None for one."""
+    rank: int
+    size: int
+    num_experts: int
+    num_slots: int
+    """Of experts that a rank owns."""
+    num_replicas: int
+    """Further slots of each rank, for copies."""
+    placement: Placement
+    routed: Tensor
+    """Tokens sent to each expert by this rank since somebody set it to zero ``[E]``: int64, before any is dropped."""
+    clock: ExpertClock | None = None
+    """Times the experts while there is one."""
+    time_depends_on_load = True
+    """Whether an expert that gets more tokens takes longer."""
+
+    def set_up(self, name: str, num_experts: int, group: Any, *, num_replicas: int = 0, splitting: str = EVEN) -> None:
+        """Begin with the contiguous placement.
+
+        Args:
+            splitting: how tokens are shared between the copies of an expert: "even"; "planned", by the loads that the
+                placement was made for; "fresh", by the loads of each batch, which all ranks tell each other.
+        """
+        self.name, self.group = name, group
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.num_experts, self.num_slots, self.num_replicas = num_experts, num_experts // self.size, num_replicas
+        self.splitting = splitting
+        self.device = next(self.parameters()).device  # type: ignore[attr-defined]
+        self.routed = torch.zeros(num_experts, dtype=torch.int64, device=self.device)
+        self.replicas: Replicas | None = None
+        self.take_on(Placement.contiguous(num_experts, self.size))
+
+    def parts(self, slot: int) -> list[SlotPart]:
+        """The weights of the expert in one of the slots that this rank owns, always in the same order."""
+        raise NotImplementedError
+
+    def take_on(self, placement: Placement, loads: Sequence[float] | None = None) -> None:
+        """Send tokens by ``placement`` from now on: what the slots hold must be there already.
+
+        Copies are fetched by :meth:`fetch`.
+
+        Args:
+            loads: for which it was made; with "planned" splitting the copies' shares follow from it.
+        """
+        self.check(placement)
+        self.placement = placement
+        shares = loads if self.splitting == PLANNED else None
+        self.table = SlotTable(placement, self.num_slots, self.num_replicas, self.device, shares)
+        if self.replicas is not None:
+            self.replicas.take_on(placement)
+
+    def check(self, placement: Placement) -> None:
+        """Raise ValueError if the ranks cannot hold the experts so."""
+        widths = [len(experts) for experts in placement.devices]
+        owned = [list(placement.owners).count(device) for device in range(placement.num_devices)]
+        if (placement.num_experts, placement.num_devices) != (self.num_experts, self.size):
+            raise ValueError(
+                f"{self.name} has {self.num_experts} experts on {self.size} ranks, the placement "
+                f"{placement.num_experts} on {placement.num_devices}: give one for this layer."
+            )
+        if any(each != self.num_slots for each in owned) or max(widths) > self.num_slots + self.num_replicas:
+            raise ValueError(
+                f"{self.name} has {self.num_slots} own slots and {self.num_replicas} for copies on each rank, the "
+                f"placement owns {owned} and holds {widths}: every rank must own {self.num_slots}."
+            )
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Give the copies their owners' values. Collective over the group."""
+        if self.copying is not None:
+            self.copying.fetch()
+
+    @property
+    def copying(self) -> Replicas | None:
+        """What copies there are on the ranks; None if there is none on any."""
+        return self.replicas if self.table.has_copies else None
+
+    def count(self, counts: Tensor) -> None:
+        """Add what this batch's router chose ``[E]``, unless this is a forward that is computed a second time."""
+        if self.training and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self.routed += counts
+
+    def slot_loads(self, loads: Sequence[float], placement: Placement | None = None) -> tuple[float, ...]:
+        """Tokens for each rank under a placement, by default the present one."""
+        return device_loads(self.placement if placement is None else placement, loads)

@@ -1,0 +1,181 @@
+"""Buckets with their memory, and the ranks over which each is reduced.
+
+Most parameters are the same on all data-parallel ranks of a stage. Experts that lie on different ranks are the same on
+fewer: these ranks are a domain of their own, with buckets of their own, in between the others in the order in which
+backward finishes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .layout import Bucket, Rows, make_buckets
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that hold the same parameters.
+
+    Args:
+        group: of these ranks; None for one.
+        size: how many they are.
+        rank: this one among them.
+    """
+
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, group: Any) -> Domain:
+        return cls() if group is None else cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+@dataclass(frozen=True)
+class DomainBucket:
+    """A bucket and the ranks that reduce it.
+
+    Args:
+        shard: whether each of these ranks steps its part only (ZeRO 1), or each the whole (ZeRO 0, one rank).
+        waits: its gradients are complete only after the backward.
+    """
+
+    bucket: Bucket
+    domain: Domain
+    shard: bool
+    waits: bool
+
+    @property
+    def own(self) -> tuple[Rows, ...]:
+        """What this rank answers for."""
+        return self.bucket.parts[self.domain.rank]
+
+
+def lay_out(
+    order: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    domains: Sequence[Domain],
+    layers: Sequence[str],
+    *,
+    waiting: set[int],
+    bucket_numel: int,
+    least_numel: int,
+    cut: bool,
+    shard: bool,
+) -> list[DomainBucket]:
+    """Buckets over all parameters, in the order in which they are reduced: the same on all ranks of a stage.
+
+    Args:
+        order: numbers of the parameters as they come in the model, whose reverse is the order of the backward.
+        shapes: of each parameter, by number, as are the next two.
+        domains: over which it is reduced.
+        layers: that it belongs to.
+        waiting: numbers of the parameters that are reduced last.
+        bucket_numel: see :func:`make_buckets`, as for the next two.
+    """
+    found: list[DomainBucket] = []
+    for domain in dict.fromkeys(domains[number] for number in order):
+        members = [number for number in order if domains[number] == domain]
+        buckets = make_buckets(
+            [shapes[number] for number in members],
+            domain.size,
+            bucket_numel,
+            layers=[layers[number] for number in members],
+            least_numel=least_numel,
+            apart=[place for place, number in enumerate(members) if number in waiting],
+            cut=cut,
+        )
+        for bucket in (_renumbered(bucket, members) for bucket in buckets):
+            waits = not waiting.isdisjoint(bucket.parameters)
+            found.append(DomainBucket(bucket, domain, shard and domain.size > 1, waits))
+    place = {number: index for index, number in enumerate(order)}
+    return sorted(found, key=lambda one: (one.waits, -min(place[number] for number in one.bucket.parameters)))
+
+
+def _renumbered(bucket: Bucket, members: Sequence[int]) -> Bucket:
+    parts = tuple(
+        tuple(Rows(members[r.index], r.start, r.stop, r.offset, r.numel) for r in part) for part in bucket.parts
+    )
+    return Bucket(tuple(members[i] for i in bucket.parameters), bucket.offsets, bucket.numel, bucket.bounds, parts)
+
+
+class Buffers:
+    """The memory of one bucket.
+
+    Args:
+        dtype: of the gradients.
+        value_dtype: of the parameters, whose values lie here too if the bucket is sharded.
+    """
+
+    def __init__(self, part: DomainBucket, dtype: torch.dtype, value_dtype: torch.dtype, device: torch.device) -> None:
+        self.bucket, self.domain, self.shard = part.bucket, part.domain, part.shard
+        self.waits = part.waits
+        """Its gradients are complete only after the backward."""
+        self.gradients = torch.zeros(part.bucket.numel, dtype=dtype, device=device)
+        self.values = torch.zeros(part.bucket.numel, dtype=value_dtype, device=device) if part.shard else None
+        self.unfinished = len(part.bucket.parameters)
+        self.is_reduced = False
+        self.works: list[tuple[Any, Tensor | None, Tensor]] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return self.unfinished <= 0 and not self.waits
+
+    def adopt(self, offset: int, parameter: nn.Parameter) -> Tensor:
+        """Make room for a parameter's gradient, which is returned, and for its value, which moves in."""
+        place = slice(offset, offset + parameter.numel())
+        if self.values is not None:
+            view = self.values[place].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        return self.gradients[place].view(parameter.shape)
+
+    def start_reduction(self, communication_dtype: torch.dtype | None) -> None:
+        """To the owners, or to all. Collective over the domain."""
+        self.is_reduced = True
+        group = self.domain.group
+        if self.domain.size == 1:
+            return
+        if not self.shard:
+            self._start(self.gradients, communication_dtype, partial(dist.all_reduce, group=group, async_op=True))
+            return
+        for owner, part in self._parts(self.gradients):
+            to_owner = partial(dist.reduce, group=group, group_dst=owner, async_op=True)
+            self._start(part, communication_dtype, to_owner)
+
+    def _start(self, gradients: Tensor, dtype: torch.dtype | None, collective: Callable[[Tensor], Any]) -> None:
+        sent = None
+        if dtype not in (None, gradients.dtype):
+            sent = gradients.to(dtype)
+        self.works.append((collective(gradients if sent is None else sent), sent, gradients))
+
+    def finish_reduction(self) -> None:
+        for work, sent, gradients in self.works:
+            work.wait()
+            if sent is not None:
+                gradients.copy_(sent)
+        self.works.clear()
+
+    def start_publishing(self) -> Iterator[Any]:
+        """The owners' values to all; what is to be waited for. Collective over the domain."""
+        assert self.values is not None
+        for owner, part in self._parts(self.values):
+            yield dist.broadcast(part, group=self.domain.group, group_src=owner, async_op=True)
+
+    def _parts(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Of each owner, what it has, if anything."""
+        for owner in range(self.domain.size):
+            low, high = self.bucket.bounds[owner], self.bucket.bounds[owner + 1]
+            if high > low:
+                yield owner, memory[low:high]
+
+    def reset(self) -> None:
+        self.unfinished = len(self.bucket.parameters)
+        self.is_reduced = False

@@ -1,0 +1,206 @@
+"""A cluster of equal devices in equal nodes, and how long its collectives take, by bandwidth and latency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, inf, isfinite, log2
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What connects devices: those of one node, or one device and another node's.
+
+    Args:
+        bytes_per_s: from one device to another while all others send too.
+        latency_s: of one message.
+        all_reduce_bytes_per_s: what each device sends in an all-reduce, if measured (2·(n−1)/n of the buffer in that
+            time: the "bus bandwidth" of nccl-tests); None: ``bytes_per_s``.
+        all_to_all_bytes_per_s: likewise, of what each device sends to all others.
+    """
+
+    bytes_per_s: float = inf
+    latency_s: float = 0.0
+    all_reduce_bytes_per_s: float | None = None
+    all_to_all_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "all_reduce_bytes_per_s", "all_to_all_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} is {rate}: give bytes a second, above 0.")
+        if not (isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(f"latency_s is {self.latency_s}: give seconds, from 0 upwards.")
+
+    @property
+    def reduction_bytes_per_s(self) -> float:
+        """That of an all-reduce."""
+        return self.all_reduce_bytes_per_s or self.bytes_per_s
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        """That of an all-to-all."""
+        return self.all_to_all_bytes_per_s or self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes. Ranks are numbered node by node.
+
+    Args:
+        num_devices: N.
+        devices_per_node: that share a node; the last node may have fewer.
+        memory_bytes: that a rank may take of its device.
+        flops_per_s: that a device reaches in a model's matrix products, not what its data sheet says.
+        state_bytes_per_s: at which an optimizer reads and writes its states.
+        inside: between devices of a node.
+        across: between devices of different nodes.
+
+    Raises:
+        ValueError: numbers that cannot be.
+    """
+
+    num_devices: int
+    devices_per_node: int
+    memory_bytes: float = inf
+    flops_per_s: float = inf
+    state_bytes_per_s: float = inf
+    inside: Fabric = field(default_factory=Fabric)
+    across: Fabric = field(default_factory=Fabric)
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1 upwards.")
+        for name in ("memory_bytes", "flops_per_s", "state_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0.")
+
+    def members_in_node(self, size: int, stride: int) -> int:
+        """How many of a group of ranks, ``stride`` apart, share a node; groups begin at multiples of their span."""
+        span = size * stride
+        if span <= self.devices_per_node and self.devices_per_node % span == 0:
+            return size
+        members = min(size, self.devices_per_node // stride)
+        # Where nodes and groups do not divide each other, a group may lie across any number of them.
+        while members > 1 and (size % members or self.devices_per_node % (members * stride)):
+            members -= 1
+        return max(members, 1)
+
+    def all_reduce_s(self, num_bytes: float, size: int, stride: int) -> float:
+        """Of a buffer of ``num_bytes`` on each of the ``size`` ranks, ``stride`` apart.
+
+        Inside the nodes first, each device then reduces its share with its peers of the other nodes, and back. Half of
+        it (``/ 2``) is a reduction to owners, or a broadcast by owners, of the whole buffer.
+        """
+        if size == 1 or not num_bytes:
+            return 0.0
+        near = self.members_in_node(size, stride)
+        far = size // near
+        inside, across = self.inside, self.across
+        seconds = 2 * (near - 1) / near * num_bytes / inside.reduction_bytes_per_s
+        seconds += 2 * (far - 1) / far * (num_bytes / near) / across.reduction_bytes_per_s
+        return seconds + 2 * (_hops(near) * inside.latency_s + _hops(far) * across.latency_s)
+
+    def all_to_all_s(self, num_bytes: float, size: int, stride: int) -> float:
+        """``num_bytes``: of all that the busiest rank sends or receives, its own share among it."""
+        if size == 1 or not num_bytes:
+            return 0.0
+        near = self.members_in_node(size, stride)
+        inside_s = (near - 1) / size * num_bytes / self.inside.exchange_bytes_per_s
+        across_s = (size - near) / size * num_bytes / self.across.exchange_bytes_per_s
+        latency_s = _hops(near) * self.inside.latency_s + _hops(size // near) * self.across.latency_s
+        return inside_s + across_s + latency_s
+
+    def link(self, first: int, last: int) -> Fabric:
+        """Between ranks of which ``first`` is the lowest and ``last`` the highest: across, unless one node has all."""
+        same = first // self.devices_per_node == last // self.devices_per_node
+        return self.inside if same else self.across
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Cluster:
+        """Of a JSON such as ``{"devices": 16, "devices_per_node": 8, "memory_gib": 80, "flops_per_s": 4e14,
+        "intra_node": {"bytes_per_s": 3e11, "latency_s": 5e-6}, "inter_node": {…}, "state_bytes_per_s": 2e12}``.
+
+        What is left out, or null, is unlimited; one node, if ``devices_per_node`` is left out.
+
+        Raises:
+            ValueError: the key, its value, the rule and the remedy.
+        """
+        known = _object("the cluster", values, _CLUSTER)
+        if "devices" not in known:
+            raise ValueError('the cluster has no "devices": give the number of them.')
+        devices = _whole("devices", known["devices"])
+        per_node = known.get("devices_per_node")
+        return cls(
+            devices,
+            devices if per_node is None else _whole("devices_per_node", per_node),
+            _limit("memory_gib", known.get("memory_gib")) * GIB,
+            _limit("flops_per_s", known.get("flops_per_s")),
+            _limit("state_bytes_per_s", known.get("state_bytes_per_s")),
+            _fabric("intra_node", known.get("intra_node", {})),
+            _fabric("inter_node", known.get("inter_node", {})),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inverse of :meth:`from_dict`."""
+        return {
+            "devices": self.num_devices,
+            "devices_per_node": self.devices_per_node,
+            "memory_gib": _or_none(self.memory_bytes / GIB),
+            "flops_per_s": _or_none(self.flops_per_s),
+            "state_bytes_per_s": _or_none(self.state_bytes_per_s),
+            "intra_node": {name: _or_none(getattr(self.inside, name)) for name in _FABRIC},
+            "inter_node": {name: _or_none(getattr(self.across, name)) for name in _FABRIC},
+        }
+
+
+_CLUSTER = (
+    *("devices", "devices_per_node", "memory_gib", "flops_per_s", "state_bytes_per_s"),
+    *("intra_node", "inter_node"),
+)
+_FABRIC = ("bytes_per_s", "latency_s", "all_reduce_bytes_per_s", "all_to_all_bytes_per_s")
+
+
+def _hops(size: int) -> int:
+    """Of a message through a tree of so many ranks."""
+    return ceil(log2(size)) if size > 1 else 0
+
+
+def _fabric(where: str, values: Any) -> Fabric:
+    known = _object(where, values, _FABRIC)
+    given = {name: _limit(f"{where}.{name}", value) for name, value in known.items() if value is not None}
+    try:
+        return Fabric(**given)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def _object(where: str, values: Any, names: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {values!r}: give an object with {', '.join(names)}.")
+    for key in values:
+        if key not in names:
+            raise ValueError(f'"{key}" is not a key of {where}; choose from {", ".join(names)}.')
+    return values
+
+
+def _whole(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{where} is {value!r}: give a whole number.")
+    return value
+
+
+def _limit(where: str, value: Any) -> float:
+    if value is None:
+        return inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where} is {value!r}: give a number.")
+    return float(value)
+
+
+def _or_none(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

@@ -1,0 +1,159 @@
+"""Which device owns which experts, so that the most loaded device has little load: without copies of experts.
+
+Source: ``expert placement``, the greedy rule of the seed system. What copies add is in ``replicas.py``, how tokens are
+split over them in ``splitting.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import fsum
+
+from .experts import Placement, checked_loads, device_loads, imbalance, moved
+from .replicas import replicated
+from .slots import check_current, checked_shape, in_slots
+from .splitting import split
+
+__all__ = [
+    "Placement",
+    "device_loads",
+    "exact",
+    "greedy",
+    "imbalance",
+    "lower_bound",
+    "moved",
+    "replicated",
+    "split",
+]
+
+EXACT_STATES = 100_000
+"""Partial placements that an exact search may look at: about a second."""
+
+EXACT_EXPERTS = 100
+"""Experts that an exact search may be of: more have too many placements, unless greedy is seen to be the best."""
+
+ROUNDING = 1e-12
+"""Loads this close (relatively) are equal: sums in another order differ by so little."""
+
+
+def greedy(
+    loads: Sequence[float],
+    num_devices: int,
+    slots: int | None = None,
+    current: Placement | None = None,
+    *,
+    nodes: int = 1,
+) -> Placement:
+    """Experts by falling load, each to the device with the least load so far that still has a slot.
+
+    Of several such devices it is the one that owns the expert now, else the first.
+
+    Args:
+        loads: of each expert, in any unit.
+        slots: experts that a device has room for; None: as few as hold all.
+        current: keeps experts in their slots as far as they stay; None: experts are in the order of their numbers.
+        nodes: groups of neighbouring devices, of equal size: experts are dealt to them by the same rule first, and then
+            to the devices of each.
+
+    Raises:
+        ValueError: no placement is possible, or ``current`` is not of these experts and devices.
+    """
+    loads = checked_loads(loads)
+    slots = checked_shape(len(loads), num_devices, slots, nodes)
+    check_current(current, len(loads), num_devices)
+    home = [None] * len(loads) if current is None else current.owners
+    per_node = num_devices // nodes
+    node_homes = [None if device is None else device // per_node for device in home]
+    owned: list[list[int]] = []
+    for node, members in enumerate(_dealt(range(len(loads)), loads, nodes, slots * per_node, node_homes)):
+        homes = [None if device is None else device - node * per_node for device in home]
+        owned += _dealt(sorted(members), loads, per_node, slots, homes)
+    return in_slots(owned, [()] * num_devices, current)
+
+
+def _dealt(
+    experts: Iterable[int], loads: Sequence[float], num_bins: int, room: int, homes: Sequence[int | None]
+) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    total = [0.0] * num_bins
+    open_bins = list(range(num_bins))
+    for expert in sorted(experts, key=lambda expert: -loads[expert]):
+        best, home = min(open_bins, key=total.__getitem__), homes[expert]
+        if home in open_bins and total[home] == total[best]:
+            best = home
+        bins[best].append(expert)
+        total[best] += loads[expert]
+        if len(bins[best]) == room:
+            open_bins.remove(best)
+    return bins
+
+
+def lower_bound(loads: Sequence[float], num_devices: int, slots: int | None = None) -> float:
+    """What the most loaded device has at least, in any placement without copies.
+
+    The largest of: the mean of the devices; the hottest expert with the lightest of those that must be beside it
+    because the other devices are full; for each k, the k + 1 lightest of the ``k * num_devices + 1`` hottest experts,
+    since some device has as many of these. There need not be a placement that reaches it.
+
+    Raises:
+        ValueError: no placement is possible.
+    """
+    loads = checked_loads(loads)
+    slots = checked_shape(len(loads), num_devices, slots)
+    falling = sorted(loads, reverse=True)
+    sums = [0.0, *accumulate(falling)]
+    beside = len(loads) - (num_devices - 1) * slots - 1
+    crowd = max(0, (len(loads) - 1) // num_devices)
+    return max(
+        sums[-1] / num_devices,
+        falling[0] + (fsum(falling[-beside:]) if beside > 0 else 0.0),
+        *(fsum(falling[k * (num_devices - 1) : k * num_devices + 1]) for k in range(1, crowd + 1)),
+    )
+
+
+def exact(loads: Sequence[float], num_devices: int, slots: int | None = None) -> Placement:
+    """A placement without copies whose most loaded device has the least load of all, by branch and bound.
+
+    Raises:
+        ValueError: no placement is possible, or there are too many to find out which is the best.
+    """
+    loads = checked_loads(loads)
+    slots = checked_shape(len(loads), num_devices, slots)
+    found = greedy(loads, num_devices, slots)
+    best = max(device_loads(found, loads))
+    enough = lower_bound(loads, num_devices, slots) * (1 + ROUNDING)
+    order = sorted(range(len(loads)), key=lambda expert: -loads[expert])
+    owned: list[list[int]] = [[] for _ in range(num_devices)]
+    total = [0.0] * num_devices
+    states = 0
+
+    def place(index: int) -> None:
+        nonlocal found, best, states
+        if index == len(order):
+            found, best = in_slots(owned, [()] * num_devices, None), max(total)
+            return
+        states += 1
+        if states > EXACT_STATES or len(order) > EXACT_EXPERTS:
+            raise ValueError(
+                f"{len(loads)} experts on {num_devices} devices have too many placements to search them all: take "
+                "greedy, which is close to the best, or fewer experts."
+            )
+        expert, seen = order[index], set()
+        for device in sorted(range(num_devices), key=total.__getitem__):
+            before, alike = total[device], (total[device], len(owned[device]))
+            # Two devices that are alike give the same placements; what is no better than the best is none to look at.
+            if len(owned[device]) == slots or alike in seen or before + loads[expert] >= best * (1 - ROUNDING):
+                continue
+            seen.add(alike)
+            owned[device].append(expert)
+            total[device] += loads[expert]
+            place(index + 1)
+            owned[device].pop()
+            total[device] = before
+            if best <= enough:
+                return
+
+    if best > enough:
+        place(0)
+    return found

@@ -1,0 +1,150 @@
+"""Which layers' experts should lie elsewhere: gains by the loads of a window, against what moving them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .experts import Placement, device_loads
+from .placement import greedy, lower_bound
+from .replicas import replicated
+from .splitting import split
+
+LEAST_GAIN = 0.02
+"""Experts stay for less than this part of what they take: loads change by as much from window to window."""
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """The experts of one layer, and what they were asked for.
+
+    Args:
+        loads: tokens of each expert in a step, of all devices together.
+        expert_bytes: what moves with an expert from one device to another.
+    """
+
+    loads: tuple[float, ...]
+    placement: Placement
+    expert_bytes: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """What experts and their moves take.
+
+    Args:
+        row_s: of one more token on the device with the most, in one layer and step: computing and travelling, forward
+            and backward.
+        bytes_per_s: at which a device sends or receives experts.
+        expert_s: of each expert that changes its owner, beside sending it.
+    """
+
+    row_s: float
+    bytes_per_s: float
+    expert_s: float
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Other placements for some layers.
+
+    Args:
+        placements: by position of the layer; empty: none is better.
+        now_s: of the experts in a step as they lie, over all layers.
+        best_s: of the experts in a step as proposed.
+        switch_s: of moving them.
+    """
+
+    placements: dict[int, Placement]
+    now_s: float
+    best_s: float
+    switch_s: float
+
+
+def propose(
+    layers: Sequence[LayerLoad],
+    times: Times,
+    *,
+    num_replicas: int = 0,
+    evens_out: bool = False,
+    horizon_steps: int = 1,
+    nodes: int = 1,
+) -> Proposal:
+    """The placements that take the least, by the loads as they were.
+
+    A layer takes part if what it gains over the horizon exceeds what it adds to the move; if none does, all that gain
+    do: what they would have saved may add up (:class:`~paceline.planning.switching.SwitchRule`).
+
+    Args:
+        num_replicas: further slots of a device, for copies.
+        evens_out: tokens are shared between copies so as to even out the devices, not equally.
+    """
+    now = [_most(layer.placement, layer.loads, evens_out) * times.row_s for layer in layers]
+    paying: dict[int, tuple[Placement, float]] = {}
+    gaining: dict[int, tuple[Placement, float]] = {}
+    for number, layer in enumerate(layers):
+        if _least(layer, num_replicas) * times.row_s > now[number] * (1 - LEAST_GAIN):
+            continue  # nothing to look for
+        best: tuple[float, float, Placement] | None = None
+        for placement in _candidates(layer, num_replicas, nodes):
+            seconds = _most(placement, layer.loads, evens_out) * times.row_s
+            if seconds > now[number] * (1 - LEAST_GAIN):
+                continue
+            net = (now[number] - seconds) * horizon_steps - _move_s(layer, placement, times)
+            if best is None or net > best[0]:
+                best = (net, seconds, placement)
+        if best is None:
+            continue
+        gaining[number] = (best[2], best[1])
+        if best[0] > 0:
+            paying[number] = gaining[number]
+    chosen = paying or gaining
+    now_s = sum(now)
+    best_s = now_s - sum(now[number] - seconds for number, (_, seconds) in chosen.items())
+    placements = {number: placement for number, (placement, _) in chosen.items()}
+    switch_s = sum(_move_s(layers[number], placement, times) for number, placement in placements.items())
+    return Proposal(placements, now_s, best_s, switch_s)
+
+
+def _move_s(layer: LayerLoad, placement: Placement, times: Times) -> float:
+    """The layers move one after another, each as long as its busiest device; copies cost next to nothing."""
+    num_moved = sum(before != after for before, after in zip(layer.placement.owners, placement.owners, strict=True))
+    num_bytes = most_moved(layer.placement, placement) * layer.expert_bytes
+    return num_moved * times.expert_s + num_bytes / times.bytes_per_s
+
+
+def _least(layer: LayerLoad, num_replicas: int) -> float:
+    """No placement gives the most loaded device less."""
+    num_devices = layer.placement.num_devices
+    return sum(layer.loads) / num_devices if num_replicas else lower_bound(layer.loads, num_devices)
+
+
+def most_moved(old: Placement, new: Placement) -> int:
+    """Experts that the busiest device gives away, or takes in: those whose owner changes."""
+    gives, takes = [0] * old.num_devices, [0] * old.num_devices
+    for before, after in zip(old.owners, new.owners, strict=True):
+        if before != after:
+            gives[before] += 1
+            takes[after] += 1
+    return max(*gives, *takes)
+
+
+def num_copies(placement: Placement) -> int:
+    """Copies of experts, their owners not counted."""
+    return sum(map(len, placement.devices)) - placement.num_experts
+
+
+def _most(placement: Placement, loads: Sequence[float], evens_out: bool) -> float:
+    shares = split(placement, loads) if evens_out and num_copies(placement) else None
+    return max(device_loads(placement, loads, shares))
+
+
+def _candidates(layer: LayerLoad, num_replicas: int, nodes: int) -> list[Placement]:
+    current, num_devices = layer.placement, layer.placement.num_devices
+    num_slots = max(current.owned)
+    if not num_replicas:
+        return [greedy(layer.loads, num_devices, num_slots, current, nodes=nodes)]
+    return [
+        replicated(layer.loads, num_devices, num_slots, num_replicas, current, keep_owners=keep, nodes=nodes)
+        for keep in (True, False)
+    ]

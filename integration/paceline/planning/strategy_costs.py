@@ -1,0 +1,138 @@
+"""How long a training step of a strategy takes, and what of it is for what.
+
+Stages compute and exchange as :mod:`~paceline.planning.strategy_times` says; a pipeline of few actions is simulated, a
+longer one follows a formula. Then gradients are summed and states stepped. That the summation may be hidden behind the
+last backward, and compute slow down meanwhile, is not modelled.
+
+Legend: t, p, d, ep, edp of :class:`~paceline.planning.strategy_shape.Strategy`; M micro-batches of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..schedules.costs import Costs, Link
+from ..schedules.families import one_f_one_b
+from ..schedules.simulate import simulate
+from .cluster import Cluster, Fabric
+from .memory import MASTER_BYTES
+from .strategy_memory import Share
+from .strategy_shape import Strategy
+from .strategy_times import ItemTime
+from .workload import Workload
+
+SIMULATED_ACTIONS = 2048
+"""Forwards and backwards of a pipeline that is simulated; more follow the formula."""
+
+TERMS = ("dense", "experts", "all_to_all", "tensor", "bubble", "gradients", "expert_gradients", "optimizer")
+"""What a step is made of."""
+
+
+def step_terms(
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    share: Share,
+    times: Sequence[ItemTime],
+    boundaries: Sequence[int],
+    micro_batches: int,
+) -> tuple[dict[str, float], bool]:
+    """Seconds by :data:`TERMS`, and whether the pipeline was simulated."""
+    stages = [times[first:end] for first, end in pairwise(boundaries)]
+    costs = pipeline_costs(strategy, workload, cluster, boundaries, stages)
+    simulated = 2 * strategy.pipeline * micro_batches <= SIMULATED_ACTIONS
+    if simulated:
+        pipeline_s = simulate(one_f_one_b(strategy.pipeline, micro_batches), costs).makespan_s
+    else:
+        pipeline_s = one_f_one_b_s(costs, micro_batches)
+    slowest = max(stages, key=lambda stage: sum(item.total_s for item in stage))
+    terms = {
+        "dense": micro_batches * sum(sum(item.dense) for item in slowest),
+        "experts": micro_batches * sum(sum(item.experts) for item in slowest),
+        "all_to_all": micro_batches * sum(item.all_to_all for item in slowest),
+        "tensor": micro_batches * sum(item.tensor for item in slowest),
+    }
+    terms["bubble"] = max(pipeline_s - sum(terms.values()), 0.0) if len(stages) > 1 else 0.0
+    after = _after(strategy, workload, cluster, share, boundaries)
+    return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
+
+
+def pipeline_costs(
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    boundaries: Sequence[int],
+    stages: Sequence[Sequence[ItemTime]],
+) -> Costs:
+    """For the simulator. Each tensor-parallel rank sends the whole activation to its peer of the next stage."""
+    width = strategy.tensor * strategy.data
+    fabrics = [cluster.link(stage * width, (stage + 2) * width - 1) for stage in range(strategy.pipeline - 1)]
+    links = tuple(_link(fabric) for fabric in fabrics)
+    return Costs(
+        forward_s=tuple(sum(item.forward_s for item in stage) for stage in stages),
+        backward_s=tuple(sum(item.backward_s for item in stage) for stage in stages),
+        message_bytes=tuple(workload.items[end - 1].memory.output_bytes for end in boundaries[1:-1]),
+        down=links,
+        up=links,
+    )
+
+
+def _link(fabric: Fabric) -> Link:
+    return Link(fabric.bytes_per_s, fabric.latency_s)
+
+
+def one_f_one_b_s(costs: Costs, micro_batches: int) -> float:
+    """Seconds of a step of 1F1B without simulating it; exact where stages are alike and messages take no time.
+
+    With stages that need ``f_s + b_s``, messages of ``c_s`` each way over boundary s, and n_s = min(M, p − s)
+    micro-batches in flight from stage s on, a micro-batch leaves the pipeline every
+
+        T = max over s of max{ f_s + b_s, (Σ_{r≥s} (f_r + b_r) + 2 Σ_{r≥s} c_r) / n_s }
+
+    seconds (no more than n_s of them fit into the round trip from stage s to the end and back), and the first one
+    takes the whole round trip: ``(M − 1) · T + Σ (f_s + b_s) + 2 Σ c_s``.
+    """
+    times = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
+    sent = [
+        size / link.bytes_per_s + link.latency_s for size, link in zip(costs.message_bytes, costs.down, strict=True)
+    ]
+    stages = len(times)
+    period = max(times)
+    round_trip = 0.0
+    for stage in range(stages - 1, -1, -1):
+        round_trip += times[stage] + (2 * sent[stage] if stage < stages - 1 else 0.0)
+        if micro_batches > stages - stage:
+            period = max(period, round_trip / (stages - stage))
+    return (micro_batches - 1) * period + round_trip
+
+
+def _after(
+    strategy: Strategy, workload: Workload, cluster: Cluster, share: Share, boundaries: Sequence[int]
+) -> tuple[float, float, float]:
+    """What follows the pipeline, on the stage where it takes longest: gradients of replicas and of experts, optimizer.
+
+    ZeRO 0: an all-reduce of gradients. ZeRO 1: gradients are reduced to their owners, whose new values are broadcast;
+    each is half an all-reduce of its bytes.
+    """
+    states, found = workload.states, []
+    gradient_bytes = states.gradient_bytes or MASTER_BYTES
+    moved = gradient_bytes if not states.shard else (gradient_bytes + states.weight_bytes) / 2
+    tied = workload.tied_parameters if strategy.pipeline > 1 else 0
+    for stage, (first, end) in enumerate(pairwise(boundaries)):
+        dense, experts = share.parameters(first, end)
+        dense_s = cluster.all_reduce_s(moved * dense, strategy.data, strategy.tensor)
+        if tied and stage in (0, strategy.pipeline - 1):
+            fabric = cluster.link(0, strategy.num_devices - 1)
+            dense_s += gradient_bytes * tied / fabric.reduction_bytes_per_s + 2 * fabric.latency_s
+        experts_s = cluster.all_reduce_s(moved * experts, strategy.expert_data, strategy.tensor * strategy.expert)
+        owned = dense / (strategy.data if states.shard else 1) + experts / (strategy.expert_data if states.shard else 1)
+        state_bytes = owned * state_bytes_per_parameter(gradient_bytes, states.num_moments)
+        found.append((dense_s, experts_s, state_bytes / cluster.state_bytes_per_s))
+    return max(found, key=sum)
+
+
+def state_bytes_per_parameter(gradient_bytes: int = MASTER_BYTES, num_moments: int = 2) -> float:
+    """That a step of the optimizer moves: the gradient is read for the norm and once more; master and moments are read
+    and written."""
+    return 2.0 * gradient_bytes + 2.0 * MASTER_BYTES * (1 + num_moments)

@@ -1,0 +1,123 @@
+"""Which layers the stages of a strategy hold, and what they keep in memory.
+
+Legend: t, p, d, ep, edp of :class:`~paceline.planning.strategy_shape.Strategy`; M micro-batches of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from .blocks import Block, Device, DoesNotFit
+from .memory import ItemMemory, StageMemory, States, stage_memory
+from .partition import partition
+from .stages import over_items
+from .strategy_shape import Strategy
+from .strategy_times import ItemTime
+from .workload import Workload
+
+WHOLE_ACTIVATIONS = 4
+"""Activations of a layer that every rank of a tensor-parallel group has whole, in hidden states: what the two norms
+take and give (arXiv 2205.05198, section 4.1, without dropout)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each rank has of the items, were it to hold all of them.
+
+    Args:
+        items: without their routed experts.
+        experts: parameters of routed experts, by item.
+        dense: how states of the items are kept.
+        of_experts: how those of the experts are, which have other replicas.
+    """
+
+    items: tuple[ItemMemory, ...]
+    experts: tuple[int, ...]
+    dense: States
+    of_experts: States
+
+    def parameters(self, start: int, stop: int) -> tuple[int, int]:
+        """Of the items from ``start`` up to ``stop``: all but experts', and experts'."""
+        return sum(item.num_parameters for item in self.items[start:stop]), sum(self.experts[start:stop])
+
+
+def share_of(strategy: Strategy, workload: Workload) -> Share:
+    """By tensor and expert parallelism."""
+    tensor, last = strategy.tensor, len(workload.items) - 1
+    imbalance = workload.imbalance(strategy.expert)
+    items, experts = [], []
+    for index, item in enumerate(workload.items):
+        memory = item.memory
+        count = memory.num_parameters - item.expert_parameters
+        if index == last and strategy.pipeline == 1:
+            count -= workload.tied_parameters
+        routed = item.expert_saved_bytes
+        saved = memory.saved_bytes - routed + routed * imbalance.get(index, 1.0)
+        if index and tensor > 1:  # the embedding is on every rank
+            count = -(-count // tensor)
+            whole = min(saved, WHOLE_ACTIVATIONS * memory.output_bytes)
+            saved = whole + (saved - whole) / tensor
+        working = memory.working_bytes / (tensor if index == last else 1)
+        items.append(ItemMemory(memory.name, count, saved, memory.output_bytes, working))
+        experts.append(-(-item.expert_parameters // (strategy.expert * tensor)))
+    return Share(
+        tuple(items),
+        tuple(experts),
+        replace(workload.states, data_parallel=strategy.data),
+        replace(workload.states, data_parallel=strategy.expert_data),
+    )
+
+
+def boundaries_of(
+    share: Share, times: Sequence[ItemTime], stages: int, memory_bytes: float, micro_batches: int
+) -> tuple[int, ...]:
+    """The split over items whose slowest stage is fastest, of those that fit; if none fits, of all."""
+    items = share.items
+    if stages == 1:
+        return (0, len(items))
+    live = live_micro_batches(stages, micro_batches)
+    last = len(items) - 3
+    blocks = []
+    for layer in range(last + 1):
+        held = slice(0 if layer == 0 else layer + 1, len(items) if layer == last else layer + 2)
+        dense, experts = share.parameters(held.start, held.stop)
+        blocks.append(
+            Block(
+                work=sum(time.total_s for time in times[held]),
+                memory_bytes=sum(share.dense.of(dense)) + sum(share.of_experts.of(experts)),
+                live_bytes=sum(item.saved_bytes for item in items[held]),
+            )
+        )
+    message = max(item.output_bytes for item in items)
+    beside = max(item.working_bytes for item in items) + (3 + live[0]) * message
+    # What a stage works with depends on its layers: without room for the most of it, too much may seem to fit.
+    for limit in (max(memory_bytes - beside, 0.0), memory_bytes):
+        with suppress(DoesNotFit):
+            return over_items(partition(blocks, [Device(1.0, limit)] * stages, live=live).boundaries)
+    return over_items(partition(blocks, [Device()] * stages).boundaries)
+
+
+def memory_of(share: Share, boundaries: Sequence[int], micro_batches: int) -> tuple[StageMemory, ...]:
+    """What each rank of each stage needs, under 1F1B."""
+    stages = []
+    for stage, live in enumerate(live_micro_batches(len(boundaries) - 1, micro_batches)):
+        need = stage_memory(share.items, boundaries, stage, share.dense, live)
+        _, experts = share.parameters(boundaries[stage], boundaries[stage + 1])
+        weights, gradients, masters, moments = share.of_experts.of(experts)
+        stages.append(
+            replace(
+                need,
+                weights=need.weights + weights,
+                gradients=need.gradients + gradients,
+                masters=need.masters + masters,
+                moments=need.moments + moments,
+            )
+        )
+    return tuple(stages)
+
+
+def live_micro_batches(stages: int, micro_batches: int) -> list[int]:
+    """Alive at once on each stage of 1F1B."""
+    return [min(micro_batches, stages - stage) for stage in range(stages)]

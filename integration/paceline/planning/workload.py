@@ -1,0 +1,131 @@
+"""What there is to compute, exchange and keep in one training step, before it is known how it will be spread.
+
+Legend: E experts, K of them for each token, ``rows`` = tokens · K of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from .experts import Placement, checked_loads, imbalance
+from .memory import ItemMemory, States
+from .placement import greedy
+
+
+class Item(NamedTuple):
+    """Embedding, a decoder layer, or head with loss, for one micro-batch on one device that has all of it.
+
+    Args:
+        memory: of the whole item, all its experts among it.
+        forward_s: of all but the routed experts.
+        backward_s: likewise.
+        expert_parameters: of its routed experts together; 0: a dense layer.
+        expert_s: forward and backward of the routed experts with all rows.
+        expert_saved_bytes: of ``memory.saved_bytes``, what belongs to the rows.
+    """
+
+    memory: ItemMemory
+    forward_s: float
+    backward_s: float
+    expert_parameters: int = 0
+    expert_s: tuple[float, float] = (0.0, 0.0)
+    expert_saved_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a batch and a precision.
+
+    Args:
+        items: in the model's order.
+        num_heads: of attention.
+        num_kv_heads: of keys and values.
+        micro_batch_size: samples.
+        train_batch_size: samples of a step.
+        states: how states of parameters are kept (its ``data_parallel`` is not looked at).
+        rows: of a micro-batch on its way to experts.
+        row_bytes: of one of them.
+        num_experts: E of each MoE layer; 0: a dense model.
+        top_k: K.
+        tied_parameters: of the embedding, where the head has the same.
+        loads: tokens of each expert, one row a MoE layer; empty: all alike.
+        capacity_factor: c, where a gate lets an expert have c · rows / E at most.
+        worst: experts get what the gate permits at most, and ``loads`` are not looked at.
+        rebalanced: experts are placed by ``loads``; otherwise in order.
+
+    Raises:
+        ValueError: sizes or loads that cannot be.
+    """
+
+    items: tuple[Item, ...]
+    num_heads: int
+    num_kv_heads: int
+    micro_batch_size: int
+    train_batch_size: int
+    states: States = field(default_factory=States)
+    rows: float = 0.0
+    row_bytes: float = 0.0
+    num_experts: int = 0
+    top_k: int = 1
+    tied_parameters: int = 0
+    loads: tuple[tuple[float, ...], ...] = ()
+    capacity_factor: float | None = None
+    worst: bool = False
+    rebalanced: bool = False
+    _imbalance: dict[int, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "micro_batch_size", "train_batch_size", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1 upwards.")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor is {self.capacity_factor}: give a number above 0.")
+        if self.loads:
+            self._check_loads()
+
+    def _check_loads(self) -> None:
+        layers = len(self.moe_layers)
+        if len(self.loads) != layers:
+            raise ValueError(f"there are loads of {len(self.loads)} layers and {layers} MoE layers: give one row each.")
+        for index, layer in enumerate(self.loads):
+            try:
+                checked_loads(layer, self.num_experts)
+            except ValueError as error:
+                raise ValueError(f"loads[{index}]: {error}") from None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.items) - 2
+
+    @cached_property
+    def moe_layers(self) -> list[int]:
+        """Items with experts."""
+        return [index for index, item in enumerate(self.items) if item.expert_parameters]
+
+    def imbalance(self, expert_parallel: int) -> dict[int, float]:
+        """By MoE item: rows of the busiest of so many devices, in shares of the mean.
+
+        With one device there is none. A gate of unlimited capacity may send every token to experts of one device:
+        all of its K choices, or as many as there are.
+        """
+        if expert_parallel not in self._imbalance:
+            found = [self._of_layer(layer, expert_parallel) for layer in range(len(self.moe_layers))]
+            self._imbalance[expert_parallel] = dict(zip(self.moe_layers, found, strict=True))
+        return self._imbalance[expert_parallel]
+
+    def _of_layer(self, layer: int, num_devices: int) -> float:
+        if num_devices == 1:
+            return 1.0
+        most = num_devices * min(self.top_k, self.num_experts // num_devices) / self.top_k
+        if self.capacity_factor is not None:
+            most = min(most, self.capacity_factor)
+        if self.worst:
+            return most
+        if not self.loads:
+            return min(1.0, most)
+        loads = self.loads[layer]
+        placed = greedy(loads, num_devices) if self.rebalanced else Placement.contiguous(self.num_experts, num_devices)
+        return min(most, imbalance(placed, loads))

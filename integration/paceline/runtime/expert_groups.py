@@ -1,0 +1,56 @@
+"""Which ranks share the experts of a stage, and which hold the same ones.
+
+Of the D data-parallel ranks of a stage, ``size`` consecutive ones share the experts; the ranks at the same place of
+these runs hold the same. DeepSpeed orders them so too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The groups of this rank.
+
+    Args:
+        size: ranks that share the experts.
+        sharing: their group; None for one.
+        alike: the group of the ranks that hold the same experts; None for one.
+    """
+
+    size: int = 1
+    sharing: Any = None
+    alike: Any = None
+
+    @classmethod
+    def create(cls, data_groups: Sequence[Sequence[int]], size: int, rank: int) -> ExpertGroups:
+        """Collective over all ranks.
+
+        Args:
+            data_groups: the data-parallel ranks of each stage.
+
+        Raises:
+            ValueError: ``size`` does not divide their number.
+        """
+        replicas = len(data_groups[0])
+        if size < 1 or replicas % size:
+            raise ValueError(
+                f"expert_parallel.autoep_size is {size}: it must divide the {replicas} replicas of each stage (ranks / "
+                "stages); choose a divisor, or other stages."
+            )
+        if size == 1:
+            return cls()
+        sharing = [list(ranks[first : first + size]) for ranks in data_groups for first in range(0, replicas, size)]
+        alike = [list(ranks[place::size]) for ranks in data_groups for place in range(size)]
+        return cls(size, _own_of(sharing, rank), _own_of(alike, rank) if replicas > size else None)
+
+
+def _own_of(groups: Sequence[list[int]], rank: int) -> Any:
+    """Makes all groups, on all ranks in the same order."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)

@@ -1,0 +1,62 @@
+"""``paceline loads FILE…``: how the load of experts moved over a run, and what placing them anew made of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.report.expert_loads import LayerSummary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", metavar="FILE", nargs="+", help="expert loads that a run has written: a line of JSON a window"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE.svg", help="also draw them as heat maps over time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sum up the windows by layer, and draw them if asked to."""
+    from paceline.report.expert_heat_map import draw
+    from paceline.report.expert_loads import read, summarize
+
+    layers = read(args.files)
+    if args.output is not None:
+        try:
+            draw(layers, args.output)
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {args.output} ({error.strerror}): choose another file with --output."
+            ) from None
+    summaries = summarize(layers)
+    if args.json:
+        print(json.dumps({"layers": [asdict(summary) for summary in summaries], "picture": args.output}, indent=2))
+    else:
+        print(_text(summaries))
+        if args.output is not None:
+            print(f"wrote {args.output}")
+    return 0
+
+
+def _text(summaries: Sequence[LayerSummary]) -> str:
+    rows = [["layer", "windows", "first", "last", "mean", "unmoved", "moves", "experts moved"]]
+    rows += [
+        [
+            summary.name,
+            str(summary.windows),
+            *(f"{value:.3f}" for value in (summary.first, summary.last, summary.mean, summary.unmoved)),
+            str(summary.moves),
+            str(summary.moved),
+        ]
+        for summary in summaries
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["load of the most loaded device over the mean, in the first window, in the last, and on average:"]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

@@ -1,0 +1,154 @@
+"""Measure a model's layers, the devices and what connects them, on the ranks that are to train it: for `paceline plan`.
+
+Started by DeepSpeed's launcher on every rank; writes ``profile.json`` and ``cluster.json``::
+
+    deepspeed --num_gpus 2 --module paceline.launch.measure MODEL --output_dir measured
+    paceline plan MODEL --cluster measured/cluster.json --profile measured/profile.json --train-batch-size 64
+
+All ranks compute at the same time, as they do in training: what they share (memory, cores, links) is in the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.profile import DTYPES
+from paceline.measure.tokens import tokens_of_sample
+
+PROFILE, CLUSTER = "profile.json", "cluster.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on this rank; the exit code: 0, or 2 for wrong input."""
+    import torch.distributed as dist
+
+    from paceline.hf.sources import config_at
+    from paceline.runtime.initialize import start_distributed
+
+    args = _parser().parse_args(argv)
+    try:
+        config = config_at(args.model)
+        start_distributed()
+        measure(
+            config,
+            Path(args.output_dir),
+            dtype=args.dtype,
+            micro_batch_size=args.micro_batch_size,
+            sequence_length=tokens_of_sample(args.seq_length, config),
+            gradient_checkpointing=args.gradient_checkpointing,
+        )
+    except ValueError as error:
+        # The launcher ends the others when the first one has failed: each says it.
+        print(f"paceline: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    dist.destroy_process_group()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="name on the hub, directory with a config.json, or that file")
+    parser.add_argument("--output_dir", metavar="DIR", default="measured")
+    parser.add_argument("--micro_batch_size", type=int, default=1, metavar="N")
+    parser.add_argument("--seq_length", type=int, metavar="N")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any) -> None:
+    """Write the files of this model and these ranks. Collective.
+
+    Args:
+        config: of the model.
+        dtype: of the weights; None: bfloat16 on a GPU, float32 on a CPU.
+        shape: ``micro_batch_size``, ``sequence_length`` and ``gradient_checkpointing``.
+
+    Raises:
+        ValueError: a model that cannot be cut, or sizes that it cannot have.
+    """
+    import torch
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    from paceline.hf.profile import fingerprint, profile_items
+    from paceline.measure.collectives import agreed
+    from paceline.measure.profile import Profile, device_profile, versions
+
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    dist.barrier()
+    items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
+    seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
+    items = [
+        replace(item, forward_s=forward_s, backward_s=backward_s)
+        for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
+    ]
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    here = device_profile(device, per_node if device.type == "cpu" else 1)
+    cluster = _cluster(device, per_node, here.free_bytes)
+    if dist.get_rank() == 0:
+        output.mkdir(parents=True, exist_ok=True)
+        profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
+        profile.save(output / PROFILE)
+        (output / CLUSTER).write_text(json.dumps(cluster.to_dict(), indent=2) + "\n")
+    dist.barrier()
+
+
+def _cluster(device: Any, per_node: int, memory_bytes: float) -> Any:
+    """The links inside the first node, and those between the first ranks of all nodes."""
+    import torch.distributed as dist
+
+    from paceline.measure.collectives import measure_fabric
+    from paceline.planning.cluster import Cluster, Fabric
+
+    size = dist.get_world_size()
+    states = _state_bytes_per_s(device)
+    found = []
+    for ranks in (range(min(per_node, size)), range(0, size, per_node)):
+        group = dist.new_group(list(ranks))
+        mine: list[Any] = [None]
+        if len(ranks) > 1 and dist.get_rank() in ranks:
+            mine = [measure_fabric(group, device)]
+        dist.broadcast_object_list(mine, src=0)
+        found.append(mine[0] or Fabric())
+    return Cluster(
+        size,
+        per_node,
+        memory_bytes=memory_bytes,
+        state_bytes_per_s=states,
+        inside=found[0],
+        across=found[1],
+    )
+
+
+def _state_bytes_per_s(device: Any) -> float:
+    """At which all ranks at once take the norm of gradients and step AdamW's states, by the slowest."""
+    import torch
+    import torch.distributed as dist
+
+    from paceline.measure.collectives import BUCKET_NUMEL, slowest_s
+    from paceline.optim.sharded import sum_of_squares
+    from paceline.planning.strategy_costs import state_bytes_per_parameter
+
+    parameter = torch.nn.Parameter(torch.zeros(BUCKET_NUMEL // 1024, 1024, device=device))
+    gradient = parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+
+    def step() -> None:
+        sum_of_squares([gradient], device)
+        optimizer.step()
+
+    return state_bytes_per_parameter() * parameter.numel() / slowest_s(step, dist.group.WORLD, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

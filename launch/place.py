@@ -1,0 +1,250 @@
+"""``paceline place``: which devices hold which experts, from a file of loads and without a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from paceline.planning.placement import Placement
+
+MOST_DEVICES = 4096
+"""That are planned for: more would take minutes a layer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument(
+        "--loads",
+        metavar="FILE",
+        required=True,
+        help="JSON: the load of each expert in each layer, [[expert 0, expert 1, …] of layer 0, …], in any unit",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", required=True, help="devices that share the experts")
+    parser.add_argument(
+        "--slots-per-device",
+        type=int,
+        metavar="n",
+        help="experts that a device has room to own, without replicas (default: as few as hold all)",
+    )
+    parser.add_argument(
+        "--replicas", type=int, default=0, metavar="r", help="copies of other experts that a device has room for too"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="k", help="groups of neighbouring devices in which copies stay"
+    )
+    parser.add_argument(
+        "--current",
+        metavar="FILE",
+        help='JSON: what the devices hold now, in the form of the output, {"layers": [{"placement": …}]} (default: '
+        "blocks of neighbouring experts)",
+    )
+    parser.add_argument(
+        "--keep-owners", action="store_true", help="change copies only: no optimizer state moves (with --replicas)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; its exit status.
+
+    Raises:
+        ValueError: a file that is none, flags that do not go together, or too little room.
+    """
+    _check_flags(args)
+    layers = _loads(args.loads)
+    current = _current(args, layers)
+    facts = {"layers": [_layer(args, *layer) for layer in zip(layers, current, strict=True)]}
+    print(json.dumps(facts) if args.json else _text(facts["layers"], args))
+    return 0
+
+
+def _layer(args: argparse.Namespace, loads: Sequence[float], current: Placement) -> dict[str, Any]:
+    from paceline.planning.placement import greedy, imbalance, lower_bound, moved, replicated, split
+
+    devices, slots = args.devices, args.slots_per_device
+    if args.replicas:
+        found = replicated(
+            loads, devices, slots, args.replicas, current, keep_owners=args.keep_owners, nodes=args.nodes
+        )
+    else:
+        found = greedy(loads, devices, slots, current, nodes=args.nodes)
+    before, after = imbalance(current, loads), imbalance(found, loads)
+    if after >= before and _has_room(current, args, len(loads)):
+        found, after = current, before
+    mean = sum(loads) / devices
+    return {
+        "placement": found.devices,
+        "owned": found.owned,
+        "before": before,
+        "after": after,
+        "after_split": imbalance(found, loads, split(found, loads)),
+        "bound": lower_bound(loads, devices, slots) / mean if mean else 1.0,
+        "moved": moved(current, found),
+    }
+
+
+def _has_room(placement: Placement, args: argparse.Namespace, num_experts: int) -> bool:
+    """Whether the devices can hold a placement that may come from a run with more slots."""
+    slots = -(-num_experts // args.devices) if args.slots_per_device is None else args.slots_per_device
+    return all(
+        owned <= slots and len(experts) - owned <= args.replicas
+        for owned, experts in zip(placement.owned, placement.devices, strict=True)
+    )
+
+
+def _text(layers: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
+    rows = [["layer", "before", "after", "split", "bound", "moved"]]
+    for index, layer in enumerate(layers):
+        numbers = [f"{layer[name]:.3f}" for name in ("before", "after", "after_split", "bound")]
+        rows.append([str(index), *numbers, str(layer["moved"])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "load of the most loaded device over the mean: before, after, with tokens split over copies by load, and what "
+        "no placement without copies gets below"
+    ]
+    lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    for index, layer in enumerate(layers):
+        lines += ["", f"layer {index}"]
+        for device, (experts, owned) in enumerate(zip(layer["placement"], layer["owned"], strict=True)):
+            copies = f" + copies {' '.join(map(str, experts[owned:]))}" if experts[owned:] else ""
+            lines.append(f"  device {device}: {' '.join(map(str, experts[:owned])) or 'none'}{copies}")
+    return "\n".join(lines)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    for flag, value, least in (
+        ("devices", args.devices, 1),
+        ("slots-per-device", args.slots_per_device, 1),
+        ("replicas", args.replicas, 0),
+        ("nodes", args.nodes, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"--{flag} is {value}: give {least} or more.")
+    if args.devices > MOST_DEVICES:
+        raise ValueError(f"--devices {args.devices} are too many to plan for: give {MOST_DEVICES} or fewer.")
+    if args.devices % args.nodes:
+        raise ValueError(f"--devices {args.devices} are not --nodes {args.nodes} of the same size: give a divisor.")
+    if args.keep_owners and not args.replicas:
+        raise ValueError("--keep-owners leaves nothing to change without copies: give --replicas too.")
+
+
+def _loads(path: str) -> list[list[float]]:
+    from paceline.planning.experts import checked_loads
+
+    layers = _read(path, "[[load per expert] per layer]")
+    if isinstance(layers, dict):
+        raise ValueError(f"{path} holds an object: give a list of layers, each a list of the experts' loads.")
+    found: list[list[float]] = []
+    for index, layer in enumerate(_list(path, "the file", layers)):
+        label = f"layer {index}"
+        loads = [
+            _number(path, f"{label}, expert {expert}", value) for expert, value in enumerate(_list(path, label, layer))
+        ]
+        if found and len(loads) != len(found[0]):
+            raise ValueError(
+                f"{path}: {label} has {len(loads)} experts and layer 0 has {len(found[0])}: give each layer as many."
+            )
+        try:
+            found.append(checked_loads(loads))
+        except ValueError as error:
+            raise ValueError(f"{path}: {label}: {error}") from None
+    return found
+
+
+def _current(args: argparse.Namespace, layers: Sequence[Sequence[float]]) -> list[Placement]:
+    from paceline.planning.placement import Placement
+
+    num_experts, path = len(layers[0]), args.current
+    if path is None:
+        return [Placement.contiguous(num_experts, args.devices)] * len(layers)
+    form = '{"layers": [{"placement": [[experts] per device]}]}'
+    values = _read(path, form)
+    if not isinstance(values, dict) or "layers" not in values:
+        raise ValueError(f"{path} has no layers: give {form}, as `paceline place --json` prints it.")
+    given = _list(path, "layers", values["layers"])
+    if len(given) != len(layers):
+        raise ValueError(f"{path} has {len(given)} layers and {args.loads} has {len(layers)}: give as many.")
+    found = []
+    for index, layer in enumerate(given):
+        label = f"layer {index}"
+        if not isinstance(layer, dict) or "placement" not in layer:
+            raise ValueError(f"{path}: {label} has no placement: give {form}.")
+        devices = [_experts(path, label, experts) for experts in _list(path, f"{label}, placement", layer["placement"])]
+        owned = layer.get("owned")
+        try:
+            placement = Placement(tuple(devices), _owned(path, label, owned, devices, num_experts, args))
+        except ValueError as error:
+            raise ValueError(f"{path}: {label}: {error}") from None
+        if (placement.num_experts, placement.num_devices) != (num_experts, args.devices):
+            raise ValueError(
+                f"{path}: {label} has {placement.num_experts} experts on {placement.num_devices} devices, and "
+                f"{args.loads} has {num_experts} for --devices {args.devices}: give one of the same."
+            )
+        found.append(placement)
+    return found
+
+
+def _owned(
+    path: str, label: str, owned: Any, devices: Sequence[Sequence[int]], num_experts: int, args: argparse.Namespace
+) -> tuple[int, ...]:
+    """Of each device; without them in the file all slots are owned if the experts fill them, or as they are found."""
+    if owned is not None:
+        return tuple(_experts(path, f"{label}, owned", owned))
+    slots = args.slots_per_device
+    full = slots is not None and slots * len(devices) == num_experts and all(len(held) >= slots for held in devices)
+    return (slots,) * len(devices) if full else ()
+
+
+def _experts(path: str, label: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{path}: {label} holds {_short(values)}: give a list of whole numbers.")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{path}: {label} holds {_short(value)}: give a list of whole numbers.")
+    return tuple(values)
+
+
+def _read(path: str, form: str) -> Any:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "not a path of UTF-8 text"
+        raise ValueError(f"{path}: {reason}; give a file with JSON, {form}.") from None
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; give {form}.") from None
+    except RecursionError:
+        raise ValueError(f"{path}: too many brackets inside each other; give {form}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON; write a number.")
+
+
+def _list(path: str, label: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"{path}: {label} is {'empty' if value == [] else _short(value)}: give a list with something in it."
+        )
+    return value
+
+
+def _number(path: str, label: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{path}: {label} is {_short(value)}: give a number.")
+    if value and not 1e-60 <= abs(value) <= 1e60:
+        raise ValueError(f"{path}: {label} is too large or too small to be computed with: give loads in another unit.")
+    return value
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

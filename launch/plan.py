@@ -1,0 +1,277 @@
+"""``paceline plan``: every way to use a cluster for a model, how long a step of each takes, the JSON of the best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.launch.plan_report import devices_here, facts, text, write
+from paceline.launch.profile import DTYPES
+from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
+
+if TYPE_CHECKING:
+    from paceline.hf.workload import Shape
+    from paceline.measure.profile import Profile
+    from paceline.planning.cluster import Cluster
+    from paceline.planning.workload import Workload
+
+FITS, FITS_NOT = 0, 3
+
+MEASURE_S = 1800.0
+"""Longest that measuring may take."""
+
+_CLUSTER_FLAGS = {
+    "devices": "devices",
+    "devices_per_node": "devices_per_node",
+    "memory_gib": "memory_gib",
+    "flops_per_s": "flops_per_s",
+    "state_bytes_per_s": "state_bytes_per_s",
+}
+_LINK_FLAGS = {
+    "intra_node_bytes_per_s": ("intra_node", "bytes_per_s"),
+    "intra_node_latency_s": ("intra_node", "latency_s"),
+    "inter_node_bytes_per_s": ("inter_node", "bytes_per_s"),
+    "inter_node_latency_s": ("inter_node", "latency_s"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("model", metavar="MODEL", help="name on the hub, directory with a config.json, or that file")
+    cluster = parser.add_argument_group("cluster", "flags go before the file")
+    cluster.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help='JSON: {"devices": 16, "devices_per_node": 8, "memory_gib": 80, "flops_per_s": 4e14, "intra_node": '
+        '{"bytes_per_s": 3e11, "latency_s": 5e-6}, "inter_node": {…}, "state_bytes_per_s": 2e12}; what is left out is '
+        "unlimited, and there is one node",
+    )
+    cluster.add_argument("--devices", type=int, metavar="N")
+    cluster.add_argument("--devices-per-node", type=int, metavar="N")
+    cluster.add_argument("--memory-gib", type=float, metavar="G", help="of a device")
+    cluster.add_argument(
+        "--flops-per-s", type=float, metavar="F", help="that a device reaches in training, not its data sheet's"
+    )
+    for side in ("intra", "inter"):
+        cluster.add_argument(f"--{side}-node-bytes-per-s", type=float, metavar="B", help="from one device to another")
+        cluster.add_argument(f"--{side}-node-latency-s", type=float, metavar="S")
+    cluster.add_argument("--state-bytes-per-s", type=float, metavar="B", help="at which an optimizer steps its states")
+    cluster.add_argument("--profile", metavar="FILE", help="of `paceline profile`: seconds of layers, not FLOP/s")
+    cluster.add_argument(
+        "--measure", action="store_true", help="measure layers and links on --devices ranks of this machine first"
+    )
+    step = parser.add_argument_group("training step")
+    step.add_argument("--train-batch-size", type=int, required=True, metavar="N", help="samples of a step")
+    step.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="samples (default 1)")
+    step.add_argument(
+        "--seq-length", type=int, metavar="N", help=f"tokens of a sample (default: what fits, {MOST_TOKENS} at most)"
+    )
+    step.add_argument("--dtype", choices=DTYPES, help="default: the profile's, else bfloat16")
+    step.add_argument("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage (default 1)")
+    step.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    routing = parser.add_argument_group("routing of an MoE model; default: balanced")
+    routing.add_argument("--loads", metavar="FILE", help="JSON: [[tokens of each expert] of each MoE layer]")
+    routing.add_argument("--rebalanced", action="store_true", help="experts are placed by --loads, not in order")
+    routing.add_argument("--capacity-factor", type=float, metavar="C", help="an expert gets C times its share at most")
+    routing.add_argument("--worst-routing", action="store_true", help="experts get what the gate permits at most")
+    parser.add_argument("--top", type=int, default=10, metavar="K", help="strategies to show (default 10)")
+    parser.add_argument("--write", metavar="DIR", help="write the DeepSpeed JSON of the best K that can run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; its exit status: 0 if anything fits, 3 if not.
+
+    Raises:
+        ValueError: no such model or file, or values that do not go together.
+    """
+    from paceline.hf.activations import check_shape
+    from paceline.hf.sources import config_at
+    from paceline.planning.strategy import search
+
+    for flag in ("top", "train_batch_size", "micro_batch_size"):
+        if getattr(args, flag) < 1:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name} is {getattr(args, flag)}: give a whole number from 1 upwards.")
+    cluster = _cluster(args)
+    config = config_at(args.model)
+    check_shape(config, args.micro_batch_size, tokens_of_sample(args.seq_length, config))
+    with tempfile.TemporaryDirectory() as directory:
+        if args.measure:
+            cluster = _measured(args, cluster, Path(directory))
+        profile = _profile(args)
+    shape = _shape(args, config, profile)
+    workload = _workload(args, config, shape, cluster, profile)
+    ranking = search(workload, cluster)
+    shown = facts(args, config, shape, cluster, ranking)
+    if args.write is not None:
+        write(Path(args.write), shown, args, shape)
+    print(json.dumps(shown, indent=2) if args.json else text(shown))
+    if not ranking.plans:
+        print(
+            f"paceline: none of {len(ranking.dropped)} strategies can be, such as {ranking.dropped[-1].strategy.name}: "
+            f"{ranking.dropped[-1].text}.",
+            file=sys.stderr,
+        )
+        return FITS_NOT
+    return FITS
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from paceline.planning.cluster import Cluster
+
+    values: dict[str, Any] = {} if args.cluster is None else _read_json("--cluster", args.cluster)
+    if not isinstance(values, dict):
+        raise ValueError(f"--cluster {args.cluster}: it must hold an object {{...}}.")
+    for flag, key in _CLUSTER_FLAGS.items():
+        if getattr(args, flag) is not None:
+            values[key] = getattr(args, flag)
+    for flag, (side, key) in _LINK_FLAGS.items():
+        if getattr(args, flag) is not None:
+            known = values.get(side, {})
+            values[side] = {**(known if isinstance(known, dict) else {}), key: getattr(args, flag)}
+    if "devices" not in values:
+        raise ValueError("there is no number of devices: give --devices N, or --cluster FILE with it.")
+    try:
+        return Cluster.from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{'cluster' if args.cluster is None else f'--cluster {args.cluster}'}: {error}") from None
+
+
+def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cluster:
+    """Of this machine, by the launcher; ``args.profile`` becomes that of the same run. Flags are not overruled."""
+    from paceline.launch.measure import CLUSTER, PROFILE
+
+    if args.profile is not None or args.cluster is not None:
+        raise ValueError("--measure makes a profile and a cluster file of its own: drop --profile and --cluster.")
+    here = devices_here()
+    if cluster.num_devices < 2 or cluster.num_devices > here:
+        raise ValueError(
+            f"--measure with {cluster.num_devices} devices: this machine has {here}, and it takes 2; for more, start "
+            "paceline.launch.measure with the launcher on all nodes, and give its files (--cluster, --profile)."
+        )
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(cluster.num_devices)]
+    command += ["--master_port", str(_free_port()), "--module", "paceline.launch.measure", args.model]
+    command += ["--output_dir", str(directory), "--micro_batch_size", str(args.micro_batch_size)]
+    command += ["--seq_length", str(args.seq_length)] if args.seq_length is not None else []
+    command += ["--dtype", args.dtype] if args.dtype is not None else []
+    command += ["--gradient_checkpointing"] if args.gradient_checkpointing else []
+    told = _output(command)
+    if not (directory / CLUSTER).exists():
+        errors = [line for line in told.splitlines() if "rror: " in line]
+        raise ValueError(f"--measure: {errors[0] if errors else 'the ranks ended without a result'}")
+    args.profile = str(directory / PROFILE)
+    args.cluster = str(directory / CLUSTER)
+    return _cluster(args)
+
+
+def _output(command: list[str]) -> str:
+    """Of a job that ends, with all its ranks, within :data:`MEASURE_S` or is ended."""
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        return job.communicate(timeout=MEASURE_S)[0]
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"--measure: the ranks have not ended in {MEASURE_S:.0f} s; is the machine busy?") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def _profile(args: argparse.Namespace) -> Profile | None:
+    from paceline.measure.profile import Profile
+
+    if args.profile is None:
+        return None
+    return Profile.load(args.profile)
+
+
+def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Shape:
+    import torch
+
+    from paceline.hf.profile import fingerprint
+    from paceline.hf.workload import Shape
+
+    shape = {
+        "micro_batch_size": args.micro_batch_size,
+        "sequence_length": tokens_of_sample(args.seq_length, config),
+        "gradient_checkpointing": args.gradient_checkpointing,
+    }
+    dtype = args.dtype or (profile.dtype if profile is not None else "bfloat16")
+    if profile is not None:
+        for line in profile.check_fits(fingerprint(config), dtype, path=args.profile, **shape):
+            print(f"paceline: {line}", file=sys.stderr)
+    return Shape(dtype=getattr(torch, dtype), train_batch_size=args.train_batch_size, **shape)
+
+
+def _workload(
+    args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster, profile: Profile | None
+) -> Workload:
+    from math import isfinite
+
+    from paceline.hf.workload import workload_of
+
+    if profile is None and not isfinite(cluster.flops_per_s):
+        raise ValueError(
+            "there is no speed of the devices: give --flops-per-s, flops_per_s in --cluster, --profile FILE of "
+            "`paceline profile`, or --measure."
+        )
+    if args.rebalanced and args.loads is None:
+        raise ValueError("--rebalanced places experts by what they have to do: give --loads FILE too.")
+    if args.worst_routing and args.loads is not None:
+        raise ValueError("--worst-routing does not look at --loads: drop one of them.")
+    workload = workload_of(
+        config,
+        shape,
+        flops_per_s=cluster.flops_per_s,
+        profile=profile,
+        zero=args.zero,
+        capacity_factor=args.capacity_factor,
+        worst=args.worst_routing,
+    )
+    if args.loads is None:
+        return workload
+    if not workload.num_experts:
+        raise ValueError(f"--loads {args.loads}: {args.model} has no experts; drop it.")
+    values = _read_json("--loads", args.loads)
+    try:
+        return replace(workload, loads=_loads(values), rebalanced=args.rebalanced)
+    except ValueError as error:
+        raise ValueError(f"--loads {args.loads}: {error}") from None
+
+
+def _loads(values: Any) -> tuple[tuple[float, ...], ...]:
+    rows = values if isinstance(values, list) else [values]
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in row):
+            raise ValueError(f"row {index} is no list of numbers: give [[tokens of each expert] of each MoE layer].")
+    return tuple(tuple(map(float, row)) for row in rows)
+
+
+def _read_json(flag: str, path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}; give a JSON file.") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag} {path}: not UTF-8 text; give a JSON file.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} {path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except RecursionError:
+        raise ValueError(f"{flag} {path}: too many brackets inside each other.") from None
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,205 @@
+"""What ``paceline plan`` shows and writes: the ranking with its reasons, and DeepSpeed JSON files to start."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.hf.workload import Shape
+    from paceline.planning.cluster import Cluster
+    from paceline.planning.strategy import Plan, Ranking, Strategy
+
+GIB = 2**30
+JOB = "paceline.launch.finetune"
+PATCHED = "paceline.launch.patched YOUR_TRAINER_SCRIPT.py"
+
+
+def facts(args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster, ranking: Ranking) -> dict[str, Any]:
+    """The ranking, for a JSON: the best K, and the best that can run (as many, if they are to be written).
+
+    Args:
+        config: of the model, as transformers has it.
+    """
+    here = devices_here()
+    obstacles = _obstacles(config, [plan.strategy for plan in ranking.plans])
+    can_run = [rank for rank, obstacle in enumerate(obstacles) if obstacle is None]
+    can_run = can_run[: args.top if args.write is not None else 1]
+    shown = sorted({*range(min(args.top, len(obstacles))), *can_run})
+    return {
+        "model_type": config.get_text_config().model_type,
+        "cluster": cluster.to_dict(),
+        "devices_here": here,
+        "train_batch_size": shape.train_batch_size,
+        "micro_batch_size": shape.micro_batch_size,
+        "sequence_length": shape.sequence_length,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "zero": args.zero,
+        "gradient_checkpointing": shape.gradient_checkpointing,
+        "measured": args.profile is not None,
+        "strategies": len(ranking.plans) + len(ranking.dropped),
+        "dropped": ranking.num_dropped,
+        "why_dropped": [
+            {"name": dropped.strategy.name, "reason": dropped.reason, "why": dropped.text}
+            for dropped in ranking.dropped
+        ],
+        "plans": [{"rank": 1 + rank, **_plan_facts(ranking.plans[rank], obstacles[rank], here)} for rank in shown],
+    }
+
+
+def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
+    strategy = plan.strategy
+    needs = f"needs {strategy.num_devices} devices, there are {here}" if strategy.num_devices > here else None
+    return {
+        "name": strategy.name,
+        **strategy._asdict(),
+        "expert_data": strategy.expert_data,
+        "micro_batches": plan.micro_batches,
+        "boundaries": list(plan.boundaries),
+        "step_s": plan.step_s,
+        "terms": dict(plan.terms),
+        "simulated": plan.simulated,
+        "memory_gib": max(stage.total for stage in plan.memory) / GIB,
+        "runs": obstacle is None,
+        "runs_here": obstacle is None and needs is None,
+        "why_not": obstacle or needs,
+        "file": None,
+        "command": None,
+    }
+
+
+def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
+    """For each strategy, why nothing here runs it, if that is so."""
+    from paceline.hf.weights import skeleton
+    from paceline.moe.hf_experts import check_experts
+
+    model = skeleton(config)
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    refused: dict[int, str | None] = {1: None}
+    for size in {strategy.expert for strategy in strategies} - {1}:
+        try:
+            check_experts(model, size)
+            refused[size] = None
+        except ValueError as error:
+            refused[size] = f"not runnable here: {error}"
+    found: list[str | None] = []
+    for strategy in strategies:
+        if strategy.tensor > 1 and strategy.pipeline > 1:
+            found.append("not runnable here: DeepSpeed's tensor parallelism has no pipelines")
+        elif strategy.tensor > 1 and has_experts:
+            found.append("not runnable here: DeepSpeed's tensor parallelism does not cut experts")
+        else:
+            found.append(refused[strategy.expert])
+    return found
+
+
+def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int) -> dict[str, Any]:
+    """The DeepSpeed JSON of a plan of :func:`facts`; what is not the strategy's is filled by the command line."""
+    import torch
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": shape.micro_batch_size,
+        "gradient_accumulation_steps": plan["micro_batches"],
+        "train_batch_size": shape.train_batch_size,
+        "gradient_clipping": "auto",
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "zero_optimization": {"stage": zero},
+    }
+    if shape.dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+    if shape.dtype == torch.float16:
+        config["fp16"] = {"enabled": True}
+    if plan["tensor"] > 1:
+        config["tensor_parallel"] = {"autotp_size": plan["tensor"]}
+        del config["train_batch_size"]  # DeepSpeed and the Trainer take all ranks for replicas when they check it
+        if not torch.cuda.is_available():
+            config["optimizer"]["params"]["torch_adam"] = True
+        return config
+    if plan["expert"] > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": plan["expert"]}
+    pipeline: dict[str, Any] = {"stages": plan["pipeline"]}
+    if plan["pipeline"] > 1:
+        pipeline["partition"] = plan["boundaries"]
+    config["paceline"] = {"pipeline": pipeline}
+    return config
+
+
+def write(directory: Path, shown: dict[str, Any], args: argparse.Namespace, shape: Shape) -> None:
+    """One JSON for each plan that can run, and ``plans.txt`` with all that was shown."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for plan in shown["plans"]:
+            if plan["runs"]:
+                path = directory / f"{plan['name']}.json"
+                path.write_text(json.dumps(ds_config(plan, shape, args.zero), indent=2) + "\n", encoding="utf-8")
+                plan["file"], plan["command"] = str(path), _command(plan, str(path), args)
+        (directory / "plans.txt").write_text(text(shown) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--write {directory}: {error.strerror}; give a directory that can be written.") from None
+
+
+def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace) -> str:
+    devices = plan["tensor"] * plan["pipeline"] * plan["data"]
+    module = PATCHED if plan["tensor"] > 1 else JOB
+    told = f"deepspeed --num_gpus {devices} --module {module} --deepspeed {shlex.quote(path)}"
+    if plan["tensor"] == 1:
+        told += f" --model_name_or_path {shlex.quote(args.model)}"
+        told += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""
+        told += " --gradient_checkpointing" if args.gradient_checkpointing else ""
+    return f"{told} …"
+
+
+def text(shown: Mapping[str, Any]) -> str:
+    cluster, terms = shown["cluster"], _terms_shown(shown)
+    limit = "unlimited memory" if cluster["memory_gib"] is None else f"{cluster['memory_gib']:.4g} GiB each"
+    lines = [
+        f"{shown['model_type']} on {cluster['devices']} devices ({cluster['devices_per_node']} a node, {limit}), "
+        f"{shown['dtype']}, ZeRO {shown['zero']}, {shown['train_batch_size']} samples a step in micro-batches of "
+        f"{shown['micro_batch_size']} x {shown['sequence_length']} tokens",
+        f"{shown['strategies']} strategies; left out: {shown['dropped'].get('memory', 0)} for memory, "
+        f"{shown['dropped'].get('batch', 0)} that do not divide the batch",
+    ]
+    if not shown["plans"]:
+        return "\n".join(lines)
+    titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", "runs"]
+    rows = [titles]
+    for plan in shown["plans"]:
+        runs = "here" if plan["runs_here"] else plan["why_not"]
+        seconds = [f"{plan['terms'][name]:.4g}" for name in terms]
+        room = f"{plan['memory_gib']:.3g}"
+        rows.append(
+            [str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, str(plan["micro_batches"]), runs]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            row[1].ljust(widths[1]),
+            *(cell.rjust(width) for cell, width in zip(row[2:-1], widths[2:-1], strict=True)),
+        ]
+        lines.append("  ".join([row[0].rjust(widths[0]), *cells, row[-1]]))
+    lines += [f"{plan['name']}: {plan['command']}" for plan in shown["plans"] if plan["command"]]
+    return "\n".join(lines)
+
+
+def _terms_shown(shown: Mapping[str, Any]) -> list[str]:
+    """Those that any of the plans has."""
+    plans = shown["plans"]
+    return [name for name in (plans[0]["terms"] if plans else ()) if any(plan["terms"][name] for plan in plans)]
+
+
+def devices_here() -> int:
+    """GPUs of this machine; without any, ranks that its cores can run."""
+    import torch
+
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,405 @@
+"""Experts on several ranks of a stage change nothing: pipelines × expert-parallel × data-parallel are one process."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config, step_batches
+from paceline.checkpoint import Checkpoint
+from paceline.launch.cli import main
+from ranks import run_ranks
+
+STEPS = 4
+
+MIXTRAL = {
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""One dense layer first, routing limited to groups of experts, an expert that all tokens go to."""
+
+
+class Case(NamedTuple):
+    family: str = "mixtral"
+    zero: int = 0
+    clipping: float = 0.0
+    dtype: str = "fp32"
+    checkpointing: bool = False
+
+
+PLAIN = Case()
+CLIPPED = Case(zero=1, clipping=0.5)
+DENSE_FIRST = Case("deepseek_v3", zero=1, clipping=0.5)
+RECOMPUTED = Case("deepseek_v3", checkpointing=True)
+BF16 = Case(zero=1, clipping=0.5, dtype="bf16")
+CASES = (PLAIN, CLIPPED, DENSE_FIRST, RECOMPUTED, BF16)
+
+
+def model_config(family: str) -> Any:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+    more = {"mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}[family]
+    return AutoConfig.for_model(family, vocab_size=97, tie_word_embeddings=False, **sizes, **more)
+
+
+def make(case: Case, stages: int, experts: int, **section: Any) -> Any:
+    import paceline
+
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES // replicas,
+        gradient_clipping=case.clipping,
+        zero_optimization={"stage": case.zero},
+        bf16={"enabled": case.dtype == "bf16"},
+        paceline={"pipeline": {"stages": stages, "partition": "uniform"}, **section},
+    )
+    if experts > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": experts, "preset_model": case.family}
+    if case.checkpointing:
+        config["pipeline"] = {"activation_checkpoint_interval": 1}
+    engine, *_ = paceline.initialize(model=model_config(case.family), config=config)
+    return engine
+
+
+def steps(engine: Any, first: int, count: int) -> list[float]:
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    return [
+        engine.train_batch(iter(step_batches(step)[replica::replicas])).item() for step in range(first, first + count)
+    ]
+
+
+def state(engine: Any) -> list[tuple[str, str, int, torch.Tensor]]:
+    """What this rank answers for: name, kind, first row, rows."""
+    from paceline.runtime.state import pieces
+
+    found = pieces(engine.module, engine.optimizer, replica=engine.grid.data_parallel_id)
+    return [(piece.name, piece.kind, piece.start, piece.tensor.detach().clone()) for piece in found]
+
+
+def joined(ranks: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
+    """The state of the job: every row of every tensor, by Hugging Face's names."""
+    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for rank in ranks:
+        for name, kind, start, rows in rank["state"]:
+            assert start not in parts.setdefault((name, kind), {}), f"two ranks answer for row {start} of {name}"
+            parts[name, kind][start] = rows
+    return {
+        key: torch.cat([rows for _, rows in sorted(of_key.items())]) if next(iter(of_key.values())).dim() else of_key[0]
+        for key, of_key in parts.items()
+    }
+
+
+def train(cases: list[Case], stages: int, experts: int) -> dict[Case, dict[str, Any]]:
+    found = {}
+    for case in cases:
+        engine = make(case, stages, experts)
+        losses, norms = [], []
+        for step in range(STEPS):
+            losses += steps(engine, step, 1)
+            norms.append(engine.grad_norm())
+        replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+        # Replicas have different numbers of micro-batches; in the second evaluation all but one have none.
+        held_out = step_batches(STEPS)[: MICRO_BATCHES - 1]
+        evaluations = [engine.evaluate(held_out[replica::replicas]), engine.evaluate(held_out[:1] * (replica == 0))]
+        kept = {name: layer.num_slots for name, layer in engine.expert_layers.items()}
+        found[case] = {
+            "losses": losses,
+            "norms": norms,
+            "evaluations": evaluations,
+            "state": state(engine),
+            "kept": kept,
+        }
+        engine.destroy()
+    return found
+
+
+@lru_cache
+def alone() -> dict[Case, dict[str, Any]]:
+    """One rank with all experts, itself proven to be Hugging Face's own model (test_pipeline_parity.py)."""
+    return run_ranks(train, 1, list(CASES), 1, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "experts", "replicas", "cases"),
+    [
+        (1, 2, 2, [DENSE_FIRST]),
+        (2, 2, 2, [PLAIN, CLIPPED, DENSE_FIRST, RECOMPUTED, BF16]),
+        (1, 2, 4, [CLIPPED, PLAIN]),
+        (1, 4, 4, [PLAIN]),
+    ],
+)
+def test_experts_on_several_ranks_change_nothing(stages: int, experts: int, replicas: int, cases: list[Case]) -> None:
+    ranks = run_ranks(train, stages * replicas, cases, stages, experts)
+    for case in cases:
+        found, wanted = [rank[case] for rank in ranks], alone()[case]
+        exact = case.dtype == "fp32"
+        assert any(rank["kept"] for rank in found)
+        assert all(slots == 4 // experts for rank in found for slots in rank["kept"].values())
+        for rank in found:
+            assert rank["losses"] == found[0]["losses"]
+            assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6 if exact else 2e-3), case
+            assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5 if exact else 5e-2), case
+            for one, other in zip(rank["evaluations"], wanted["evaluations"], strict=True):
+                assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-6 if exact else 5e-3)
+                assert one["eval_tokens"] == other["eval_tokens"]
+        state, whole = joined(found), joined([wanted])
+        assert state.keys() == whole.keys()
+        for (name, kind), tensor in whole.items():
+            # Adam turns the rounding of near-zero gradients into steps of the learning rate.
+            atol = {"master": 2e-4, "step": 0.0}.get(kind, 1e-6) if exact else 5e-3
+            torch.testing.assert_close(state[name, kind], tensor, rtol=1e-4, atol=atol, msg=f"{case}: {kind} of {name}")
+
+
+BEFORE, AFTER = 2, 3
+
+
+def shuffle(engine: Any) -> None:
+    """Put the experts of every layer in an order of its own; on two ranks, each with a copy of one of the other's."""
+    from paceline.planning.experts import Placement
+
+    replicas = engine.rebalancer.num_replicas
+    for number, name in enumerate(engine.expert_layers):
+        first, second = ((3, 1), (0, 2)) if number % 2 else ((2, 3), (1, 0))
+        copies = ((*first, second[0]), (*second, first[1])) if replicas else (first, second)
+        engine.rebalancer.place({name: Placement(copies, (2, 2))})
+
+
+def save(root: str, stages: int, experts: int, case: Case) -> list[float]:
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.export import export
+
+    engine = make(case, stages, experts, moe={"rebalance_every": 0})
+    steps(engine, 0, 1)
+    shuffle(engine)
+    steps(engine, 1, BEFORE - 1)
+    engine.save_checkpoint(f"{root}/out", tag="saved")
+    export(engine.module, f"{root}/live", ControlPlane.create(stages))
+    return steps(engine, BEFORE, AFTER)
+
+
+def load(root: str, stages: int, experts: int, case: Case) -> list[float]:
+    engine = make(case, stages, experts, **({"moe": {"rebalance_every": 0}} if experts == 2 else {}))
+    if experts == 2:
+        shuffle(engine)
+    engine.load_checkpoint(f"{root}/out", tag="saved")
+    if experts == 2:
+        for layer in engine.expert_layers.values():
+            assert layer.placement.devices == ((2, 3), (1, 0)), f"{layer.name} does not lie as it was saved"
+    engine.save_checkpoint(f"{root}/out", tag=f"again-{stages}-{experts}")
+    return steps(engine, BEFORE, AFTER)
+
+
+@pytest.mark.parametrize(
+    ("case", "into"),
+    [(DENSE_FIRST, [(4, 1, 2), (2, 2, 1), (4, 1, 4)]), (BF16._replace(family="deepseek_v3"), [(2, 1, 2)])],
+    ids=["fp32", "bf16"],
+)
+def test_checkpoint_fits_every_number_of_ranks(case: Case, into: list[tuple[int, int, int]], tmp_path: Path) -> None:
+    """Saved with experts in no order, it knows them by their numbers: it loads anywhere, and exports as the model."""
+    from transformers import AutoModelForCausalLM
+
+    wanted = run_ranks(save, 4, str(tmp_path), 2, 2, case)[0]
+    checkpoint = Checkpoint.open(tmp_path / "out" / "saved")
+    assert checkpoint.shape("model.layers.2.mlp.experts.down_proj") == (4, 32, 16)
+    for world_size, stages, experts in into:
+        found = run_ranks(load, world_size, str(tmp_path), stages, experts, case)[0]
+        assert found == pytest.approx(wanted, rel=1e-5 if case.dtype == "fp32" else 1e-2)
+        again = Checkpoint.open(tmp_path / "out" / f"again-{stages}-{experts}")
+        assert sorted(again.names) == sorted(checkpoint.names)
+        for name in checkpoint.names:
+            assert sorted(again.kinds(name)) == sorted(checkpoint.kinds(name))
+            for kind in checkpoint.kinds(name):
+                assert torch.equal(again.read(name, kind), checkpoint.read(name, kind)), f"{kind} of {name}"
+
+    assert main(["export", str(tmp_path / "out" / "saved"), str(tmp_path / "exported")]) == 0
+    live, info = AutoModelForCausalLM.from_pretrained(tmp_path / "live", output_loading_info=True)
+    assert not any(info.values()), info
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    for name, tensor in live.state_dict().items():
+        assert torch.equal(tensor, exported[name]), name
+        if name in checkpoint.names and case.dtype == "fp32":
+            kind = "master" if "master" in checkpoint.kinds(name) else "value"
+            assert torch.equal(tensor, checkpoint.read(name, kind)), name
+
+
+def train_placed(case: Case, stages: int) -> list[dict[str, Any]]:
+    """Experts in order; in another order in every second step; likewise with copies; where the rebalancer puts them."""
+    found = []
+    for moves, every, replicas in ((False, 0, 0), (True, 0, 0), (True, 0, 1), (False, 2, 0)):
+        engine = make(case, stages, 2, moe={"rebalance_every": every, "replicas": replicas})
+        losses = []
+        for step in range(STEPS):
+            if moves and step % 2:
+                shuffle(engine)
+            losses += steps(engine, step, 1)
+        routed = sum(int(layer.routed.sum()) for layer in engine.expert_layers.values())
+        windows = len(engine.rebalancer.windows)
+        found.append({"losses": losses, "state": state(engine), "routed": routed, "windows": windows})
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("case", [Case("deepseek_v3", zero=1), RECOMPUTED], ids=["zero1", "zero0-recomputed"])
+def test_where_experts_lie_changes_nothing(case: Case) -> None:
+    ranks = run_ranks(train_placed, 4, case, 2)
+    in_order, shuffled, copied, rebalanced = ([rank[run] for rank in ranks] for run in range(4))
+    whole = joined(in_order)
+    for run in (shuffled, rebalanced):
+        assert [rank["losses"] for rank in run] == [rank["losses"] for rank in in_order]
+        for key, tensor in joined(run).items():
+            assert torch.equal(tensor, whole[key]), key
+    assert copied[0]["losses"] == pytest.approx(in_order[0]["losses"], rel=1e-6)
+    for key, tensor in joined(copied).items():
+        atol = 2e-4 if key[1] == "master" else 1e-6
+        torch.testing.assert_close(tensor, whole[key], rtol=1e-4, atol=atol, msg=str(key))
+    # Each token once for each of its two experts in each of two layers, also where a forward is computed twice.
+    assert sum(rank["routed"] for rank in in_order) == STEPS * MICRO_BATCHES * BATCH * LENGTH * 2 * 2
+    assert rebalanced[0]["windows"] == STEPS // 2
+
+
+FAMILIES = (
+    "aria_text",  # weights the other way round
+    "deepseek_v3",
+    "gpt_oss",  # biases, gate and up interleaved, clamped
+    "mixtral",
+    "nemotron_h",  # experts without a gate
+    "qwen2_moe",
+)
+
+
+def compare(families: tuple[str, ...]) -> dict[str, Any]:
+    """Of a model whose experts lie on two ranks and of one that has them all: loss, and gradients summed over both."""
+    import copy
+
+    import torch.distributed as dist
+
+    from paceline.hf.families import causal_lm_configs, tiny_configs
+    from paceline.hf.stage import Cut
+    from paceline.hf.weights import load_stage
+    from paceline.moe.hf_experts import take_share
+
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    for config_class in causal_lm_configs():
+        if config_class.model_type not in families:
+            continue
+        model = load_stage(None, tiny_configs(config_class)[0], Cut.whole(4)).model
+        ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(rank))
+        for implementation, is_even in (("grouped_mm", True), ("grouped_mm", False), ("eager", False)):
+            one, other = copy.deepcopy(model), copy.deepcopy(model)
+            for each in (one, other):
+                each.set_experts_implementation(implementation)
+                for name, parameter in each.named_parameters():
+                    if not is_even and name.endswith(("gate.weight", "router.weight")):
+                        parameter.data.zero_()  # all tokens to the same experts: a rank may get none
+            layers = take_share(other, rank, 2)
+            for name, layer in layers.items():
+                layer.begin(name, dist.group.WORLD)
+            losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (one, other)]
+            for loss in losses:
+                loss.backward()
+            whole = {name: p.grad for name, p in one.named_parameters()}
+            spread = {f"{name}.{leaf}" for name, layer in layers.items() for leaf, _ in layer.named_parameters()}
+            pairs = {}
+            for name, parameter in other.named_parameters():
+                wanted = whole[name]
+                if name in spread:
+                    dist.all_reduce(wanted)
+                    wanted = wanted.chunk(2)[rank]
+                pairs[name] = (parameter.grad, wanted)
+            key = f"{config_class.model_type}, {implementation}, {'even' if is_even else 'uneven'}"
+            found[key] = {"losses": [float(loss) for loss in losses], "gradients": pairs, "spread": len(spread)}
+    return found
+
+
+def test_families() -> None:
+    ranks = run_ranks(compare, 2, FAMILIES)
+    assert {key.partition(",")[0] for key in ranks[0]} == set(FAMILIES)
+    for rank in ranks:
+        for key, found in rank.items():
+            assert found["losses"][0] == found["losses"][1], key
+            assert found["spread"] >= 2, key
+            for name, (gradient, wanted) in found["gradients"].items():
+                if wanted is None:
+                    assert gradient is None, f"{key}: {name}"
+                else:
+                    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6, msg=f"{key}: {name}")
+
+
+def refused() -> list[str]:
+    """What is said of configs that do not fit, on this rank."""
+    import paceline
+    from paceline import CausalLMPipeline
+
+    told = []
+
+    def tell(**changes: Any) -> None:
+        stages = changes.pop("stages", 2)
+        config = {**ds_config(stages), "expert_parallel": {"enabled": True, "autoep_size": 2}, **changes}
+        model = changes.pop("model", None) or model_config("mixtral")
+        config.pop("model", None)
+        try:
+            paceline.initialize(model=model, config=config)
+        except ValueError as error:
+            told.append(str(error))
+
+    tell(optimizer={"type": "Adafactor", "params": {"lr": 1e-3}})
+    tell(expert_parallel={"enabled": False}, paceline={"pipeline": {"stages": 2}, "moe": {}})
+    pipeline = CausalLMPipeline(model_config("mixtral"), num_stages=2, expert_parallel=2, partition=[0, 3, 5])
+    tell(model=pipeline, expert_parallel={"enabled": True, "autoep_size": 1})
+    config = ds_config(2)
+    config["paceline"]["pipeline"]["partition"] = [0, 2, 5]
+    try:
+        paceline.initialize(model=pipeline, config=config)
+    except ValueError as error:
+        told.append(str(error))
+    pipeline = CausalLMPipeline(model_config("mixtral"), num_stages=2, expert_parallel=2, partition=[0, 3, 5])
+    engine, *_ = paceline.initialize(model=pipeline, config=ds_config(2))
+    assert len(engine.expert_layers) == (2, 1)[engine.stage_id], "given to the pipeline, the JSON need not say it"
+    try:
+        engine.repartition([0, 2, 5])
+    except ValueError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    ranks = run_ranks(refused, 4)
+    assert all(told == ranks[0] for told in ranks)
+    moved = (
+        "layers cannot move between stages ([0, 3, 5] to [0, 2, 5]) while their experts lie on 2 ranks: leave "
+        "expert_parallel out, or give the partition at the start."
+    )
+    wanted = [
+        "optimizer Adafactor looks at a parameter as a whole, and of the experts' every rank has another part: choose ",
+        "paceline.moe is there, and every rank has all experts of its stage: write ",
+        "expert_parallel.autoep_size is 1 and the pipeline was built with expert_parallel=2: leave ",
+        moved,
+        moved,
+    ]
+    assert len(ranks[0]) == len(wanted), ranks[0]
+    for told, begins in zip(ranks[0], wanted, strict=True):
+        assert told.startswith(begins), told

@@ -1,0 +1,226 @@
+"""Placement without copies: the value, the greedy rule, bounds, the exact search."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.planning.placement import Placement, device_loads, exact, greedy, imbalance, lower_bound, moved
+
+whole = st.integers(0, 20)
+
+
+def most(placement, loads, shares=None):
+    return max(device_loads(placement, loads, shares))
+
+
+def test_value():
+    placement = Placement(((0, 1, 2), (2, 3, 0), ()))
+    assert (placement.num_devices, placement.num_experts) == (3, 4)
+    assert placement.owned == (2, 2, 0)
+    assert placement.owners == (0, 0, 1, 1)
+    assert placement.copies == ((0, 1), (0,), (1, 0), (1,))
+    assert placement == Placement([[0, 1, 2], [2, 3, 0], []], [2, 2, 0])
+    # Who has an expert in the earliest slot owns it, of several the first; unless it is said otherwise.
+    assert Placement(((0, 1), (1, 0))).owners == (0, 1)
+    assert Placement(((0, 1), (1, 0)), (2, 0)).owners == (0, 0)
+    assert Placement(((0, 1), (1, 0)), (2, 0)).copies == ((0, 1), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "owned", "message"),
+    [
+        ((), (), "the placement has no devices: give one at least."),
+        (((), ()), (), "the placement has no experts: give one at least."),
+        (((0, 1), (2, 2)), (), "device 1 holds expert 2 twice: one copy there does the same."),
+        (((0, 1), (3,)), (), "no device holds expert 2: experts are numbered from 0 without gaps, to 3."),
+        (((0, -1),), (), "device 0 holds -1: experts are whole numbers from 0."),
+        (((0, True),), (), "device 0 holds True: experts are whole numbers from 0."),
+        (((0, 1.0),), (), "device 0 holds 1.0: experts are whole numbers from 0."),
+        (((0,), (1,)), (1,), "owned has 1 numbers for 2 devices: give one for each."),
+        (((0,), (1,)), (1, 2), "owned[1] is 2: device 1 holds 1 experts."),
+        (((0, 1), (1,)), (2, 1), "expert 1 belongs to device 0 and to device 1: on each device put the experts"),
+        (((0, 1), (1,)), (1, 0), "expert 1 belongs to no device: on each device put the experts"),
+        # The copy of 2 is before expert 1, which device 0 alone has.
+        (((0, 2, 1), (2, 3)), (), "expert 2 belongs to device 0 and to device 1"),
+    ],
+)
+def test_what_is_no_placement(devices, owned, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Placement(devices, owned)
+
+
+def test_contiguous():
+    assert Placement.contiguous(6, 3).devices == ((0, 1), (2, 3), (4, 5))
+    assert Placement.contiguous(7, 3).devices == ((0, 1, 2), (3, 4), (5, 6))
+    assert Placement.contiguous(2, 3).devices == ((0,), (1,), ())
+    with pytest.raises(ValueError, match="num_devices is 0: give 1 or more"):
+        Placement.contiguous(2, 0)
+
+
+def test_loads_of_devices():
+    placement = Placement(((0, 1), (2, 0)), (2, 1))
+    assert device_loads(placement, [4, 1, 5]) == (3, 7)
+    assert device_loads(placement, [4, 1, 5], [(0.75, 0.25), (1,), (1,)]) == (4, 6)
+    assert imbalance(placement, [4, 1, 5]) == 1.4
+    assert imbalance(placement, [0, 0, 0]) == 1.0
+    with pytest.raises(ValueError, match="there are 2 loads for 3 experts: give one for each"):
+        device_loads(placement, [4, 1])
+    with pytest.raises(ValueError, match="give one number for each copy of each expert"):
+        device_loads(placement, [4, 1, 5], [(1,), (1,), (1,)])
+
+
+@pytest.mark.parametrize(
+    ("loads", "message"),
+    [
+        ([], "there are no loads"),
+        ([1, -1], "the load of expert 1 is -1.0: give a finite number from 0 upwards."),
+        ([float("nan")], "the load of expert 0 is nan"),
+        ([1, 10**400], "the load of expert 1 is inf"),
+        ([1e308, 1e308], "the sum of the loads is not finite"),
+    ],
+)
+def test_what_are_no_loads(loads, message):
+    for function in (greedy, exact, lower_bound):
+        with pytest.raises(ValueError, match=message):
+            function(loads, 2)
+
+
+def test_moved():
+    old = Placement(((0, 1), (2, 3)))
+    assert moved(old, old) == 0
+    assert moved(old, Placement(((1, 0), (3, 2)))) == 0
+    assert moved(old, Placement(((0, 2), (1, 3)))) == 2
+    assert moved(old, Placement(((0, 1, 2), (2, 3)), (2, 2))) == 1
+    assert moved(Placement(((0, 1, 2), (2, 3)), (2, 2)), old) == 0
+    with pytest.raises(ValueError, match="of 4 and 1 experts"):
+        moved(old, Placement(((0,),)))
+
+
+def test_example_of_the_seed():
+    assert greedy([4, 3, 2, 1], 3, 2).devices == ((0,), (1,), (2, 3))
+
+
+def test_ties_keep_experts_where_they_are():
+    current = Placement(((3, 1), (2, 0)))
+    assert greedy([1, 1, 1, 1], 2, current=current) == current
+    assert greedy([1, 1, 1, 1], 2).devices == ((0, 2), (1, 3))
+    # Only where devices have the same load: the second expert goes to the one that has none.
+    assert greedy([1, 1, 1, 1], 2, current=Placement(((3, 2), (1, 0)))).devices == ((1, 2), (3, 0))
+
+
+def test_who_stays_keeps_its_slot():
+    current = Placement(((0, 1, 2), (3, 4, 5)))
+    assert greedy([9, 8, 1, 2, 3, 4], 2, current=current).devices == ((0, 4, 2), (3, 1, 5))
+
+
+@pytest.mark.parametrize(
+    ("loads", "num_devices", "slots", "devices"),
+    [
+        ([5, 1], 4, None, ((0,), (1,), (), ())),  # fewer experts than devices
+        ([3, 3, 3, 3, 3], 2, None, ((0, 2, 4), (1, 3))),  # no divisor
+        ([0, 7, 0], 3, 1, ((1,), (0,), (2,))),  # all tokens on one expert
+        ([0, 7, 0], 2, 3, ((1,), (0, 2))),  # more room than needed
+    ],
+)
+def test_edges(loads, num_devices, slots, devices):
+    assert greedy(loads, num_devices, slots).devices == devices
+
+
+def test_too_little_room():
+    for function in (greedy, exact, lower_bound):
+        with pytest.raises(ValueError, match="2 devices with 2 slots each have no room for 5 experts: give 3 slots"):
+            function([1] * 5, 2, 2)
+    with pytest.raises(ValueError, match="num_devices is 0"):
+        greedy([1], 0)
+    with pytest.raises(ValueError, match="4 devices are not 3 nodes of the same size"):
+        greedy([1] * 4, 4, nodes=3)
+    with pytest.raises(
+        ValueError, match="the current placement is of 4 experts on 2 devices, and asked for are 4 on 4"
+    ):
+        greedy([1] * 4, 4, current=Placement.contiguous(4, 2))
+
+
+def test_nodes():
+    """The groups of EPLB's published example, three experts each, on two nodes of two places."""
+    loads = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+    groups = [sum(loads[first : first + 3]) for first in range(0, 12, 3)]
+    assert [set(node) for node in greedy(groups, 2).devices] == [{1, 2}, {3, 0}]
+    found = greedy(loads, 4, nodes=2)
+    flat = greedy(loads, 2, 6)
+    assert [set(found.devices[2 * node] + found.devices[2 * node + 1]) for node in range(2)] == [
+        set(experts) for experts in flat.devices
+    ]
+    assert all(len(experts) == 3 for experts in found.devices)
+    assert greedy(loads, 4, nodes=1) == greedy(loads, 4) == greedy(loads, 4, nodes=4)
+
+
+def balanced_packing(loads, num_packs):
+    """EPLB's rule: by falling weight, to the lightest pack that is not full. The largest weight of a pack."""
+    room = len(loads) // num_packs
+    open_packs = [(0, pack, 0) for pack in range(num_packs)]
+    weights = [0] * num_packs
+    for load in sorted(loads, reverse=True):
+        weight, pack, size = heapq.heappop(open_packs)
+        weights[pack] = weight + load
+        if size + 1 < room:
+            heapq.heappush(open_packs, (weight + load, pack, size + 1))
+    return max(weights)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_greedy_is_balanced_packing(num_devices, slots, data):
+    loads = data.draw(st.lists(whole, min_size=num_devices * slots, max_size=num_devices * slots))
+    found = greedy(loads, num_devices)
+    assert most(found, loads) == balanced_packing(loads, num_devices)
+    assert {len(experts) for experts in found.devices} == {slots}
+
+
+def brute_force(loads, num_devices, slots):
+    best = float("inf")
+    for devices in itertools.product(range(num_devices), repeat=len(loads)):
+        if max(map(devices.count, range(num_devices))) <= slots:
+            totals = [0.0] * num_devices
+            for load, device in zip(loads, devices, strict=True):
+                totals[device] += load
+            best = min(best, max(totals))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(whole, min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 2))
+def test_exact(loads, num_devices, spare):
+    slots = -(-len(loads) // num_devices) + spare
+    best = brute_force(loads, num_devices, slots)
+    assert most(exact(loads, num_devices, slots), loads) == best
+    assert lower_bound(loads, num_devices, slots) <= best * (1 + 1e-12)
+    found = greedy(loads, num_devices, slots)
+    assert most(found, loads) >= best
+    assert max(map(len, found.devices)) <= slots
+
+
+def test_exact_with_ten_experts():
+    loads = [80, 70, 60, 50, 40, 5, 4, 3, 2, 1]
+    assert most(exact(loads, 2), loads) == brute_force(loads, 2, 5) == 158
+    assert most(greedy(loads, 2), loads) == 173
+
+
+def test_exact_refuses_what_is_too_large():
+    for num_experts in (40, 2000):
+        loads = [(37 * expert) % 101 + 0.5 / (expert + 1) for expert in range(num_experts)]
+        with pytest.raises(ValueError, match=f"{num_experts} experts on 7 devices have too many placements"):
+            exact(loads, 7)
+    assert most(exact([1] * 2000, 8), [1] * 2000) == 250
+
+
+def test_lower_bound():
+    assert lower_bound([9, 1, 1, 1], 2) == 10  # the hottest is not alone
+    assert lower_bound([9, 1, 1, 1], 2, 3) == 9
+    assert lower_bound([5, 5, 5], 2) == 10  # two of three meet
+    assert lower_bound([2, 2, 2, 2], 2) == 4  # the mean
+    assert lower_bound([3], 4) == 3

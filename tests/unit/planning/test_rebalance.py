@@ -1,0 +1,72 @@
+"""Which layers are placed anew, and that it is worth what it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.planning.experts import Placement, device_loads
+from paceline.planning.rebalance import LayerLoad, Times, most_moved, num_copies, propose
+
+CONTIGUOUS = Placement.contiguous(8, 4)
+SKEWED = (90.0, 80.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
+EVEN = (10.0,) * 8
+FREE = Times(row_s=1e-3, bytes_per_s=1e12, expert_s=0.0)
+
+
+def seconds(placement: Placement, loads: tuple[float, ...]) -> float:
+    return max(device_loads(placement, loads)) * FREE.row_s
+
+
+def test_a_skewed_layer_is_placed_anew_and_an_even_one_is_not() -> None:
+    layers = [LayerLoad(EVEN, CONTIGUOUS, 1.0), LayerLoad(SKEWED, CONTIGUOUS, 1.0)]
+    found = propose(layers, FREE, horizon_steps=10)
+    assert list(found.placements) == [1]
+    assert found.now_s == pytest.approx(0.02 + 0.17)
+    assert found.best_s == pytest.approx(0.02 + seconds(found.placements[1], SKEWED))
+    assert found.best_s == pytest.approx(0.02 + 0.1)  # the hottest, and one beside it
+
+
+def test_what_is_best_already_stays() -> None:
+    layer = LayerLoad(SKEWED, CONTIGUOUS, 1.0)
+    best = propose([layer], FREE, horizon_steps=10).placements[0]
+    again = propose([LayerLoad(SKEWED, best, 1.0)], FREE, horizon_steps=10)
+    assert (again.placements, again.switch_s, again.best_s) == ({}, 0.0, again.now_s)
+
+
+def test_a_small_gain_is_none() -> None:
+    nearly = (10.1, 10.0, 10.0, 10.0, 10.0, 10.0, 9.95, 9.95)
+    assert propose([LayerLoad(nearly, CONTIGUOUS, 0.0)], FREE, horizon_steps=1000).placements == {}
+
+
+def test_layers_that_do_not_pay_stay_out_while_others_do() -> None:
+    dear = Times(row_s=1e-3, bytes_per_s=1.0, expert_s=0.01)
+    layers = [LayerLoad(SKEWED, CONTIGUOUS, 1e-3), LayerLoad(SKEWED, CONTIGUOUS, 100.0)]
+    found = propose(layers, dear, horizon_steps=10)
+    assert list(found.placements) == [0]
+    changed = [a != b for a, b in zip(CONTIGUOUS.owners, found.placements[0].owners, strict=True)]
+    busiest = most_moved(CONTIGUOUS, found.placements[0])
+    assert found.switch_s == pytest.approx(0.01 * sum(changed) + busiest * 1e-3)
+    # If no layer pays for itself in one period, all that gain are there: the loss may add up.
+    layers = [LayerLoad(SKEWED, CONTIGUOUS, 100.0)] * 2
+    found = propose(layers, dear, horizon_steps=10)
+    assert list(found.placements) == [0, 1]
+    assert found.switch_s > (found.now_s - found.best_s) * 10
+
+
+def test_copies_come_first_without_moving_owners() -> None:
+    """Copies alone even the devices out, and cost no move."""
+    dear = Times(row_s=1e-3, bytes_per_s=1.0, expert_s=0.0)
+    loads = (40.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
+    found = propose([LayerLoad(loads, CONTIGUOUS, 1e6)], dear, num_replicas=1, horizon_steps=10)
+    (placement,) = found.placements.values()
+    assert placement.owners == CONTIGUOUS.owners
+    assert num_copies(placement) > 0
+    assert most_moved(CONTIGUOUS, placement) == 0
+    assert found.switch_s == 0
+    assert found.best_s < found.now_s
+
+
+def test_the_busiest_device_counts() -> None:
+    swapped = Placement(((2, 3), (0, 1), (4, 5), (6, 7)))
+    assert most_moved(CONTIGUOUS, swapped) == 2
+    assert most_moved(CONTIGUOUS, CONTIGUOUS) == 0

@@ -1,0 +1,241 @@
+"""The search over parallel strategies: complete, without duplicates, and with numbers that move the right way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from paceline.planning.cluster import Cluster, Fabric
+from paceline.planning.memory import ItemMemory, States
+from paceline.planning.strategy import BATCH, MEMORY, Ranking, Strategy, plan_of, search, strategies
+from paceline.planning.strategy_costs import TERMS
+from paceline.planning.workload import Item, Workload
+
+MIB = 2.0**20
+
+
+def workload(layers: int = 8, experts: int = 0, **changes: Any) -> Workload:
+    """Layers of 10 M parameters, 30 ms; with experts another 8 M each and 60 ms together."""
+    layer = Item(
+        ItemMemory("layer", 10_000_000 + 8_000_000 * experts, 40 * MIB, 4 * MIB),
+        0.01,
+        0.02,
+        8_000_000 * experts,
+        (0.02, 0.04) if experts else (0.0, 0.0),
+        20 * MIB if experts else 0.0,
+    )
+    ends = (
+        Item(ItemMemory("embedding", 30_000_000, 0.0, 4 * MIB), 0.0, 0.0),
+        Item(ItemMemory("head", 30_000_000, 8 * MIB, 0.0, 32 * MIB), 0.005, 0.01),
+    )
+    given: dict[str, Any] = {
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "micro_batch_size": 1,
+        "train_batch_size": 64,
+        "states": States(weight_bytes=2, shard=True),
+        "rows": 4096.0 if experts else 0.0,
+        "row_bytes": 2048.0,
+        "num_experts": experts,
+        "top_k": 2 if experts else 1,
+    }
+    return Workload(items=(ends[0], *(layer,) * layers, ends[1]), **{**given, **changes})
+
+
+def cluster(devices: int = 8, **changes: Any) -> Cluster:
+    given: dict[str, Any] = {
+        "devices_per_node": min(devices, 8),
+        "state_bytes_per_s": 1e12,
+        "inside": Fabric(1e11, 1e-6),
+        "across": Fabric(1e10, 1e-5),
+    }
+    return Cluster(devices, **{**given, **changes})
+
+
+def step_s(ranking: Ranking) -> dict[Strategy, float]:
+    return {plan.strategy: plan.step_s for plan in ranking.plans}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8, 24, 36])
+@pytest.mark.parametrize("experts", [0, 4, 12])
+@pytest.mark.parametrize(("layers", "heads", "kv_heads"), [(4, 4, 2), (3, 12, 6), (40, 1, 1)])
+def test_every_strategy_once(devices: int, experts: int, layers: int, heads: int, kv_heads: int) -> None:
+    numbers = range(1, devices + 1)
+    expected = (
+        {
+            (tensor, pipeline, data, expert, expert_data)
+            for tensor, pipeline, data, expert, expert_data in product(numbers, numbers, numbers, numbers, numbers)
+            if tensor * pipeline * data == devices
+            and expert * expert_data == data
+            and (experts % expert == 0 if experts else expert == 1)
+            and heads % tensor == 0
+            and kv_heads % tensor == 0
+            and pipeline <= layers
+        }
+        if devices <= 8
+        else None
+    )
+    found = list(strategies(devices, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, num_experts=experts))
+    assert len(set(found)) == len(found)
+    shapes = {(*strategy, strategy.expert_data) for strategy in found}
+    if expected is not None:
+        assert shapes == expected
+    for strategy in found:
+        assert strategy.num_devices == devices
+        assert strategy.expert * strategy.expert_data == strategy.data
+        assert max(experts, 1) % strategy.expert == 0
+
+
+def test_a_number_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"^num_layers is 0: give a whole number from 1 upwards\.$"):
+        list(strategies(4, num_layers=0))
+
+
+def test_terms_add_up_and_the_fastest_is_first() -> None:
+    ranking = search(workload(experts=4), cluster())
+    assert len(ranking.plans) == len(list(strategies(8, num_layers=8, num_heads=8, num_kv_heads=8, num_experts=4)))
+    seconds = [plan.step_s for plan in ranking.plans]
+    assert seconds == sorted(seconds)
+    for plan in ranking.plans:
+        assert tuple(plan.terms) == TERMS
+        assert plan.step_s == pytest.approx(sum(plan.terms.values()))
+        assert min(plan.terms.values()) >= 0
+        assert len(plan.memory) == len(plan.boundaries) - 1 == plan.strategy.pipeline
+        assert plan.micro_batches * plan.strategy.data == 64
+
+
+def test_one_device_computes_everything_itself() -> None:
+    plan = search(workload(experts=4), cluster(1)).plans[0]
+    assert plan.terms["dense"] == pytest.approx(64 * (8 * 0.03 + 0.015))
+    assert plan.terms["experts"] == pytest.approx(64 * 8 * 0.06)
+    assert {name for name in TERMS if plan.terms[name]} == {"dense", "experts", "optimizer"}
+
+
+def test_every_kind_of_parallelism_shortens_what_it_should() -> None:
+    found = {plan.strategy: plan.terms for plan in search(workload(experts=4), cluster()).plans}
+    alone = search(workload(experts=4), cluster(1)).plans[0].terms
+    for strategy, terms in found.items():
+        # A stage of whole layers may have more than its share.
+        most = -(-8 // strategy.pipeline) / 8 / strategy.tensor / strategy.data
+        assert terms["experts"] == pytest.approx(alone["experts"] * most)
+        assert (terms["all_to_all"] > 0) == (strategy.expert > 1)
+        assert (terms["tensor"] > 0) == (strategy.tensor > 1)
+        assert (terms["bubble"] > 0) == (strategy.pipeline > 1)
+        assert (terms["expert_gradients"] > 0) == (strategy.expert_data > 1)
+        assert (terms["gradients"] > 0) == (strategy.data > 1)
+
+
+def test_what_does_not_fit_is_counted_with_its_numbers() -> None:
+    given = workload(experts=4)
+    free = search(given, cluster())
+    needs = sorted(max(stage.total for stage in plan.memory) for plan in free.plans)
+    limit = needs[len(needs) // 2]
+    ranking = search(given, cluster(memory_bytes=limit))
+    assert ranking.num_dropped == {MEMORY: len(free.plans) - len(ranking.plans)}
+    assert all(max(stage.total for stage in plan.memory) <= limit for plan in ranking.plans)
+    # With less memory another split of the layers may be found, so more may fit than did without a limit.
+    assert len(ranking.plans) >= len(needs) // 2 + 1
+    for dropped in ranking.dropped:
+        assert dropped.text.endswith(f" GiB of {limit / 2**30:.4g} GiB")
+    nothing = search(given, cluster(memory_bytes=1e6))
+    assert not nothing.plans
+    assert nothing.num_dropped == {MEMORY: len(free.plans)}
+
+
+def test_a_batch_that_replicas_cannot_share() -> None:
+    ranking = search(workload(train_batch_size=4), cluster())
+    assert {dropped.strategy.data for dropped in ranking.dropped} == {8}
+    assert ranking.num_dropped == {BATCH: 1}
+    assert ranking.dropped[0].text == ("4 samples a step are no multiple of 8 (micro-batch 1 x data parallel 8)")
+
+
+def test_sharing_needs_less_memory() -> None:
+    def need(strategy: Strategy, **changes: Any) -> float:
+        plan = plan_of(strategy, workload(experts=8, **changes), cluster(strategy.num_devices))
+        return max(stage.total for stage in plan.memory)  # type: ignore[union-attr]
+
+    assert need(Strategy(1, 1, 4, 4)) < need(Strategy(1, 1, 4, 2)) < need(Strategy(1, 1, 4, 1))
+    assert need(Strategy(2, 1, 1, 1)) < need(Strategy(1, 1, 1, 1))
+    assert need(Strategy(1, 4, 1, 1)) < need(Strategy(1, 2, 1, 1)) < need(Strategy(1, 1, 1, 1))
+    whole = States(weight_bytes=2, shard=False)
+    assert need(Strategy(1, 1, 2, 1)) < need(Strategy(1, 1, 2, 1), states=whole)
+    assert need(Strategy(1, 1, 2, 2), tied_parameters=30_000_000) < need(Strategy(1, 1, 2, 2))
+
+
+def test_a_split_that_fits_goes_before_the_fastest_one() -> None:
+    """The embedding takes memory and no time."""
+    strategy, given = Strategy(1, 2, 1, 1), workload()
+    embedding = Item(ItemMemory("embedding", 100_000_000, 0.0, 4 * MIB), 0.0, 0.0)
+    given = replace(given, items=(embedding, *given.items[1:]))
+    fastest = plan_of(strategy, given, cluster(2))
+    needs = [stage.total for stage in fastest.memory]  # type: ignore[union-attr]
+    other = plan_of(strategy, given, cluster(2, memory_bytes=max(needs) * 0.95))
+    assert other.boundaries != fastest.boundaries  # type: ignore[union-attr]
+    assert other.step_s >= fastest.step_s  # type: ignore[union-attr]
+
+
+LEVELS = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 2, 1, 1), (8, 2, 1, 1), (97, 1, 1, 1)]
+
+
+def test_more_skew_never_makes_a_strategy_faster() -> None:
+    before = step_s(search(workload(experts=4), cluster()))
+    for level in LEVELS:
+        given = workload(experts=4, loads=(tuple(map(float, level)),) * 8)
+        after = step_s(search(given, cluster()))
+        for strategy, seconds in after.items():
+            assert seconds >= before[strategy] * (1 - 1e-9)
+            if strategy.expert == 1:
+                assert seconds == pytest.approx(before[strategy])
+        rebalanced = step_s(search(replace(given, rebalanced=True), cluster()))
+        assert all(rebalanced[strategy] <= seconds * (1 + 1e-9) for strategy, seconds in after.items())
+        before = after
+    worst = step_s(search(workload(experts=4, worst=True), cluster()))
+    assert all(worst[strategy] >= seconds * (1 - 1e-9) for strategy, seconds in before.items())
+
+
+def test_a_gate_with_a_capacity_bounds_the_busiest_device() -> None:
+    loads = ((97.0, 1.0, 1.0, 1.0),) * 8
+    free, bounded = (workload(experts=4, loads=loads, capacity_factor=c) for c in (None, 1.25))
+    assert set(bounded.imbalance(4).values()) == {1.25}
+    assert set(workload(experts=4, worst=True, capacity_factor=1.25).imbalance(4).values()) == {1.25}
+    assert set(workload(experts=4, worst=True).imbalance(4).values()) == {2.0}  # two choices, an expert a device
+    assert set(workload(experts=4, worst=True).imbalance(2).values()) == {2.0}
+    assert set(free.imbalance(4).values()) == {2.0}  # each token goes to an expert at most once
+    assert list(free.imbalance(2).values()) == pytest.approx([1.96] * 8)
+    ranking = step_s(search(free, cluster()))
+    assert all(seconds <= ranking[strategy] for strategy, seconds in step_s(search(bounded, cluster())).items())
+
+
+def test_slower_links_never_make_a_step_shorter() -> None:
+    given = workload(experts=4)
+    fast = step_s(search(given, cluster(16)))
+    for changes in ({"across": Fabric(1e9, 1e-5)}, {"inside": Fabric(1e10, 1e-6)}, {"devices_per_node": 2}):
+        slow = step_s(search(given, cluster(16, **changes)))
+        assert all(slow[strategy] >= seconds * (1 - 1e-9) for strategy, seconds in fast.items())
+
+
+def test_a_thousand_devices() -> None:
+    given = workload(layers=64, experts=64, train_batch_size=2048, num_kv_heads=4)
+    ranking = search(given, cluster(1024))
+    found = list(strategies(1024, num_layers=64, num_heads=8, num_kv_heads=4, num_experts=64))
+    assert len(ranking.plans) + len(ranking.dropped) == len(found) > 100
+    assert not all(plan.simulated for plan in ranking.plans)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 0}, "num_heads is 0: give a whole number from 1 upwards."),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0: give a number above 0."),
+        ({"loads": ((1.0,) * 4,)}, "there are loads of 1 layers and 8 MoE layers: give one row each."),
+        ({"loads": ((1.0,) * 3,) * 8}, "loads[0]: there are 3 loads for 4 experts: give one for each."),
+        ({"loads": ((1.0, -1.0, 0.0, 0.0),) * 8}, "loads[0]: the load of expert 1 is -1.0: give a finite number"),
+    ],
+)
+def test_what_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        workload(experts=4, **changes)
+    assert str(error.value).startswith(message)

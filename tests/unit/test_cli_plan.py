@@ -1,0 +1,290 @@
+"""``paceline plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from paceline.config import PacelineConfig, near_misses
+from paceline.hf.profile import fingerprint
+from paceline.launch.cli import main
+from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+CLUSTER = ["--devices", "2", "--flops-per-s", "1e12", "--intra-node-bytes-per-s", "1e10"]
+STEP = ["--train-batch-size", "16"]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(model: str, *argv: str, status: int = 0) -> Any:
+        MODELS[model].save_pretrained(tmp_path / model)
+        got = main(["plan", str(tmp_path / model), *argv])
+        out, err = capsys.readouterr()
+        assert got == status, err
+        return (json.loads(out) if "--json" in argv and out else out), err
+
+    return run
+
+
+def names(shown: dict[str, Any]) -> list[str]:
+    return [found["name"] for found in shown["plans"]]
+
+
+def test_two_devices(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.plan_report.devices_here", lambda: 2)
+    shown, err = plan("mixtral", *CLUSTER, *STEP, "--json")
+    assert err == ""
+    assert set(names(shown)) == {"tp1_pp1_dp2_ep1", "tp1_pp1_dp2_ep2", "tp1_pp2_dp1_ep1", "tp2_pp1_dp1_ep1"}
+    assert (shown["strategies"], shown["dropped"], shown["sequence_length"]) == (4, {}, 128)
+    seconds = [found["step_s"] for found in shown["plans"]]
+    assert seconds == sorted(seconds)
+    for found in shown["plans"]:
+        assert found["step_s"] == pytest.approx(sum(found["terms"].values()))
+        assert found["runs"] == (found["tensor"] == 1)
+        assert found["expert"] * found["expert_data"] == found["data"]
+        assert found["boundaries"][-1] == 6
+    assert {found["why_not"] for found in shown["plans"]} == {
+        None,
+        "not runnable here: DeepSpeed's tensor parallelism does not cut experts",
+    }
+
+
+def test_the_table(plan: Any) -> None:
+    text, _ = plan("llama", *CLUSTER, *STEP, "--memory-gib", "1")
+    lines = text.splitlines()
+    assert lines[0] == (
+        "llama on 2 devices (2 a node, 1 GiB each), bfloat16, ZeRO 1, 16 samples a step in micro-batches of 1 x 128 "
+        "tokens"
+    )
+    assert lines[1] == "3 strategies; left out: 0 for memory, 0 that do not divide the batch"
+    assert lines[2].split() == [
+        "strategy",
+        "step_s",
+        "dense_s",
+        "tensor_s",
+        "bubble_s",
+        "gradients_s",
+        "GiB",
+        "M",
+        "runs",
+    ]
+    assert len(lines) == 6
+    assert {line.split()[1] for line in lines[3:]} == {"tp1_pp1_dp2_ep1", "tp1_pp2_dp1_ep1", "tp2_pp1_dp1_ep1"}
+
+
+def test_why_something_cannot_run(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.moe.hf_experts.experts_of", lambda model: {})
+    argv = ["--devices", "512", "--train-batch-size", "512", "--json", "--top", "999"]
+    shown, _ = plan("mixtral", *CLUSTER, *STEP, *argv)
+    why = {found["name"]: found["why_not"] for found in shown["plans"]}
+    assert not any(found["runs_here"] for found in shown["plans"])
+    assert why["tp2_pp2_dp128_ep1"] == "not runnable here: DeepSpeed's tensor parallelism has no pipelines"
+    assert why["tp1_pp1_dp512_ep2"].startswith("not runnable here: expert_parallel.autoep_size is 2: ")
+    assert why["tp1_pp1_dp512_ep1"].startswith("needs 512 devices, there are ")
+
+
+def test_the_files(plan: Any, tmp_path: Path) -> None:
+    from paceline.config import resolve
+
+    folder = tmp_path / "plans"
+    shown, _ = plan("mixtral", *CLUSTER, *STEP, "--write", str(folder), "--json", "--zero", "0")
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"plans.txt"} | {f"{found['name']}.json" for found in shown["plans"] if found["runs"]}
+    for found in shown["plans"]:
+        if not found["runs"]:
+            assert (found["file"], found["command"]) == (None, None)
+            continue
+        config = json.loads(Path(found["file"]).read_text())
+        assert near_misses(config) == []
+        assert PacelineConfig.of(config).pipeline.stages == found["pipeline"]
+        assert config["zero_optimization"] == {"stage": 0}
+        assert config["bf16"] == {"enabled": True}
+        sizes: dict[str, Any] = {"num_layers": 4, "num_items": 6, "state_bytes": None, "device_bytes": None}
+        resolved = resolve(config | {"gradient_clipping": 1.0}, world_size=2, cpu=False, **sizes)
+        assert (resolved.data_parallel, resolved.micro_batches) == (found["data"], found["micro_batches"])
+        assert resolved.expert_parallel == found["expert"]
+        assert found["command"].startswith(
+            f"deepspeed --num_gpus 2 --module paceline.launch.finetune --deepspeed {found['file']} "
+        )
+    assert "mixtral on 2 devices" in (folder / "plans.txt").read_text()
+
+
+def test_a_tensor_parallel_file_is_for_a_trainer(plan: Any, tmp_path: Path) -> None:
+    shown, _ = plan("llama", *CLUSTER, *STEP, "--write", str(tmp_path / "plans"), "--json", "--dtype", "float32")
+    found = next(found for found in shown["plans"] if found["tensor"] == 2)
+    config = json.loads((tmp_path / "plans" / "tp2_pp1_dp1_ep1.json").read_text())
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 16)
+    # Neither DeepSpeed nor the Trainer counts tensor-parallel ranks as one when it checks the product.
+    assert not {"paceline", "bf16", "fp16", "train_batch_size"} & set(config)
+    assert "--module paceline.launch.patched YOUR_TRAINER_SCRIPT.py --deepspeed " in found["command"]
+
+
+def test_what_does_not_fit(plan: Any) -> None:
+    shown, err = plan("llama", *CLUSTER, *STEP, "--memory-gib", "0.0001", "--json", status=3)
+    assert shown["plans"] == []
+    assert shown["dropped"] == {"memory": 3}
+    assert [row["reason"] for row in shown["why_dropped"]] == ["memory"] * 3
+    assert err.startswith("paceline: none of 3 strategies can be, such as tp2_pp1_dp1_ep1: stage 0 needs ")
+    assert err.count("\n") == 1
+    text, _ = plan("llama", *CLUSTER, *STEP, "--memory-gib", "0.0001", status=3)
+    assert text.splitlines()[1] == "3 strategies; left out: 3 for memory, 0 that do not divide the batch"
+
+
+def test_top(plan: Any) -> None:
+    all_of_them, _ = plan("llama", *CLUSTER, *STEP, "--json")
+    one, _ = plan("llama", *CLUSTER, *STEP, "--json", "--top", "1")
+    assert names(one) == names(all_of_them)[:1]
+
+
+def test_the_best_that_can_run_is_shown_wherever_it_is(plan: Any, tmp_path: Path) -> None:
+    """One sample cannot be shared by replicas, and a layer's ranks are busy all the time, unlike stages."""
+    argv = [*CLUSTER, "--devices", "4", "--train-batch-size", "1", "--json", "--top", "1"]
+    shown, _ = plan("mixtral", *argv)
+    assert [(found["rank"], found["name"], found["runs"]) for found in shown["plans"]] == [
+        (1, "tp2_pp2_dp1_ep1", False),
+        (2, "tp1_pp4_dp1_ep1", True),
+    ]
+    assert shown["dropped"] == {"batch": 7}
+    plan("mixtral", *argv, "--write", str(tmp_path / "plans"))
+    assert [path.stem for path in (tmp_path / "plans").glob("*.json")] == ["tp1_pp4_dp1_ep1"]
+
+
+def test_flags_go_before_the_file(plan: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"devices": 8, "flops_per_s": 1e12, "intra_node": {"bytes_per_s": 1e9}}))
+    shown, _ = plan(
+        "llama", "--cluster", str(path), *STEP, "--json", "--devices", "4", "--intra-node-latency-s", "1e-5"
+    )
+    assert (shown["cluster"]["devices"], shown["cluster"]["flops_per_s"]) == (4, 1e12)
+    assert (shown["cluster"]["intra_node"]["bytes_per_s"], shown["cluster"]["intra_node"]["latency_s"]) == (1e9, 1e-5)
+
+
+def test_seconds_of_a_profile(plan: Any, tmp_path: Path) -> None:
+    items = [
+        ItemProfile("embedding", "E", 0.0, 0.0, 0, 1, 1),
+        *(ItemProfile(f"layers.{index}", "L", 0.1, 0.2, 1, 1, 1) for index in range(4)),
+        ItemProfile("head", "H", 0.05, 0.05, 1, 0, 1),
+    ]
+    path = tmp_path / "p.json"
+    device = DeviceProfile("d", 1.0, 1, 1)
+    Profile(fingerprint(MODELS["mixtral"]), "float32", 1, 128, False, tuple(items), (device,)).save(path)
+    argv = ["--devices", "1", "--profile", str(path), *STEP, "--json"]
+    shown, err = plan("mixtral", *argv)
+    terms = shown["plans"][0]["terms"]
+    assert err == ""
+    assert shown["dtype"] == "float32"
+    assert terms["dense"] + terms["experts"] == pytest.approx(16 * (4 * 0.3 + 0.1))
+    assert terms["experts"] > terms["dense"] / 4
+    shown, err = plan("mixtral", *argv, "--seq-length", "64")
+    assert shown["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.3 + 0.1) / 2)
+    assert "measured with sequence_length 128 and the run has 64" in err
+    _, err = plan("llama", *argv, status=2)
+    assert err.startswith(f"paceline: profile {path} is of another model: ")
+
+
+def test_loads_make_expert_parallelism_slower(plan: Any, tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+
+    def step_s(loads: Any, *argv: str) -> float:
+        path.write_text(json.dumps([loads] * 4))
+        shown, _ = plan("mixtral", *CLUSTER, *STEP, "--loads", str(path), "--json", *argv)
+        return next(found["step_s"] for found in shown["plans"] if found["expert"] == 2)
+
+    even, skewed = step_s([5, 5, 5, 5]), step_s([10, 8, 1, 1])
+    assert even < step_s([10, 8, 1, 1], "--rebalanced") < skewed
+    assert even < step_s([10, 8, 1, 1], "--capacity-factor", "1.2") < skewed
+    shown, _ = plan("mixtral", *CLUSTER, *STEP, "--worst-routing", "--json")
+    assert next(found["step_s"] for found in shown["plans"] if found["expert"] == 2) > skewed
+
+
+FILES = {
+    "broken.json": "{",
+    "list.json": "[]",
+    "cluster.json": '{"devices": 2, "flops": 1}',
+    "loads.json": "[[1, 2, 3, 4]]",
+    "words.json": '[["a"]]',
+    "number.json": "5",
+}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "there is no number of devices: give --devices N, or --cluster FILE with it."),
+        (["--devices", "2"], "there is no speed of the devices: give --flops-per-s, flops_per_s in --cluster, "),
+        ([*CLUSTER, "--devices", "0"], "cluster: num_devices is 0: give a whole number from 1 upwards."),
+        ([*CLUSTER, "--memory-gib", "-1"], "cluster: memory_bytes is -1"),
+        ([*CLUSTER, "--top", "0"], "--top is 0: give a whole number from 1 upwards."),
+        ([*CLUSTER, "--train-batch-size", "0"], "--train-batch-size is 0: give a whole number from 1 upwards."),
+        ([*CLUSTER, "--micro-batch-size", "0"], "--micro-batch-size is 0: give a whole number from 1 upwards."),
+        (
+            [*CLUSTER, "--seq-length", "129"],
+            "sequence_length is 129 and the model has 128 positions: give at most 128.",
+        ),
+        ([*CLUSTER, "--capacity-factor", "0"], "capacity_factor is 0.0: give a number above 0."),
+        ([*CLUSTER, "--rebalanced"], "--rebalanced places experts by what they have to do: give --loads FILE too."),
+        (["--cluster", "absent.json"], "--cluster absent.json: No such file or directory; give a JSON file."),
+        (["--cluster", "broken.json"], "--cluster broken.json, line 1, column 2: "),
+        (["--cluster", "list.json"], "--cluster list.json: it must hold an object {...}."),
+        (["--cluster", "cluster.json"], '--cluster cluster.json: "flops" is not a key of the cluster; choose from '),
+        ([*CLUSTER, "--profile", "absent.json"], "profile absent.json: No such file or directory; make one with "),
+        ([*CLUSTER, "--loads", "absent.json"], "--loads absent.json: No such file or directory; give a JSON file."),
+        ([*CLUSTER, "--loads", "loads.json"], "--loads loads.json: there are loads of 1 layers and 4 MoE layers: "),
+        ([*CLUSTER, "--loads", "words.json"], "--loads words.json: row 0 is no list of numbers: give [[tokens of "),
+        ([*CLUSTER, "--loads", "number.json"], "--loads number.json: row 0 is no list of numbers: give [[tokens of "),
+        (
+            [*CLUSTER, "--loads", "loads.json", "--worst-routing"],
+            "--worst-routing does not look at --loads: drop one of them.",
+        ),
+        (["--measure", "--devices", "1"], "--measure with 1 devices: this machine has "),
+        (
+            ["--measure", "--devices", "2", "--profile", "x"],
+            "--measure makes a profile and a cluster file of its own: ",
+        ),
+        (
+            [*CLUSTER, "--write", "broken.json"],
+            "--write broken.json: File exists; give a directory that can be written.",
+        ),
+    ],
+)
+def test_what_cannot_be(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    _, err = plan("mixtral", *STEP, *argv, status=2)
+    assert err.startswith(f"paceline: {message}")
+    assert err.count("\n") == 1
+
+
+def test_loads_of_a_dense_model(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "loads.json").write_text("[[1, 1]]")
+    _, err = plan("llama", *CLUSTER, *STEP, "--loads", str(tmp_path / "loads.json"), status=2)
+    assert err.endswith(" has no experts; drop it.\n")
+
+
+def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "absent"), *CLUSTER, *STEP]) == 2
+    err = capsys.readouterr().err
+    assert "has no config that transformers" in err
+    assert err.count("\n") == 1
