@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from paceline.planning.placement import Placement
 
-MOST_DEVICES = 4096
+MOST_DEVICES, MOST_WITH_COPIES = 4096, 1024
 """That are planned for: more would take minutes a layer."""
 
 
@@ -125,6 +125,11 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag} is {value}: give {least} or more.")
     if args.devices > MOST_DEVICES:
         raise ValueError(f"--devices {args.devices} are too many to plan for: give {MOST_DEVICES} or fewer.")
+    if args.replicas and args.devices > MOST_WITH_COPIES:
+        raise ValueError(
+            f"--devices {args.devices} are too many to plan copies for: give {MOST_WITH_COPIES} or fewer, or leave "
+            "--replicas out."
+        )
     if args.devices % args.nodes:
         raise ValueError(f"--devices {args.devices} are not --nodes {args.nodes} of the same size: give a divisor.")
     if args.keep_owners and not args.replicas:
@@ -173,9 +178,9 @@ def _current(args: argparse.Namespace, layers: Sequence[Sequence[float]]) -> lis
         if not isinstance(layer, dict) or "placement" not in layer:
             raise ValueError(f"{path}: {label} has no placement: give {form}.")
         devices = [_experts(path, label, experts) for experts in _list(path, f"{label}, placement", layer["placement"])]
-        owned = layer.get("owned")
+        owned = _owned(path, label, layer.get("owned"), devices, num_experts, args)
         try:
-            placement = Placement(tuple(devices), _owned(path, label, owned, devices, num_experts, args))
+            placement = Placement(tuple(devices), owned)
         except ValueError as error:
             raise ValueError(f"{path}: {label}: {error}") from None
         if (placement.num_experts, placement.num_devices) != (num_experts, args.devices):

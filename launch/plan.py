@@ -11,6 +11,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,13 @@ FITS, FITS_NOT = 0, 3
 
 MEASURE_S = 1800.0
 """Longest that measuring may take."""
+
+MOST_DEVICES = 2**20
+MOST_LAYERS = 1024
+"""That are planned for: more would take minutes."""
+
+_MOST = {"train_batch_size": 2**40, "micro_batch_size": 2**20, "seq_length": 2**24}
+"""Beyond, the sizes of tensors are no numbers any more."""
 
 _CLUSTER_FLAGS = {
     "devices": "devices",
@@ -101,8 +109,12 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) < 1:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is {getattr(args, flag)}: give a whole number from 1 upwards.")
+    for flag, most in _MOST.items():
+        if (getattr(args, flag) or 0) > most:
+            raise ValueError(f"--{flag.replace('_', '-')} is too large to plan for: give at most {most}.")
     cluster = _cluster(args)
     config = config_at(args.model)
+    _check_model(args.model, config)
     check_shape(config, args.micro_batch_size, tokens_of_sample(args.seq_length, config))
     with tempfile.TemporaryDirectory() as directory:
         if args.measure:
@@ -125,6 +137,26 @@ def run(args: argparse.Namespace) -> int:
     return FITS
 
 
+def _check_model(source: str, config: Any) -> None:
+    """Whether there is a model of this config, before anything is counted.
+
+    Raises:
+        ValueError: there is none, or one of too many layers.
+    """
+    from paceline.hf.quiet import quiet
+    from paceline.hf.weights import skeleton
+
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{source!r} has too many layers to plan for: give a model of {MOST_LAYERS} at most.")
+    try:
+        with quiet():
+            skeleton(config)
+    except Exception as error:  # a family's constructor raises what it likes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"no model can be made of {source!r}: {reason} Give a config that fits together.") from error
+
+
 def _cluster(args: argparse.Namespace) -> Cluster:
     from paceline.planning.cluster import Cluster
 
@@ -141,9 +173,12 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if "devices" not in values:
         raise ValueError("there is no number of devices: give --devices N, or --cluster FILE with it.")
     try:
-        return Cluster.from_dict(values)
+        cluster = Cluster.from_dict(values)
     except ValueError as error:
         raise ValueError(f"{'cluster' if args.cluster is None else f'--cluster {args.cluster}'}: {error}") from None
+    if cluster.num_devices > MOST_DEVICES:
+        raise ValueError(f"there are too many devices to plan for: give {MOST_DEVICES} at most.")
+    return cluster
 
 
 def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cluster:
@@ -209,14 +244,18 @@ def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Sh
     if profile is not None:
         for line in profile.check_fits(fingerprint(config), dtype, path=args.profile, **shape):
             print(f"paceline: {line}", file=sys.stderr)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if layers is not None and len(profile.items) != layers + 2:
+            raise ValueError(
+                f"profile {args.profile}: it has {len(profile.items)} items, and the model {layers + 2} (embedding, "
+                "layers, head); make one with `paceline profile` of this model."
+            )
     return Shape(dtype=getattr(torch, dtype), train_batch_size=args.train_batch_size, **shape)
 
 
 def _workload(
     args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster, profile: Profile | None
 ) -> Workload:
-    from math import isfinite
-
     from paceline.hf.workload import workload_of
 
     if profile is None and not isfinite(cluster.flops_per_s):
@@ -253,7 +292,10 @@ def _loads(values: Any) -> tuple[tuple[float, ...], ...]:
     for index, row in enumerate(rows):
         if not isinstance(row, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in row):
             raise ValueError(f"row {index} is no list of numbers: give [[tokens of each expert] of each MoE layer].")
-    return tuple(tuple(map(float, row)) for row in rows)
+    try:
+        return tuple(tuple(map(float, row)) for row in rows)
+    except OverflowError:
+        raise ValueError("a load is too large to be computed with: give loads in another unit.") from None
 
 
 def _read_json(flag: str, path: str) -> Any:
@@ -267,6 +309,8 @@ def _read_json(flag: str, path: str) -> Any:
         raise ValueError(f"{flag} {path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except RecursionError:
         raise ValueError(f"{flag} {path}: too many brackets inside each other.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{flag} {path}: {error}") from None
 
 
 def _free_port() -> int:

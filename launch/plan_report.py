@@ -141,16 +141,17 @@ def write(directory: Path, shown: dict[str, Any], args: argparse.Namespace, shap
             if plan["runs"]:
                 path = directory / f"{plan['name']}.json"
                 path.write_text(json.dumps(ds_config(plan, shape, args.zero), indent=2) + "\n", encoding="utf-8")
-                plan["file"], plan["command"] = str(path), _command(plan, str(path), args)
+                plan["file"], plan["command"] = str(path), _command(plan, str(path), args, shown["cluster"])
         (directory / "plans.txt").write_text(text(shown) + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--write {directory}: {error.strerror}; give a directory that can be written.") from None
 
 
-def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace) -> str:
+def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace, cluster: Mapping[str, Any]) -> str:
     devices = plan["tensor"] * plan["pipeline"] * plan["data"]
+    where = f"--num_gpus {devices}" if devices <= cluster["devices_per_node"] else "--hostfile HOSTFILE"
     module = PATCHED if plan["tensor"] > 1 else JOB
-    told = f"deepspeed --num_gpus {devices} --module {module} --deepspeed {shlex.quote(path)}"
+    told = f"deepspeed {where} --module {module} --deepspeed {shlex.quote(path)}"
     if plan["tensor"] == 1:
         told += f" --model_name_or_path {shlex.quote(args.model)}"
         told += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +354,26 @@ def test_a_rank_that_cannot_save_stops_the_others(tmp_path: Path) -> None:
     """It does not wait for them to move experts, while they wait for it in DeepSpeed."""
     with pytest.raises(RankError, match="rank 0 of 2 raised OSError: the disk is full"):
         run_ranks(full_disk_job, 2, str(tmp_path), timeout=60)
+
+
+def dying_job(directory: str) -> None:
+    """Saves, trains on, and loses a rank while experts move."""
+    from paceline.moe import moving
+
+    start()
+    engine = built("mixtral", 1, 2, 1, {}, **BY_HAND)
+    models.train(engine, range(3))
+    models.scatter_experts(engine, 1)
+    engine.save_checkpoint(directory, tag="three")
+    rank = torch.distributed.get_rank()
+    torch.save(models.train(engine, range(3, 6)), Path(directory, f"losses_{rank}.pt"))
+    if rank == 1:
+        moving.carry_out = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    models.scatter_experts(engine, 2)
+
+
+def test_a_rank_that_dies_while_experts_move_leaves_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(dying_job, 2, str(tmp_path))
+    for rank, found in enumerate(run_ranks(loading_job, 2, str(tmp_path), "mixtral", 1, 2)):
+        assert found["losses"] == torch.load(tmp_path / f"losses_{rank}.pt")

@@ -141,6 +141,7 @@ def test_text(capsys, write):
         ([[1] * 9], EVEN, "4 devices with 2 slots each have no room for 9 experts: give 3 slots or more"),
         ([[1]], ("--devices", "0"), "--devices is 0: give 1 or more."),
         ([[1]], ("--devices", "100000"), "--devices 100000 are too many to plan for: give 4096 or fewer."),
+        ([[1]], ("--devices", "1025", "--replicas", "1"), "--devices 1025 are too many to plan copies for: give 1024"),
         ([[1]], ("--devices", "1", "--slots-per-device", "0"), "--slots-per-device is 0: give 1 or more."),
         ([[1]], ("--devices", "1", "--replicas", "-1"), "--replicas is -1: give 0 or more."),
         ([[1]], ("--devices", "3", "--nodes", "2"), "--devices 3 are not --nodes 2 of the same size: give a divisor."),
@@ -183,6 +184,12 @@ def refused(capsys, path, argv, message):
 def test_bad_current(capsys, write, values, message):
     argv = ("--devices", "2", "--current", write(values, "current.json"))
     refused(capsys, write([[1, 2]]), argv, message)
+
+
+def test_a_fault_names_its_place_once(capsys, write):
+    current = write({"layers": [{"placement": [[0], [1]], "owned": [1, None]}]}, "current.json")
+    assert main(["place", "--loads", write([[1, 2]]), "--devices", "2", "--current", current]) == 2
+    assert capsys.readouterr().err == f"paceline: {current}: layer 0, owned holds null: give a list of whole numbers.\n"
 
 
 def test_files_that_are_not_there(capsys, write, tmp_path):

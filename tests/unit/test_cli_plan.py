@@ -127,6 +127,12 @@ def test_the_files(plan: Any, tmp_path: Path) -> None:
     assert "mixtral on 2 devices" in (folder / "plans.txt").read_text()
 
 
+def test_several_nodes_are_started_by_a_hostfile(plan: Any, tmp_path: Path) -> None:
+    argv = [*CLUSTER, "--devices-per-node", "1", *STEP, "--write", str(tmp_path / "plans"), "--json"]
+    shown, _ = plan("llama", *argv)
+    assert all(found["command"].startswith("deepspeed --hostfile HOSTFILE --module ") for found in shown["plans"])
+
+
 def test_a_tensor_parallel_file_is_for_a_trainer(plan: Any, tmp_path: Path) -> None:
     shown, _ = plan("llama", *CLUSTER, *STEP, "--write", str(tmp_path / "plans"), "--json", "--dtype", "float32")
     found = next(found for found in shown["plans"] if found["tensor"] == 2)
@@ -199,6 +205,9 @@ def test_seconds_of_a_profile(plan: Any, tmp_path: Path) -> None:
     assert "measured with sequence_length 128 and the run has 64" in err
     _, err = plan("llama", *argv, status=2)
     assert err.startswith(f"paceline: profile {path} is of another model: ")
+    Profile(fingerprint(MODELS["mixtral"]), "float32", 1, 128, False, tuple(items[1:]), (device,)).save(path)
+    _, err = plan("mixtral", *argv, status=2)
+    assert err.startswith(f"paceline: profile {path}: it has 5 items, and the model 6 (embedding, layers, head); ")
 
 
 def test_loads_make_expert_parallelism_slower(plan: Any, tmp_path: Path) -> None:
@@ -223,6 +232,8 @@ FILES = {
     "loads.json": "[[1, 2, 3, 4]]",
     "words.json": '[["a"]]',
     "number.json": "5",
+    "large.json": f"[[1{'0' * 400}]]",
+    "digits.json": f"[[1{'0' * 5000}]]",
 }
 
 
@@ -231,8 +242,17 @@ FILES = {
     [
         ([], "there is no number of devices: give --devices N, or --cluster FILE with it."),
         (["--devices", "2"], "there is no speed of the devices: give --flops-per-s, flops_per_s in --cluster, "),
-        ([*CLUSTER, "--devices", "0"], "cluster: num_devices is 0: give a whole number from 1 upwards."),
-        ([*CLUSTER, "--memory-gib", "-1"], "cluster: memory_bytes is -1"),
+        ([*CLUSTER, "--devices", "0"], "cluster: devices is 0: give a whole number from 1 upwards."),
+        ([*CLUSTER, "--devices", str(10**12)], "there are too many devices to plan for: give 1048576 at most."),
+        ([*CLUSTER, "--memory-gib", "-1"], "cluster: memory_gib is -1.0: give a number above 0."),
+        ([*CLUSTER, "--flops-per-s", "1e-320"], "a step takes longer than can be computed with: give higher speeds"),
+        (
+            [*CLUSTER, "--intra-node-bytes-per-s", "1e-320"],
+            "a step takes longer than can be computed with: give higher speeds",
+        ),
+        ([*CLUSTER, "--train-batch-size", str(10**400)], "--train-batch-size is too large to plan for: give at most "),
+        ([*CLUSTER, "--micro-batch-size", str(10**12)], "--micro-batch-size is too large to plan for: give at most "),
+        ([*CLUSTER, "--seq-length", str(10**20)], "--seq-length is too large to plan for: give at most "),
         ([*CLUSTER, "--top", "0"], "--top is 0: give a whole number from 1 upwards."),
         ([*CLUSTER, "--train-batch-size", "0"], "--train-batch-size is 0: give a whole number from 1 upwards."),
         ([*CLUSTER, "--micro-batch-size", "0"], "--micro-batch-size is 0: give a whole number from 1 upwards."),
@@ -251,6 +271,8 @@ FILES = {
         ([*CLUSTER, "--loads", "loads.json"], "--loads loads.json: there are loads of 1 layers and 4 MoE layers: "),
         ([*CLUSTER, "--loads", "words.json"], "--loads words.json: row 0 is no list of numbers: give [[tokens of "),
         ([*CLUSTER, "--loads", "number.json"], "--loads number.json: row 0 is no list of numbers: give [[tokens of "),
+        ([*CLUSTER, "--loads", "large.json"], "--loads large.json: a load is too large to be computed with: give "),
+        ([*CLUSTER, "--loads", "digits.json"], "--loads digits.json: Exceeds the limit"),
         (
             [*CLUSTER, "--loads", "loads.json", "--worst-routing"],
             "--worst-routing does not look at --loads: drop one of them.",
@@ -287,4 +309,25 @@ def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["plan", str(tmp_path / "absent"), *CLUSTER, *STEP]) == 2
     err = capsys.readouterr().err
     assert "has no config that transformers" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_local_experts": -1}, "no model can be made of "),
+        ({"vocab_size": -1}, "no model can be made of "),
+        ({"num_hidden_layers": 10**400}, "has too many layers to plan for: give a model of 1024 at most."),
+    ],
+)
+def test_sizes_that_no_model_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: dict[str, int], message: str
+) -> None:
+    MODELS["mixtral"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    assert main(["plan", str(tmp_path), *CLUSTER, *STEP]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("paceline: ")
+    assert message in err
     assert err.count("\n") == 1

@@ -100,15 +100,19 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
             self.count(counts)
         exchange = plan_exchange(chosen, counts, self.table, self.group, fresh=self.splitting == FRESH)
         top_scores = scores.reshape(-1)[exchange.order]
-        clock = self.clock
+        clock = self.clock if self.training else None
         sent = x if clock is None else clock.mark(x, LEAVE)
         rows = take_rows(sent, chosen, exchange)
         rows = apply_scores_before_experts_if_enabled(rows, top_scores, score_apply=self.score_apply)
         rows = send_rows(rows, exchange, self.group)
+        weights: tuple[Sequence[Tensor], ...] = ()
+        if self.copying is not None:  # before the mark: it waits for other ranks, forward and backward
+            rows, *found = self.copying.slot_weights(rows)
+            weights = tuple(found)
         if clock is not None:
-            clock.rows += rows.shape[0]
+            clock.count(rows.shape[0])
             rows = clock.mark(rows, ARRIVE)
-        rows = self._compute(rows, exchange.counts)
+        rows = self._compute(rows, exchange.counts, weights)
         if clock is not None:
             rows = clock.mark(rows, COMPUTED)
         rows = return_rows(rows, exchange, self.group)
@@ -125,15 +129,17 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
         )
         return self._finalize_output(output, x, hidden_states, shape[-1])
 
-    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """``rows`` as they arrived, by source and slot, through the experts of their slots."""
-        copying = self.copying
-        if copying is not None:
-            rows, own, copies = copying.slot_weights(rows)
+    def _compute(self, rows: Tensor, counts: Tensor, weights: Sequence[Sequence[Tensor]]) -> Tensor:
+        """``rows`` as they arrived, by source and slot, through the experts of their slots.
+
+        Args:
+            weights: own ones and those of copies, if there are copies.
+        """
         rows, places, by_slot, num_rows = permute_by_local_expert(rows, counts)
-        if copying is None:
+        if not weights:
             rows = self.experts(rows, by_slot)
         else:
+            own, copies = weights
             edge = self.num_slots
             end = int(by_slot[:edge].sum())
             rows = torch.cat(

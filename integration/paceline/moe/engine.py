@@ -44,6 +44,8 @@ class ExpertEngine(DeepSpeedEngine):
         ValueError: at the start, on every rank: experts cannot move with this config or in this model.
     """
 
+    expert_layers: Mapping[str, ExpertLayer] = {}
+
     def __init__(self, *args: Any, config_class: Any, **kwargs: Any) -> None:
         check_config(config_class)
         super().__init__(*args, config_class=config_class, **kwargs)
@@ -81,6 +83,13 @@ class ExpertEngine(DeepSpeedEngine):
         if self.rebalancer is not None and self.global_steps > steps:
             self.rebalancer.after_step()
 
+    def zero_grad(self) -> None:
+        """As DeepSpeed's; what copies have learned is forgotten too."""
+        super().zero_grad()
+        for layer in self.expert_layers.values():
+            if layer.replicas is not None:
+                layer.replicas.forget()
+
     def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
 
@@ -103,14 +112,11 @@ class ExpertEngine(DeepSpeedEngine):
         If something raises inside they stay so: moving them takes all ranks, and others may be waiting in DeepSpeed for
         the one that failed.
         """
-        before = {name: layer.placement for name, layer in self.expert_layers.items()}
-        if self.rebalancer is not None:
-            self.rebalancer.place(
-                {name: Placement.contiguous(p.num_experts, p.num_devices) for name, p in before.items()}
-            )
-        yield
-        if self.rebalancer is not None:
-            self.rebalancer.place(before)
+        if self.rebalancer is None:
+            yield
+            return
+        with self.rebalancer.in_order():
+            yield
 
     def save_checkpoint(
         self,
@@ -131,17 +137,27 @@ class ExpertEngine(DeepSpeedEngine):
         placements = {} if self.rebalancer is None else self.rebalancer.placements()
         state[SECTION] = {PLACEMENTS: placements, SIZES: dict(Spread.of(self).sizes)}
         with self._in_order():
-            return bool(
-                super().save_checkpoint(
-                    save_dir,
-                    tag=tag,
-                    client_state=state,
-                    save_latest=save_latest,
-                    exclude_frozen_parameters=exclude_frozen_parameters,
-                )
+            saved = super().save_checkpoint(
+                save_dir,
+                tag=tag,
+                client_state=state,
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
             )
+            if self.checkpoint_engine.is_decoupled():  # it reads on, and experts are about to move back
+                self._commit_decoupled_checkpoint()
+            return bool(saved)
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, **kwargs: Any) -> tuple[Any, Any]:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[Any, Any]:
         """As DeepSpeed's, then with the placements of the run that was saved, if they fit.
 
         A checkpoint that was saved with experts on another number of ranks is spread anew.
@@ -149,12 +165,18 @@ class ExpertEngine(DeepSpeedEngine):
         Raises:
             ValueError: its optimizer's states cannot be spread anew.
         """
-        checkpoint = self._to_reshard(load_dir, tag, **kwargs)
+        checkpoint = self._to_reshard(load_dir, tag) if load_optimizer_states and not load_module_only else None
         with self._in_order():
-            if checkpoint is None:
-                path, state = super().load_checkpoint(load_dir, tag, **kwargs)
-            else:
-                path, state = super().load_checkpoint(load_dir, tag, **(kwargs | {"load_optimizer_states": False}))
+            path, state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states and checkpoint is None,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+            if checkpoint is not None:
                 load_states(self, *checkpoint)
         saved = (state or {}).pop(SECTION, {}).get(PLACEMENTS, {})
         if self.rebalancer is not None and (placements := _fitting(saved, self.expert_layers)):
@@ -163,21 +185,13 @@ class ExpertEngine(DeepSpeedEngine):
             self.rebalancer.go_on(self.global_steps)
         return path, state
 
-    def _to_reshard(
-        self,
-        load_dir: str,
-        tag: str | None,
-        load_optimizer_states: bool = True,
-        load_module_only: bool = False,
-        **_: Any,
-    ) -> tuple[Path, Spread] | None:
-        """The folder of the checkpoint and how experts were spread, if the states are wanted and it was otherwise.
+    def _to_reshard(self, load_dir: str, tag: str | None) -> tuple[Path, Spread] | None:
+        """The folder of the checkpoint and how experts were spread, if it was otherwise.
 
         DeepSpeed would not notice: ZeRO's partitions may have the same lengths, with other experts in them.
         """
-        wanted = load_optimizer_states and not load_module_only and self.optimizer is not None
         latest = Path(load_dir, "latest")
-        if not wanted or self.load_universal_checkpoint() or (tag is None and not latest.is_file()):
+        if self.optimizer is None or self.load_universal_checkpoint() or (tag is None and not latest.is_file()):
             return None
         checkpoint = Path(load_dir, latest.read_text().strip() if tag is None else str(tag))
         file = Path(self._get_ckpt_name(load_dir, checkpoint.name))
@@ -262,10 +276,14 @@ def _fitting(saved: Mapping[str, Any], layers: Mapping[str, ExpertLayer]) -> dic
     """The placements that were saved, if all of them can be those of ``layers``."""
     if saved.keys() != layers.keys():
         return {}
-    placements = {name: Placement(devices=tuple(map(tuple, held))) for name, held in saved.items()}
+    placements = {}
     try:
-        for name, placement in placements.items():
-            layers[name].check(placement)
+        for name, held in saved.items():
+            layer = layers[name]
+            width = layer.num_slots + layer.num_replicas  # of copies as many as there is room for now
+            devices = tuple(tuple(experts[:width]) for experts in held)
+            placements[name] = Placement(devices, (layer.num_slots,) * len(devices))
+            layer.check(placements[name])
     except ValueError:
         return {}
     return placements

@@ -161,13 +161,17 @@ class HFExpertLayer(ExpertLayer):
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         self.count(counts)
         exchange = plan_exchange(chosen, counts, self.table, self.group, fresh=self.splitting == FRESH)
-        clock = self.clock
+        clock = self.clock if self.training else None  # type: ignore[attr-defined]
         sent = hidden_states if clock is None else clock.mark(hidden_states, LEAVE)
         rows = send_rows(take_rows(sent, chosen, exchange), exchange, self.group)
+        weights: tuple[Sequence[Tensor], ...] = ()
+        if self.copying is not None:  # before the mark: it waits for other ranks, forward and backward
+            rows, *found = self.copying.slot_weights(rows)
+            weights = tuple(found)
         if clock is not None:
-            clock.rows += rows.shape[0]
+            clock.count(rows.shape[0])
             rows = clock.mark(rows, ARRIVE)
-        rows = self._compute(rows, exchange.counts)
+        rows = self._compute(rows, exchange.counts, weights)
         if clock is not None:
             rows = clock.mark(rows, COMPUTED)
         rows = return_rows(rows, exchange, self.group)
@@ -175,20 +179,22 @@ class HFExpertLayer(ExpertLayer):
             rows = clock.mark(rows, BACK)
         return self._combine(rows, exchange.order, chosen, top_k_weights.reshape(-1)).to(hidden_states.dtype)
 
-    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """``rows`` as they arrived, by source and slot, through the experts of their slots."""
-        copying = self.copying
-        if copying is not None:
-            rows, own_weights, copied_weights = copying.slot_weights(rows)
+    def _compute(self, rows: Tensor, counts: Tensor, weights: Sequence[Sequence[Tensor]]) -> Tensor:
+        """``rows`` as they arrived, by source and slot, through the experts of their slots.
+
+        Args:
+            weights: own ones and those of copies, if there are copies.
+        """
         num_sources, width = counts.shape
         slots = torch.arange(width, device=rows.device).repeat(num_sources)
         slots = slots.repeat_interleave(counts.reshape(-1), output_size=rows.shape[0])
         order = torch.argsort(slots, stable=True)
         rows, slots = rows.index_select(0, order), slots[order]
         own, copied = self._computing
-        if copying is None:
+        if not weights:
             computed = _through(own, rows, slots)
         else:
+            own_weights, copied_weights = weights
             edge = int(counts[:, : self.num_slots].sum())
             parts = [
                 _through(own, rows[:edge], slots[:edge], own_weights),

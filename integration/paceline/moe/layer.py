@@ -2,7 +2,7 @@
 
 Each rank of an expert-parallel group has *slots*. The first of them hold experts that the rank owns: parameters of the
 model, with masters and moments. The others hold copies of experts that other ranks own: their values are fetched after
-each step, their gradients go to the owner before the next. A :class:`~paceline.planning.placement.Placement` says which
+each step, their gradients go to the owner before the next. A :class:`~paceline.planning.experts.Placement` says which
 expert lies in which slot of which rank; router, auxiliary loss, checkpoints and exports know experts by their number in
 the model only.
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..planning.experts import Placement, device_loads
+from ..planning.experts import Placement
 from .dispatch import SlotTable
 from .replicas import Replicas
 from .timing import ExpertClock
@@ -60,6 +60,8 @@ class ExpertLayer:
     """Tokens sent to each expert by this rank since somebody set it to zero ``[E]``: int64, before any is dropped."""
     clock: ExpertClock | None = None
     """Times the experts while there is one."""
+    _planned_for: Sequence[float] | None = None
+    """Loads that the placement was made for."""
     time_depends_on_load = True
     """Whether an expert that gets more tokens takes longer."""
 
@@ -93,7 +95,9 @@ class ExpertLayer:
         """
         self.check(placement)
         self.placement = placement
-        shares = loads if self.splitting == PLANNED else None
+        if loads is not None:
+            self._planned_for = loads
+        shares = self._planned_for if self.splitting == PLANNED else None
         self.table = SlotTable(placement, self.num_slots, self.num_replicas, self.device, shares)
         if self.replicas is not None:
             self.replicas.take_on(placement)
@@ -110,7 +114,8 @@ class ExpertLayer:
         if any(each != self.num_slots for each in owned) or max(widths) > self.num_slots + self.num_replicas:
             raise ValueError(
                 f"{self.name} has {self.num_slots} own slots and {self.num_replicas} for copies on each rank, the "
-                f"placement owns {owned} and holds {widths}: every rank must own {self.num_slots}."
+                f"placement owns {owned} and holds {widths}: every rank must own {self.num_slots} and hold at most "
+                f"{self.num_slots + self.num_replicas}; give fewer copies, or raise paceline.moe.replicas."
             )
 
     @torch.no_grad()
@@ -128,7 +133,3 @@ class ExpertLayer:
         """Add what this batch's router chose ``[E]``, unless this is a forward that is computed a second time."""
         if self.training and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self.routed += counts
-
-    def slot_loads(self, loads: Sequence[float], placement: Placement | None = None) -> tuple[float, ...]:
-        """Tokens for each rank under a placement, by default the present one."""
-        return device_loads(self.placement if placement is None else placement, loads)

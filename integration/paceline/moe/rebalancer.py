@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..config.section import MoeConfig
 from ..planning.experts import Placement, device_loads, moved
-from ..planning.rebalance import LayerLoad, Proposal, Times, num_copies, propose
+from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, propose
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
@@ -42,8 +42,8 @@ FIRST_LOOK = 10
 TIMED_STEPS = 2
 """Before a look in which experts are timed."""
 
-EXPERT_S = 5e-4
-"""Of moving an expert beside sending it, before the first were moved."""
+FIXED_S, EXPERT_S = 0.02, 8e-4
+"""Of moving anything, and of each expert, beside sending it; before the first were moved."""
 
 MUCH = 1 << 18
 """Bytes, of which so many tell how fast experts can be sent."""
@@ -108,8 +108,8 @@ class Rebalancer:
         self._timed_from = 0
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._times: tuple[float, float] | None = None
-        """Bytes a second, and seconds for each expert, of moving; once known."""
+        self._times: tuple[float, float, float] | None = None
+        """Bytes a second, fixed seconds, and seconds for each expert, of moving; once known."""
         self._start_clocks()
 
     # -- at step boundaries --------------------------------------------------------------------------------------
@@ -121,6 +121,9 @@ class Rebalancer:
             RuntimeError: a rank was lost.
         """
         self.step += 1
+        for layer in self.layers:
+            if layer.replicas is not None:
+                layer.replicas.forget()
         if self.every and self.step >= self._next_look:
             self._look(self.step - self._last_look)
             self._last_look, self._next_look = self.step, self.step + self.every
@@ -168,10 +171,8 @@ class Rebalancer:
         """
         before = {layer.name: layer.placement for layer in self.layers}
         self.place({name: Placement.contiguous(p.num_experts, p.num_devices) for name, p in before.items()})
-        try:
-            yield
-        finally:
-            self.place(before)
+        yield  # where one rank fails nobody moves back: the others may wait for it elsewhere
+        self.place(before)
 
     def placements(self) -> dict[str, list[list[int]]]:
         """By name of the layer, the experts on each rank: in a form for JSON."""
@@ -186,12 +187,15 @@ class Rebalancer:
         proposal: Proposal | None = None
         found: dict[int, Placement] | None = None
         if self._times is None and self._size > 1:
-            self._times = (_probe(self.group, self.layers[0].device), EXPERT_S)
+            self._times = (_probe(self.group, self.layers[0].device), FIXED_S, EXPERT_S)
+        loads = [self._load_of(number, window) for number in movable] if window.row_s is not None else []
+        options = self._candidates(loads)
         if self._rank == 0 and window.row_s is not None and movable:
             assert self._times is not None
             proposal = propose(
-                [self._load_of(number, window) for number in movable],
+                loads,
                 Times(window.row_s, *self._times),
+                found=options,
                 num_replicas=self.num_replicas,
                 evens_out=self.evens_out,
                 horizon_steps=self.every,
@@ -205,6 +209,18 @@ class Rebalancer:
         took = self._move(found, window.loads) if found else None
         if decision is not None:
             self._note_decision(decision, window, before, took)
+
+    def _candidates(self, loads: Sequence[LayerLoad]) -> list[list[Placement]]:
+        """Of each layer. The ranks share the search, and tell each other."""
+        if not loads:
+            return []
+        mine = [
+            candidates(load, num_replicas=self.num_replicas, evens_out=self.evens_out)
+            for load in loads[self._rank :: self._size]
+        ]
+        told: list[Any] = [None] * self._size
+        dist.all_gather_object(told, mine, group=self.group)
+        return [told[place % self._size][place // self._size] for place in range(len(loads))]
 
     def _load_of(self, number: int, window: Window) -> LayerLoad:
         layer = self.layers[number]
@@ -261,8 +277,12 @@ class Rebalancer:
             self.layers[number].take_on(placement, None if loads is None else loads[number])
         seconds = time.perf_counter() - begun
         if num_owners and self._times is not None:
-            per_s = done.num_bytes / done.transfer_s if done.num_bytes >= MUCH else self._times[0]
-            self._times = (per_s, max(0.0, seconds - done.transfer_s) / num_owners)
+            per_s, fixed_s, expert_s = self._times
+            if done.num_bytes >= MUCH:
+                per_s = done.num_bytes / done.transfer_s
+            # One move does not tell what is fixed from what grows: both are off by the same.
+            factor = max(0.0, seconds - done.transfer_s) / (fixed_s + num_owners * expert_s)
+            self._times = (per_s, fixed_s * factor, expert_s * factor)
         return {"moved": num_moved, "num_bytes": done.num_bytes, "seconds": seconds}
 
     def _fetch(self) -> None:
@@ -284,9 +304,13 @@ class Rebalancer:
         }
         self.windows = [*self.windows[-KEPT + 1 :], note]
         if self.log is not None:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(note) + "\n")
+            try:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                with self.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(note) + "\n")
+            except OSError as error:
+                logger.warning("the loads of experts are no longer written: %s", error)
+                self.log = None
 
     def _note_decision(
         self, decision: Decision, window: Window, before: Mapping[int, Placement], took: dict[str, Any] | None

@@ -84,6 +84,8 @@ class Replicas:
         talk to each other in the same order, whatever rows they have.
         """
         self.settle()
+        if not any(weight.requires_grad for weight in self.weights):
+            return rows, tuple(self.weights), tuple(self.copies)
         rows, *weights = _Joined.apply(self, rows, *self.weights)
         half = len(self.weights)
         return rows, tuple(weights[:half]), tuple(weights[half:])
@@ -97,9 +99,12 @@ class Replicas:
             for gradient, memory in zip(copies, self.copies, strict=True)
         ]
         if not self.is_last_backward():
-            self._kept = [g.clone() for g in whole] if self._kept is None else whole
+            if self._kept is None:  # they may be many: added up in fp32, as the owners' are
+                whole = [g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in whole]
+            self._kept = whole
             return list(own)
         self._kept = None
+        whole = [g.to(memory.dtype) for g, memory in zip(whole, self.copies, strict=True)]
         found: list[Tensor | None] = []
         _, arrived, _ = self._carry(whole, self._here, self._there)
         places = [slot for slots in self._there for slot in slots]
@@ -120,7 +125,7 @@ class Replicas:
         """Rows of all ``tensors`` to other ranks: each expert's one after another, ``[experts, P]``."""
         sent, received = [len(slots) for slots in leaving], [len(slots) for slots in arriving]
         picked = [slot for slots in leaving for slot in slots]
-        packed = torch.cat([tensor[picked].flatten(1) for tensor in tensors], dim=1)
+        packed = torch.cat([tensor[picked].reshape(len(picked), tensor[0].numel()) for tensor in tensors], dim=1)
         arrived = packed.new_empty(sum(received), packed.shape[1])
         work = dist.all_to_all_single(arrived, packed, received, sent, group=self.group, async_op=not wait)
         return work, arrived, packed  # which has to live as long as it is sent

@@ -23,7 +23,7 @@ class ExpertClock:
     """Moments of one layer on one rank.
 
     Attributes:
-        rows: computed here since the clock began, of all forwards.
+        rows: that were to be computed here since the clock began.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,6 +36,11 @@ class ExpertClock:
         """``x``, with the moment noted when it is computed, and again when its gradient is."""
         self._note(place, False)
         return _Mark.apply(x, self, place) if x.requires_grad else x
+
+    def count(self, rows: int) -> None:
+        """Add to ``rows``, unless this forward is computed a second time: that is no work of its own."""
+        if torch._C._current_graph_task_id() == -1:
+            self.rows += rows
 
     def _note(self, place: int, backward: bool) -> None:
         self._moments.append((place, backward, self._clock.now()))

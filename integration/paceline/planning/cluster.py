@@ -138,9 +138,9 @@ class Cluster:
         return cls(
             devices,
             devices if per_node is None else _whole("devices_per_node", per_node),
-            _limit("memory_gib", known.get("memory_gib")) * GIB,
-            _limit("flops_per_s", known.get("flops_per_s")),
-            _limit("state_bytes_per_s", known.get("state_bytes_per_s")),
+            _above_0("memory_gib", known.get("memory_gib")) * GIB,
+            _above_0("flops_per_s", known.get("flops_per_s")),
+            _above_0("state_bytes_per_s", known.get("state_bytes_per_s")),
             _fabric("intra_node", known.get("intra_node", {})),
             _fabric("inter_node", known.get("inter_node", {})),
         )
@@ -191,7 +191,16 @@ def _object(where: str, values: Any, names: tuple[str, ...]) -> Mapping[str, Any
 def _whole(where: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{where} is {value!r}: give a whole number.")
+    if value < 1:
+        raise ValueError(f"{where} is {value}: give a whole number from 1 upwards.")
     return value
+
+
+def _above_0(where: str, value: Any) -> float:
+    found = _limit(where, value)
+    if not found > 0:
+        raise ValueError(f"{where} is {found}: give a number above 0.")
+    return found
 
 
 def _limit(where: str, value: Any) -> float:
@@ -199,7 +208,10 @@ def _limit(where: str, value: Any) -> float:
         return inf
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} is {value!r}: give a number.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{where} is too large to be computed with: leave it out if there is no limit.") from None
 
 
 def _or_none(value: float | None) -> float | None:

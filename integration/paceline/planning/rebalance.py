@@ -36,11 +36,13 @@ class Times:
         row_s: of one more token on the device with the most, in one layer and step: computing and travelling, forward
             and backward.
         bytes_per_s: at which a device sends or receives experts.
+        fixed_s: of moving any expert at all.
         expert_s: of each expert that changes its owner, beside sending it.
     """
 
     row_s: float
     bytes_per_s: float
+    fixed_s: float
     expert_s: float
 
 
@@ -69,6 +71,7 @@ def propose(
     evens_out: bool = False,
     horizon_steps: int = 1,
     nodes: int = 1,
+    found: Sequence[Sequence[Placement]] | None = None,
 ) -> Proposal:
     """The placements that take the least, by the loads as they were.
 
@@ -78,15 +81,19 @@ def propose(
     Args:
         num_replicas: further slots of a device, for copies.
         evens_out: tokens are shared between copies so as to even out the devices, not equally.
+        found: the :func:`candidates` of each layer, if they were looked for elsewhere.
     """
     now = [_most(layer.placement, layer.loads, evens_out) * times.row_s for layer in layers]
     paying: dict[int, tuple[Placement, float]] = {}
     gaining: dict[int, tuple[Placement, float]] = {}
     for number, layer in enumerate(layers):
-        if _least(layer, num_replicas) * times.row_s > now[number] * (1 - LEAST_GAIN):
-            continue  # nothing to look for
         best: tuple[float, float, Placement] | None = None
-        for placement in _candidates(layer, num_replicas, nodes):
+        options = (
+            candidates(layer, num_replicas=num_replicas, evens_out=evens_out, nodes=nodes)
+            if found is None
+            else found[number]
+        )
+        for placement in options:
             seconds = _most(placement, layer.loads, evens_out) * times.row_s
             if seconds > now[number] * (1 - LEAST_GAIN):
                 continue
@@ -102,8 +109,8 @@ def propose(
     now_s = sum(now)
     best_s = now_s - sum(now[number] - seconds for number, (_, seconds) in chosen.items())
     placements = {number: placement for number, (placement, _) in chosen.items()}
-    switch_s = sum(_move_s(layers[number], placement, times) for number, placement in placements.items())
-    return Proposal(placements, now_s, best_s, switch_s)
+    move_s = sum(_move_s(layers[number], placement, times) for number, placement in placements.items())
+    return Proposal(placements, now_s, best_s, move_s + (times.fixed_s if move_s else 0.0))
 
 
 def _move_s(layer: LayerLoad, placement: Placement, times: Times) -> float:
@@ -139,7 +146,10 @@ def _most(placement: Placement, loads: Sequence[float], evens_out: bool) -> floa
     return max(device_loads(placement, loads, shares))
 
 
-def _candidates(layer: LayerLoad, num_replicas: int, nodes: int) -> list[Placement]:
+def candidates(layer: LayerLoad, *, num_replicas: int = 0, evens_out: bool = False, nodes: int = 1) -> list[Placement]:
+    """Placements worth a look; none if the layer has next to nothing to gain. What takes long in a proposal."""
+    if _least(layer, num_replicas) > _most(layer.placement, layer.loads, evens_out) * (1 - LEAST_GAIN):
+        return []
     current, num_devices = layer.placement, layer.placement.num_devices
     num_slots = max(current.owned)
     if not num_replicas:

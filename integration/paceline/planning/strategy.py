@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import NamedTuple
 
 from .cluster import Cluster
@@ -101,7 +102,11 @@ def strategies(
 
 
 def search(workload: Workload, cluster: Cluster) -> Ranking:
-    """All strategies, predicted. Among equally fast ones those with fewer kinds of parallelism come first."""
+    """All strategies, predicted. Among equally fast ones those with fewer kinds of parallelism come first.
+
+    Raises:
+        ValueError: a step takes longer than a number can say.
+    """
     plans: list[Plan] = []
     dropped: list[Dropped] = []
     found = strategies(
@@ -122,7 +127,11 @@ def search(workload: Workload, cluster: Cluster) -> Ranking:
 
 
 def plan_of(strategy: Strategy, workload: Workload, cluster: Cluster) -> Plan | Dropped:
-    """One strategy: its partition, memory and step time, or why it cannot be."""
+    """One strategy: its partition, memory and step time, or why it cannot be.
+
+    Raises:
+        ValueError: a step takes longer than a number can say.
+    """
     samples = workload.micro_batch_size * strategy.data
     if workload.train_batch_size % samples:
         return Dropped(
@@ -133,6 +142,7 @@ def plan_of(strategy: Strategy, workload: Workload, cluster: Cluster) -> Plan | 
         )
     micro_batches = workload.train_batch_size // samples
     share, times = share_of(strategy, workload), item_times(strategy, workload, cluster)
+    _check_finite(sum(time.total_s for time in times))
     boundaries = boundaries_of(share, times, strategy.pipeline, cluster.memory_bytes, micro_batches)
     memory = memory_of(share, boundaries, micro_batches)
     stage, most = max(enumerate(memory), key=lambda entry: entry[1].total)
@@ -143,7 +153,13 @@ def plan_of(strategy: Strategy, workload: Workload, cluster: Cluster) -> Plan | 
             f"stage {stage} needs {most.total / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB",
         )
     terms, simulated = step_terms(strategy, workload, cluster, share, times, boundaries, micro_batches)
+    _check_finite(sum(terms.values()))
     return Plan(strategy, boundaries, micro_batches, memory, terms, simulated)
+
+
+def _check_finite(seconds: float) -> None:
+    if not isfinite(seconds):
+        raise ValueError("a step takes longer than can be computed with: give higher speeds or shorter latencies.")
 
 
 def _divisors(number: int) -> list[int]:

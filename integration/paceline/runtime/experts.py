@@ -74,6 +74,30 @@ class Experts:
                 devices = tuple(tuple(held[:width]) for held in saved[name])
                 layer.take_on(Placement(devices, (layer.num_slots,) * layer.size))
 
+    def place_experts(self: Any, placements: Mapping[str, Placement]) -> dict[str, Any]:
+        """Move experts so that the named layers have these placements. Between two steps, on all ranks.
+
+        Returns:
+            ``moved`` experts of this stage, ``num_bytes`` that the busiest rank sent or received, ``seconds``.
+
+        Raises:
+            ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
+        """
+        movable = {} if self.rebalancer is None else self.expert_layers
+        with self.control.together("placing experts"):
+            for name in placements.keys() & movable.keys():
+                movable[name].check(placements[name])
+        known = sorted({name for names in self.control.gather(list(movable)) for name in names})
+        if unknown := sorted(set(placements) - set(known)):
+            raise ValueError(
+                f"there is no layer {unknown[0]!r} whose experts can move: name one of {known}; they can where the "
+                'JSON has "expert_parallel" and "paceline": {"moe": {}}.'
+            )
+        if self.rebalancer is None:
+            return {"moved": 0, "num_bytes": 0, "seconds": 0.0}
+        own: dict[str, Any] = self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
+        return own
+
     def is_last_backward(self: Any) -> bool:
         """Whether the backward that runs now is the last of this step on this stage."""
         return bool(self._backwards == self.schedule.num_micro_batches)
@@ -115,4 +139,4 @@ class Experts:
             group = self._expert_groups.alike if parameter in experts else everyone
             if group is not None:
                 first = torch.distributed.get_global_rank(group, 0)
-                dist.broadcast(parameter.data.view(torch.uint8), first, group=group)
+                dist.broadcast(parameter.data.view(-1).view(torch.uint8), first, group=group)

@@ -10,7 +10,7 @@ from paceline.planning.rebalance import LayerLoad, Times, most_moved, num_copies
 CONTIGUOUS = Placement.contiguous(8, 4)
 SKEWED = (90.0, 80.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
 EVEN = (10.0,) * 8
-FREE = Times(row_s=1e-3, bytes_per_s=1e12, expert_s=0.0)
+FREE = Times(row_s=1e-3, bytes_per_s=1e12, fixed_s=0.0, expert_s=0.0)
 
 
 def seconds(placement: Placement, loads: tuple[float, ...]) -> float:
@@ -39,13 +39,13 @@ def test_a_small_gain_is_none() -> None:
 
 
 def test_layers_that_do_not_pay_stay_out_while_others_do() -> None:
-    dear = Times(row_s=1e-3, bytes_per_s=1.0, expert_s=0.01)
+    dear = Times(row_s=1e-3, bytes_per_s=1.0, fixed_s=0.3, expert_s=0.01)
     layers = [LayerLoad(SKEWED, CONTIGUOUS, 1e-3), LayerLoad(SKEWED, CONTIGUOUS, 100.0)]
     found = propose(layers, dear, horizon_steps=10)
     assert list(found.placements) == [0]
     changed = [a != b for a, b in zip(CONTIGUOUS.owners, found.placements[0].owners, strict=True)]
     busiest = most_moved(CONTIGUOUS, found.placements[0])
-    assert found.switch_s == pytest.approx(0.01 * sum(changed) + busiest * 1e-3)
+    assert found.switch_s == pytest.approx(0.3 + 0.01 * sum(changed) + busiest * 1e-3)
     # If no layer pays for itself in one period, all that gain are there: the loss may add up.
     layers = [LayerLoad(SKEWED, CONTIGUOUS, 100.0)] * 2
     found = propose(layers, dear, horizon_steps=10)
@@ -55,7 +55,7 @@ def test_layers_that_do_not_pay_stay_out_while_others_do() -> None:
 
 def test_copies_come_first_without_moving_owners() -> None:
     """Copies alone even the devices out, and cost no move."""
-    dear = Times(row_s=1e-3, bytes_per_s=1.0, expert_s=0.0)
+    dear = Times(row_s=1e-3, bytes_per_s=1.0, fixed_s=0.0, expert_s=0.0)
     loads = (40.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
     found = propose([LayerLoad(loads, CONTIGUOUS, 1e6)], dear, num_replicas=1, horizon_steps=10)
     (placement,) = found.placements.values()
