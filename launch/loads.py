@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
     parser.add_argument(
         "files", metavar="FILE", nargs="+", help="expert loads that a run has written: a line of JSON a window"
     )
@@ -20,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sum up the windows by layer, and draw them if asked to."""
+    """Sum up the windows by layer, and draw them if asked to; the exit status.
+
+    Raises:
+        ValueError: a file that is none of a run's loads, or a picture that cannot be written.
+    """
     from paceline.report.expert_heat_map import draw
     from paceline.report.expert_loads import read, summarize
 

@@ -1,4 +1,9 @@
-"""``paceline place``: which devices hold which experts, from a file of loads and without a cluster."""
+"""``paceline place``: which devices hold which experts, from a file of loads and without a cluster.
+
+The JSON has for each layer ``placement``, the experts of each device; ``owned``, how many of them, the first, are its
+own and not copies; the load of the most loaded device over the mean ``before``, ``after`` with even splitting over
+copies, ``after_split`` by load, and its ``bound`` without copies; and how many experts ``moved`` to a device.
+"""
 
 from __future__ import annotations
 
@@ -213,6 +218,8 @@ def _experts(path: str, label: str, values: Any) -> tuple[int, ...]:
 
 
 def _read(path: str, form: str) -> Any:
+    if not path:
+        raise ValueError(f"the name of a file is empty; give a file with JSON, {form}.")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -1,4 +1,7 @@
-"""``paceline plan``: every way to use a cluster for a model, how long a step of each takes, the JSON of the best."""
+"""``paceline plan``: every way to use a cluster for a model, how long a step of each takes, the JSON of the best.
+
+Speeds are told (flags, ``--cluster``), measured before (``--profile``), or measured here and now (``--measure``).
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     """The command; its exit status: 0 if anything fits, 3 if not.
 
     Raises:
-        ValueError: no such model or file, or values that do not go together.
+        ValueError: no such model or file, values that do not go together, or larger ones than can be planned for.
     """
     from paceline.hf.activations import check_shape
     from paceline.hf.sources import config_at

@@ -153,7 +153,9 @@ def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace, clust
     module = PATCHED if plan["tensor"] > 1 else JOB
     told = f"deepspeed {where} --module {module} --deepspeed {shlex.quote(path)}"
     if plan["tensor"] == 1:
-        told += f" --model_name_or_path {shlex.quote(args.model)}"
+        model = Path(args.model)
+        folder = str(model.parent) if model.name == "config.json" and model.is_file() else args.model
+        told += f" --model_name_or_path {shlex.quote(folder)}"
         told += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""
         told += " --gradient_checkpointing" if args.gradient_checkpointing else ""
     return f"{told} …"

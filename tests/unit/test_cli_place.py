@@ -195,6 +195,7 @@ def test_a_fault_names_its_place_once(capsys, write):
 def test_files_that_are_not_there(capsys, write, tmp_path):
     refused(capsys, str(tmp_path / "none"), EVEN, "No such file or directory; give a file with JSON")
     refused(capsys, str(tmp_path), EVEN, "Is a directory")
+    refused(capsys, "", EVEN, "the name of a file is empty; give a file with JSON, [[load per expert] per layer].")
     refused(capsys, write([[1] * 8]), (*EVEN, "--current", str(tmp_path / "none")), "No such file or directory")
 
 

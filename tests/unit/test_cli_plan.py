@@ -133,6 +133,14 @@ def test_several_nodes_are_started_by_a_hostfile(plan: Any, tmp_path: Path) -> N
     assert all(found["command"].startswith("deepspeed --hostfile HOSTFILE --module ") for found in shown["plans"])
 
 
+def test_a_config_stands_for_its_folder(plan: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan("llama", *CLUSTER, *STEP)
+    argv = ["--write", str(tmp_path / "plans"), "--json"]
+    assert main(["plan", str(tmp_path / "llama" / "config.json"), *CLUSTER, *STEP, *argv]) == 0
+    commands = [found["command"] for found in json.loads(capsys.readouterr().out)["plans"] if found["tensor"] == 1]
+    assert all(f" --model_name_or_path {tmp_path / 'llama'} " in command for command in commands)
+
+
 def test_a_tensor_parallel_file_is_for_a_trainer(plan: Any, tmp_path: Path) -> None:
     shown, _ = plan("llama", *CLUSTER, *STEP, "--write", str(tmp_path / "plans"), "--json", "--dtype", "float32")
     found = next(found for found in shown["plans"] if found["tensor"] == 2)
