@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ..planning.experts import Placement
-from .dispatch import plan_exchange, return_rows, send_rows, take_rows
-from .layer import FRESH, ExpertLayer, SlotPart
+from .dispatch import take_rows
+from .layer import ExpertLayer, SlotPart, SlotWeights
 from .replicas import Replicas
-from .timing import ARRIVE, BACK, COMPUTED, LEAVE
 
 WEIGHTS = ("w1", "w2", "w3")
 
@@ -97,27 +96,11 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
         scores, chosen, counts = self.router(x, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-            self.count(counts)
-        exchange = plan_exchange(chosen, counts, self.table, self.group, fresh=self.splitting == FRESH)
+            exchange = self.route(chosen, counts)
         top_scores = scores.reshape(-1)[exchange.order]
-        clock = self.clock if self.training else None
-        sent = x if clock is None else clock.mark(x, LEAVE)
-        rows = take_rows(sent, chosen, exchange)
+        rows = take_rows(x, chosen, exchange)
         rows = apply_scores_before_experts_if_enabled(rows, top_scores, score_apply=self.score_apply)
-        rows = send_rows(rows, exchange, self.group)
-        weights: tuple[Sequence[Tensor], ...] = ()
-        if self.copying is not None:  # before the mark: it waits for other ranks, forward and backward
-            rows, *found = self.copying.slot_weights(rows)
-            weights = tuple(found)
-        if clock is not None:
-            clock.count(rows.shape[0])
-            rows = clock.mark(rows, ARRIVE)
-        rows = self._compute(rows, exchange.counts, weights)
-        if clock is not None:
-            rows = clock.mark(rows, COMPUTED)
-        rows = return_rows(rows, exchange, self.group)
-        if clock is not None:
-            rows = clock.mark(rows, BACK)
+        rows = self.through_experts(rows, exchange, self._compute)
         output = combine_from_routed(
             rows,
             top_scores=scores,
@@ -129,12 +112,8 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
         )
         return self._finalize_output(output, x, hidden_states, shape[-1])
 
-    def _compute(self, rows: Tensor, counts: Tensor, weights: Sequence[Sequence[Tensor]]) -> Tensor:
-        """``rows`` as they arrived, by source and slot, through the experts of their slots.
-
-        Args:
-            weights: own ones and those of copies, if there are copies.
-        """
+    def _compute(self, rows: Tensor, counts: Tensor, weights: SlotWeights) -> Tensor:
+        """As :meth:`ExpertLayer.through_experts` wants it."""
         rows, places, by_slot, num_rows = permute_by_local_expert(rows, counts)
         if not weights:
             rows = self.experts(rows, by_slot)

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .dispatch import plan_exchange, return_rows, send_rows, take_rows
-from .layer import EVEN, FRESH, ExpertLayer, SlotPart
+from .dispatch import take_rows
+from .layer import EVEN, ExpertLayer, SlotPart, SlotWeights
 from .replicas import Replicas
-from .timing import ARRIVE, BACK, COMPUTED, LEAVE
 
 try:
     from transformers.integrations.moe import _grouped_linear
@@ -159,32 +158,12 @@ class HFExpertLayer(ExpertLayer):
         flat = chosen.reshape(-1)
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        self.count(counts)
-        exchange = plan_exchange(chosen, counts, self.table, self.group, fresh=self.splitting == FRESH)
-        clock = self.clock if self.training else None  # type: ignore[attr-defined]
-        sent = hidden_states if clock is None else clock.mark(hidden_states, LEAVE)
-        rows = send_rows(take_rows(sent, chosen, exchange), exchange, self.group)
-        weights: tuple[Sequence[Tensor], ...] = ()
-        if self.copying is not None:  # before the mark: it waits for other ranks, forward and backward
-            rows, *found = self.copying.slot_weights(rows)
-            weights = tuple(found)
-        if clock is not None:
-            clock.count(rows.shape[0])
-            rows = clock.mark(rows, ARRIVE)
-        rows = self._compute(rows, exchange.counts, weights)
-        if clock is not None:
-            rows = clock.mark(rows, COMPUTED)
-        rows = return_rows(rows, exchange, self.group)
-        if clock is not None:
-            rows = clock.mark(rows, BACK)
+        exchange = self.route(chosen, counts)
+        rows = self.through_experts(take_rows(hidden_states, chosen, exchange), exchange, self._compute)
         return self._combine(rows, exchange.order, chosen, top_k_weights.reshape(-1)).to(hidden_states.dtype)
 
-    def _compute(self, rows: Tensor, counts: Tensor, weights: Sequence[Sequence[Tensor]]) -> Tensor:
-        """``rows`` as they arrived, by source and slot, through the experts of their slots.
-
-        Args:
-            weights: own ones and those of copies, if there are copies.
-        """
+    def _compute(self, rows: Tensor, counts: Tensor, weights: SlotWeights) -> Tensor:
+        """As :meth:`ExpertLayer.through_experts` wants it."""
         num_sources, width = counts.shape
         slots = torch.arange(width, device=rows.device).repeat(num_sources)
         slots = slots.repeat_interleave(counts.reshape(-1), output_size=rows.shape[0])

@@ -11,7 +11,7 @@ Legend: E experts of the model, R ranks of the group, T tokens of this rank, K e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..planning.experts import Placement
-from .dispatch import SlotTable
+from .dispatch import Exchange, SlotTable, plan_exchange, return_rows, send_rows
 from .replicas import Replicas
-from .timing import ExpertClock
+from .timing import ARRIVE, BACK, COMPUTED, LEAVE, ExpertClock
 
 EVEN, PLANNED, FRESH = "even", "planned", "fresh"
+
+SlotWeights = Sequence[Sequence[Tensor]]
+"""Own weights and those of copies; nothing where there are no copies, and the parameters are the weights."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +136,37 @@ class ExpertLayer:
         """Add what this batch's router chose ``[E]``, unless this is a forward that is computed a second time."""
         if self.training and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self.routed += counts
+
+    def route(self, chosen: Tensor, counts: Tensor) -> Exchange:
+        """Where the rows of a batch go. Collective over the group.
+
+        Args:
+            chosen: ``[T, K]`` experts of each token.
+            counts: ``[E]`` how often each was chosen.
+        """
+        self.count(counts)
+        return plan_exchange(chosen, counts, self.table, self.group, fresh=self.splitting == FRESH)
+
+    def through_experts(
+        self, rows: Tensor, exchange: Exchange, compute: Callable[[Tensor, Tensor, SlotWeights], Tensor]
+    ) -> Tensor:
+        """What the experts make of ``rows``, which are in sending order, and stay so. Collective over the group.
+
+        Args:
+            compute: from the rows that have arrived, by source and slot, how many they are of each (``[R, P]``) and the
+                weights to what the experts of their slots make of them, in the same order.
+        """
+        clock = self.clock if self.training else None  # type: ignore[attr-defined]
+        rows = rows if clock is None else clock.mark(rows, LEAVE)
+        rows = send_rows(rows, exchange, self.group)
+        weights: SlotWeights = ()
+        if self.copying is not None:  # on the way: it waits for other ranks, forward and backward
+            rows, *found = self.copying.slot_weights(rows)
+            weights = found
+        if clock is not None:
+            clock.count(rows.shape[0])
+            rows = clock.mark(rows, ARRIVE)
+        rows = compute(rows, exchange.counts, weights)
+        rows = rows if clock is None else clock.mark(rows, COMPUTED)
+        rows = return_rows(rows, exchange, self.group)
+        return rows if clock is None else clock.mark(rows, BACK)
