@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..config.section import MoeConfig
 from ..planning.experts import Placement, device_loads, moved
-from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, propose
+from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
@@ -44,6 +44,9 @@ TIMED_STEPS = 2
 
 FIXED_S, EXPERT_S = 0.02, 8e-4
 """Of moving anything, and of each expert, beside sending it; before the first were moved."""
+
+KEPT_MOVES = 8
+"""That tell what moving takes."""
 
 MUCH = 1 << 18
 """Bytes, of which so many tell how fast experts can be sent."""
@@ -110,6 +113,8 @@ class Rebalancer:
         self._size = dist.get_world_size(group)
         self._times: tuple[float, float, float] | None = None
         """Bytes a second, fixed seconds, and seconds for each expert, of moving; once known."""
+        self._moves: list[tuple[int, float]] = []
+        """Experts that changed owner, and seconds beside sending them, of the last moves."""
         self._start_clocks()
 
     # -- at step boundaries --------------------------------------------------------------------------------------
@@ -277,12 +282,11 @@ class Rebalancer:
             self.layers[number].take_on(placement, None if loads is None else loads[number])
         seconds = time.perf_counter() - begun
         if num_owners and self._times is not None:
-            per_s, fixed_s, expert_s = self._times
+            per_s = self._times[0]
             if done.num_bytes >= MUCH:
                 per_s = done.num_bytes / done.transfer_s
-            # One move does not tell what is fixed from what grows: both are off by the same.
-            factor = max(0.0, seconds - done.transfer_s) / (fixed_s + num_owners * expert_s)
-            self._times = (per_s, fixed_s * factor, expert_s * factor)
+            self._moves = [*self._moves[-KEPT_MOVES + 1 :], (num_owners, max(0.0, seconds - done.transfer_s))]
+            self._times = (per_s, *overheads(self._moves, (FIXED_S, EXPERT_S)))
         return {"moved": num_moved, "num_bytes": done.num_bytes, "seconds": seconds}
 
     def _fetch(self) -> None:

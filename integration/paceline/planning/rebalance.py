@@ -126,6 +126,26 @@ def _least(layer: LayerLoad, num_replicas: int) -> float:
     return sum(layer.loads) / num_devices if num_replicas else lower_bound(layer.loads, num_devices)
 
 
+def overheads(moves: Sequence[tuple[int, float]], guess: tuple[float, float]) -> tuple[float, float]:
+    """Fixed seconds of a move and those of each expert, by least squares over some moves.
+
+    Where they do not tell the two apart, ``guess`` scaled to them.
+
+    Args:
+        moves: how many experts changed their owner, and the seconds beside sending them; at least one.
+    """
+    mean_number = sum(number for number, _ in moves) / len(moves)
+    mean_s = sum(seconds for _, seconds in moves) / len(moves)
+    spread = sum((number - mean_number) ** 2 for number, _ in moves)
+    if spread:
+        expert_s = sum((number - mean_number) * (seconds - mean_s) for number, seconds in moves) / spread
+        fixed_s = mean_s - expert_s * mean_number
+        if expert_s >= 0 and fixed_s >= 0:
+            return fixed_s, expert_s
+    factor = mean_s / (guess[0] + guess[1] * mean_number)
+    return guess[0] * factor, guess[1] * factor
+
+
 def most_moved(old: Placement, new: Placement) -> int:
     """Experts that the busiest device gives away, or takes in: those whose owner changes."""
     gives, takes = [0] * old.num_devices, [0] * old.num_devices

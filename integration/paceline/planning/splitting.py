@@ -26,6 +26,10 @@ def split(placement: Placement, loads: Sequence[float], *, tolerance: float = 1e
         ValueError: the number of loads is not that of the experts, or one is none.
     """
     loads = checked_loads(loads, placement.num_experts)
+    if peak := max(
+        loads
+    ):  # in parts of the largest: nothing is too small to be divided, and what is next to it is none
+        loads = [load / peak if load > peak * 1e-200 else 0.0 for load in loads]
     copies = placement.copies
     parts = [[load / len(holders)] * len(holders) for load, holders in zip(loads, copies, strict=True)]
     total = [0.0] * placement.num_devices

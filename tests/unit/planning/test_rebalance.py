@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.planning.experts import Placement, device_loads
-from paceline.planning.rebalance import LayerLoad, Times, most_moved, num_copies, propose
+from paceline.planning.rebalance import LayerLoad, Times, most_moved, num_copies, overheads, propose
 
 CONTIGUOUS = Placement.contiguous(8, 4)
 SKEWED = (90.0, 80.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
@@ -70,3 +70,13 @@ def test_the_busiest_device_counts() -> None:
     swapped = Placement(((2, 3), (0, 1), (4, 5), (6, 7)))
     assert most_moved(CONTIGUOUS, swapped) == 2
     assert most_moved(CONTIGUOUS, CONTIGUOUS) == 0
+
+
+def test_what_moving_takes_is_learned_from_moves() -> None:
+    guess = (0.02, 1e-3)
+    assert overheads([(10, 0.06)], guess) == pytest.approx((0.04, 2e-3))  # one move: all is twice as slow
+    moves = [(number, 0.05 + number * 3e-3) for number in (5, 40, 90)]
+    assert overheads(moves, guess) == pytest.approx((0.05, 3e-3))
+    fixed_s, expert_s = overheads([(5, 0.2), (90, 0.1)], guess)  # a larger move took less: noise
+    assert fixed_s / expert_s == pytest.approx(20)
+    assert fixed_s + 47.5 * expert_s == pytest.approx(0.15)

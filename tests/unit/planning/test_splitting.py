@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.planning.placement import Placement, device_loads, split
@@ -39,6 +39,8 @@ def cases(draw):
 
 
 @settings(max_examples=80, deadline=None)
+@example((Placement(((0,), (0,)), (1, 0)), [5e-324]), 0.0)
+@example((Placement(((0, 1), (1, 0)), (1, 1)), [1e308, 5e-324]), 0.0)
 @given(cases(), st.sampled_from([0.0, 1e-3, 0.1]))
 def test_no_split_is_better(case, tolerance):
     placement, loads = case
