@@ -168,6 +168,7 @@ def misfortune(what: str) -> None:
     rank, WATCH.step = int(os.environ["RANK"]), AT_STEP
     if what == "interrupted":  # Ctrl-C goes to all
         with Preemption(interrupt=True, tell=_stop_all):
+            torch.distributed.barrier()  # one that goes while another still connects is another misfortune
             os.kill(os.getpid(), signal.SIGINT)
             wait_in_c()
     if what.startswith("told to go") and rank == 1:
