@@ -1,6 +1,6 @@
 """Experts that follow the load, against stock AutoEP: emulated expert compute, routing of a recorded run, lab hosts.
 
-    python tests/benchmarks/expert_placement.py [--cases trace balanced slow] [--samples 8] [--output FILE]
+    python tests/benchmarks/expert_placement.py [--cases trace balanced slow] [--samples 5] [--output FILE]
 
 Needs root (tests/lab), about eight minutes, and a machine that does nothing else: what Python takes on few cores counts
 in every step. A quick look: ``--samples 3 --every 5 --rounds 2``.
