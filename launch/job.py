@@ -36,7 +36,7 @@ from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summ
 from paceline.report.progress import Progress
 from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
-from paceline.runtime.initialize import dtype_of, initialize
+from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
 from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import first_partition, plan_for
@@ -208,7 +208,7 @@ class Job:
             sequence_length=self.data.block_size,
             gradient_checkpointing=self.args.gradient_checkpointing,
         )
-        self.pipeline = CausalLMPipeline(
+        self.pipeline = pipeline_class(resolved)(
             args.model_name_or_path or self.config,
             num_stages=resolved.stages,
             partition=partition,
@@ -265,17 +265,13 @@ class Job:
         path, state = self.engine.load_checkpoint(self.resume_path.parent, tag=self.resume_path.name)
         run = state["paceline"]
         with self.control.together(f"going on from {path}"):
-            if self._reads_data:
+            if self.engine.reads_data:
                 self.batches.load_state_dict(run["data"])
         self.first_step, self.first_tokens = self.engine.global_steps, run["tokens"]
         self.tokens, self.pending_tokens = run["tokens"], run["pending_tokens"]
         self.losses = [torch.tensor(loss, device=self.engine.device) for loss in run["losses"]]
         if self.rank == 0:
             logger.info("going on from %s, after step %d", path, self.first_step)
-
-    @property
-    def _reads_data(self) -> bool:
-        return self.engine.is_first_stage() or self.engine.is_last_stage()
 
     def _schedule(self, optimizer: Any) -> Any:
         from transformers import get_scheduler
@@ -304,7 +300,7 @@ class Job:
         self.times = dict.fromkeys(TIMES, 0.0)
         current().expect_boundaries()
         for step in range(self.first_step + 1, self.num_steps + 1):
-            self.losses.append(engine.train_batch(self.batches if self._reads_data else None))
+            self.losses.append(engine.train_batch(self.batches if engine.reads_data else None))
             self.pending_tokens += engine.step_tokens
             self.progress.step()
             if step == self.num_steps:
@@ -340,8 +336,8 @@ class Job:
             "pending_tokens": self.pending_tokens,
             "losses": [loss.item() for loss in self.losses],
         }
-        if self._reads_data:
-            run["data"] = self.batches.state_dict()
+        if self.engine.reads_data:
+            run["data"] = self.engine.data_state(self.batches)
 
         def write_files(draft: Path) -> None:
             self.tokenizer.save_pretrained(draft / MODEL)
@@ -541,17 +537,20 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _decay_groups(pipeline: CausalLMPipeline, ds_config: dict[str, Any]) -> list[Any]:
     """Trainer's rule: with weight decay, biases and norms are a group without."""
-    model = pipeline.stage.model
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not ds_config.get("optimizer", {}).get("params", {}).get("weight_decay"):
-        return list(trainable.values())
     from transformers.trainer_pt_utils import get_parameter_names
 
     plain = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], plain))
+    decays: dict[torch.nn.Parameter, bool] = {}
+    for model in pipeline.models:
+        decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], plain))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                decays.setdefault(parameter, name in decayed)
+    if not ds_config.get("optimizer", {}).get("params", {}).get("weight_decay"):
+        return list(decays)
     return [
-        {"params": [p for name, p in trainable.items() if name in decayed]},
-        {"params": [p for name, p in trainable.items() if name not in decayed], "weight_decay": 0.0},
+        {"params": [parameter for parameter, is_decayed in decays.items() if is_decayed]},
+        {"params": [parameter for parameter, is_decayed in decays.items() if not is_decayed], "weight_decay": 0.0},
     ]
 
 

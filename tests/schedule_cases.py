@@ -1,8 +1,11 @@
 """Schedules to test with: every family over its parameters, and orders that no family has."""
 
+from collections import Counter
+from math import gcd
+
 from hypothesis import strategies as st
 
-from paceline.schedules import Schedule, families
+from paceline.schedules import Schedule, families, from_text
 from paceline.schedules.schedule import backward, forward
 
 
@@ -19,6 +22,21 @@ def _interleaved(draw):
     return families.interleaved(num_ranks, num_ranks * draw(st.integers(1, 3)), draw(st.integers(1, 3)))
 
 
+@st.composite
+def _dualpipev(draw):
+    num_ranks = draw(st.integers(1, 4))
+    return families.dualpipev(num_ranks, 2 * num_ranks + draw(st.integers(0, 5)))
+
+
+# Two directions on four ranks, in an order like 1F1B's; both directions meet on every rank.
+TWO_DIRECTIONS = """\
+schedule ranks=4 micro_batches=4 chunks=2 routes=0,1,2,3/3,2,1,0 name="by hand"
+rank 0: F0 F2 F1.1 B1.1 F3.1 B3.1 B0 B2
+rank 1: F0 F1.1 F2 F3.1 B1.1 B0 B3.1 B2
+rank 2: F1.1 F0 F3.1 F2 B0 B1.1 B2 B3.1
+rank 3: F1.1 F3.1 F0 B0 F2 B2 B1.1 B3.1
+"""
+
 STAGES, MICRO_BATCHES = st.integers(1, 6), st.integers(1, 12)
 # By family. A family that is added is added here, and thereby goes through every check.
 FAMILY_CASES = {
@@ -29,6 +47,8 @@ FAMILY_CASES = {
     "eager": st.builds(families.eager, STAGES, MICRO_BATCHES, st.floats(0, 4)),
     "forward_only": st.builds(families.forward_only, STAGES, MICRO_BATCHES),
     "interleaved": _interleaved(),
+    "dualpipev": _dualpipev(),
+    "two directions": st.just(from_text(TWO_DIRECTIONS)),
 }
 
 
@@ -36,21 +56,51 @@ FAMILY_CASES = {
 def executed(draw, backwards=True):
     """The orders of a random execution: whatever could run next did. Backwards and forwards come in any order."""
     num_ranks, num_chunks, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
-    num_stages = num_ranks * num_chunks
+    places = [[(stage % num_ranks, stage // num_ranks) for stage in range(num_ranks * num_chunks)]]
+    orders = _execution(draw, num_ranks, num_micro_batches, places, backwards)
+    return Schedule(orders, num_micro_batches, num_chunks)
+
+
+@st.composite
+def routed(draw, backwards=True):
+    """As :func:`executed`, with one to three routes that name the ranks in any order."""
+    num_ranks, num_directions = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    # So many chunks that the cells can be shared out over the directions.
+    num_chunks = draw(st.integers(1, 2)) * num_directions // gcd(num_ranks, num_directions)
+    num_micro_batches, num_stages = draw(st.integers(1, 6)), num_ranks * num_chunks // num_directions
+    ranks = draw(st.permutations([*range(num_ranks)] * num_chunks))
+    routes = tuple(tuple(ranks[first : first + num_stages]) for first in range(0, len(ranks), num_stages))
+    orders = _execution(draw, num_ranks, num_micro_batches, places_of(routes), backwards)
+    return Schedule(orders, num_micro_batches, num_chunks, routes=routes)
+
+
+def places_of(routes):
+    """By direction and stage: the rank, and its how many-th cell it is."""
+    seen = Counter()
+    places = []
+    for route in routes:
+        places.append([])
+        for rank in route:
+            places[-1].append((rank, seen[rank]))
+            seen[rank] += 1
+    return places
+
+
+def _execution(draw, num_ranks, num_micro_batches, places, backwards):
+    last = len(places[0]) - 1
     orders = [[] for _ in range(num_ranks)]
-    ready = [(0, forward(m), 0) for m in range(num_micro_batches)]
+    ready = [(forward, m, 0) for m in range(num_micro_batches)]
     while ready:
-        rank, action, stage = ready.pop(draw(st.integers(0, len(ready) - 1)))
-        orders[rank].append(action)
-        if action.kind == "B":
-            stage, make = stage - 1, backward
-        elif stage == num_stages - 1:
-            make = backward if backwards else None
-        else:
-            stage, make = stage + 1, forward
-        if make and stage >= 0:
-            ready.append((stage % num_ranks, make(action.micro_batch, stage // num_ranks), stage))
-    return Schedule(tuple(map(tuple, orders)), num_micro_batches, num_chunks)
+        make, micro_batch, stage = ready.pop(draw(st.integers(0, len(ready) - 1)))
+        rank, chunk = places[micro_batch % len(places)][stage]
+        orders[rank].append(make(micro_batch, chunk))
+        if make is forward and stage < last:
+            ready.append((forward, micro_batch, stage + 1))
+        elif make is forward and backwards:
+            ready.append((backward, micro_batch, stage))
+        elif make is backward and stage:
+            ready.append((backward, micro_batch, stage - 1))
+    return tuple(map(tuple, orders))
 
 
 @st.composite

@@ -8,14 +8,19 @@ from hypothesis import strategies as st
 
 from paceline.config import PacelineConfig, ScheduleChoice, ScheduleConfig, resolve, resolve_schedule
 
-TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive")
+TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive", "multidirection", "one_direction")
+BOTH = ("multidirection", "one_direction")
 KEYS = {
-    "k": ("kfkb", 3),
-    "slack": ("eager", 0.5),
-    "warmup": ("eager", [3, 2, 1, 0]),
-    "retune_every": ("adaptive", 7),
-    "micro_batch_sizes": ("adaptive", [1, 4]),
-    "memory_gib": ("adaptive", 1.5),
+    "k": (("kfkb",), 3),
+    "slack": (("eager",), 0.5),
+    "warmup": (("eager",), [3, 2, 1, 0]),
+    "retune_every": (("adaptive",), 7),
+    "micro_batch_sizes": (("adaptive",), [1, 4]),
+    "memory_gib": (("adaptive",), 1.5),
+    "staleness": (("multidirection",), 0),
+    "optimizer_owners": (("multidirection",), "mirror"),
+    "warm_in_steps": (BOTH, 20),
+    "correction": (BOTH, "nesterov"),
 }
 
 
@@ -36,31 +41,35 @@ def test_short_and_long_form_agree(kind):
 
 @pytest.mark.parametrize("kind", [*TYPES, None])
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_belongs_to_one_type(key, kind):
-    owner, value = KEYS[key]
+def test_a_key_belongs_to_its_types(key, kind):
+    owners, value = KEYS[key]
     schedule = {"type": kind, key: value} if kind else {key: value}
     written = kind or "adaptive"
-    if written == owner:
+    if written in owners:
         assert getattr(section(schedule).pipeline.schedule, key) == (tuple(value) if isinstance(value, list) else value)
         return
     with pytest.raises(ValueError, match=r".") as error:
         section(schedule)
     assert str(error.value).startswith(f"paceline.pipeline.schedule.{key} is ")
+    belongs, remedy = {
+        1: (f'type "{owners[0]}"', f'"{owners[0]}"'),
+        2: ('types "multidirection" and "one_direction"', "one of them"),
+    }[len(owners)]
     assert str(error.value).endswith(
-        f': it belongs to the type "{owner}" and the type is "{written}"; drop it, or write "{owner}".'
+        f': it belongs to the {belongs} and the type is "{written}"; drop it, or write {remedy}.'
     )
 
 
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager' or 'adaptive'; leave the key out to "
-         "have it chosen."),
+        ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager', 'adaptive', 'multidirection' or "
+         "'one_direction'; leave the key out to have it chosen."),
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
-         'paceline.pipeline.schedule: "k", "memory_gib", "micro_batch_sizes", "retune_every", "slack", "type", '
-         '"warmup".'),
+         'paceline.pipeline.schedule: "correction", "k", "memory_gib", "micro_batch_sizes", "optimizer_owners", '
+         '"retune_every", "slack", "staleness", "type", "warm_in_steps", "warmup".'),
         ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
          "chosen."),
         ({"type": "kfkb", "k": 2.0}, ".k is 2.0: it must be a valid integer; leave the key out to have it chosen."),
@@ -78,6 +87,20 @@ def test_a_key_belongs_to_one_type(key, kind):
         ({"micro_batch_sizes": [0]}, ".micro_batch_sizes.0 is 0: it must be greater than or equal to 1; leave the key "
          "out to have it chosen."),
         ({"memory_gib": 0}, ".memory_gib is 0: it must be greater than 0; leave the key out to have it chosen."),
+        ({"type": "multidirection", "staleness": 2}, ".staleness is 2: it must be less than or equal to 1; leave the "
+         "key out to have it chosen."),
+        ({"type": "multidirection", "staleness": True}, ".staleness is true: it must be a valid integer; leave the key "
+         "out to have it chosen."),
+        ({"type": "multidirection", "optimizer_owners": "all"}, ".optimizer_owners is \"all\": it must be 'direction' "
+         "or 'mirror'; leave the key out to have it chosen."),
+        ({"type": "one_direction", "warm_in_steps": -1}, ".warm_in_steps is -1: it must be greater than or equal to 0; "
+         "leave the key out to have it chosen."),
+        ({"type": "one_direction", "correction": "nesterow"}, ".correction is \"nesterow\": it must be 'nesterov' or "
+         "'error_feedback'; leave the key out to have it chosen."),
+        ({"type": "multidirection", "stale": 1}, '.stale is not a key of this version of paceline; did you mean '
+         '"staleness"? Valid keys of paceline.pipeline.schedule: "correction", "k", "memory_gib", '
+         '"micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", '
+         '"warmup".'),
     ],
 )  # fmt: skip
 def test_refusals(schedule, message):
@@ -105,6 +128,22 @@ def test_refusals(schedule, message):
             {"retune_every": 5, "micro_batch_sizes": [8, 4], "memory_gib": 0.5},
             ScheduleChoice("adaptive", retune_every=5, micro_batch_sizes=(2, 4, 8), memory_bytes=2**29),
             {".type": "adaptive"},
+        ),
+        (
+            "multidirection",
+            ScheduleChoice("multidirection", staleness=1, optimizer_owners="direction", warm_in_steps=0),
+            {".staleness": 1, ".optimizer_owners": "direction", ".warm_in_steps": 0},
+        ),
+        (
+            {"type": "multidirection", "staleness": 0, "optimizer_owners": "mirror", "warm_in_steps": 0},
+            ScheduleChoice("multidirection", staleness=0, optimizer_owners="mirror", warm_in_steps=0),
+            {},
+        ),
+        ("one_direction", ScheduleChoice("one_direction", warm_in_steps=0), {".warm_in_steps": 0}),
+        (
+            {"type": "one_direction", "warm_in_steps": 9, "correction": "error_feedback"},
+            ScheduleChoice("one_direction", warm_in_steps=9, correction="error_feedback"),
+            {},
         ),
     ],
 )
@@ -171,10 +210,65 @@ def test_schema_says_which_type_a_key_belongs_to():
     ]
     schedule = schema["$defs"]["ScheduleConfig"]
     assert set(schedule["dependentSchemas"]) == set(schedule["properties"]) - {"type"} == set(KEYS)
-    for key, (owner, _) in KEYS.items():
+    for key, (owners, _) in KEYS.items():
         left_out, with_type = schedule["dependentSchemas"][key]["anyOf"]
         assert left_out == {"properties": {key: {"type": "null"}}}
         allowed = with_type["properties"]["type"]["enum"]
-        assert allowed == [owner] + [None] * (owner == "adaptive")
+        assert allowed == [*owners] + [None] * ("adaptive" in owners)
         # A key of another type than the default one needs the type beside it.
-        assert with_type.get("required", []) == (["type"] if owner != "adaptive" else [])
+        assert with_type.get("required", []) == (["type"] if "adaptive" not in owners else [])
+
+
+def accepts(schema, value, defs):
+    """What JSON Schema says of ``value``, for the keywords that the schema of a schedule uses."""
+    kinds = {"integer": int, "number": (int, float), "string": str, "array": list, "object": dict, "null": type(None)}
+
+    def holds(keyword, rule):
+        match keyword:
+            case "$ref":
+                return accepts(defs[rule.removeprefix("#/$defs/")], value, defs)
+            case "anyOf":
+                return any(accepts(one, value, defs) for one in rule)
+            case "enum":
+                return any(value == one and type(value) is type(one) for one in rule)
+            case "type":
+                return isinstance(value, kinds[rule]) and not isinstance(value, bool)
+            case "minimum":
+                return value >= rule
+            case "maximum":
+                return value <= rule
+            case "exclusiveMinimum":
+                return value > rule
+            case "items":
+                return all(accepts(rule, item, defs) for item in value)
+            case "properties":
+                return all(accepts(rule[key], item, defs) for key, item in value.items() if key in rule)
+            case "required":
+                return set(rule) <= set(value)
+            case "additionalProperties":
+                return set(value) <= set(schema["properties"])
+            case "dependentSchemas":
+                return all(accepts(rule[key], value, defs) for key in value if key in rule)
+        assert keyword in ("title", "description", "default"), keyword
+        return True
+
+    # The type first: a number's bounds say nothing about a string.
+    return all(holds(keyword, schema[keyword]) for keyword in sorted(schema, key=lambda keyword: keyword != "type"))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_schema_and_validator_agree(key):
+    schema = PacelineConfig.model_json_schema()["$defs"]
+    values = [None, -1, 0, 1, 2, 1.5, True, "nesterov", "direction", [1], [0], [-1], [2, 1], {}, KEYS[key][1]]
+    kinds = [*({"type": kind} for kind in (*TYPES, None, "1f2b")), {}]
+    seen = set()
+    for schedule in ({**kind, key: value} for kind in kinds for value in values):
+        try:
+            section(schedule)
+        except ValueError:
+            read = False
+        else:
+            read = True
+        assert accepts(schema["PipelineConfig"]["properties"]["schedule"], schedule, schema) == read, schedule
+        seen.add(read)
+    assert seen == {True, False}

@@ -14,13 +14,26 @@ MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH = BATCH_KEYS = (
 )
 # 1F1B idles (stages - 1) / (micro-batches + stages - 1) of the time: under a fifth from here on.
 MICRO_BATCHES_PER_STAGE = 4
+# Weights are stale in the first round of a step only.
+ROUNDS = 2
 
 
-def batch_sizes(config: Mapping[str, Any], stages: int, data_parallel: int) -> tuple[dict[str, int], dict[str, str]]:
-    """All three batch sizes, and why for those that were chosen: train = micro x accumulation x data parallel."""
+def batch_sizes(
+    config: Mapping[str, Any], stages: int, data_parallel: int, *, in_rounds: bool = False
+) -> tuple[dict[str, int], dict[str, str]]:
+    """All three batch sizes, and why for those that were chosen: train = micro x accumulation x data parallel.
+
+    Args:
+        in_rounds: the schedule runs rounds of as many micro-batches as there are stages. A number that is written is
+            not checked for it here.
+    """
     micro, count, train = (None if config.get(key) is None else whole(key, config[key]) for key in BATCH_KEYS)
     target = MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
     why_target = f"{MICRO_BATCHES_PER_STAGE} for each of {stages} stages" if stages > 1 else "one stage needs no more"
+    a_round, rounds = 1, ""
+    if in_rounds:
+        target, why_target = ROUNDS * stages, f"{ROUNDS} rounds of {stages}, one for each stage"
+        a_round, rounds = stages, f" x {stages} micro-batches of a round"
     reasons: dict[str, str] = {}
     if train is None:
         if micro is None:
@@ -30,15 +43,17 @@ def batch_sizes(config: Mapping[str, Any], stages: int, data_parallel: int) -> t
         train = micro * count * data_parallel
         reasons[TRAIN_BATCH] = f"micro-batch x micro-batches x data parallel = {micro} x {count} x {data_parallel}"
     elif micro is None and count is None:
-        _must_divide(train, data_parallel, f"data parallel {data_parallel}")
+        _must_divide(train, data_parallel * a_round, f"data parallel {data_parallel}{rounds}")
         share = train // data_parallel
-        count = min(divisors(share), key=lambda n: (abs(n - target), -n))
+        count = min((n for n in divisors(share) if n % a_round == 0), key=lambda n: (abs(n - target), -n))
         micro = share // count
-        reasons[MICRO_BATCHES] = f"the divisor of {share} samples a pipeline nearest to {target} ({why_target})"
+        divisor = f"multiple of {stages} that divides" if in_rounds else "divisor of"
+        reasons[MICRO_BATCHES] = f"the {divisor} {share} samples a pipeline nearest to {target} ({why_target})"
         reasons[MICRO_BATCH] = f"{share} samples a pipeline / {count} micro-batches"
     elif count is None:
         assert micro is not None
-        _must_divide(train, micro * data_parallel, f"micro-batch {micro} x data parallel {data_parallel}")
+        named = f"micro-batch {micro} x data parallel {data_parallel}{rounds}"
+        _must_divide(train, micro * data_parallel * a_round, named)
         count = train // (micro * data_parallel)
         reasons[MICRO_BATCHES] = f"{train} / (micro-batch {micro} x data parallel {data_parallel})"
     elif micro is None:

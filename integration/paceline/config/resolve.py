@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..schedules.asynchronous import MULTIDIRECTION
+from ..schedules.directions import num_directions
+from .asynchronous import check_asynchronous
 from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, show, value_at
-from .stages import STAGES, resolve_method, resolve_stages
+from .stages import STAGES, resolve_method, resolve_stages, schedule_type
 
 # DeepSpeed features that this version has not been tested with in a pipeline, or whose work its optimizer does not do.
 _NOT_IN_PIPELINES = (
@@ -24,6 +27,7 @@ _NOT_IN_PIPELINES = (
     "tensor_parallel.autotp_size",
     "zero_optimization.cpu_offload",
 )
+ZERO_STAGE = "zero_optimization.stage"
 _OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
 
@@ -95,7 +99,7 @@ def resolve(
         chosen[STAGES] = Choice(stages, why)
     # Not for DeepSpeed, which would put layers of its own into the stages.
     expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
-    check_features(config)
+    check_features(config, expert_parallel)
 
     method, path = resolve_method(config)
     if isinstance(method, tuple):
@@ -110,7 +114,8 @@ def resolve(
         )
 
     data_parallel = world_size // stages
-    sizes, reasons = batch_sizes(config, stages, data_parallel)
+    in_rounds = schedule_type(config) == MULTIDIRECTION
+    sizes, reasons = batch_sizes(config, stages, data_parallel, in_rounds=in_rounds)
     config.update(sizes)
     chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}
 
@@ -118,6 +123,9 @@ def resolve(
         PacelineConfig.of(config), stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH]
     )
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
+    if schedule.has_directions and num_directions(stages) > 1 and not value_at(config, ZERO_STAGE):
+        why = "several directions have optimizer states once among the ranks that hold a stage, with 0 as with 1"
+        chosen[ZERO_STAGE] = Choice(1, why)
 
     if _is_stock_adam(config) and (_on_cpu() if cpu is None else cpu):
         config["optimizer"].setdefault("params", {})["torch_adam"] = True
@@ -150,8 +158,12 @@ def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_i
         )
 
 
-def check_features(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for what DeepSpeed knows and a pipeline cannot do, as one line with the value and the remedy."""
+def check_features(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
+    """Raise ValueError for what a pipeline, or one with this schedule, cannot do: one line with value and remedy.
+
+    Args:
+        expert_parallel: ranks of a stage that share its experts.
+    """
     zero = config.get("zero_optimization", {})
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
@@ -182,6 +194,7 @@ def check_features(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f'torch_autocast.dtype is {show(autocast)}: pipelines scale no loss for it; write "bfloat16", or use fp16.'
         )
+    check_asynchronous(config, expert_parallel)
 
 
 def _is_stock_adam(config: Mapping[str, Any]) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..schedules import families
+from ..schedules import asynchronous, directions, families
+from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.schedule import Schedule
-from .batches import divisors
-from .section import SECTION, PacelineConfig, ScheduleType, show
+from ..schedules.stream import Stream
+from .batches import MICRO_BATCHES, divisors
+from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 
 SCHEDULE = f"{SECTION}.pipeline.schedule"
 K, SLACK, RETUNE_EVERY = 2, 1.0, 100
+STALENESS, OWNERS = 1, "direction"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class ScheduleChoice:
         retune_every: steps from one choice of the tuner to the next.
         micro_batch_sizes: that the tuner may choose from, rising, the configured one among them.
         memory_bytes: what live activations may take on each device; ``None``: what is free.
+        staleness: updates that may come between the forward and the backward of a micro-batch.
+        optimizer_owners: of the ranks that hold a stage, which have its optimizer states: ``"direction"``, the one
+            that has the stage in the first direction, or ``"mirror"``, all of them, each a part.
+        warm_in_steps: updates over which the learning rate rises to what it is scheduled to be.
+        correction: of late gradients: ``"nesterov"``, ``"error_feedback"`` or ``None``; see
+            :class:`~paceline.optim.corrections.Corrections`.
     """
 
     type: ScheduleType
@@ -34,9 +43,37 @@ class ScheduleChoice:
     retune_every: int | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     memory_bytes: int | None = None
+    staleness: int | None = None
+    optimizer_owners: str | None = None
+    warm_in_steps: int | None = None
+    correction: str | None = None
+
+    @property
+    def has_directions(self) -> bool:
+        """Whether there are several pipelines over the same devices."""
+        return self.type == MULTIDIRECTION
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step begins before the last one's update."""
+        return self.type == ONE_DIRECTION or (self.has_directions and self.staleness != 0)
+
+    def stream(self, num_stages: int, num_micro_batches: int) -> Stream:
+        """What ranks compute in a step of the steady state, for the types that have one (also with a flush).
+
+        Raises:
+            ValueError: there is none of this shape.
+        """
+        assert self.type in STREAMS, f"{self.type} is flushed at the end of each step"
+        return asynchronous.make(self.type, num_stages, num_micro_batches)
 
     def first(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive."""
+        """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive.
+
+        Of a stream it is one step with a flush at its end.
+        """
+        if self.type in STREAMS:
+            return self.stream(num_stages, num_micro_batches).unrolled(1)
         kind = "1f1b" if self.type == "adaptive" else self.type
         return families.make(kind, num_stages, num_micro_batches, k=self.k, slack=self.slack, warmup=self.warmup)
 
@@ -55,7 +92,8 @@ def resolve_schedule(
         micro_batch_size: the configured one.
 
     Raises:
-        ValueError: a warm-up for another number of stages, or a micro-batch size that does not divide the samples.
+        ValueError: a warm-up for another number of stages, a micro-batch size that does not divide the samples, or
+            stages or micro-batches that several directions cannot have.
     """
     schedule = section.pipeline.schedule
     if schedule is None:
@@ -86,7 +124,47 @@ def resolve_schedule(
         sizes = tuple(sorted({*sizes, micro_batch_size}))
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
         return ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes), chosen
+    if kind in STREAMS:
+        staleness = owners = None
+        if kind == MULTIDIRECTION:
+            _check_rounds(num_stages, num_micro_batches)
+            staleness = pick("staleness", STALENESS, "no flush at the end of a step: at most one update comes between")
+            owners = pick("optimizer_owners", OWNERS, "each stage's states whole on one device")
+        if staleness == 0:
+            _check_synchronous(schedule)
+        warm_in_steps = pick("warm_in_steps", 0, "the learning rate as it is scheduled")
+        choice = ScheduleChoice(
+            kind,
+            staleness=staleness,
+            optimizer_owners=owners,
+            warm_in_steps=warm_in_steps,
+            correction=schedule.correction,
+        )
+        return choice, chosen
     return ScheduleChoice(kind), chosen
+
+
+def _check_rounds(num_stages: int, num_micro_batches: int) -> None:
+    try:
+        directions.check_devices(num_stages)
+    except ValueError as error:
+        raise ValueError(f"{SCHEDULE}.type is {show(MULTIDIRECTION)} for {num_stages} stages: {error}") from None
+    try:
+        asynchronous.multidirection(num_stages, num_micro_batches)
+    except ValueError as error:
+        raise ValueError(
+            f"{MICRO_BATCHES} is {num_micro_batches} and {SCHEDULE}.type {show(MULTIDIRECTION)}: {error}"
+        ) from None
+
+
+def _check_synchronous(schedule: ScheduleConfig) -> None:
+    for key in ("warm_in_steps", "correction"):
+        value = getattr(schedule, key)
+        if value:
+            raise ValueError(
+                f"{SCHEDULE}.{key} is {show(value)} and staleness 0: it makes up for late gradients and there are "
+                "none; drop it, or write 1 for staleness."
+            )
 
 
 def _check_warmup(warmup: tuple[int, ...], num_stages: int) -> None:

@@ -29,15 +29,19 @@ from pydantic import (
 SECTION = "paceline"
 HETERO = "hetero"
 METHODS = ("parameters", "uniform", HETERO)
-ScheduleType: TypeAlias = Literal["1f1b", "gpipe", "kfkb", "eager", "adaptive"]
-# The type of schedule that each key of a schedule belongs to.
-_TYPE_OF = {
-    "k": "kfkb",
-    "slack": "eager",
-    "warmup": "eager",
-    "retune_every": "adaptive",
-    "micro_batch_sizes": "adaptive",
-    "memory_gib": "adaptive",
+ScheduleType: TypeAlias = Literal["1f1b", "gpipe", "kfkb", "eager", "adaptive", "multidirection", "one_direction"]
+# The types of schedule that each key of a schedule belongs to.
+_TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
+    "k": ("kfkb",),
+    "slack": ("eager",),
+    "warmup": ("eager",),
+    "retune_every": ("adaptive",),
+    "micro_batch_sizes": ("adaptive",),
+    "memory_gib": ("adaptive",),
+    "staleness": ("multidirection",),
+    "optimizer_owners": ("multidirection",),
+    "warm_in_steps": ("multidirection", "one_direction"),
+    "correction": ("multidirection", "one_direction"),
 }
 
 _SHORT_METHODS: list[dict[str, Any]] = [
@@ -166,12 +170,12 @@ def _only_with_its_type(schema: dict[str, Any]) -> None:
         key: {
             "anyOf": [
                 {"properties": {key: {"type": "null"}}},
-                {"properties": {"type": {"enum": [owner]}}, "required": ["type"]}
-                if owner != "adaptive"
-                else {"properties": {"type": {"enum": [owner, None]}}},
+                {"properties": {"type": {"enum": [*owners]}}, "required": ["type"]}
+                if "adaptive" not in owners
+                else {"properties": {"type": {"enum": [*owners, None]}}},
             ]
         }
-        for key, owner in _TYPE_OF.items()
+        for key, owners in _TYPES_OF.items()
     }
 
 
@@ -188,8 +192,9 @@ class ScheduleConfig(_Section):
     type: ScheduleType | None = Field(
         default=None,
         description='"1f1b", "gpipe"; "kfkb": 1F1B over groups of k micro-batches; "eager": 1F1B with a longer warm-up;'
-        ' "adaptive": the fastest of them for what the network and the devices do, again and again. Left out: '
-        '"adaptive"; without any schedule: "1f1b".',
+        ' "adaptive": the fastest of them for what the network and the devices do, again and again; "multidirection": '
+        "half as many pipelines as devices, in opposite orders over the same ones, without a flush at the end of a "
+        'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b".',
     )
     k: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="kfkb: micro-batches of a group; more than a step has is as many. Left out: 2."
@@ -214,18 +219,40 @@ class ScheduleConfig(_Section):
         default=None,
         description="adaptive: GiB that live activations may take on each rank. Left out: nine tenths of what is free.",
     )
+    staleness: Annotated[int, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="multidirection: updates that may come between the forward and the backward of a micro-batch. 0: "
+        "none, the directions are flushed at the end of each step. Left out: 1.",
+    )
+    optimizer_owners: Literal["direction", "mirror"] | None = Field(
+        default=None,
+        description='multidirection: who holds the optimizer states of a stage. "direction": the device that has it in '
+        'the first direction; "mirror": all devices that have it, each an equal part. Left out: "direction".',
+    )
+    warm_in_steps: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="multidirection, one_direction: updates over which the learning rate rises to what it is scheduled "
+        "to be, since late gradients harm most while weights change fast. Left out: 0.",
+    )
+    correction: Literal["nesterov", "error_feedback"] | None = Field(
+        default=None,
+        description="multidirection, one_direction: what makes up for late gradients, at the price of one tensor more "
+        'for each parameter. "nesterov": the optimizer sees each gradient extrapolated by its difference from the last '
+        'one; "error_feedback": weights move by as much more as an update differs from the last one. Left out: '
+        "nothing.",
+    )
 
-    @field_validator(*_TYPE_OF)
+    @field_validator(*_TYPES_OF)
     @classmethod
     def _belongs_to_the_type(cls, value: Any, info: ValidationInfo) -> Any:
         key = str(info.field_name)
         if value is None or "type" not in info.data:
             return value
-        written, owner = info.data["type"] or "adaptive", _TYPE_OF[key]
-        if written != owner:
-            raise ValueError(
-                f'it belongs to the type "{owner}" and the type is "{written}"; drop it, or write "{owner}".'
-            )
+        written, owners = info.data["type"] or "adaptive", _TYPES_OF[key]
+        if written not in owners:
+            types, one = ("type", f'"{owners[0]}"') if len(owners) == 1 else ("types", "one of them")
+            named = " and ".join(f'"{owner}"' for owner in owners)
+            raise ValueError(f'it belongs to the {types} {named} and the type is "{written}"; drop it, or write {one}.')
         return value
 
     @field_validator("warmup")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..schedules.asynchronous import MULTIDIRECTION
+from ..schedules.directions import MOST_DEVICES, check_devices
 from .batches import divisors
-from .section import SECTION, Method, PacelineConfig, check_method, show, whole
+from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
+TYPE = f"{SECTION}.pipeline.schedule.type"
 # Share of a device's memory for weights, gradients and optimizer states; activations live in the rest.
 STATE_SHARE = 0.6
 
@@ -26,7 +29,13 @@ def resolve_stages(
 
     In this order: ``paceline.pipeline.stages``, DeepSpeed's ``pipeline.stages`` (which DeepSpeed parses and ignores),
     as many as an explicit partition has, :func:`choose_stages`. Arguments as of :func:`~paceline.config.resolve`.
+    A schedule with several directions has orders for some numbers only; of these the largest is chosen.
     """
+    has_directions = schedule_type(ds_config) == MULTIDIRECTION
+    usable = [s for s in divisors(world_size) if s <= num_layers]
+    limits = f"{world_size} ranks and {num_layers} decoder layers"
+    if has_directions:
+        usable = _with_directions(usable, limits)
     theirs = _deepspeeds(ds_config).get("stages")
     stages, path = _agree(
         PacelineConfig.of(ds_config).pipeline.stages,
@@ -35,6 +44,8 @@ def resolve_stages(
     )
     if stages is None:
         method, path = resolve_method(ds_config)
+        if not isinstance(method, tuple) and has_directions:
+            return usable[-1], f"the most for {limits}: the more, the less they idle, with half the model on each"
         if not isinstance(method, tuple):
             stages = choose_stages(world_size, num_layers, state_bytes, device_bytes)
             return stages, _why(stages, world_size, num_layers, state_bytes, device_bytes)
@@ -43,7 +54,8 @@ def resolve_stages(
         value = why
     else:
         why, value = "", f"{path} is {stages}"
-    usable = [s for s in divisors(world_size) if s <= num_layers]
+    if has_directions:
+        _check_directions(value, stages, f"{limits} allow {usable}")
     if world_size % stages:
         raise ValueError(
             f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
@@ -54,6 +66,12 @@ def resolve_stages(
             f"{value} and the model has {num_layers} decoder layers: every stage needs one; write one of {usable}."
         )
     return stages, why
+
+
+def schedule_type(ds_config: Mapping[str, Any]) -> ScheduleType:
+    """The type of schedule that a config asks for."""
+    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+    return "1f1b" if schedule is None else schedule.type or "adaptive"
 
 
 def resolve_method(ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
@@ -84,6 +102,32 @@ def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, dev
     usable = [s for s in divisors(world_size) if s <= num_layers]
     fitting = [s for s in usable if s >= min(2, world_size) and _fits(s, state_bytes, device_bytes)]
     return fitting[0] if fitting else usable[-1]
+
+
+def _with_directions(usable: list[int], limits: str) -> list[int]:
+    fitting = [s for s in usable if _has_order(s)]
+    if not fitting:
+        raise ValueError(
+            f"{TYPE} is {show(MULTIDIRECTION)}: it needs 2 stages, or a multiple of 4 up to {MOST_DEVICES}, that "
+            f"divide the ranks and have a layer each, and {limits} allow none; start another number of ranks, or take "
+            "another schedule."
+        )
+    return fitting
+
+
+def _has_order(stages: int) -> bool:
+    try:
+        check_devices(stages)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_directions(value: str, stages: int, allowed: str) -> None:
+    try:
+        check_devices(stages)
+    except ValueError as error:
+        raise ValueError(f"{value} and {TYPE} {show(MULTIDIRECTION)}: {error} Here {allowed}.") from None
 
 
 def _fits(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:

@@ -27,11 +27,15 @@ class Domain:
         group: of these ranks; None for one.
         size: how many they are.
         rank: this one among them.
+        owners: those of them, ascending, that may own rows; None for all.
+        section: parameters of different sections share no bucket.
     """
 
     group: Any = None
     size: int = 1
     rank: int = 0
+    owners: tuple[int, ...] | None = None
+    section: int = 0
 
     @classmethod
     def of(cls, group: Any) -> Domain:
@@ -56,6 +60,58 @@ class DomainBucket:
     def own(self) -> tuple[Rows, ...]:
         """What this rank answers for."""
         return self.bucket.parts[self.domain.rank]
+
+    def start_reduction(self, gradients: Tensor, communication_dtype: torch.dtype | None) -> list[Reduction]:
+        """The sum of ``gradients``, memory of this bucket, to the owners or to all. Collective over the domain."""
+        group = self.domain.group
+        if self.domain.size == 1:
+            return []
+        if not self.shard:
+            to_all = partial(dist.all_reduce, group=group, async_op=True)
+            return [Reduction.start(gradients, communication_dtype, to_all)]
+        return [
+            Reduction.start(
+                part, communication_dtype, partial(dist.reduce, group=group, group_dst=owner, async_op=True)
+            )
+            for owner, part in self._parts(gradients)
+        ]
+
+    def start_publishing(self, values: Tensor) -> Iterator[Any]:
+        """What the owners have in ``values``, to all; what is to be waited for. Collective over the domain."""
+        for owner, part in self._parts(values):
+            yield dist.broadcast(part, group=self.domain.group, group_src=owner, async_op=True)
+
+    def _parts(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Of each owner, what it has, if anything."""
+        for owner in range(self.domain.size):
+            low, high = self.bucket.bounds[owner], self.bucket.bounds[owner + 1]
+            if high > low:
+                yield owner, memory[low:high]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients on their way.
+
+    Args:
+        work: to be waited for.
+        sent: the memory that travels, where it has another dtype.
+        gradients: where the sum is to be.
+    """
+
+    work: Any
+    sent: Tensor | None
+    gradients: Tensor
+
+    @classmethod
+    def start(cls, gradients: Tensor, dtype: torch.dtype | None, collective: Callable[[Tensor], Any]) -> Reduction:
+        sent = None if dtype in (None, gradients.dtype) else gradients.to(dtype)
+        return cls(collective(gradients if sent is None else sent), sent, gradients)
+
+    def finish(self) -> None:
+        self.work.wait()
+        if self.sent is not None:
+            self.gradients.copy_(self.sent)
 
 
 def lay_out(
@@ -87,6 +143,7 @@ def lay_out(
             [shapes[number] for number in members],
             domain.size,
             bucket_numel,
+            owners=domain.owners,
             layers=[layers[number] for number in members],
             least_numel=least_numel,
             apart=[place for place, number in enumerate(members) if number in waiting],
@@ -111,18 +168,28 @@ class Buffers:
 
     Args:
         dtype: of the gradients.
-        value_dtype: of the parameters, whose values lie here too if the bucket is sharded.
+        value_dtype: of the parameters.
+        holds_values: whether the parameters' values lie here too, which they must if the bucket is sharded.
     """
 
-    def __init__(self, part: DomainBucket, dtype: torch.dtype, value_dtype: torch.dtype, device: torch.device) -> None:
-        self.bucket, self.domain, self.shard = part.bucket, part.domain, part.shard
+    def __init__(
+        self,
+        part: DomainBucket,
+        dtype: torch.dtype,
+        value_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        holds_values: bool,
+    ) -> None:
+        assert holds_values or not part.shard, part
+        self.part = part
         self.waits = part.waits
         """Its gradients are complete only after the backward."""
         self.gradients = torch.zeros(part.bucket.numel, dtype=dtype, device=device)
-        self.values = torch.zeros(part.bucket.numel, dtype=value_dtype, device=device) if part.shard else None
+        self.values = torch.zeros(part.bucket.numel, dtype=value_dtype, device=device) if holds_values else None
         self.unfinished = len(part.bucket.parameters)
         self.is_reduced = False
-        self.works: list[tuple[Any, Tensor | None, Tensor]] = []
+        self.works: list[Reduction] = []
 
     @property
     def is_finished(self) -> bool:
@@ -130,52 +197,32 @@ class Buffers:
 
     def adopt(self, offset: int, parameter: nn.Parameter) -> Tensor:
         """Make room for a parameter's gradient, which is returned, and for its value, which moves in."""
-        place = slice(offset, offset + parameter.numel())
         if self.values is not None:
-            view = self.values[place].view(parameter.shape)
+            view = view_at(self.values, offset, parameter)
             view.copy_(parameter.detach())
             parameter.data = view
-        return self.gradients[place].view(parameter.shape)
+        return view_at(self.gradients, offset, parameter)
 
     def start_reduction(self, communication_dtype: torch.dtype | None) -> None:
         """To the owners, or to all. Collective over the domain."""
         self.is_reduced = True
-        group = self.domain.group
-        if self.domain.size == 1:
-            return
-        if not self.shard:
-            self._start(self.gradients, communication_dtype, partial(dist.all_reduce, group=group, async_op=True))
-            return
-        for owner, part in self._parts(self.gradients):
-            to_owner = partial(dist.reduce, group=group, group_dst=owner, async_op=True)
-            self._start(part, communication_dtype, to_owner)
-
-    def _start(self, gradients: Tensor, dtype: torch.dtype | None, collective: Callable[[Tensor], Any]) -> None:
-        sent = None
-        if dtype not in (None, gradients.dtype):
-            sent = gradients.to(dtype)
-        self.works.append((collective(gradients if sent is None else sent), sent, gradients))
+        self.works += self.part.start_reduction(self.gradients, communication_dtype)
 
     def finish_reduction(self) -> None:
-        for work, sent, gradients in self.works:
-            work.wait()
-            if sent is not None:
-                gradients.copy_(sent)
+        for reduction in self.works:
+            reduction.finish()
         self.works.clear()
 
     def start_publishing(self) -> Iterator[Any]:
         """The owners' values to all; what is to be waited for. Collective over the domain."""
         assert self.values is not None
-        for owner, part in self._parts(self.values):
-            yield dist.broadcast(part, group=self.domain.group, group_src=owner, async_op=True)
-
-    def _parts(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Of each owner, what it has, if anything."""
-        for owner in range(self.domain.size):
-            low, high = self.bucket.bounds[owner], self.bucket.bounds[owner + 1]
-            if high > low:
-                yield owner, memory[low:high]
+        return self.part.start_publishing(self.values)
 
     def reset(self) -> None:
-        self.unfinished = len(self.bucket.parameters)
+        self.unfinished = len(self.part.bucket.parameters)
         self.is_reduced = False
+
+
+def view_at(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+    """What a bucket's ``memory`` has at ``offset``, in the shape of ``like``."""
+    return memory[offset : offset + like.numel()].view(like.shape)

@@ -6,6 +6,7 @@ row of a parameter; so most parameters have one owner, and a large one is cut by
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,8 +36,8 @@ class Bucket:
 
     Args:
         offsets: of each parameter's first element.
-        bounds: of the owners' parts, one more than there are owners; in elements of the bucket.
-        parts: each owner's rows.
+        bounds: of the ranks' parts, one more than there are ranks; in elements of the bucket.
+        parts: each rank's rows; none of a rank that owns nothing.
     """
 
     parameters: tuple[int, ...]
@@ -48,9 +49,10 @@ class Bucket:
 
 def make_buckets(
     shapes: Sequence[Sequence[int]],
-    num_owners: int,
+    num_ranks: int,
     bucket_numel: int,
     *,
+    owners: Sequence[int] | None = None,
     apart: Sequence[int] = (),
     cut: bool = True,
     layers: Sequence[Hashable] | None = None,
@@ -60,6 +62,7 @@ def make_buckets(
 
     Args:
         bucket_numel: a bucket is closed when it has so many elements.
+        owners: ranks that may own rows, ascending; None for all.
         apart: indices of parameters that come last, in a bucket of their own.
         cut: whether a parameter may have several owners.
         layers: of each parameter; a bucket is closed at a layer's edge as soon as it has ``least_numel`` elements, so
@@ -68,6 +71,9 @@ def make_buckets(
     >>> [bucket.parts[0] for bucket in make_buckets([(4, 8)], 2, 100)]
     [(Rows(index=0, start=0, stop=2, offset=0, numel=16),)]
     """
+    owners = range(num_ranks) if owners is None else owners
+    assert list(owners) == sorted(set(owners) & set(range(num_ranks))), (owners, num_ranks)
+    assert len(owners) > 0, num_ranks
     runs: list[list[int]] = [[]]
     size = 0
     for index in reversed(range(len(shapes))):
@@ -80,21 +86,24 @@ def make_buckets(
         runs[-1].append(index)
         size += prod(shapes[index])
     runs.append(sorted(apart))
-    return [_bucket(run, shapes, num_owners, cut) for run in runs if run]
+    return [_bucket(run, shapes, num_ranks, owners, cut) for run in runs if run]
 
 
-def _bucket(parameters: Sequence[int], shapes: Sequence[Sequence[int]], num_owners: int, cut: bool) -> Bucket:
+def _bucket(
+    parameters: Sequence[int], shapes: Sequence[Sequence[int]], num_ranks: int, owners: Sequence[int], cut: bool
+) -> Bucket:
     offsets: list[int] = []
     end = 0
     for index in parameters:
         offsets.append(end)
         end += -(-prod(shapes[index]) // ALIGNMENT) * ALIGNMENT
-    bounds = [0]
-    for owner in range(1, num_owners):
-        target = end * owner // num_owners
-        slack = LEAST_CUT * end / num_owners
-        bounds.append(max(bounds[-1], _cut_near(target, slack, parameters, offsets, end, shapes, cut)))
-    bounds.append(end)
+    cuts = [0]
+    for number in range(1, len(owners)):
+        target = end * number // len(owners)
+        slack = LEAST_CUT * end / len(owners)
+        cuts.append(max(cuts[-1], _cut_near(target, slack, parameters, offsets, end, shapes, cut)))
+    cuts.append(end)
+    bounds = [cuts[bisect_left(owners, rank)] for rank in range(num_ranks + 1)]
     parts = tuple(
         tuple(
             rows

@@ -80,13 +80,17 @@ class ShardedOptimizer(ZeROOptimizer):
         loss_scaler: of DeepSpeed, for fp16.
         counts: whether a parameter counts in the norm here, or on another rank.
         apart: whether a parameter's gradient is complete only after the last backward (a tied weight).
-        domain: the ranks of ``group`` that hold a parameter where not all do (experts on different ranks); None for
-            all. They are all the ranks of ``group`` that share the other parameters of this domain.
+        domain: the ranks of ``group`` that hold a parameter where not all do (experts on different ranks), or own it
+            where not all may (stages of several directions); None for all. They are all the ranks of ``group`` that
+            share the other parameters of this domain.
         accumulation_dtype: of gradients; None for that of the masters.
         communication_dtype: of gradients while they are reduced; None for that in which they are accumulated.
         bucket_numel: a bucket is closed when it has so many elements.
         overlap: reduce a bucket when the last backward has finished it, not after the backward.
     """
+
+    is_asynchronous = False
+    """Whether masters are stepped while the model computes: they then share no memory with it, in any case."""
 
     def __init__(
         self,
@@ -166,7 +170,8 @@ class ShardedOptimizer(ZeROOptimizer):
         self._next = 0  # bucket that is reduced next: the same order on all ranks
         self._buffers: list[Buffers] = []
         self._views: list[Tensor] = []
-        if self._domain.size > 1 or any(p.dtype != self._dtype for p in self.parameters):
+        has_other_dtype = any(p.dtype != self._dtype for p in self.parameters)
+        if self.parameters and (self.is_asynchronous or self._domain.size > 1 or has_other_dtype):
             self._make_buffers()
         self.owned: list[Owned] = []
         self._adopt()
@@ -205,7 +210,7 @@ class ShardedOptimizer(ZeROOptimizer):
         self._buffers.clear()
         self._views.clear()
         # Where the model is fp32 they share its memory, which is another from now on.
-        has_own = (owned for owned in self.owned if owned.master.dtype != owned.parameter.dtype)
+        has_own = (owned for owned in self.owned if self._has_own_master(owned))
         self._kept = {(owned.name, owned.start, owned.stop): owned.master for owned in has_own}
         self.owned.clear()
         self.optimizer.state.clear()
@@ -257,16 +262,17 @@ class ShardedOptimizer(ZeROOptimizer):
         """What this rank holds beside the parameters' values: masters of their own, states, gradients."""
         states = sum(
             value.numel() * value.element_size()
-            for state in self.state.values()
-            for value in state.values()
+            for state in list(self.state.values())  # a step in a thread may add to it meanwhile
+            for value in list(state.values())
             if torch.is_tensor(value)
         )
         masters = sum(
-            owned.master.numel() * owned.master.element_size()
-            for owned in self.owned
-            if owned.master.dtype != owned.parameter.dtype
+            owned.master.numel() * owned.master.element_size() for owned in self.owned if self._has_own_master(owned)
         )
         return states + masters + self.gradient_bytes()
+
+    def _has_own_master(self, owned: Owned) -> bool:
+        return self.is_asynchronous or owned.master.dtype != owned.parameter.dtype
 
     def gradient_bytes(self) -> int:
         """What gradients take on this rank."""
@@ -306,7 +312,8 @@ class ShardedOptimizer(ZeROOptimizer):
         device = self.parameters[0].device
         self._views = [torch.empty(0)] * len(self.parameters)
         for part in self._buckets:
-            buffers = Buffers(part, self._dtype, self.parameters[0].dtype, device)
+            holds_values = part.shard or self.is_asynchronous
+            buffers = Buffers(part, self._dtype, self.parameters[0].dtype, device, holds_values=holds_values)
             for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True):
                 parameter = self.parameters[index]
                 self._views[index] = buffers.adopt(offset, parameter)
@@ -342,7 +349,7 @@ class ShardedOptimizer(ZeROOptimizer):
         name, stop = self.names[index], start + (len(values) if values.dim() else 1)
         master = self._kept.pop((name, start, stop), None)
         if master is None:
-            master = _master(values)
+            master = _master(values, copy=self.is_asynchronous)
         self.owned.append(Owned(name, self.parameters[index], start, master))
         if state:
             self.optimizer.state[master] = state
@@ -403,15 +410,16 @@ class ShardedOptimizer(ZeROOptimizer):
     def _reduce(self, buffers: Buffers) -> None:
         self._next += 1
         for earlier in self._buffers[: self._next]:  # what was sent in another dtype is a copy: do not keep it long
-            if earlier.works and all(work.is_completed() for work, _, _ in earlier.works):
+            if earlier.works and all(reduction.work.is_completed() for reduction in earlier.works):
                 earlier.finish_reduction()
-        for index in buffers.bucket.parameters:
+        for index in buffers.part.bucket.parameters:
             if not self._touched[index]:
                 self._views[index].zero_()
         buffers.start_reduction(self._communication_dtype)
 
     def _finish_reduction(self) -> None:
-        num_bytes = sum(g.numel() * g.element_size() for b in self._buffers for _, _, g in b.works)
+        reduced = [reduction.gradients for buffers in self._buffers for reduction in buffers.works]
+        num_bytes = sum(gradients.numel() * gradients.element_size() for gradients in reduced)
         with self._transfer("gradients", num_bytes):
             self.reduce_gradients()
             for buffers in self._buffers:
@@ -446,36 +454,49 @@ class ShardedOptimizer(ZeROOptimizer):
         """
         self._finish_reduction()
         self._has_stepped = True
-        touched = self._touched if self._views else [p.grad is not None for p in self.parameters]
-        squares, touched = self._survey(touched)
+        gradients: Sequence[Tensor | None] = self._views or [p.grad for p in self.parameters]
+        touched = self._touched if self._views else [gradient is not None for gradient in gradients]
+        squares, touched = self._survey(gradients, touched)
         scale = self.loss_scale * self.divisor
-        norm = math.sqrt(squares) / scale if squares >= 0 else math.nan
-        self._global_grad_norm = norm
-        self.overflow = not math.isfinite(squares)
-        if self.loss_scaler is not None:
-            self.loss_scaler.update_scale(self.overflow)
+        self._note(squares, scale)
         if self.overflow:
+            self.zero_grad()
             self._left_out()
             return
-        self._num_left_out = 0
-        factor = 1.0 / scale
-        if self.clip_grad > 0:
-            factor *= min(1.0, self.clip_grad / (norm + 1e-6))
         with self._compute():
-            gradients = []
-            for owned, index in zip(self.owned, self._index, strict=True):
-                owned.master.grad = self._gradient_of(owned, index) if touched[index] else None
-                if owned.master.grad is not None:
-                    gradients.append(owned.master.grad)
-            if factor != 1.0 and gradients:
-                torch._foreach_mul_(gradients, factor)
+            self._hand_over(gradients, touched, squares, scale)
             self.optimizer.step()
         self.publish()
 
+    def _note(self, squares: float, scale: float) -> None:
+        """What is to be known of a step whose gradients, multiplied by ``scale``, have this sum of squares."""
+        self._global_grad_norm = _norm(squares, scale)
+        self.overflow = not math.isfinite(squares)
+        self._num_left_out = self._num_left_out + 1 if self.overflow else 0
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(self.overflow)
+
+    def _hand_over(
+        self, gradients: Sequence[Tensor | None], touched: Sequence[bool], squares: float, scale: float
+    ) -> None:
+        """Give the masters their rows of ``gradients``, without the scale and clipped."""
+        factor = 1.0 / scale
+        if self.clip_grad > 0:
+            factor *= min(1.0, self.clip_grad / (_norm(squares, scale) + 1e-6))
+        given = []
+        for owned, index in zip(self.owned, self._index, strict=True):
+            gradient = gradients[index]
+            if not touched[index]:
+                owned.master.grad = None
+                continue
+            assert gradient is not None, owned.name
+            owned.master.grad = _rows_of(gradient, owned.start, owned.stop).to(owned.master.dtype)
+            given.append(owned.master.grad)
+        if factor != 1.0 and given:
+            torch._foreach_mul_(given, factor)
+
     def _left_out(self) -> None:
         """All ranks know of it: the norm is that of all."""
-        self.zero_grad()
-        self._num_left_out += 1
         if self.loss_scaler is not None and self.loss_scaler.dynamic:
             return  # an overflow is how the scale finds its height
         told = "a gradient is not finite: the step is left out"
@@ -487,19 +508,14 @@ class ShardedOptimizer(ZeROOptimizer):
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning("%s (%d in a row)", told, self._num_left_out)
 
-    def _gradient_of(self, owned: Owned, index: int) -> Tensor:
-        gradient = self._views[index] if self._views else owned.parameter.grad
-        assert gradient is not None
-        return _rows_of(gradient, owned.start, owned.stop).to(owned.master.dtype)
-
-    def _survey(self, touched: Sequence[bool]) -> tuple[float, list[bool]]:
+    def _survey(self, gradients: Sequence[Tensor | None], touched: Sequence[bool]) -> tuple[float, list[bool]]:
         """Sum of squares of all gradients, each once, and which parameters any rank's backward has reached.
 
         The one place of a step where the host waits for the device.
         """
         own, size = [], self._domain.size
         for rows in (rows for part in self._buckets for rows in part.own):
-            gradient = self._views[rows.index] if self._views else self.parameters[rows.index].grad
+            gradient = gradients[rows.index]
             if self._counts[rows.index] and gradient is not None and (size > 1 or touched[rows.index]):
                 own.append(_rows_of(gradient, rows.start, rows.stop) if size > 1 else gradient)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
@@ -526,7 +542,7 @@ class ShardedOptimizer(ZeROOptimizer):
                 place.copy_(owned.master)
         if not self._shard:
             return
-        sharded = [(buffers, buffers.values) for buffers in self._buffers if buffers.values is not None]
+        sharded = [(b, b.values) for b in self._buffers if b.part.shard and b.values is not None]
         num_bytes = sum(values.numel() * values.element_size() for _, values in sharded)
         with self._transfer("values", num_bytes):
             works = [work for buffers, _ in sharded for work in buffers.start_publishing()]
@@ -556,7 +572,7 @@ class ShardedOptimizer(ZeROOptimizer):
         """Take the hooks off, and give every parameter memory of its own again."""
         self._take_hooks_off()
         for parameter in self.parameters:
-            if self._shard:
+            if self._shard or self.is_asynchronous:
                 parameter.data = parameter.detach().clone()
         self._buffers.clear()
         self._views.clear()
@@ -592,11 +608,15 @@ def _master_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _master(values: Tensor) -> nn.Parameter:
-    """A leaf to be stepped: the memory of ``values`` itself if that is exact enough, else a copy."""
-    if values.dtype == _master_dtype(values.dtype):
+def _norm(squares: float, scale: float) -> float:
+    return math.sqrt(squares) / scale if squares >= 0 else math.nan
+
+
+def _master(values: Tensor, copy: bool) -> nn.Parameter:
+    """A leaf to be stepped: the memory of ``values`` itself if that is exact enough, else, or with ``copy``, a copy."""
+    if not copy and values.dtype == _master_dtype(values.dtype):
         return values if isinstance(values, nn.Parameter) else nn.Parameter(values)
-    return nn.Parameter(values.detach().to(_master_dtype(values.dtype)))
+    return nn.Parameter(values.detach().to(_master_dtype(values.dtype), copy=True))
 
 
 def _layer_of(name: str) -> str:

@@ -29,7 +29,16 @@ from .micro_batches import IGNORED, MicroBatch, MicroBatchShape, read_micro_batc
 from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
-_COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
+COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
+
+
+def shapes_in(table: Tensor) -> list[MicroBatchShape]:
+    """Of the micro-batches of a step, from its table."""
+    return [
+        MicroBatchShape(batch, length, tuple(n for i, n in enumerate(SIDE_INPUTS) if bits >> i & 1), *counts)
+        for batch, length, bits, *counts, _ in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()
+    ]
+
 
 NOTHING = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {})
 """A micro-batch without a loss."""
@@ -153,22 +162,11 @@ class CausalLMEngine(PacelineEngine):
             trains: cut the micro-batches as the tuner wants them.
             partial: take what is left of the data, down to nothing, instead of stopping when it is short.
         """
-        error: BaseException | None = self.checkpoint_error()
-        loaded: list[MicroBatch] = []
-        own: list[int] = []
-        if self._loads and error is None:
-            WATCH.doing("loading data")
-            try:
-                loaded = self._load(num_micro_batches, partial)
-                if trains and self.cut != self.micro_batch_size:
-                    loaded = recut(loaded, self.cut, self.run_micro_batches)
-                own = [len(loaded), *(value for batch in loaded for value in batch.row)]
-            except Exception as caught:
-                error = caught
+        loaded, own, error = self._read_step(num_micro_batches, trains=trains, partial=partial)
         if trains:
             num_micro_batches = self.run_micro_batches
         # Both ends put their table down; every stage of the pipeline sees both.
-        width = 1 + num_micro_batches * _COLUMNS
+        width = 1 + num_micro_batches * COLUMNS
         header = torch.zeros(2 * width + 2, dtype=torch.int64)
         tables, flags = header[:-2].view(2, width), header[-2:]
         for row, is_mine in enumerate((self.is_first_stage(), self.is_last_stage())):
@@ -186,15 +184,11 @@ class CausalLMEngine(PacelineEngine):
                 f"the first and the last stage see different data at step {self.global_steps}: "
                 "give both the same iterator (same files, seed and data-parallel rank)."
             )
-        rows = [] if failed else table[1:].view(-1, _COLUMNS)[: int(table[0])].tolist()
-        self._shapes = [
-            MicroBatchShape(batch, length, tuple(n for i, n in enumerate(SIDE_INPUTS) if bits >> i & 1), *counts)
-            for batch, length, bits, *counts, _ in rows
-        ]
+        self._shapes = [] if failed else shapes_in(table)
         self._loaded = loaded
         tokens = sum(shape.tokens for shape in self._shapes)
         loads = [0] * self.dp_world_size
-        loads[self.grid.data_parallel_id] = len(rows)
+        loads[self.grid.data_parallel_id] = len(self._shapes)
         totals = [self._label_tokens, tokens, int(failed), int(stopping), *loads]
         if self.is_data_parallel:
             totals = self.control.sum(torch.tensor(totals) * self.is_last_stage()).tolist()
@@ -205,10 +199,27 @@ class CausalLMEngine(PacelineEngine):
                 self.control.raise_shared(error, f"beginning step {self.global_steps}")
         self._step_label_tokens, self.step_tokens = label_tokens, tokens
         if self._expert_groups.size > 1:  # replicas that share experts compute in step, each as often as the others
-            missing = max(loads) - len(rows)
+            missing = max(loads) - len(self._shapes)
             self._shapes += [MicroBatchShape(1, 1, (), label_tokens=0, tokens=0)] * missing
             self._loaded += [NOTHING] * missing
         return sum(loads)
+
+    def _read_step(
+        self, num_micro_batches: int, *, trains: bool, partial: bool
+    ) -> tuple[list[MicroBatch], list[int], BaseException | None]:
+        """A step's micro-batches where they are read, the numbers of their table, and what went wrong."""
+        error: BaseException | None = self.checkpoint_error()
+        loaded: list[MicroBatch] = []
+        if not self._loads or error is not None:
+            return loaded, [], error
+        WATCH.doing("loading data")
+        try:
+            loaded = self._load(num_micro_batches, partial)
+            if trains and self.cut != self.micro_batch_size:
+                loaded = recut(loaded, self.cut, self.run_micro_batches)
+            return loaded, [len(loaded), *(value for batch in loaded for value in batch.row)], None
+        except Exception as caught:
+            return [], [], caught
 
     def _load(self, num_micro_batches: int, partial: bool) -> list[MicroBatch]:
         if self.data_iterator is None:

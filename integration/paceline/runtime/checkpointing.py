@@ -81,7 +81,7 @@ class Checkpointing:
                 pieces(
                     self.module,
                     self._sharded,
-                    replica=self.grid.data_parallel_id,
+                    replica=self.replica,
                     trained_only=exclude_frozen_parameters,
                 ),
                 rank_state=self._rank_state(),
@@ -200,7 +200,7 @@ class Checkpointing:
         """Take the host memory for a checkpoint now, so that the first save is as quick as the others."""
         writer = self._checkpoint_writer()
         with self.control.together("preparing for checkpoints"):
-            writer.prepare(pieces(self.module, self._sharded, replica=self.grid.data_parallel_id))
+            writer.prepare(pieces(self.module, self._sharded, replica=self.replica))
 
     def destroy(self: Any) -> None:
         """As DeepSpeed's; a checkpoint that is being written is finished first. Not collective."""
@@ -210,6 +210,11 @@ class Checkpointing:
             except CheckpointError as error:
                 logger.error("%s", error)
         super().destroy()  # type: ignore[misc]
+
+    @property
+    def replica(self: Any) -> int:
+        """Number of this rank among those that hold the same parameters."""
+        return int(self.grid.data_parallel_id)
 
     @property
     def _sharded(self: Any) -> ShardedOptimizer | None:

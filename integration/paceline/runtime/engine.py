@@ -120,7 +120,7 @@ class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, C
         communication_dtype = self.communication_data_type  # of the model, unless the JSON says otherwise
         if self._config.communication_data_type is None and accumulation_dtype is not None:
             communication_dtype = accumulation_dtype
-        return ShardedOptimizer(
+        return self._make_sharded(
             basic,
             names,
             group=grid.get_data_parallel_group() if grid.data_parallel_size > 1 else None,
@@ -138,6 +138,11 @@ class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, C
             # Concurrent communicators are not safe to assume with NCCL: there the user asks for it.
             overlap=torch.distributed.get_backend() == "gloo" or bool(self.zero_overlap_comm()),
         )
+
+    def _make_sharded(
+        self, basic: torch.optim.Optimizer, names: dict[nn.Parameter, str], **options: Any
+    ) -> ShardedOptimizer:
+        return ShardedOptimizer(basic, names, **options)
 
     def _placement(self) -> tuple[dict[nn.Parameter, str], _Asks, _Asks]:
         """Names of the stage's parameters; which count in the norm here, and which have gradients elsewhere too."""
@@ -215,6 +220,15 @@ class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, C
             )
         WATCH.idle()
         return result
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether :meth:`train_batch` takes micro-batches from its iterator on this rank."""
+        return bool(self.is_first_stage() or self.is_last_stage())
+
+    def data_state(self, iterator: Any) -> Any:
+        """``iterator.state_dict()`` as of the end of the last step: what it would go on from."""
+        return iterator.state_dict()
 
     def destroy(self) -> None:
         """As DeepSpeed's; what is under way is finished first. Not collective."""

@@ -41,6 +41,8 @@ def export(
         ValueError: on every rank, if rank 0 does not see the other stages' files.
         PeerError, OSError: on every rank, if any rank could not write (a full disk).
     """
+    if pipeline.settle is not None:
+        pipeline.settle()
     target = Path(directory)
     draft = target / hub_files.DRAFT
     writes = pipeline._grid.data_parallel_id == 0

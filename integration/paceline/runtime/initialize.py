@@ -20,8 +20,10 @@ from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
+from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
 from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
+from .directions import MultiDirectionPipeline
 from .engine import PacelineEngine
 from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for, resolve_for
@@ -94,7 +96,7 @@ def initialize(
     patches = []
     if isinstance(model, PipelineModule):
         check_features(ds_config)
-        engine = CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
+        engine = _engine_for(model, ds_config)
         patches = [engine_class(engine)]
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
@@ -124,6 +126,28 @@ def initialize(
     return results
 
 
+def _engine_for(model: PipelineModule, ds_config: dict[str, Any]) -> type[PacelineEngine]:
+    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+    kind = None if schedule is None else schedule.type
+    if kind in STREAMS and not isinstance(model, CausalLMPipeline):
+        raise ValueError(
+            f"paceline.pipeline.schedule.type is {kind!r}, which is for Hugging Face models: this is a "
+            f"{type(model).__name__}; choose another schedule."
+        )
+    is_made_for = MULTIDIRECTION if isinstance(model, MultiDirectionPipeline) else None
+    if (kind == MULTIDIRECTION or is_made_for) and kind != is_made_for:
+        raise ValueError(
+            f"paceline.pipeline.schedule.type is {kind!r} and the pipeline is a {type(model).__name__}: "
+            f"{MULTIDIRECTION!r} goes with MultiDirectionPipeline, and only with that; give the model itself to have "
+            "it built."
+        )
+    if kind in STREAMS:
+        from .asynchronous import AsynchronousEngine
+
+        return AsynchronousEngine
+    return CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
+
+
 def start_distributed(**kwargs: Any) -> None:
     """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU.
 
@@ -136,6 +160,11 @@ def start_distributed(**kwargs: Any) -> None:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with applied(*([NO_SHM_COMM] if on_cpu else [])):
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
+
+
+def pipeline_class(resolved: Resolved) -> type[CausalLMPipeline]:
+    """What runs the schedule."""
+    return MultiDirectionPipeline if resolved.schedule.type == MULTIDIRECTION else CausalLMPipeline
 
 
 def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
@@ -164,7 +193,7 @@ def _pipeline(
     resolved = plan_for(hf_config, ds_config)
     dtype = dtype_of(resolved.ds_config)
     partition, profile = first_partition(hf_config, resolved, control, dtype=dtype)
-    pipeline = CausalLMPipeline(
+    pipeline = pipeline_class(resolved)(
         model,
         num_stages=resolved.stages,
         partition=partition,

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -198,6 +198,8 @@ class CausalLMPipeline(PipelineModule):
         self.expert_layers: dict[str, HFExpertLayer] = {}
         """The stage's layers whose experts lie on several ranks, by Hugging Face's names, in the model's order."""
         self._from_pretrained = from_pretrained
+        self.settle: Callable[[], None] | None = None
+        """What brings the weights up to date, if something is under way: the engine's. Collective."""
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
         self.anatomy = anatomy_of(whole)
         self.items = items_of(whole, self.anatomy)
@@ -220,33 +222,37 @@ class CausalLMPipeline(PipelineModule):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of each decoder layer in the backward pass."""
-        recompute_layers(self.stage.model)
+        for model in self.models:
+            recompute_layers(model)
 
     def _partition_layers(self, method: Any = "parameters") -> None:
         self.parts = partition_items(self.items, self.num_stages, method)
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def _build(self) -> None:
-        cut = cut_of(self.parts, self.stage_id)
-        source = self._source.pop()
         with self.control.together(f"loading stage {self.stage_id}"):
-            if isinstance(source, PreTrainedModel):
-                prune(source, self.anatomy, cut)
-                for parameter in source.parameters():
-                    parameter.data = parameter.data.to(self._dtype)  # not the buffers: rotary tables stay exact
-                stage = CausalLMStage(source, cut, self.anatomy)
-            else:
-                directory = None if isinstance(source, PretrainedConfig) else source
-                stage = load_stage(
-                    directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained
-                )
+            self.stage = self._load(cut_of(self.parts, self.stage_id), self._source.pop())
         if self.expert_parallel > 1:
             replica = self._grid.get_data_parallel_rank()
-            self.expert_layers = take_share(stage.model, replica % self.expert_parallel, self.expert_parallel)
-        self.stage = stage
-        self.forward_funcs.append(stage)
+            self.expert_layers = take_share(self.stage.model, replica % self.expert_parallel, self.expert_parallel)
+        self.forward_funcs.append(self.stage)
         for parameter in self.parameters():
             setattr(parameter, REPLICATED, False)
+
+    def _load(self, cut: Cut, source: Any) -> CausalLMStage:
+        """What ``cut`` holds of the model, on the CPU. A model in memory loses the rest."""
+        if not isinstance(source, PreTrainedModel):
+            directory = None if isinstance(source, PretrainedConfig) else source
+            return load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
+        prune(source, self.anatomy, cut)
+        for parameter in source.parameters():
+            parameter.data = parameter.data.to(self._dtype)  # not the buffers: rotary tables stay exact
+        return CausalLMStage(source, cut, self.anatomy)
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """What this rank holds of the model, one a stage."""
+        return [self.stage.model]
 
     def forward(
         self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None

@@ -29,7 +29,7 @@ from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
 from .observer import COMPARISONS, WAIT, machine_name
 from .shapes import Meta, Shapes, Value, meta_of, tensors_of
-from .staging import staging_for
+from .staging import Staging, staging_for
 from .tracer import Tracer
 from .transport import Lane, Transport
 from .watch import EVERYONE, WATCH
@@ -53,6 +53,8 @@ class Scheduling:
         staging = staging_for(device)
         # What gloo sends lies in host memory; anything else has communicators that are not safe to use at once.
         order = self.transport_order or ("free" if device.type == "cpu" or staging is not None else "paired")
+        if order == "free" and device.type == "cuda":
+            staging = staging or Staging(device)
         pipes = self.grid._topo.get_axis_comm_lists("pipe") if self.is_pipe_parallel else []
         self.pipe_number = next((n for n, pipe in enumerate(pipes) if self.global_rank in pipe), self.global_rank)
         self.transport = Transport(
@@ -64,7 +66,7 @@ class Scheduling:
             activation_shapes=self._activation_shapes,
             announces=self.dynamic_shape,
         )
-        self._at = _Here(**self.transport.lanes())
+        self._at = Here(**self.transport.lanes())
         section = PacelineConfig.of(self._config._param_dict)
         self.pipe_ranks = next((pipe for pipe in pipes if self.global_rank in pipe), [self.global_rank])
         self.schedule_choice, _ = resolve_schedule(
@@ -273,7 +275,7 @@ class Scheduling:
 
         def with_stage(verb: str, stage: int) -> tuple[str, int | None]:
             there = 0 <= stage < self.num_stages
-            return f"{verb} stage {stage}", self.grid.stage_to_global(stage_id=stage) if there else None
+            return f"{verb} stage {stage}", self.rank_of_stage(stage) if there else None
 
         return {
             instructions.LoadMicroBatch: ("loading a micro-batch", None),
@@ -290,6 +292,10 @@ class Scheduling:
             instructions.OptimizerStep: ("stepping the optimizer", EVERYONE),
         }
 
+    def rank_of_stage(self: Any, stage: int) -> int:
+        """The global rank that has a stage of this rank's pipeline."""
+        return int(self.grid.stage_to_global(stage_id=stage))
+
     @contextmanager
     def _naming_lost_peers(self: Any) -> Iterator[None]:
         """Say where a rank was when the connection to another broke; the backends only say that it did."""
@@ -304,7 +310,7 @@ class Scheduling:
                 doing = f"{'sending to' if lane.is_sender else 'receiving from'} rank {lane.peer}"
             elif self._at.doing is not None:
                 verb, stage = self._at.doing
-                doing = f"{verb} stage {stage}, rank {self.grid.stage_to_global(stage_id=stage)}"
+                doing = f"{verb} stage {stage}, rank {self.rank_of_stage(stage)}"
             raise PeerError(
                 f"rank {self.global_rank}, stage {self.stage_id}, lost another rank at step {self.global_steps} while "
                 f"{doing}; that rank's own error, if it could still give one, is the cause ({error})"
@@ -430,7 +436,7 @@ class Scheduling:
 
 
 @dataclass
-class _Here:
+class Here:
     """Where a rank is, and its lanes. (To set an attribute of an engine, a module, takes as long as ten of these.)"""
 
     activations_in: Any = None

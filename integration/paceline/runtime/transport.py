@@ -344,6 +344,7 @@ class Transport:
         order: ``"free"`` or ``"paired"``.
         activation_shapes: a new book of shapes for a lane of activations.
         announces: announce every activation: no two need have the same shapes.
+        failed: the first error of any lane; shared by transports of which none can go on without the others.
     """
 
     def __init__(
@@ -356,9 +357,11 @@ class Transport:
         staging: Staging | None = None,
         activation_shapes: Callable[[], Shapes] = Shapes,
         announces: bool = False,
+        failed: list[BaseException] | None = None,
     ) -> None:
         self.order = order
-        self._failed: list[BaseException] = []
+        self.failed: list[BaseException] = [] if failed is None else failed
+        self.staging = staging
         self._batch = _Batch() if order == "paired" else None
         self._lanes: dict[str, Lane] = {}
         groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes, device)
@@ -377,7 +380,7 @@ class Transport:
                     staging=staging,
                     batch=self._batch,
                     announces=announces and name.startswith("activations"),
-                    failed=self._failed,
+                    failed=self.failed,
                 )
 
     def __getitem__(self, name: str) -> Lane:
@@ -400,7 +403,7 @@ class Transport:
         """Deliver what was sent, and end. What is sent or received afterwards is an error."""
         for lane in self._lanes.values():
             lane.close()
-        self._failed.append(RuntimeError("the engine was destroyed: it sends and receives no more; make another one."))
+        self.failed.append(RuntimeError("the engine was destroyed: it sends and receives no more; make another one."))
 
 
 def lanes_of(stage: int, num_stages: int) -> list[tuple[str, int, int]]:

@@ -101,10 +101,8 @@ def one_direction(num_stages: int, num_micro_batches: int) -> Stream:
     return Stream(tuple(windows), num_micro_batches, 1, "one_direction", (tuple(range(num_stages)),))
 
 
-STREAMS: Mapping[str, Callable[[int, int], Stream]] = {
-    "multidirection": multidirection,
-    "one_direction": one_direction,
-}
+MULTIDIRECTION, ONE_DIRECTION = "multidirection", "one_direction"
+STREAMS: Mapping[str, Callable[[int, int], Stream]] = {MULTIDIRECTION: multidirection, ONE_DIRECTION: one_direction}
 
 
 def make(type: str, num_devices: int, num_micro_batches: int) -> Stream:

@@ -24,7 +24,8 @@ class Costs:
     """What one step of a schedule of S stages costs.
 
     Boundary s lies between the stages s and s+1 and has its own links, also where chunks of the same two ranks meet
-    more than once; ``hosts`` is for what is shared. What is empty costs nothing.
+    more than once; ``hosts`` is for what is shared. Where a schedule has several directions all of them cost the same,
+    and each has links of its own. What is empty costs nothing, and so does a boundary within a rank.
 
     Args:
         forward_s: seconds of one micro-batch's forward, one a stage.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from .costs import Costs
 from .events import Replay, Visits
 from .schedule import BACKWARD, FORWARD, Schedule
@@ -22,19 +20,18 @@ def critical_path_of(schedule: Schedule, costs: Costs, visits: Visits, replay: R
         visits: of both.
         replay: what came out.
     """
-    num_ranks, num_micro_batches = schedule.num_ranks, schedule.num_micro_batches
+    num_micro_batches = schedule.num_micro_batches
     # By visit and micro-batch: the end of the action; the action before it on its rank (visit · num_micro_batches +
-    # micro-batch); the micro-batch that made the same visit before it. −1: none. Arrays, for millions of actions.
-    ended_s = [array("d", bytes(8 * num_micro_batches)) for _ in visits.rank]
-    rank_before = [array("q", bytes(8 * num_micro_batches)) for _ in visits.rank]
-    line_before = [array("q", bytes(8 * num_micro_batches)) for _ in visits.rank]
+    # micro-batch); the micro-batch that made the same visit before it. −1: none.
+    ended_s = visits.table("d", 0.0, num_micro_batches)
+    rank_before = visits.table("q", -1, num_micro_batches)
+    line_before = visits.table("q", -1, num_micro_batches)
     last_of_visit = [-1] * len(visits.rank)
     latest_s, final = -1.0, -1
     for rank, order in enumerate(schedule.orders):
         now, previous = 0.0, -1
         for kind, micro_batch, chunk in order:
-            stage = chunk * num_ranks + rank
-            visit = stage if kind == FORWARD else visits.last - stage
+            visit = (visits.forward if kind == FORWARD else visits.backward)[rank][chunk]
             now = max(now, replay.arrived_s[visit][micro_batch]) + visits.duration_s[visit]
             ended_s[visit][micro_batch] = now
             rank_before[visit][micro_batch] = previous
@@ -44,24 +41,21 @@ def critical_path_of(schedule: Schedule, costs: Costs, visits: Visits, replay: R
         if now > latest_s:
             latest_s, final = now, previous
 
-    def chunk_of(visit: int) -> int:
-        return min(visit, visits.last - visit) // num_ranks
-
     path: list[Span | Transfer] = []
     visit, micro_batch = divmod(final, num_micro_batches)
     if costs.step_s:
         path.append(Span(visits.rank[visit], "step", -1, 0, latest_s, latest_s + costs.step_s))
     while True:
-        kind = FORWARD if visit < schedule.num_stages else BACKWARD
+        kind = FORWARD if visits.is_forward(visit) else BACKWARD
         previous = rank_before[visit][micro_batch]
         free = ended_s[previous // num_micro_batches][previous % num_micro_batches] if previous >= 0 else 0.0
         arrival = replay.arrived_s[visit][micro_batch]
         end = ended_s[visit][micro_batch]
-        path.append(Span(visits.rank[visit], kind, micro_batch, chunk_of(visit), max(free, arrival), end))
+        path.append(Span(visits.rank[visit], kind, micro_batch, visits.chunk[visit], max(free, arrival), end))
         if previous >= 0 and free >= arrival:
             visit, micro_batch = divmod(previous, num_micro_batches)
             continue
-        if visit == 0:
+        if visit % visits.num_of_direction == 0:
             return tuple(reversed(path))
         visit -= 1
         end, waited = arrival, True
@@ -73,11 +67,11 @@ def critical_path_of(schedule: Schedule, costs: Costs, visits: Visits, replay: R
             waited = link_free > ready
             path.append(
                 Transfer(
-                    "activation" if visit < schedule.num_stages else "gradient",
+                    "activation" if visits.is_forward(visit) else "gradient",
                     visits.rank[visit],
                     visits.rank[visit + 1],
                     micro_batch,
-                    chunk_of(visit),
+                    visits.chunk[visit],
                     max(ready, link_free),
                     end,
                     visits.num_bytes[visit],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
+
 from .schedule import BACKWARD, FORWARD, Action, Schedule
 from .text import marked
 
@@ -10,23 +13,24 @@ FORWARD_UNITS, BACKWARD_UNITS = 1, 2
 
 
 def check_actions(schedule: Schedule, *, forward_only: bool = False) -> None:
-    """Every rank runs the forward, and after it the backward, of each micro-batch through each of its chunks once.
+    """Every rank runs the forward, and after it the backward, of each micro-batch through each of its chunks once:
+    of each that takes the chunk's direction, where there are several.
 
     Args:
         schedule: any.
         forward_only: there are no backwards.
 
     Raises:
-        ValueError: with the rank, the position and the rule that is broken.
+        ValueError: with the rank, the position and the rule that is broken; or the routes are none.
     """
     num_micro_batches, num_chunks = schedule.num_micro_batches, schedule.num_chunks
     for name, count in (("ranks", schedule.num_ranks), ("micro-batches", num_micro_batches), ("chunks", num_chunks)):
         if count < 1:
             raise ValueError(f"a schedule of {count} {name} computes nothing: give it 1 or more.")
-    num_forwards = num_micro_batches * num_chunks
+    _check_routes(schedule)
     for rank, order in enumerate(schedule.orders):
-        # By chunk · M + micro-batch: the forward (and the backward) has run.
-        seen_forward, seen_backward = bytearray(num_forwards), bytearray(num_forwards)
+        # By chunk · M + micro-batch: the forward (and the backward) has run, or never may.
+        seen_forward, seen_backward = _elsewhere(schedule, rank), _elsewhere(schedule, rank)
         for position, (kind, micro_batch, chunk) in enumerate(order):
             if 0 <= micro_batch < num_micro_batches and 0 <= chunk < num_chunks:
                 which = chunk * num_micro_batches + micro_batch
@@ -44,6 +48,45 @@ def check_actions(schedule: Schedule, *, forward_only: bool = False) -> None:
                 raise ValueError(f"rank {rank} never runs {missing}; add it.\n{marked(schedule, rank, len(order))}")
 
 
+def _check_routes(schedule: Schedule) -> None:
+    routes, num_ranks, num_chunks = schedule.routes, schedule.num_ranks, schedule.num_chunks
+    if not routes:
+        return
+    if not routes[0]:
+        raise ValueError("routes[0] is empty: name the rank of each stage.")
+    for direction, route in enumerate(routes):
+        if len(route) != len(routes[0]):
+            raise ValueError(
+                f"routes[{direction}] has {len(route)} stages and routes[0] has {len(routes[0])}: every direction goes"
+                " through all stages; give routes of one length."
+            )
+        for stage, rank in enumerate(route):
+            if not 0 <= rank < num_ranks:
+                raise ValueError(
+                    f"routes[{direction}][{stage}]={rank} is no rank of 0…{num_ranks - 1}: name the rank of each stage."
+                )
+    held = Counter(chain.from_iterable(routes))
+    counts = [held[rank] for rank in range(num_ranks)]
+    most = max(counts)
+    if most != min(counts):
+        raise ValueError(
+            f"the routes give rank {counts.index(most)} {most} stages and rank {counts.index(min(counts))}"
+            f" {min(counts)}: name every rank equally often."
+        )
+    if most != num_chunks:
+        raise ValueError(f"the routes give each rank {most} stages and num_chunks={num_chunks}: set it to {most}.")
+
+
+def _elsewhere(schedule: Schedule, rank: int) -> bytearray:
+    """By chunk · M + micro-batch: 1 where the micro-batch does not take the chunk's direction, else 0."""
+    num_micro_batches, num_directions = schedule.num_micro_batches, schedule.num_directions
+    found = bytearray(b"\1") * (num_micro_batches * schedule.num_chunks)
+    for chunk in range(schedule.num_chunks):
+        first, end = chunk * num_micro_batches + schedule.direction(rank, chunk), (chunk + 1) * num_micro_batches
+        found[first:end:num_directions] = bytes(len(range(first, end, num_directions)))
+    return found
+
+
 def _fault(schedule: Schedule, rank: int, position: int, forward_only: bool) -> str:
     """What is wrong with an action, and what to do."""
     order = schedule.orders[rank]
@@ -55,6 +98,12 @@ def _fault(schedule: Schedule, rank: int, position: int, forward_only: bool) -> 
         return f"{action} has no micro-batch of 0…{schedule.num_micro_batches - 1}; take it out"
     if not 0 <= action.chunk < schedule.num_chunks:
         return f"{action} has no chunk of 0…{schedule.num_chunks - 1}; take it out"
+    num_directions, direction = schedule.num_directions, schedule.direction(rank, action.chunk)
+    if action.micro_batch % num_directions != direction:
+        return (
+            f"{action} takes direction {action.micro_batch % num_directions} (micro-batch % {num_directions}), and"
+            f" chunk {action.chunk} of rank {rank} is of direction {direction}; run it in a chunk of its own direction"
+        )
     if action in order[:position]:
         return f"{action} runs a second time; take one of the two out"
     return f"{action} runs before its forward; put {Action(FORWARD, action.micro_batch, action.chunk)} before it"
@@ -75,7 +124,8 @@ def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
         ValueError: the actions wait for each other in a circle, which is shown.
     """
     num_ranks, num_stages, num_micro_batches = schedule.num_ranks, schedule.num_stages, schedule.num_micro_batches
-    # Ends by stage · M + micro-batch, forwards first; backwards lie num_stages rows further down.
+    # Ends by stage · M + micro-batch (which tells the direction), forwards first; backwards lie num_stages rows further
+    # down.
     ends = [-1] * (2 * num_stages * num_micro_batches)
     starts: tuple[list[int], ...] = tuple([] for _ in schedule.orders)
     clocks = [0] * num_ranks
@@ -83,10 +133,10 @@ def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
     runnable = list(range(num_ranks))
     while runnable:
         rank = runnable.pop()
-        order, rank_starts, clock = schedule.orders[rank], starts[rank], clocks[rank]
+        order, stages, rank_starts, clock = schedule.orders[rank], schedule.stages[rank], starts[rank], clocks[rank]
         for position in range(len(rank_starts), len(order)):
             kind, micro_batch, chunk = order[position]
-            stage = chunk * num_ranks + rank
+            stage = stages[chunk]
             if kind == FORWARD:
                 this, units = stage * num_micro_batches + micro_batch, FORWARD_UNITS
                 needed = this - num_micro_batches if stage else -1
@@ -134,4 +184,5 @@ def _circle(schedule: Schedule, positions: list[int]) -> str:
 
 def _awaited_rank(schedule: Schedule, rank: int, position: int) -> int:
     action = schedule.orders[rank][position]
-    return schedule.rank(schedule.stage(rank, action) + (-1 if action.kind == FORWARD else 1))
+    cell = schedule.cells[rank][action.chunk]
+    return schedule.places[cell + (-1 if action.kind == FORWARD else 1)][0]

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 MOST_DEVICES = 32
 """The order was checked up to here."""
+ALLOWED = (2, *range(4, MOST_DEVICES + 1, 4))
+"""Numbers of devices that have an order without collisions."""
 
 
 def check_devices(num_devices: int) -> None:
     """Raise ValueError where there is no order without collisions: all but 2 and the multiples of 4 up to 32."""
-    allowed = [2, *range(4, MOST_DEVICES + 1, 4)]
-    if num_devices in allowed:
+    if num_devices in ALLOWED:
         return
-    nearest = sorted(sorted(allowed, key=lambda count: abs(count - num_devices))[:2])
+    nearest = sorted(sorted(ALLOWED, key=lambda count: abs(count - num_devices))[:2])
     why = (
         f"it was checked for up to {MOST_DEVICES}"
         if num_devices > MOST_DEVICES

@@ -1,39 +1,68 @@
 """Event replay of a schedule: when the input of every action arrives.
 
 A micro-batch goes down through the forwards of all S stages and up through their backwards: 2S visits, of which each
-hands on to the next. Visit v < S is the forward of stage v, the others are the backward of stage 2S−1−v.
+hands on to the next. Visit v < S is the forward of stage v, the others are the backward of stage 2S−1−v. Every
+direction has visits of its own: those of direction j are 2S·j + v.
 """
 
 from __future__ import annotations
 
 from array import array
 from heapq import heappop, heappush
+from itertools import chain
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .costs import Costs, Link
 from .dependencies import unit_starts
 from .egress import Egress
 from .schedule import FORWARD, Schedule
 
+# Instead of a host's sending side: a message that has only its own link to wait for, and none at all.
+_LINK, _NOWHERE = -1, -2
+
 
 class Visits:
     """What things cost along the way of a micro-batch, one value a visit.
 
-    ``rank`` and ``duration_s`` of the action; ``num_bytes`` and ``link`` of the message after it, whose link is None
-    where it stays on its rank.
+    ``rank``, ``chunk`` and ``duration_s`` of the action; ``num_bytes`` and ``link`` of the message after it, whose link
+    is None where it stays on its rank or where there is none.
+
+    ``forward`` and ``backward``: the visits of a chunk, by rank and chunk. ``num_of_direction``: visits that one
+    direction has, the last of which hands on nothing.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        down = [schedule.rank(stage) for stage in range(schedule.num_stages)]
-        self.rank = down + down[::-1]
-        self.last = len(self.rank) - 1
-        self.duration_s = [*costs.forward_s, *reversed(costs.backward_s)]
-        sizes = costs.message_bytes or (0.0,) * (len(down) - 1)
+        num_stages, num_directions = schedule.num_stages, schedule.num_directions
+        self.num_of_direction = 2 * num_stages
+        self.rank: list[int] = []
+        self.chunk: list[int] = []
+        for first in range(0, len(schedule.places), num_stages):
+            down = schedule.places[first : first + num_stages]
+            for rank, chunk in chain(down, reversed(down)):
+                self.rank.append(rank)
+                self.chunk.append(chunk)
+        self.forward: list[list[int]] = [[-1] * schedule.num_chunks for _ in schedule.orders]
+        self.backward: list[list[int]] = [[-1] * schedule.num_chunks for _ in schedule.orders]
+        for visit, (rank, chunk) in enumerate(zip(self.rank, self.chunk, strict=True)):
+            (self.forward if self.is_forward(visit) else self.backward)[rank][chunk] = visit
+        self.duration_s = [*costs.forward_s, *reversed(costs.backward_s)] * num_directions
+        sizes = costs.message_bytes or (0.0,) * (num_stages - 1)
         free = (Link(),) * len(sizes)
-        self.num_bytes = [*sizes, 0.0, *reversed(sizes), 0.0]
-        links = [*(costs.down or free), None, *reversed(costs.up or free), None]
-        self.link: list[Link | None] = links if schedule.num_ranks > 1 else [None] * len(links)
+        self.num_bytes = [*sizes, 0.0, *reversed(sizes), 0.0] * num_directions
+        links = [*(costs.down or free), None, *reversed(costs.up or free), None] * num_directions
+        here_and_next = zip(self.rank, [*self.rank[1:], -1], strict=True)
+        self.link = [None if here == there else link for link, (here, there) in zip(links, here_and_next, strict=True)]
+
+    def is_forward(self, visit: int) -> bool:
+        return visit % self.num_of_direction < self.num_of_direction // 2
+
+    def table(self, typecode: str, value: float, num_micro_batches: int) -> list[array[Any]]:
+        """An array of micro-batches for each visit, for what millions of actions need. Directions share theirs: a
+        micro-batch takes only one of them.
+        """
+        rows = [array(typecode, [value]) * num_micro_batches for _ in range(self.num_of_direction)]
+        return rows * (len(self.rank) // len(rows))
 
 
 class Replay(NamedTuple):
@@ -59,19 +88,20 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
         ValueError: the schedule cannot be executed.
     """
     num_ranks, num_micro_batches = schedule.num_ranks, schedule.num_micro_batches
-    last, rank_of, duration_s, num_bytes = visits.last, visits.rank, visits.duration_s, visits.num_bytes
+    forward_visits, backward_visits = visits.forward, visits.backward
+    rank_of, duration_s, num_bytes = visits.rank, visits.duration_s, visits.num_bytes
     occupied_s = [size / link.bytes_per_s if link else 0.0 for size, link in zip(num_bytes, visits.link, strict=True)]
     latency_s = [link.latency_s if link else 0.0 for link in visits.link]
     link_free_s = [0.0] * len(rank_of)
     sides, side_of = _sending_sides(costs, visits)
-    # Arrays: what millions of actions need stays small and close together.
-    arrived_s = [array("d", [0.0 if visit == 0 else -1.0]) * num_micro_batches for visit in range(len(rank_of))]
+    arrived_s = visits.table("d", -1.0, num_micro_batches)
+    arrived_s[0][:] = array("d", bytes(8 * num_micro_batches))
     # visit · num_micro_batches + micro_batch whose input a rank waits for; −1 while it runs and when it is done.
     waits_for = [-1] * num_ranks
     remaining = [iter(order) for order in schedule.orders]
     # The end of an action: (time, rank, visit, micro-batch). A message that has left a host: (time, num_ranks + host,
     # version, 0). Every rank begins as if it had just ended something that nobody waits for.
-    events = [(0.0, rank, last, 0) for rank in range(num_ranks)]
+    events = [(0.0, rank, len(rank_of) - 1, 0) for rank in range(num_ranks)]
     end_s = 0.0
     while events:
         now, rank, visit, micro_batch = heappop(events)
@@ -84,15 +114,15 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
             arrival = now + latency_s[visit]
             if side.done_s < inf:
                 heappush(events, (side.done_s, rank, side.version, 0))
-        elif visit != last:
+        else:
             host = side_of[visit]
-            if host < 0:
+            if host == _LINK:
                 arrival = link_free_s[visit]
                 if arrival < now:
                     arrival = now
                 link_free_s[visit] = arrival = arrival + occupied_s[visit]
                 arrival += latency_s[visit]
-            elif sides[host].send(now, visit, micro_batch, num_bytes[visit]):
+            elif host >= 0 and sides[host].send(now, visit, micro_batch, num_bytes[visit]):
                 heappush(events, (sides[host].done_s, num_ranks + host, sides[host].version, 0))
         if arrival >= 0:
             visit += 1
@@ -104,8 +134,7 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
         if rank < num_ranks:
             end_s = now
             for kind, micro_batch, chunk in remaining[rank]:
-                stage = chunk * num_ranks + rank
-                visit = stage if kind == FORWARD else last - stage
+                visit = (forward_visits if kind == FORWARD else backward_visits)[rank][chunk]
                 ready = arrived_s[visit][micro_batch]
                 if ready < 0:
                     waits_for[rank] = visit * num_micro_batches + micro_batch
@@ -119,8 +148,10 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
 
 
 def _sending_sides(costs: Costs, visits: Visits) -> tuple[list[Egress], list[int]]:
-    """The hosts' sending sides, and for each visit the one that its message goes through; −1 for none."""
-    through = [-1] * len(visits.rank)
+    """The hosts' sending sides, and for each visit the one that its message goes through, or what it does instead."""
+    through = [_LINK] * len(visits.rank)
+    for last in range(visits.num_of_direction - 1, len(through), visits.num_of_direction):
+        through[last] = _NOWHERE
     leaving: list[dict[int, float]] = [{} for _ in costs.egress_bytes_per_s]
     if costs.hosts and leaving:
         for visit, link in enumerate(visits.link):

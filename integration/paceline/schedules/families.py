@@ -1,7 +1,8 @@
-"""The families of schedules in use, each a function of its shape. All but the interleaved one are `grouped`."""
+"""The families of schedules in use, each a function of its shape. Those with one chunk a rank are `grouped`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import ceil, isfinite
@@ -128,6 +129,54 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
         num_micro_batches,
         num_chunks,
         f"interleaved chunks={num_chunks}",
+    )
+
+
+def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """The order of DeepSpeed's ``DualPipeVSchedule`` (0.19.8), to compare with; the configuration does not offer it.
+
+    The model is cut into twice as many stages as there are ranks. A micro-batch goes along the ranks through the first
+    half of the stages and back through the second, so that rank r holds the stages r (chunk 0) and 2R−1−r (chunk 1),
+    and the first rank loads and takes the loss. Weight gradients are part of the backward, as there. DeepSpeed's engine
+    waits for its messages between computes; simulated and lowered like any other schedule this one does not, so it is
+    the best that DeepSpeed's can come to.
+
+    Raises:
+        ValueError: there are fewer micro-batches than stages, with which the order does not begin.
+    """
+    _at_least_one(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    if num_micro_batches < 2 * num_ranks:
+        raise ValueError(
+            f"num_micro_batches={num_micro_batches} is less than 2 · num_ranks={2 * num_ranks}: DualPipeV fills both"
+            " halves of the model before it alternates; give more micro-batches, or take 1f1b."
+        )
+    f0, f1, b0, b1 = (forward, 0), (forward, 1), (backward, 0), (backward, 1)
+
+    def order(rank: int) -> tuple[Action, ...]:
+        later = num_ranks - 1 - rank
+        steps = [
+            *[f0] * (2 * later),
+            *[f0, f1] * (rank + 1),
+            *[b1, f1] * later,
+            *[f0, b1, f1, b0] * (num_micro_batches - 2 * num_ranks + rank + 1),
+            *[b1, f1, b0] * later,
+            *[b1, b0] * (rank + 1),
+            *[b0] * later,
+        ]
+        ran: Counter[tuple[Callable[[int, int], Action], int]] = Counter()
+        actions = []
+        for make, chunk in steps:
+            actions.append(make(ran[make, chunk], chunk))
+            ran[make, chunk] += 1
+        return tuple(actions)
+
+    there = tuple(range(num_ranks))
+    return Schedule(
+        tuple(order(rank) for rank in range(num_ranks)),
+        num_micro_batches,
+        2,
+        "dualpipev",
+        ((*there, *reversed(there)),),
     )
 
 

@@ -1,6 +1,7 @@
 """From a schedule to what each rank does: its compute actions with all communication derived, in one of two orders.
 
-A *lane* is one direction of the edge between two neighbouring stages. Two stages on one rank have no lane.
+A *lane* is one way of the edge between two neighbouring cells (stages of one direction of the schedule). Two cells on
+one rank have no lane.
 """
 
 from __future__ import annotations
@@ -91,16 +92,15 @@ class _Program:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.ops: list[Op] = []
-        last_stage, several = schedule.num_stages - 1, schedule.num_ranks > 1
-        stages = [chunk * schedule.num_ranks + rank for chunk in range(schedule.num_chunks)]
-        self.receives = [several and stage > 0 for stage in stages]
-        self.sends = [several and stage < last_stage for stage in stages]
+        last_stage, stages, cells = schedule.num_stages - 1, schedule.stages[rank], schedule.cells[rank]
+        self.receives = [stage > 0 and cell - 1 not in cells for stage, cell in zip(stages, cells, strict=True)]
+        self.sends = [stage < last_stage and cell + 1 not in cells for stage, cell in zip(stages, cells, strict=True)]
         self.loads = [stage in (0, last_stage) for stage in stages]
         # The op after which a micro-batch keeps nothing on this rank.
-        if len(schedule.orders[rank]) == schedule.num_micro_batches * schedule.num_chunks:  # no backwards
-            self._last_kind = [SEND_ACTIVATION if sends else RUN_FORWARD for sends in self.sends]
-        else:
+        if any(action.kind == BACKWARD for action in schedule.orders[rank]):
             self._last_kind = [SEND_GRADIENT if receives else RUN_BACKWARD for receives in self.receives]
+        else:
+            self._last_kind = [SEND_ACTIVATION if sends else RUN_FORWARD for sends in self.sends]
         self._slots: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
 
@@ -116,36 +116,42 @@ class _Program:
 
 
 class _Lanes:
-    """In which order each stage sends, and how many activations its receiver may have posted."""
+    """By cell: in which order it sends, and how many activations its receiver may have posted."""
 
     def __init__(self, schedule: Schedule, receives_ahead: int | None) -> None:
-        self.activations: list[list[int]] = [[] for _ in range(schedule.num_stages)]
-        self.gradients: list[list[int]] = [[] for _ in range(schedule.num_stages)]
-        live, self.receives_ahead = [0] * schedule.num_stages, [0] * schedule.num_stages
+        num_cells = len(schedule.places)
+        self.activations: list[list[int]] = [[] for _ in range(num_cells)]
+        self.gradients: list[list[int]] = [[] for _ in range(num_cells)]
+        live, self.receives_ahead = [0] * num_cells, [0] * num_cells
         for rank, order in enumerate(schedule.orders):
             for kind, micro_batch, chunk in order:
-                stage = chunk * schedule.num_ranks + rank
+                cell = schedule.cells[rank][chunk]
                 if kind == FORWARD:
-                    self.activations[stage].append(micro_batch)
-                    live[stage] += 1
-                    self.receives_ahead[stage] = max(self.receives_ahead[stage], live[stage])
+                    self.activations[cell].append(micro_batch)
+                    live[cell] += 1
+                    self.receives_ahead[cell] = max(self.receives_ahead[cell], live[cell])
                 else:
-                    self.gradients[stage].append(micro_batch)
-                    live[stage] -= 1
+                    self.gradients[cell].append(micro_batch)
+                    live[cell] -= 1
         if receives_ahead is None and is_forward_only(schedule):
             receives_ahead = _FORWARD_ONLY_RECEIVES_AHEAD
         if receives_ahead is not None:
-            self.receives_ahead = [receives_ahead] * schedule.num_stages
+            self.receives_ahead = [receives_ahead] * num_cells
 
 
 def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
     program = _Program(schedule, rank)
-    stages = [chunk * schedule.num_ranks + rank for chunk in range(schedule.num_chunks)]
+    cells = schedule.cells[rank]
     # By chunk: what is still to be posted, in the order in which it will be sent.
-    activations = [deque(lanes.activations[s - 1] if program.receives[c] else ()) for c, s in enumerate(stages)]
-    gradients = [deque(lanes.gradients[s + 1] if program.sends[c] else ()) for c, s in enumerate(stages)]
-    outstanding: list[set[int]] = [set() for _ in stages]
-    sent: list[set[int]] = [set() for _ in stages]
+    activations = [
+        deque(lanes.activations[cell - 1] if receives else ())
+        for cell, receives in zip(cells, program.receives, strict=True)
+    ]
+    gradients = [
+        deque(lanes.gradients[cell + 1] if sends else ()) for cell, sends in zip(cells, program.sends, strict=True)
+    ]
+    outstanding: list[set[int]] = [set() for _ in cells]
+    sent: list[set[int]] = [set() for _ in cells]
 
     def post_next(chunk: int) -> None:
         micro_batch = activations[chunk].popleft()
@@ -153,7 +159,7 @@ def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
         program.add(POST_ACTIVATION, micro_batch, chunk)
 
     def post_ahead(chunk: int) -> None:
-        while activations[chunk] and len(outstanding[chunk]) < lanes.receives_ahead[stages[chunk] - 1]:
+        while activations[chunk] and len(outstanding[chunk]) < lanes.receives_ahead[cells[chunk] - 1]:
             post_next(chunk)
 
     for chunk in range(schedule.num_chunks):
@@ -188,33 +194,39 @@ def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
 
 def lower_paired(schedule: Schedule, starts: tuple[list[int], ...]) -> tuple[tuple[Op, ...], ...]:
     """The ``"paired"`` programs of a schedule whose :func:`~paceline.schedules.dependencies.unit_starts` are known."""
-    num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
+    num_ranks, last_stage, num_cells = schedule.num_ranks, schedule.num_stages - 1, len(schedule.places)
     # Of each rank, what it sends and posts: (place in the sequence of all messages, kind, micro-batch, chunk).
     messages: list[list[tuple[int, str, int, int]]] = [[] for _ in range(num_ranks)]
-    for rank, order in enumerate(schedule.orders if num_ranks > 1 else ()):
+    for rank, order in enumerate(schedule.orders):
+        stages, cells = schedule.stages[rank], schedule.cells[rank]
         for (kind, micro_batch, chunk), start in zip(order, starts[rank], strict=True):
-            stage = chunk * num_ranks + rank
+            stage, cell = stages[chunk], cells[chunk]
             if kind == FORWARD:
-                target, send, post, end = stage + 1, SEND_ACTIVATION, POST_ACTIVATION, start + FORWARD_UNITS
+                if stage == last_stage:
+                    continue
+                step, edge, send, post, end = 1, stage, SEND_ACTIVATION, POST_ACTIVATION, start + FORWARD_UNITS
             else:
-                target, send, post, end = stage - 1, SEND_GRADIENT, POST_GRADIENT, start + BACKWARD_UNITS
-            if 0 <= target < num_stages:
+                if stage == 0:
+                    continue
+                step, edge, send, post, end = -1, stage - 1, SEND_GRADIENT, POST_GRADIENT, start + BACKWARD_UNITS
+            target, target_chunk = schedule.places[cell + step]
+            if target != rank:
                 # Of what is made at the same moment, every second edge goes first: in order along the pipeline each
-                # would wait for the one before. A stage ends one action at a time, so no two places are equal.
-                place = (2 * end + min(stage, target) % 2) * num_stages + stage
+                # would wait for the one before. A cell ends one action at a time, so no two places are equal.
+                place = (2 * end + edge % 2) * num_cells + cell
                 messages[rank].append((place, send, micro_batch, chunk))
-                messages[target % num_ranks].append((place, post, micro_batch, target // num_ranks))
+                messages[target].append((place, post, micro_batch, target_chunk))
     return tuple(_paired(schedule, rank, starts[rank], sorted(messages[rank])) for rank in range(num_ranks))
 
 
 def _paired(
     schedule: Schedule, rank: int, starts: list[int], messages: list[tuple[int, str, int, int]]
 ) -> tuple[Op, ...]:
-    program = _Program(schedule, rank)
+    program, num_cells = _Program(schedule, rank), len(schedule.places)
     done = 0
     for (kind, micro_batch, chunk), start in zip(schedule.orders[rank], starts, strict=True):
         # What is made before this action starts comes first. Its inputs are among that, what it makes itself is not.
-        while done < len(messages) and messages[done][0] < 2 * (start + 1) * schedule.num_stages:
+        while done < len(messages) and messages[done][0] < 2 * (start + 1) * num_cells:
             program.add(*messages[done][1:])
             done += 1
         if kind == FORWARD:

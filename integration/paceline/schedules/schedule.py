@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
@@ -36,33 +37,78 @@ def backward(micro_batch: int, chunk: int = 0) -> Action:
 class Schedule:
     """What every rank of a pipeline computes in one step, in order.
 
-    Stages are numbered along the model: chunk ``c`` of rank ``r`` is stage ``c · num_ranks + r``, so a schedule with
-    one chunk has one stage a rank, and one with more is interleaved.
+    Stages are numbered along the model. A *direction* is one way of the stages over the ranks: its route says which
+    rank holds which stage, and every direction has all stages. Micro-batch ``m`` takes direction ``m % num_directions``
+    through the whole step. A *cell* is one stage of one direction, numbered ``direction · num_stages + stage``; the
+    chunks of a rank are its cells in rising order.
+
+    Without routes there is one direction, in which chunk ``c`` of rank ``r`` is stage ``c · num_ranks + r``: a schedule
+    with one chunk has one stage a rank, and one with more is interleaved.
 
     Args:
         orders: one tuple of actions a rank.
         num_micro_batches: of a step.
         num_chunks: model chunks that each rank holds.
         name: for people: ``"kfkb k=2"``.
+        routes: the rank of each stage, one route a direction. All have one length, and together they name every rank
+            ``num_chunks`` times; :func:`~paceline.schedules.dependencies.check_actions` checks that.
+
+    >>> there_and_back = Schedule(((), ()), 2, 2, routes=((0, 1), (1, 0)))
+    >>> there_and_back.cells
+    ((0, 3), (1, 2))
+    >>> there_and_back.stage(1, forward(1, chunk=1)), there_and_back.direction(1, chunk=1)
+    (0, 1)
     """
 
     orders: tuple[tuple[Action, ...], ...]
     num_micro_batches: int
     num_chunks: int = 1
     name: str = ""
+    routes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
         return len(self.orders)
 
     @property
+    def num_directions(self) -> int:
+        return len(self.routes) or 1
+
+    @property
     def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks
+        """Stages of one direction."""
+        return len(self.routes[0]) if self.routes else self.num_ranks * self.num_chunks
+
+    @cached_property
+    def cells(self) -> tuple[tuple[int, ...], ...]:
+        """By rank and chunk: the cell."""
+        if not self.routes:
+            return tuple(tuple(range(rank, self.num_stages, self.num_ranks)) for rank in range(self.num_ranks))
+        held: list[list[int]] = [[] for _ in self.orders]
+        for cell, rank in enumerate(chain.from_iterable(self.routes)):
+            held[rank].append(cell)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """By rank and chunk: the stage of the cell."""
+        num_stages = self.num_stages
+        return tuple(tuple(cell % num_stages for cell in held) for held in self.cells)
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """By cell: the rank that holds it, and as which of its chunks."""
+        found = ((cell, (rank, chunk)) for rank, held in enumerate(self.cells) for chunk, cell in enumerate(held))
+        return tuple(place for _, place in sorted(found))
 
     def stage(self, rank: int, action: Action) -> int:
         """The stage that ``action`` of ``rank`` runs."""
-        return action.chunk * self.num_ranks + rank
+        return self.stages[rank][action.chunk]
 
-    def rank(self, stage: int) -> int:
-        """The rank that holds ``stage``."""
-        return stage % self.num_ranks
+    def direction(self, rank: int, chunk: int) -> int:
+        """The direction of a chunk of ``rank``, of which it runs the micro-batches."""
+        return self.cells[rank][chunk] // self.num_stages
+
+    def rank(self, stage: int, direction: int = 0) -> int:
+        """The rank that holds ``stage`` of a direction."""
+        return self.places[direction * self.num_stages + stage][0]

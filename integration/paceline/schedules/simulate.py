@@ -65,7 +65,7 @@ def simulate(schedule: Schedule, costs: Costs, *, timeline: bool = False, critic
 
     Args:
         schedule: any that is complete.
-        costs: one value a stage of the schedule.
+        costs: one value a stage of the schedule; every direction has the same.
         timeline: also return every action and message.
         critical_path: also return what determined the makespan.
 
@@ -102,7 +102,7 @@ def _check_fit(schedule: Schedule, costs: Costs) -> None:
 
 def _load(schedule: Schedule, costs: Costs, rank: int) -> tuple[float, int, float]:
     """Seconds of compute, peak of live activations and peak of memory of a rank; they depend on its order only."""
-    stages = range(rank, schedule.num_stages, schedule.num_ranks)
+    stages = schedule.stages[rank]
     kept_bytes = [costs.activation_bytes[stage] if costs.activation_bytes else 0.0 for stage in stages]
     forwards, backwards = [0] * len(stages), [0] * len(stages)
     live = peak = 0
@@ -133,10 +133,8 @@ def _timeline(schedule: Schedule, costs: Costs, visits: Visits, replayed: Replay
     transfers: list[Transfer] = []
     for rank, order in enumerate(schedule.orders):
         now = 0.0
-        for action in order:
-            kind, micro_batch, chunk = action
-            stage = schedule.stage(rank, action)
-            visit = stage if kind == FORWARD else visits.last - stage
+        for kind, micro_batch, chunk in order:
+            visit = (visits.forward if kind == FORWARD else visits.backward)[rank][chunk]
             start = max(now, replayed.arrived_s[visit][micro_batch])
             now = start + visits.duration_s[visit]
             spans.append(Span(rank, kind, micro_batch, chunk, start, now))

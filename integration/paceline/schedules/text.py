@@ -4,7 +4,8 @@
     rank 0: F0 F1 B0 B1
     rank 1: F0 B0 F1 B1
 
-An action of another chunk than 0 names it after a dot: ``F0.1``.
+An action of another chunk than 0 names it after a dot: ``F0.1``. A schedule with routes has them before its name, the
+rank of each stage: ``routes=0,1/1,0``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from typing import NoReturn
 from .schedule import FORWARD, Action, Schedule, backward, forward
 
 _COUNT = re.compile(r"[1-9][0-9]{0,8}")
-_ACTION = re.compile(rf"([FB])(0|{_COUNT.pattern})(?:\.({_COUNT.pattern}))?")
+_NUMBER = re.compile(rf"0|{_COUNT.pattern}")
+_ACTION = re.compile(rf"([FB])({_NUMBER.pattern})(?:\.({_COUNT.pattern}))?")
+
+
+_ROUTES = " routes="
 
 
 def to_text(schedule: Schedule) -> str:
     """The text of a schedule of forwards and backwards; :func:`from_text` gives an equal schedule back."""
+    routes = "/".join(",".join(map(str, route)) for route in schedule.routes)
     head = (
         f"schedule ranks={schedule.num_ranks} micro_batches={schedule.num_micro_batches} chunks={schedule.num_chunks}"
-        f" name={json.dumps(schedule.name)}\n"
+        f"{_ROUTES + routes if schedule.routes else ''} name={json.dumps(schedule.name)}\n"
     )
     rows = (f"rank {rank}:{''.join(f' {action}' for action in order)}\n" for rank, order in enumerate(schedule.orders))
     return head + "".join(rows)
@@ -38,7 +44,7 @@ def from_text(text: str) -> Schedule:
     *rows, rest = text.split("\n")
     if rest:
         _fail([*rows, rest], len(rows), len(rest), "the last line does not end: end it with a newline")
-    num_ranks, num_micro_batches, num_chunks, name = _head(rows or [""])
+    num_ranks, num_micro_batches, num_chunks, routes, name = _head(rows or [""])
     actions: dict[str, Action] = {}
     orders: list[tuple[Action, ...]] = []
     for row, line in enumerate(rows[1:], 1):
@@ -62,7 +68,7 @@ def from_text(text: str) -> Schedule:
         orders.append(tuple(order))
     if len(orders) < num_ranks:
         _fail([*rows, ""], len(rows), 0, f"expected 'rank {len(orders)}:', there are {num_ranks} ranks")
-    return Schedule(tuple(orders), num_micro_batches, num_chunks, name)
+    return Schedule(tuple(orders), num_micro_batches, num_chunks, name, routes)
 
 
 def marked(schedule: Schedule, rank: int, position: int, around: int = 8) -> str:
@@ -75,7 +81,7 @@ def marked(schedule: Schedule, rank: int, position: int, around: int = 8) -> str
     return f"{head}{before}{after}\n{' ' * len(head + before)}^ position {position}"
 
 
-def _head(rows: list[str]) -> tuple[int, int, int, str]:
+def _head(rows: list[str]) -> tuple[int, int, int, tuple[tuple[int, ...], ...], str]:
     line, column, counts = rows[0], 0, []
     for label in ("schedule ranks=", " micro_batches=", " chunks="):
         column = _label(rows, column, label)
@@ -84,6 +90,9 @@ def _head(rows: list[str]) -> tuple[int, int, int, str]:
             _fail(rows, 0, column, "expected a number from 1 upwards")
         counts.append(int(count.group()))
         column = count.end()
+    routes: tuple[tuple[int, ...], ...] = ()
+    if line.startswith(_ROUTES, column):
+        routes, column = _routes(rows, column + len(_ROUTES), counts[0])
     column = _label(rows, column, " name=")
     try:
         name = json.loads(line[column:])
@@ -91,7 +100,27 @@ def _head(rows: list[str]) -> tuple[int, int, int, str]:
         name = None
     if not isinstance(name, str) or json.dumps(name) != line[column:]:
         _fail(rows, 0, column, "expected the name as a JSON string in double quotes, and nothing after it")
-    return counts[0], counts[1], counts[2], name
+    return counts[0], counts[1], counts[2], routes, name
+
+
+def _routes(rows: list[str], column: int, num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The routes that begin at a column of the head, and the column after them."""
+    line = rows[0]
+    routes: list[list[int]] = [[]]
+    while True:
+        number = _NUMBER.match(line, column)
+        if number is None:
+            _fail(rows, 0, column, "expected the rank of a stage")
+        rank = int(number.group())
+        if rank >= num_ranks:
+            _fail(rows, 0, column, f"{rank} is not one of {num_ranks} ranks: they count from 0")
+        routes[-1].append(rank)
+        column = number.end()
+        if line.startswith("/", column):
+            routes.append([])
+        elif not line.startswith(",", column):
+            return tuple(map(tuple, routes)), column
+        column += 1
 
 
 def _label(rows: list[str], column: int, label: str) -> int:

@@ -17,7 +17,7 @@ class Proof:
     Args:
         peak_activations: of each rank: the most pairs of chunk and micro-batch whose forward runs or has run, and whose
             backward has not ended. 0 without backwards: nothing stays.
-        backward_in_order: on every stage the backwards run in micro-batch order, so that gradients are summed in the
+        backward_in_order: in every chunk the backwards run in micro-batch order, so that gradients are summed in the
             same order by every such schedule.
     """
 
@@ -42,7 +42,7 @@ def verify(schedule: Schedule, *, forward_only: bool = False, paired: bool = Tru
     check_actions(schedule, forward_only=forward_only)
     starts = unit_starts(schedule)
     if paired:
-        replay_blocking(lower_paired(schedule, starts))
+        replay_blocking(schedule, lower_paired(schedule, starts))
     backward_in_order = True
     peaks = []
     for order in schedule.orders:
@@ -61,10 +61,11 @@ def verify(schedule: Schedule, *, forward_only: bool = False, paired: bool = Tru
     return Proof(tuple(peaks), backward_in_order)
 
 
-def replay_blocking(programs: Sequence[Sequence[Op]]) -> None:
+def replay_blocking(schedule: Schedule, programs: Sequence[Sequence[Op]]) -> None:
     """Runs programs in which every send and every post blocks until the other end has come to the same message.
 
     Args:
+        schedule: that the programs run; it tells which stage a chunk is.
         programs: one a rank, as :func:`~paceline.schedules.lower.lower` makes them.
 
     Raises:
@@ -72,19 +73,18 @@ def replay_blocking(programs: Sequence[Sequence[Op]]) -> None:
     """
     num_ranks = len(programs)
     positions = [0] * num_ranks
-    # Who stands at a message: (activation or gradient, the sending stage, micro-batch) -> rank.
+    # Who stands at a message: (activation or gradient, the sending cell, micro-batch) -> rank.
     standing: dict[tuple[bool, int, int], int] = {}
     runnable = list(range(num_ranks))
     while runnable:
         rank = runnable.pop()
-        program = programs[rank]
+        program, cells = programs[rank], schedule.cells[rank]
         for position in range(positions[rank], len(program)):
             kind, micro_batch, chunk, _ = program[position]
-            stage = chunk * num_ranks + rank
             if kind in (SEND_ACTIVATION, POST_ACTIVATION):
-                message = (True, stage if kind == SEND_ACTIVATION else stage - 1, micro_batch)
+                message = (True, cells[chunk] if kind == SEND_ACTIVATION else cells[chunk] - 1, micro_batch)
             elif kind in (SEND_GRADIENT, POST_GRADIENT):
-                message = (False, stage if kind == SEND_GRADIENT else stage + 1, micro_batch)
+                message = (False, cells[chunk] if kind == SEND_GRADIENT else cells[chunk] + 1, micro_batch)
             else:
                 continue
             other = standing.pop(message, None)

@@ -41,7 +41,7 @@ def lowers_to_its_own_computes(schedule):
 
 
 def runs_when_messages_block(schedule):
-    replay_blocking(lower(schedule, order="paired"))
+    replay_blocking(schedule, lower(schedule, order="paired"))
 
 
 def keeps_no_more_buffers_than_are_live_and_posted(schedule):

@@ -9,31 +9,31 @@ from hypothesis import strategies as st
 from paceline.schedules import Schedule, families, lower, num_buffers, verify
 from paceline.schedules.schedule import backward, forward
 from paceline.schedules.verify import replay_blocking
-from schedule_cases import FAMILY_CASES, executed
+from schedule_cases import FAMILY_CASES, executed, routed
 
-# Families, and orders that none of them has: backwards and forwards in any order, with and without backwards.
-SCHEDULES = st.one_of(*FAMILY_CASES.values(), executed(), executed(backwards=False))
+# Families, and orders that none of them has: backwards and forwards in any order, with and without backwards, with and
+# without several directions.
+SCHEDULES = st.one_of(*FAMILY_CASES.values(), executed(), executed(backwards=False), routed(), routed(backwards=False))
 WINDOWS = st.one_of(st.none(), st.integers(1, 4))
 
 
-def lane(num_ranks, rank, op):
-    """The lane of a send, post or wait: what it carries and the stage that sends."""
+def lane(schedule, rank, op):
+    """The lane of a send, post or wait: what it carries and the cell that sends."""
     verb, what = op.kind.split("_")
-    stage = op.chunk * num_ranks + rank
+    cell = schedule.cells[rank][op.chunk]
     if verb != "send":
-        stage += -1 if what == "activation" else 1
-    return what, stage
+        cell += -1 if what == "activation" else 1
+    return what, cell
 
 
-def run_with_lanes(programs):
+def run_with_lanes(schedule, programs):
     """Run programs whose sends never block and whose messages move when their receive is posted, first in first out.
 
     Returns:
         how many ranks came to their end.
     """
-    num_ranks = len(programs)
     sent, posted = defaultdict(list), defaultdict(list)
-    positions, moved = [0] * num_ranks, True
+    positions, moved = [0] * len(programs), True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
@@ -41,11 +41,11 @@ def run_with_lanes(programs):
                 op = program[position]
                 verb = op.kind.split("_")[0]
                 if verb == "send":
-                    sent[lane(num_ranks, rank, op)].append(op.micro_batch)
+                    sent[lane(schedule, rank, op)].append(op.micro_batch)
                 elif verb == "post":
-                    posted[lane(num_ranks, rank, op)].append(op.micro_batch)
+                    posted[lane(schedule, rank, op)].append(op.micro_batch)
                 elif verb == "wait":
-                    at = lane(num_ranks, rank, op)
+                    at = lane(schedule, rank, op)
                     place = posted[at].index(op.micro_batch)  # it has been posted
                     if place >= len(sent[at]):
                         break
@@ -59,15 +59,15 @@ def run_with_lanes(programs):
 @given(SCHEDULES, WINDOWS)
 @settings(max_examples=120, deadline=None)
 def test_free_programs_run_with_any_window(schedule, window):
-    assert run_with_lanes(lower(schedule, receives_ahead=window)) == schedule.num_ranks
+    assert run_with_lanes(schedule, lower(schedule, receives_ahead=window)) == schedule.num_ranks
 
 
 @given(SCHEDULES)
 @settings(max_examples=120, deadline=None)
 def test_paired_programs_run_on_every_transport(schedule):
     programs = lower(schedule, order="paired")
-    replay_blocking(programs)
-    assert run_with_lanes(programs) == schedule.num_ranks
+    replay_blocking(schedule, programs)
+    assert run_with_lanes(schedule, programs) == schedule.num_ranks
 
 
 @given(SCHEDULES)
@@ -80,16 +80,17 @@ def test_both_ends_of_a_pair_see_the_same_sequence(schedule):
             verb, _, what = op.kind.partition("_")
             if verb in ("send", "post"):
                 down = (what == "activation") == (verb == "send")
-                peer = (rank + (1 if down else -1)) % schedule.num_ranks
-                seen[rank, peer].append((*lane(schedule.num_ranks, rank, op), op.micro_batch))
+                peer, _ = schedule.places[schedule.cells[rank][op.chunk] + (1 if down else -1)]
+                seen[rank, peer].append((*lane(schedule, rank, op), op.micro_batch))
     for (rank, peer), messages in seen.items():
         assert messages == seen[peer, rank]
 
 
 def expected_steps(schedule, rank, chunk):
     """The ops of one micro-batch, in their order."""
-    stage = chunk * schedule.num_ranks + rank
-    above, below = stage > 0 and schedule.num_ranks > 1, stage < schedule.num_stages - 1 and schedule.num_ranks > 1
+    direction, stage = divmod(schedule.cells[rank][chunk], schedule.num_stages)
+    above = stage > 0 and schedule.rank(stage - 1, direction) != rank
+    below = stage < schedule.num_stages - 1 and schedule.rank(stage + 1, direction) != rank
     steps = ["load"] if stage in (0, schedule.num_stages - 1) else []
     steps += ["post_activation", "wait_activation"] if above else []
     steps += ["forward"] + (["send_activation"] if below else [])
@@ -106,7 +107,12 @@ def test_programs_hold_what_a_micro_batch_needs_and_no_more(schedule, order):
         by_micro_batch = defaultdict(list)
         for op in program:
             by_micro_batch[op.chunk, op.micro_batch].append(op.kind)
-        assert len(by_micro_batch) == schedule.num_chunks * schedule.num_micro_batches
+        assert set(by_micro_batch) == {
+            (chunk, micro_batch)
+            for chunk in range(schedule.num_chunks)
+            for micro_batch in range(schedule.num_micro_batches)
+            if micro_batch % schedule.num_directions == schedule.direction(rank, chunk)
+        }
         for (chunk, _), kinds in by_micro_batch.items():
             # Labels are loaded before their forward, it does not matter whether before or after a post.
             steps = expected_steps(schedule, rank, chunk)
@@ -148,7 +154,7 @@ def test_buffers_are_the_smallest_free_ones(schedule, order):
             if position == last[key]:
                 del used[key]
         assert not used
-        assert num_buffers(program) == max(op.buffer for op in program) + 1
+        assert num_buffers(program) == max((op.buffer for op in program), default=-1) + 1
 
 
 @given(st.one_of(*(FAMILY_CASES[name] for name in ("1f1b", "kfkb", "eager", "interleaved"))), st.integers(1, 4))
@@ -217,8 +223,9 @@ def test_paired_by_hand():
 
 def test_messages_made_at_the_same_moment_do_not_wait_in_a_chain():
     """In evaluation stage s sends micro-batch m at moment s + m: first those with an even s, then the others."""
-    for rank, program in enumerate(lower(families.forward_only(6, 8), order="paired")):
-        stages = [(lane(6, rank, op)[1], op) for op in program if op.kind.startswith(("send", "post"))]
+    schedule = families.forward_only(6, 8)
+    for rank, program in enumerate(lower(schedule, order="paired")):
+        stages = [(lane(schedule, rank, op)[1], op) for op in program if op.kind.startswith(("send", "post"))]
         places = [(stage + op.micro_batch, stage % 2) for stage, op in stages]
         assert places == sorted(places)
 

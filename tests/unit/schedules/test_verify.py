@@ -168,21 +168,23 @@ def naive(schedule):
 def test_a_naive_order_of_1f1b_hangs_where_the_paired_one_runs(num_stages):
     schedule = families.one_f_one_b(num_stages, 8)
     with pytest.raises(ValueError, match=r"do not come to an end; .*\n") as caught:
-        replay_blocking(naive(schedule))
+        replay_blocking(schedule, naive(schedule))
     assert "send_activation of micro-batch" in str(caught.value)
     assert "send_gradient of micro-batch" in str(caught.value)
-    replay_blocking(lower(schedule, order="paired"))
+    replay_blocking(schedule, lower(schedule, order="paired"))
 
 
 def test_a_naive_order_of_gpipe_runs():
-    replay_blocking(naive(families.gpipe(4, 8)))
+    schedule = families.gpipe(4, 8)
+    replay_blocking(schedule, naive(schedule))
 
 
 def test_a_message_that_nobody_takes_hangs():
-    programs = lower(families.one_f_one_b(2, 2), order="paired")
+    schedule = families.one_f_one_b(2, 2)
+    programs = lower(schedule, order="paired")
     dropped = [op for op in programs[1] if op[:2] != ("post_activation", 1)]
     with pytest.raises(ValueError, match=r"rank 0, op 5: send_activation of micro-batch 1.0"):
-        replay_blocking([programs[0], dropped])
+        replay_blocking(schedule, [programs[0], dropped])
 
 
 def test_large_schedules_are_verified_quickly():

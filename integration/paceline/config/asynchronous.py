@@ -1,0 +1,50 @@
+"""What the types of schedule whose steps may run into each other ask of the rest of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..schedules.asynchronous import ONE_DIRECTION, STREAMS
+from .section import HETERO, SECTION, PacelineConfig, PartitionConfig, show, value_at
+from .stages import PARTITION, TYPE, resolve_method, schedule_type
+
+
+def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
+    """Raise ValueError for what these types of schedule cannot do yet: one line with value, rule and remedy.
+
+    Args:
+        config: a DeepSpeed config; with a schedule of another type it is left alone.
+        expert_parallel: ranks of a stage that share its experts.
+    """
+    kind = schedule_type(config)
+    if kind not in STREAMS:
+        return
+    written = f"{TYPE} {show(kind)}"
+    method, path = resolve_method(config)
+    if method == HETERO:
+        raise ValueError(
+            f'{path} is "{HETERO}" and {written}: with this schedule the devices count as equal and layers stay where '
+            "they are; write boundaries (`paceline partition` computes them), or take another schedule."
+        )
+    every = (PacelineConfig.of(config).pipeline.partition or PartitionConfig()).repartition_every
+    if every:
+        raise ValueError(
+            f"{PARTITION}.repartition_every is {every} and {written}: with this schedule layers stay where they are; "
+            "write 0, or take another schedule."
+        )
+    if expert_parallel > 1:
+        raise ValueError(
+            f"expert_parallel.autoep_size is {expert_parallel} and {written}: with this schedule every rank has all "
+            "experts of its stages; leave expert_parallel out, or take another schedule."
+        )
+    if PacelineConfig.of(config).moe is not None:
+        raise ValueError(
+            f"{SECTION}.moe is there and {written}: with this schedule experts stay where they are; leave moe out, or "
+            "take another schedule."
+        )
+    if kind == ONE_DIRECTION and value_at(config, "fp16.enabled") is True:
+        raise ValueError(
+            f"fp16.enabled is true and {written}: the backwards of two steps overlap, so that there is no one loss "
+            "scale; write bf16 instead, or take another schedule."
+        )

@@ -1,0 +1,541 @@
+"""Pipelines without a flush: several directions over the same devices, or one whose weights drift.
+
+A call of ``train_batch`` runs one window of a :class:`~paceline.schedules.stream.Stream`: the forwards of its step, and
+what still lags of the steps before. So weights have the updates of all steps but the last ones when it returns;
+:meth:`AsynchronousEngine.flush` runs what is left. With ``staleness`` 0 every step is flushed.
+
+Nothing in a step waits for all ranks: what they must agree on travels a step ahead (:mod:`.ahead`), updates are made
+beside the computation (:class:`~paceline.optim.asynchronous.AsynchronousOptimizer`), and the loss arrives when somebody
+looks at it (:mod:`.later`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import PacelineConfig
+from ..config.schedules import resolve_schedule
+from ..optim.asynchronous import AsynchronousOptimizer
+from ..optim.buckets import Domain
+from ..optim.corrections import Corrections
+from ..optim.sharded import ShardedOptimizer
+from ..schedules import windows
+from ..schedules.lower import (
+    LOAD,
+    POST_ACTIVATION,
+    POST_GRADIENT,
+    RUN_BACKWARD,
+    RUN_FORWARD,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    WAIT_ACTIVATION,
+    WAIT_GRADIENT,
+)
+from ..schedules.schedule import BACKWARD, FORWARD, Schedule
+from .ahead import Ahead
+from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
+from .later import LaterTensor
+from .lifetime import current
+from .mirrors import Mirrors
+from .scheduling import Here
+from .transport import Transport
+from .watch import EVERYONE, WATCH
+
+logger = logging.getLogger("paceline")
+
+_MIRROR = "mirror"
+
+
+class _ByNumber(Sequence[Any]):
+    """What belongs to the micro-batches of the last steps, by their number in the run: step · M + micro-batch.
+
+    As a sequence it is that of the newest step.
+    """
+
+    def __init__(self, num_micro_batches: int, num_steps: int) -> None:
+        self._count, self._num_steps = num_micro_batches, num_steps
+        self._steps: dict[int, Sequence[Any]] = {}
+        self._newest: Sequence[Any] = ()
+
+    def add(self, step: int, values: Sequence[Any]) -> None:
+        self._steps[step] = self._newest = values
+        self._steps.pop(step - self._num_steps, None)
+
+    def __getitem__(self, number: Any) -> Any:
+        step, micro_batch = divmod(number, self._count)
+        return self._steps[step][micro_batch]
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._newest)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This rank in one direction.
+
+    Args:
+        ranks: global rank of each stage.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    transport: Transport
+    at: Here
+    told: dict[str, tuple[str, int | None]]
+
+
+class AsynchronousEngine(CausalLMEngine):
+    """Runs the schedules ``"multidirection"`` and ``"one_direction"`` for a Hugging Face model.
+
+    * ``train_batch`` reads one step ahead, if it gets the same iterator at each step: :meth:`data_state` tells where
+      to go on from.
+    * The loss that it returns waits for the other ranks when somebody looks at it.
+    * ``save_checkpoint``, ``evaluate`` and ``export`` flush first: between an update and the next.
+    """
+
+    transport_order = "free"
+    optimizer: Any
+    stage_id: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        topology = model._grid._topo
+        self._pipes = [list(pipe) for pipe in topology.get_axis_comm_lists("pipe")] or [
+            [rank] for rank in range(dist.get_world_size())
+        ]
+        self._routes = getattr(model, "routes", None) or (tuple(range(model.num_stages)),)
+        section = PacelineConfig.of(kwargs["config_class"]._param_dict)
+        schedule = section.pipeline.schedule
+        equal_parts = schedule is not None and schedule.optimizer_owners == _MIRROR
+        self._mirrors = Mirrors.create(self._pipes, dist.get_rank(), self._routes, equal_parts=equal_parts)
+        self._begun = 0
+        """Steps since the start, or since the last flush."""
+        self._number = 0
+        """Of the next step of this engine: it counts on over flushes and resumes."""
+        self._places: list[_Place] = []
+        self._is_ahead: Ahead | None = None
+        self._last_iterator: Any = None
+        self._last_loss: Tensor | None = None
+        self._works: list[Any] = []
+        super().__init__(*args, **kwargs)
+        self.module.settle = self.flush
+
+    # -- what is made at the start -------------------------------------------------------------------------------
+
+    def _start_scheduling(self) -> None:
+        super()._start_scheduling()
+        self._choice = self.schedule_choice
+        self._stream = self._choice.stream(self.num_stages, self.micro_batches)
+        self._program = windows.StreamProgram(self._stream, self.stage_id)
+        num_steps = self._stream.most_lag + 1
+        self._num_slots = windows.num_slots(self._stream)
+        self._tables: tuple[_ByNumber, _ByNumber] = (
+            _ByNumber(self.micro_batches, num_steps),
+            _ByNumber(self.micro_batches, num_steps),
+        )
+        self._places = [self._place(direction) for direction in range(len(self._routes))]
+        self._chunk = 0
+        ends = sorted({route[end] for route in self._routes for end in (0, -1)})
+        self._readers = {device: number for number, device in enumerate(ends)}
+        self._device_number = self.stage_id
+        if len(self._routes) > 1:
+            # Devices that hold the same stages would draw the same dropout for different micro-batches.
+            torch.manual_seed(torch.initial_seed() + self._device_number)
+        self._runs = {kind: getattr(self, name) for kind, name in self._METHODS.items()}
+
+    def _place(self, direction: int) -> _Place:
+        """Collective: each direction has process groups of its own."""
+        route = self._routes[direction]
+        stage = route.index(self.stage_id)
+        ranks = next(tuple(pipe[device] for device in route) for pipe in self._pipes if self.global_rank in pipe)
+        if direction == 0:
+            transport = self.transport
+        else:
+            transport = Transport(
+                [[pipe[device] for device in route] for pipe in self._pipes],
+                self.global_rank,
+                order=self.transport.order,
+                device=torch.device(self.device),
+                staging=self.transport.staging,
+                activation_shapes=self._activation_shapes,
+                failed=self.transport.failed,
+            )
+
+        def neighbour(verb: str, other: int) -> tuple[str, int | None]:
+            return f"{verb} stage {other}", ranks[other] if 0 <= other < len(ranks) else None
+
+        told: dict[str, tuple[str, int | None]] = {
+            LOAD: ("loading a micro-batch", None),
+            RUN_FORWARD: ("computing forward", None),
+            RUN_BACKWARD: ("computing backward", None),
+            SEND_ACTIVATION: neighbour("sending activations to", stage + 1),
+            POST_ACTIVATION: neighbour("preparing to receive activations from", stage - 1),
+            WAIT_ACTIVATION: neighbour("receiving activations from", stage - 1),
+            SEND_GRADIENT: neighbour("sending gradients to", stage - 1),
+            POST_GRADIENT: neighbour("preparing to receive gradients from", stage + 1),
+            WAIT_GRADIENT: neighbour("receiving gradients from", stage + 1),
+        }
+        return _Place(stage, ranks, transport, Here(**dict[str, Any](transport.lanes())), told)
+
+    def _enter(self, chunk: int) -> None:
+        """From here on this rank is the stage that it has in direction ``chunk``."""
+        place = self._places[chunk]
+        self._chunk = chunk
+        self.stage_id, self.prev_stage, self.next_stage = place.stage, place.stage - 1, place.stage + 1
+        self._at = place.at
+        if len(self._places) > 1:
+            self.module.current = chunk
+
+    def rank_of_stage(self, stage: int) -> int:
+        return self._places[self._chunk].ranks[stage] if self._places else super().rank_of_stage(stage)
+
+    @property
+    def schedule(self) -> Schedule:
+        """A step that is flushed."""
+        if self._schedule is None:
+            name = f"{self._choice.type} staleness=0" if not self._choice.is_asynchronous else self._choice.type
+            self._schedule = replace(self._stream.unrolled(1), name=name)
+        return self._schedule
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        raise ValueError(
+            f"the schedule {schedule.name!r} cannot run here: this engine was made for {self._choice.type!r}; make "
+            "another engine, with the last checkpoint."
+        )
+
+    def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
+        if list(parts) == [int(part) for part in self.module.parts]:
+            return None
+        raise ValueError(
+            f"layers cannot move to {list(parts)} while the schedule is {self._choice.type!r}: save a checkpoint, and "
+            "load it into a pipeline with the other partition."
+        )
+
+    # -- the optimizer -------------------------------------------------------------------------------------------
+
+    def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+        basic = super()._make_basic_optimizer(client_optimizer, parameters)
+        names, _, _ = self._placement()
+        order = {parameter: number for number, parameter in enumerate(names)}
+        for group in basic.param_groups:  # the same on all ranks that hold the same
+            group["params"] = sorted(group["params"], key=lambda p: order.get(p, len(order)))
+        return basic
+
+    def _placement(self) -> Any:
+        """By stage: every rank of a mirror group has its stages in another order."""
+        names, counts, apart = super()._placement()
+        stages = self._stage_of
+        ordered = dict(sorted(names.items(), key=lambda item: (stages[item[0]], item[1])))
+        return ordered, counts, apart
+
+    @property
+    def _stage_of(self) -> dict[nn.Parameter, int]:
+        """The stage of each parameter here; of a weight that two share, the first."""
+        module = self.module
+        stages = zip(module.held, module.stages, strict=True) if len(self._routes) > 1 else ((module.stage_id, module),)
+        found: dict[nn.Parameter, int] = {}
+        for number, stage in sorted(stages, key=lambda pair: -pair[0]):
+            found.update(dict.fromkeys(stage.parameters(), number))
+        return found
+
+    def _make_sharded(self, basic: torch.optim.Optimizer, names: Any, **options: Any) -> ShardedOptimizer:
+        stages, mirrors = self._stage_of, self._mirrors
+
+        def domain(parameter: nn.Parameter) -> Domain:
+            return mirrors.domain(stages[parameter])
+
+        own = {
+            **options,
+            "group": mirrors.group,
+            "model_group": mirrors.model_group,
+            "domain": domain,
+            "shard": len(self._routes) > 1 or options["shard"],
+        }
+        choice, _ = resolve_schedule(
+            PacelineConfig.of(self._config._param_dict),
+            self.module.num_stages,
+            self.gradient_accumulation_steps(),
+            micro_batch_size=self.train_micro_batch_size_per_gpu(),
+        )
+        if not choice.is_asynchronous:
+            return ShardedOptimizer(basic, names, **own)
+        ties = self.module.get_tied_weights_and_groups() if self.module.num_stages > 1 else []
+        return AsynchronousOptimizer(
+            basic,
+            names,
+            **own,
+            ties=[(weight, group) for weight, group in ties if weight.requires_grad],
+            corrections=Corrections(choice.warm_in_steps or 0, choice.correction),
+        )
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """As :meth:`PacelineEngine.train_batch`; without a flush the update of this step comes with the next ones.
+
+        Returns:
+            The step's loss, a scalar tensor, on every rank. To look at it waits for the other ranks' step.
+
+        Raises:
+            StopIteration: the iterator has less than a step left.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients: call it outside of torch.no_grad().")
+        WATCH.step = self.global_steps
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._check_whole()
+        self.module.train()
+        self.total_loss = None
+        with self._naming_lost_peers(), self._recorded():
+            self._begin_step()
+            with self._half_way("it was interrupted"):
+                self._run_ops(self._program.step(self._begun))
+                self._begun += 1
+                if self._choice.is_asynchronous:
+                    self._count_step()
+                else:
+                    self._drain()
+                    self._enter(0)
+                    self._exec_reduce_tied_grads()
+                    self._exec_reduce_grads()
+                    self._exec_optimizer_step()
+        loss = self._loss_of_step()
+        self._tell_monitor(loss)
+        WATCH.idle()
+        return loss
+
+    def _begin_step(self) -> None:
+        ahead, self._is_ahead = self._is_ahead, None
+        WATCH.doing("agreeing on the step", EVERYONE)
+        if ahead is None:
+            ahead = self._read_ahead()
+            agreed = ahead.agreed(self._header_shape)
+        else:
+            agreed = ahead.agreed(self._header_shape)
+            if agreed.failed and agreed.ended:  # there may be a new iterator
+                ahead = self._read_ahead()
+                agreed = ahead.agreed(self._header_shape)
+            elif ahead.iterator is not self.data_iterator and self.reads_data:
+                logger.warning(
+                    "train_batch got another iterator at step %d: this step was read ahead from the old one, the new "
+                    "one is read from the next step on",
+                    self.global_steps,
+                )
+        self.is_stopping = agreed.stops
+        tables, failed, error = agreed.tables, agreed.failed, ahead.error
+        if not failed and bool((tables != tables[:, :1]).any()):
+            failed = True
+            error = ValueError(
+                f"ranks that read the same data see different ones at step {self.global_steps}: give the first and the "
+                "last stage of every direction the same iterator (same files, seed and data-parallel rank)."
+            )
+        if failed:
+            with self._told_once():
+                self.control.raise_shared(error, f"beginning step {self.global_steps}")
+        of_replicas = [shapes_in(table) for table in tables[:, 0]]
+        shapes, loaded = self._tables
+        shapes.add(self._number, of_replicas[self.grid.data_parallel_id])
+        loaded.add(self._number, ahead.loaded)
+        self._shapes, self._loaded = shapes, loaded  # type: ignore[assignment]
+        everything = [shape for row in of_replicas for shape in row]
+        self._step_label_tokens = sum(shape.label_tokens for shape in everything)
+        self.step_tokens = sum(shape.tokens for shape in everything)
+        if self._choice.is_asynchronous and not agreed.is_new:
+            self._is_ahead = self._read_ahead()
+
+    def _read_ahead(self) -> Ahead:
+        reader = self._readers.get(self._device_number)
+        last, self._last_iterator = self._last_iterator, self.data_iterator
+        return Ahead.begin(
+            self.data_iterator,
+            partial(self._read_step, self.micro_batches, trains=True, partial=False),
+            place=None if reader is None else (self.grid.data_parallel_id, reader),
+            shape=self._header_shape,
+            is_new=self.data_iterator is not last,
+            stops=current().requested,
+            group=self.control.world,
+        )
+
+    @property
+    def _header_shape(self) -> tuple[int, int, int]:
+        return self.dp_world_size, len(self._readers), 1 + self.micro_batches * COLUMNS
+
+    @property
+    def _loads(self) -> bool:
+        """Who evaluates reads on the ends of direction 0, who trains on those of all."""
+        return self.reads_data if self.module.training else super()._loads
+
+    @property
+    def reads_data(self) -> bool:
+        return self._device_number in self._readers
+
+    def data_state(self, iterator: Any) -> Any:
+        ahead = self._is_ahead
+        return iterator.state_dict() if ahead is None or ahead.iterator is not iterator else ahead.state
+
+    def _run_ops(self, ops: Iterable[windows.StreamOp]) -> None:
+        """One window, of the step :attr:`_number`, which it ends."""
+        self._reserve_pipe_buffers(self._num_slots)
+        self.fwd_outputs: list[Tensor] = []
+        self._gradients_are_there = False
+        clock, recorder, doing = self.clock, self.recorder, WATCH.doing
+        step, count = self._number, self.micro_batches
+        try:
+            for kind, micro_batch, chunk, lag in ops:
+                if kind == windows.APPLY:
+                    self._apply()
+                    continue
+                if chunk != self._chunk:
+                    self._enter(chunk)
+                if kind == windows.CLOSE:
+                    self._close()
+                    continue
+                place = self._places[chunk]
+                doing(*place.told[kind])
+                number = (step - lag) * count + micro_batch
+                run = self._runs[kind]
+                if kind not in _TIMED:
+                    run(number % self._num_slots, number)
+                    continue
+                start = clock.now()
+                run(number % self._num_slots, number)
+                end = clock.now()
+                clock.add_compute(start, end)
+                recorder.add(_TIMED[kind], micro_batch, start, end)
+        finally:
+            self._enter(0)
+        self._number += 1
+
+    def _drain(self) -> None:
+        """What is left of the steps that have begun; afterwards all have ended."""
+        if self._begun:
+            self._number -= 1  # it is that of the last step
+            self._run_ops(self._program.drain(self._begun))
+            self._begun = 0
+
+    def flush(self) -> None:
+        """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""
+        if not self._begun or self._broken is not None:
+            return
+        WATCH.step = self.global_steps
+        with self._naming_lost_peers(), self._half_way("a flush was interrupted"):
+            self._drain()
+        WATCH.idle()
+
+    @contextmanager
+    def _counting_backwards(self, overlaps: bool = True) -> Iterator[None]:
+        yield  # the stream says which one is the last
+
+    def _close(self) -> None:
+        """The last backward of a step through the stage that computes has run."""
+        if not self._choice.is_asynchronous:
+            return
+        self.optimizer.close(self._places[self._chunk].stage)
+        self._closed += 1
+        if self._closed == len(self._places):
+            self._closed = 0
+            self.optimizer.finish_step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+
+    _closed = 0
+
+    def _apply(self) -> None:
+        if not self._choice.is_asynchronous:
+            return
+        WATCH.doing("waiting for an update", EVERYONE)
+        start = time.perf_counter()
+        self.optimizer.apply()
+        self.recorder.add("step", -1, start, time.perf_counter())
+        self._global_grad_norm = self.optimizer._global_grad_norm
+        self._gradients_are_there = False
+        self._step_applied = not self.optimizer.overflow
+        self.skipped_steps += int(self.optimizer.overflow)
+
+    def _count_step(self) -> None:
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def _loss_of_step(self) -> Tensor:
+        """The sum of all micro-batches' shares, of all directions and replicas, on every rank."""
+        total = torch.zeros((), dtype=torch.float64)
+        if self.total_loss is not None:
+            total += self.total_loss.cpu()
+        work = dist.all_reduce(total, group=self.control.world, async_op=True)
+        self._works = [other for other in self._works if not other.is_completed()] + [work]
+        self.agg_train_loss = LaterTensor.of(total, work.wait)
+        return self.agg_train_loss
+
+    def _tell_monitor(self, loss: Tensor) -> None:
+        """The loss of the step before: that of this one is still under way."""
+        last, self._last_loss = self._last_loss, loss
+        if self.global_rank == 0 and self.monitor.enabled and last is not None:
+            events = [("Train/Samples/train_loss", last.item(), self.global_samples - self.train_batch_size())]
+            events.append(("Train/Samples/lr", self.get_lr()[0], self.global_samples))
+            self.monitor.write_events(events)
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        self.flush()
+        return super().evaluate(batches)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self.flush()
+        return super().eval_batch(*args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        self.flush()
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self.flush()
+        if self._is_ahead is not None:
+            self._is_ahead.work.wait()
+            self._is_ahead = None  # data of before
+        return super().load_checkpoint(*args, **kwargs)
+
+    def destroy(self) -> None:
+        super().destroy()
+        for place in self._places[1:]:
+            place.transport.close()
+        if isinstance(self.optimizer, AsynchronousOptimizer):
+            self.optimizer.stop()
+
+    @property
+    def replica(self) -> int:
+        return self._mirrors.ranks.index(self.global_rank)
+
+    def _shape(self) -> dict[str, Any]:
+        return {**super()._shape(), "directions": len(self._routes)}
+
+    _METHODS: ClassVar = {
+        LOAD: "_exec_load_micro_batch",
+        POST_ACTIVATION: "_exec_post_activations",
+        WAIT_ACTIVATION: "_exec_recv_activations",
+        RUN_FORWARD: "_exec_forward_pass",
+        SEND_ACTIVATION: "_exec_send_activations",
+        POST_GRADIENT: "_exec_post_grads",
+        WAIT_GRADIENT: "_exec_recv_grads",
+        RUN_BACKWARD: "_exec_backward_pass",
+        SEND_GRADIENT: "_exec_send_grads",
+    }
+
+
+_TIMED = {RUN_FORWARD: FORWARD, RUN_BACKWARD: BACKWARD}

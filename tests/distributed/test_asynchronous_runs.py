@@ -1,0 +1,238 @@
+"""Runs of asynchronous pipelines: saved, resumed, reshaped, evaluated, exported; what they keep; loops of all kinds."""
+
+from __future__ import annotations
+
+import os
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from ranks import RankError, run_ranks
+
+MULTI = {"type": "multidirection"}
+ONE = {"type": "one_direction"}
+BEFORE, AFTER = 4, 5
+
+
+def make(schedule: Any, stages: int = 4, dtype: str = "fp32", model: str = "llama", **changes: Any) -> Any:
+    import paceline
+
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    section = {"stages": stages, "partition": "uniform", "schedule": schedule}
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES // replicas,
+        gradient_clipping=0.5,
+        bf16={"enabled": dtype == "bf16"},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-3}},
+        paceline={"pipeline": section},
+    )
+    engine, *_ = paceline.initialize(model=model_config(model, **changes), config=config)
+    return engine
+
+
+def steps(engine: Any, first: int, count: int) -> list[float]:
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    losses = [engine.train_batch(iter(step_batches(step)[replica::replicas])) for step in range(first, first + count)]
+    return [loss.item() for loss in losses]
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Of this rank's stages, by Hugging Face's names."""
+    return {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def merged(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All ranks' weights, each of which all that have it have alike."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for name, tensor in rank.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name} differs between ranks"
+    return found
+
+
+# -- resume --------------------------------------------------------------------------------------------------------
+
+
+def saves_and_goes_on(root: str, schedule: Any, dtype: str) -> Any:
+    engine = make(schedule, dtype=dtype, model="gpt2", **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.1))
+    steps(engine, 0, BEFORE)
+    engine.save_checkpoint(root)
+    losses = steps(engine, BEFORE, AFTER)
+    engine.flush()
+    return losses, engine.get_lr(), weights(engine)
+
+
+def resumes(root: str, schedule: Any, dtype: str) -> Any:
+    engine = make(schedule, dtype=dtype, model="gpt2", **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.1))
+    torch.rand(3)  # wherever the generators are
+    engine.load_checkpoint(root)
+    assert engine.global_steps == BEFORE
+    losses = steps(engine, BEFORE, AFTER)
+    engine.flush()
+    return losses, engine.get_lr(), weights(engine)
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), [(MULTI, "fp32"), (MULTI, "bf16"), (ONE, "fp32")])
+def test_resume_is_bitwise(schedule: Any, dtype: str, tmp_path: Path) -> None:
+    """With dropout and a rising learning rate: the boundary is an update, no gradient is lost or counted twice."""
+    wanted = run_ranks(saves_and_goes_on, 4, str(tmp_path), schedule, dtype)
+    found = run_ranks(resumes, 4, str(tmp_path), schedule, dtype)
+    merged([rank[2] for rank in wanted])
+    for (losses, rates, tensors), (other_losses, other_rates, other_tensors) in zip(wanted, found, strict=True):
+        assert losses == other_losses
+        assert rates == other_rates
+        assert all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
+
+
+def saved_by(root: str, schedule: Any, stages: int) -> dict[str, torch.Tensor]:
+    engine = make(schedule, stages)
+    steps(engine, 0, BEFORE)
+    engine.save_checkpoint(root, tag="saved")
+    engine.save_checkpoint(root, tag="again")
+    return weights(engine)
+
+
+def loaded_by(root: str, schedule: Any, stages: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine = make(schedule, stages)
+    engine.load_checkpoint(root, tag="saved")
+    held = weights(engine)
+    return held, steps(engine, BEFORE, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((MULTI, 4, 4), ("1f1b", 2, 4)), (("1f1b", 2, 2), (MULTI, 4, 4)), ((MULTI, 2, 4), (ONE, 4, 4))],
+)
+def test_checkpoints_fit_every_shape(before: Any, after: Any, tmp_path: Path) -> None:
+    """(schedule, stages, ranks); tied embeddings."""
+    wanted = merged(run_ranks(saved_by, before[2], str(tmp_path), *before[:2]))
+    found = run_ranks(loaded_by, after[2], str(tmp_path), *after[:2])
+    held = merged([rank for rank, _ in found])
+    assert {n for n in held if not n.endswith("@copy")} == {n for n in wanted if not n.endswith("@copy")}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in held.items() if name in wanted)
+    assert all(losses == found[0][1] for _, losses in found)
+
+
+# -- evaluation, export --------------------------------------------------------------------------------------------
+
+
+def evaluated_and_exported(root: str, schedule: Any) -> Any:
+    from paceline.runtime.export import export
+
+    engine = make(schedule)
+    steps(engine, 0, 3)
+    export(engine.module, f"{root}/model", engine.control)
+    evaluation = engine.evaluate(step_batches(50)[:5])
+    after = engine.evaluate(step_batches(50)[:5])
+    assert after == evaluation
+    steps(engine, 3, 1)
+    return evaluation, weights(engine)
+
+
+@pytest.mark.parametrize("schedule", [MULTI, ONE], ids=["multidirection", "one_direction"])
+def test_the_exported_model_has_all_updates(schedule: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    evaluation, _ = run_ranks(evaluated_and_exported, 4, str(tmp_path), schedule)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    total = tokens = 0
+    with torch.no_grad():
+        for batch in step_batches(50)[:5]:
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            if count:
+                total += float(model(**batch, num_items_in_batch=1).loss)
+                tokens += count
+    assert evaluation["eval_tokens"] == tokens
+    assert evaluation["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+# -- what ranks keep -----------------------------------------------------------------------------------------------
+
+
+def bytes_kept(owners: str) -> dict[str, float]:
+    engine = make({**MULTI, "optimizer_owners": owners}, tie_word_embeddings=False)
+    steps(engine, 0, 2)
+    engine.flush()
+    states = sum(t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim())
+    return {"states": states, "held": sum(p.numel() * p.element_size() for p in engine.module.parameters())}
+
+
+@pytest.mark.parametrize("owners", ["direction", "mirror"])
+def test_each_rank_keeps_one_stages_states(owners: str) -> None:
+    """Of the P = 2 stages that it holds: half of Adam's two moments of them, on the average of a mirror group."""
+    kept = run_ranks(bytes_kept, 4, owners)
+    for group in ((0, 3), (1, 2)):
+        states, held = (sum(kept[rank][what] for rank in group) for what in ("states", "held"))
+        assert states == 2 * held / 2
+    if owners == "mirror":
+        for one, other in ((0, 3), (1, 2)):
+            assert kept[one]["states"] == pytest.approx(kept[other]["states"], rel=0.05)
+
+
+# -- loops ---------------------------------------------------------------------------------------------------------
+
+
+def loops(kind: str) -> list[float]:
+    """The same data: an iterator a step, one for all steps, only where it is read, a new one when the last ended."""
+    engine = make(MULTI)
+    num_steps = 5
+    reads = engine.reads_data
+    if kind == "each":
+        return steps(engine, 0, num_steps)
+    if kind == "some ranks":
+        given = [iter(step_batches(step)) if reads else None for step in range(num_steps)]
+    elif kind == "epochs":
+        epochs = [chain(step_batches(0), step_batches(1), step_batches(2)), chain(step_batches(3), step_batches(4))]
+        given = [epochs[0]] * 3 + [epochs[1]] * 2
+    else:
+        given = [chain.from_iterable(map(step_batches, range(num_steps)))] * num_steps
+    losses = [engine.train_batch(data) for data in given]
+    found = [loss.item() for loss in losses]
+    with pytest.raises(StopIteration):
+        engine.train_batch(given[-1])
+    engine.flush()
+    return found
+
+
+def test_loops_of_all_kinds_train_on_the_same() -> None:
+    found = [run_ranks(loops, 4, kind) for kind in ("each", "one", "some ranks", "epochs")]
+    assert all(losses == found[0][0] for ranks in found for losses in ranks)
+
+
+def reads_bad_data() -> None:
+    engine = make(MULTI)
+    batches = [batch for step in range(4) for batch in step_batches(step)]
+    batches[3 * MICRO_BATCHES + 2] = {"input_ids": torch.full((2, 16), 1000), "labels": torch.zeros(2, 16).long()}
+    data = iter(batches)
+    for _ in range(3):
+        engine.train_batch(data)
+    engine.train_batch(data)
+
+
+def test_bad_data_stops_all_at_its_step() -> None:
+    with pytest.raises(RankError, match="token id 1000, the model's vocabulary is 0 to 96"):
+        run_ranks(reads_bad_data, 4)
+
+
+def changes_what_is_fixed(what: str) -> str:
+    engine = make(MULTI)
+    try:
+        if what == "partition":
+            engine.repartition([0, 1, 2, 3, 6])
+        else:
+            from paceline.schedules import families
+
+            engine.set_schedule(families.one_f_one_b(4, MICRO_BATCHES))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["partition", "schedule"])
+def test_what_cannot_change_is_refused(what: str) -> None:
+    messages = run_ranks(changes_what_is_fixed, 4, what)
+    assert all("multidirection" in message for message in messages)

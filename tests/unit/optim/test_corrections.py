@@ -1,0 +1,193 @@
+"""Corrections of late gradients against their formulas, and their memory through a checkpoint by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.optim.asynchronous import AsynchronousOptimizer
+from paceline.optim.corrections import ERROR_FEEDBACK, NESTEROV, Corrections
+from paceline.runtime.state import parts_of, place
+
+STEPS = 6
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.99)),
+    "adam for each": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.99), foreach=True),
+    "adam fused": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.99), fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.7),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+MU = {"adam": 0.8, "adam for each": 0.8, "adam fused": 0.8, "momentum": 0.7}
+
+
+def gradients(step: int) -> list[Tensor | None]:
+    """Of a matrix and a vector; the vector has none in the first step, and none in the fourth."""
+    generator = torch.Generator().manual_seed(step)
+    both = [torch.randn(3, 2, generator=generator), torch.randn(4, generator=generator)]
+    return [both[0], None if step in (0, 3) else both[1]]
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4))]
+
+
+def corrected(name: str, corrections: Corrections, steps: int = STEPS) -> list[nn.Parameter]:
+    trained = parameters()
+    optimizer = OPTIMIZERS[name](trained)
+    for step in range(steps):
+        for parameter, gradient in zip(trained, gradients(step), strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        corrections.step(optimizer)
+    return trained
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_is_corrected_unless_asked_for(name: str) -> None:
+    trained = parameters()
+    optimizer = OPTIMIZERS[name](trained)
+    for step in range(STEPS):
+        for parameter, gradient in zip(trained, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    for parameter, wanted in zip(corrected(name, Corrections()), trained, strict=True):
+        assert torch.equal(parameter, wanted)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nesterov_extrapolates_the_gradient(name: str) -> None:
+    trained = parameters()
+    optimizer = OPTIMIZERS[name](trained)
+    previous: list[Tensor | None] = [None, None]
+    for step in range(STEPS):
+        for number, gradient in enumerate(gradients(step)):
+            trained[number].grad = gradient
+            if gradient is None:
+                continue
+            last = previous[number]
+            if last is not None:
+                trained[number].grad = gradient + MU.get(name, 0.9) * (gradient - last)
+            previous[number] = gradient
+        optimizer.step()
+    for parameter, wanted in zip(corrected(name, Corrections(correction=NESTEROV)), trained, strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_error_feedback_adds_what_the_change_has_changed(name: str) -> None:
+    trained = parameters()
+    optimizer = OPTIMIZERS[name](trained)
+    previous: list[Tensor | None] = [None, None]
+    for step in range(STEPS):
+        before = [parameter.detach().clone() for parameter in trained]
+        for parameter, gradient in zip(trained, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        for number, parameter in enumerate(trained):
+            if parameter.grad is None:
+                continue
+            change, last = parameter.detach() - before[number], previous[number]
+            if last is not None:
+                parameter.data = before[number] + 2 * change - last
+            previous[number] = change
+    for parameter, wanted in zip(corrected(name, Corrections(correction=ERROR_FEEDBACK)), trained, strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_warm_in_raises_the_learning_rate(name: str) -> None:
+    trained = parameters()
+    optimizer = OPTIMIZERS[name](trained)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (step + 1) / 4)
+        for parameter, gradient in zip(trained, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    for parameter, wanted in zip(corrected(name, Corrections(warm_in_steps=4)), trained, strict=True):
+        assert torch.equal(parameter, wanted)
+
+
+def test_learning_rates_stay_as_they_are() -> None:
+    (trained,) = parameters()[:1]
+    optimizer = torch.optim.SGD([trained], lr=0.3)
+    trained.grad = torch.ones_like(trained)
+    Corrections(warm_in_steps=10).step(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+class Saved:
+    """State by name, as :func:`paceline.runtime.state.place` reads it."""
+
+    def __init__(self, optimizer: AsynchronousOptimizer) -> None:
+        self.parts = {
+            owned.name: {kind: tensor.clone() for kind, tensor in parts_of(optimizer, owned).items()}
+            for owned in optimizer.owned
+        }
+
+    def kinds(self, name: str) -> list[str]:
+        return list(self.parts.get(name, ()))
+
+    def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]:
+        return tuple(self.parts[name][kind or "master"].shape)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        tensor = self.parts[name][kind]
+        return tensor[start:stop].clone() if tensor.dim() else tensor.clone()
+
+
+class Pair(nn.Module):
+    num_stages = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("correction", [NESTEROV, ERROR_FEEDBACK])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_memory_goes_along_with_a_checkpoint(name: str, correction: str) -> None:
+    def make() -> tuple[Pair, AsynchronousOptimizer]:
+        module = Pair()
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        corrections = Corrections(warm_in_steps=5, correction=correction)
+        return module, AsynchronousOptimizer(OPTIMIZERS[name](names), names, corrections=corrections)
+
+    def train(module: Pair, optimizer: AsynchronousOptimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            module.second(module.first(x)).square().mean().backward()
+            optimizer.close(0)
+            optimizer.finish_step()
+            optimizer.apply()
+
+    module, optimizer = make()
+    train(module, optimizer, 0, 3)
+    other, resumed = make()
+    place(other, resumed, Saved(optimizer))
+    resumed.publish()
+    train(module, optimizer, 3, 6)
+    train(other, resumed, 3, 6)
+    for wanted, found in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(wanted, found)
+    optimizer.stop()
+    resumed.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warm_in_steps": -1}, "warm_in_steps is -1: it is a number of updates, give 0 or more"),
+        ({"correction": "nestorov"}, "correction is 'nestorov': choose one of nesterov, error_feedback, or null"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Corrections(**options)

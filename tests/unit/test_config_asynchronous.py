@@ -1,0 +1,329 @@
+"""The types of schedule whose steps may run into each other: what they are resolved to, and what they refuse."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import ScheduleChoice, check_features, resolve, resolve_schedule
+from paceline.config.section import PacelineConfig, show
+from paceline.schedules import asynchronous
+
+LAYERS = 40
+
+
+def resolved(schedule, world_size=4, num_layers=LAYERS, pipeline=None, moe=None, state_bytes=None, **config):
+    section = {"pipeline": {"schedule": schedule, **(pipeline or {})}} | ({} if moe is None else {"moe": moe})
+    return resolve(
+        {"paceline": section, **config},
+        world_size=world_size,
+        num_layers=num_layers,
+        num_items=num_layers + 2,
+        state_bytes=state_bytes,
+        device_bytes=None if state_bytes is None else 10**9,
+        cpu=False,
+    )
+
+
+def refused(message, *args, **config):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        resolved(*args, **config)
+
+
+def test_everything_left_out():
+    got = resolved("multidirection")
+    assert (got.stages, got.data_parallel, got.micro_batch_size, got.micro_batches) == (4, 1, 1, 8)
+    assert got.schedule == ScheduleChoice("multidirection", staleness=1, optimizer_owners="direction", warm_in_steps=0)
+    told = {path: choice.value for path, choice in got.chosen.items()}
+    assert told == {
+        "paceline.pipeline.stages": 4,
+        "paceline.pipeline.partition": "parameters",
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8,
+        "train_batch_size": 8,
+        "paceline.pipeline.schedule.staleness": 1,
+        "paceline.pipeline.schedule.optimizer_owners": "direction",
+        "paceline.pipeline.schedule.warm_in_steps": 0,
+        "zero_optimization.stage": 1,
+    }
+    assert all(choice.why for choice in got.chosen.values())
+    assert got.schedule.to_dict() == {
+        "type": "multidirection",
+        "staleness": 1,
+        "optimizer_owners": "direction",
+        "warm_in_steps": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_asynchronous", "has_directions"),
+    [
+        ("multidirection", True, True),
+        ({"type": "multidirection", "staleness": 0}, False, True),
+        ("one_direction", True, False),
+        ("1f1b", False, False),
+        ("adaptive", False, False),
+        (None, False, False),
+    ],
+)
+def test_what_kind_it_is(schedule, is_asynchronous, has_directions):
+    choice = resolved(schedule).schedule
+    assert (choice.is_asynchronous, choice.has_directions) == (is_asynchronous, has_directions)
+
+
+@pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
+def test_stream(kind):
+    """A run begins with one step of the stream, flushed."""
+    choice = resolved(kind, pipeline={"stages": 4}).schedule
+    stream = choice.stream(4, 8)
+    assert stream == asynchronous.make(kind, 4, 8)
+    first = choice.first(4, 8)
+    assert first == stream.unrolled(1)
+    assert (first.num_micro_batches, first.num_ranks) == (8, 4)
+
+
+def test_no_stream_with_a_flush():
+    with pytest.raises(AssertionError, match="gpipe is flushed"):
+        ScheduleChoice("gpipe").stream(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_layers", "want"),
+    [(2, 9, 2), (4, 9, 4), (6, 9, 2), (8, 9, 8), (8, 7, 4), (12, 40, 12), (24, 40, 24), (64, 40, 32), (80, 40, 20)],
+)
+def test_chosen_stages(world_size, num_layers, want):
+    got = resolved("multidirection", world_size, num_layers)
+    assert (got.stages, got.data_parallel) == (want, world_size // want)
+    assert got.chosen["paceline.pipeline.stages"].why == (
+        f"the most for {world_size} ranks and {num_layers} decoder layers: the more, the less they idle, with half the "
+        "model on each"
+    )
+    assert resolved("multidirection", world_size, num_layers, state_bytes=10**12).stages == want
+
+
+@given(st.integers(1, 96), st.integers(1, 64))
+def test_chosen_stages_are_the_most_with_an_order(world_size, num_layers):
+    allowed = [2, *range(4, 33, 4)]
+    usable = [s for s in allowed if world_size % s == 0 and s <= num_layers]
+    if usable:
+        assert resolved("multidirection", world_size, num_layers).stages == max(usable)
+    else:
+        refused(
+            'paceline.pipeline.schedule.type is "multidirection": it needs 2 stages, or a multiple of 4 up to 32, that '
+            f"divide the ranks and have a layer each, and {world_size} ranks and {num_layers} decoder layers allow "
+            "none; start another number of ranks, or take another schedule.",
+            "multidirection",
+            world_size,
+            num_layers,
+        )
+
+
+NO_ORDER = (
+    'and paceline.pipeline.schedule.type "multidirection": 6 devices have no multi-direction order (two directions '
+    "would need the same device at the same moment, or leave it idle): take 2 or a multiple of 4 up to 32, such as 4 "
+    "or 8. Here"
+)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pipeline", "message"),
+    [
+        (
+            12,
+            {"stages": 6},
+            f"paceline.pipeline.stages is 6 {NO_ORDER} 12 ranks and 40 decoder layers allow [2, 4, 12].",
+        ),
+        (
+            6,
+            {"partition": [0, 3, 6, 8, 10, 11, 42]},
+            f"paceline.pipeline.partition has 7 boundaries {NO_ORDER} 6 ranks and 40 decoder layers allow [2].",
+        ),
+        (
+            12,
+            {"stages": 8},
+            "paceline.pipeline.stages is 8 and there are 12 ranks: stages must divide the ranks; write one of "
+            "[2, 4, 12], or start another number of ranks.",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit(world_size, pipeline, message):
+    refused(message, "multidirection", world_size, pipeline=pipeline)
+
+
+def test_stages_of_a_module_of_ones_own():
+    """Its engine knows them, and no JSON says them."""
+    section = PacelineConfig.of({"paceline": {"pipeline": {"schedule": "multidirection"}}})
+    with pytest.raises(ValueError, match=r".") as error:
+        resolve_schedule(section, 3, 6, micro_batch_size=1)
+    assert str(error.value) == (
+        'paceline.pipeline.schedule.type is "multidirection" for 3 stages: 3 devices have no multi-direction order '
+        "(two directions would need the same device at the same moment, or leave it idle): take 2 or a multiple of 4 "
+        "up to 32, such as 2 or 4."
+    )
+
+
+def test_one_direction_has_any_stages_and_micro_batches():
+    got = resolved("one_direction", 6, pipeline={"stages": 3})
+    assert (got.stages, got.data_parallel, got.micro_batches) == (3, 2, 12)
+    assert resolved("one_direction").stages == 2
+    for count in (1, 5):
+        got = resolved("one_direction", 6, pipeline={"stages": 6}, gradient_accumulation_steps=count)
+        assert got.micro_batches == count
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 6},
+            'gradient_accumulation_steps is 6 and paceline.pipeline.schedule.type "multidirection": 6 micro-batches a '
+            "step do not fill rounds of 4, one a device: take 4 or 8.",
+        ),
+        (
+            {"gradient_accumulation_steps": 1, "train_batch_size": 6},
+            'gradient_accumulation_steps is 1 and paceline.pipeline.schedule.type "multidirection": 1 micro-batches a '
+            "step do not fill rounds of 4, one a device: take 4.",
+        ),
+        (
+            {"train_batch_size": 12},
+            "train_batch_size is 12: it must be a multiple of 8 (data parallel 2 x 4 micro-batches of a round); write "
+            "16, or leave it out.",
+        ),
+        (
+            {"train_batch_size": 36, "train_micro_batch_size_per_gpu": 3},
+            "train_batch_size is 36: it must be a multiple of 24 (micro-batch 3 x data parallel 2 x 4 micro-batches of "
+            "a round); write 48, or leave it out.",
+        ),
+    ],
+)
+def test_micro_batches_that_do_not_fit(batches, message):
+    refused(message, "multidirection", 8, pipeline={"stages": 4}, **batches)
+
+
+SIZES = st.one_of(st.none(), st.integers(1, 40))
+
+
+@given(st.sampled_from([2, 4]), st.sampled_from([1, 2]), SIZES, SIZES, SIZES)
+def test_batch_arithmetic(num_stages, data_parallel, micro, count, train):
+    """Micro-batches fill rounds, what is written stays, and a refusal means that no numbers would do."""
+    written = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": count,
+        "train_batch_size": train,
+    }
+    config = {key: value for key, value in written.items() if value is not None}
+    counts = [count] if count else range(num_stages, (train or num_stages) + 1, num_stages)
+    solutions = [
+        (m, n)
+        for m in ([micro] if micro else range(1, (train or 1) + 1))
+        for n in counts
+        if n % num_stages == 0 and train in (None, m * n * data_parallel)
+    ]
+    world_size, pipeline = num_stages * data_parallel, {"stages": num_stages}
+    if not solutions:
+        with pytest.raises(ValueError, match=r"^(train_batch_size|gradient_accumulation_steps) is \d+[^\n]*\.$"):
+            resolved("multidirection", world_size, pipeline=pipeline, **config)
+        return
+    got = resolved("multidirection", world_size, pipeline=pipeline, **config)
+    assert got.train_batch_size == got.micro_batch_size * got.micro_batches * data_parallel
+    assert (got.micro_batch_size, got.micro_batches) in solutions or train is None
+    assert got.micro_batches % num_stages == 0
+    assert all(got.ds_config[key] == value for key, value in config.items())
+    if count is None and train is None:
+        assert got.micro_batches == 2 * num_stages
+    if (micro, count) == (None, None) and train is not None:
+        assert abs(got.micro_batches - 2 * num_stages) == min(abs(n - 2 * num_stages) for _, n in solutions)
+
+
+EXPERTS = {"enabled": True, "autoep_size": 2}
+
+
+@pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"pipeline": {"partition": "hetero"}},
+            'paceline.pipeline.partition is "hetero" and {type}: with this schedule the devices count as equal and '
+            "layers stay where they are; write boundaries (`paceline partition` computes them), or take another "
+            "schedule.",
+        ),
+        (
+            {"pipeline": {"partition": {"repartition_every": 5}}},
+            "paceline.pipeline.partition.repartition_every is 5 and {type}: with this schedule layers stay where they "
+            "are; write 0, or take another schedule.",
+        ),
+        (
+            {"expert_parallel": EXPERTS, "world_size": 4, "pipeline": {"stages": 2}},
+            "expert_parallel.autoep_size is 2 and {type}: with this schedule every rank has all experts of its stages; "
+            "leave expert_parallel out, or take another schedule.",
+        ),
+        (
+            {"moe": {}},
+            "paceline.moe is there and {type}: with this schedule experts stay where they are; leave moe out, or take "
+            "another schedule.",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}},
+            "zero_optimization.stage is 2: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 only; "
+            "write 1.",
+        ),
+    ],
+)
+def test_what_does_not_go_with_them(kind, config, message):
+    refused(message.replace("{type}", f'paceline.pipeline.schedule.type "{kind}"'), kind, **config)
+    if "zero_optimization" not in config:
+        assert resolved("1f1b", **config).schedule.type == "1f1b"
+
+
+def test_deepspeeds_own_key_is_seen():
+    with pytest.raises(ValueError, match=r'^pipeline\.partition is "hetero" and paceline\.pipeline\.schedule\.type'):
+        check_features({"paceline": {"pipeline": {"schedule": "one_direction"}}, "pipeline": {"partition": "hetero"}})
+
+
+def test_what_goes_with_them():
+    for kind in ("multidirection", "one_direction"):
+        boundaries = {"stages": 2, "partition": {"method": [0, 9, 42], "repartition_every": 0}}
+        got = resolved(kind, pipeline=boundaries, expert_parallel={"enabled": True}, bf16={"enabled": True})
+        assert (got.partition, got.data_parallel) == ([0, 9, 42], 2)
+
+
+def test_loss_scale():
+    refused(
+        'fp16.enabled is true and paceline.pipeline.schedule.type "one_direction": the backwards of two steps overlap, '
+        "so that there is no one loss scale; write bf16 instead, or take another schedule.",
+        "one_direction",
+        fp16={"enabled": True},
+    )
+    assert resolved("one_direction", fp16={"enabled": False}).schedule.type == "one_direction"
+    assert resolved("multidirection", fp16={"enabled": True}).schedule.type == "multidirection"
+
+
+@pytest.mark.parametrize(("key", "value"), [("warm_in_steps", 3), ("correction", "nesterov")])
+def test_nothing_to_make_up_for(key, value):
+    refused(
+        f"paceline.pipeline.schedule.{key} is {show(value)} and staleness 0: it makes up for late gradients and there "
+        "are none; drop it, or write 1 for staleness.",
+        {"type": "multidirection", "staleness": 0, key: value},
+    )
+    choice = resolved({"type": "multidirection", key: value}).schedule
+    assert getattr(choice, key) == value
+
+
+def test_zero_0_is_told_to_be_1():
+    """Several directions share the optimizer states of a stage; one direction does what ZeRO says."""
+    for config in ({}, {"zero_optimization": {"stage": 0}}):
+        got = resolved("multidirection", **config)
+        assert got.chosen["zero_optimization.stage"] == (
+            1,
+            "several directions have optimizer states once among the ranks that hold a stage, with 0 as with 1",
+        )
+        assert got.ds_config.get("zero_optimization") == config.get("zero_optimization")
+    for kind, stages, config in (
+        ("multidirection", 4, {"zero_optimization": {"stage": 1}}),
+        ("multidirection", 2, {}),
+        ("one_direction", 4, {}),
+        ("1f1b", 4, {}),
+    ):
+        assert "zero_optimization.stage" not in resolved(kind, pipeline={"stages": stages}, **config).chosen
