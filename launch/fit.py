@@ -71,7 +71,16 @@ def run(args: argparse.Namespace) -> int:
         sequence_length=length,
         gradient_checkpointing=checkpointing,
     )
-    schedule = resolved.schedule.first(resolved.stages, resolved.micro_batches)
+    choice = resolved.schedule
+    if choice.has_directions:
+        raise ValueError(
+            f"paceline.pipeline.schedule.type is {choice.type!r}: `paceline fit` counts one stage a device, and here are "
+            "several; name another schedule."
+        )
+    schedule = choice.first(resolved.stages, resolved.micro_batches)
+    if choice.is_asynchronous:  # the steady state may keep more alive than a step that is flushed
+        stream = choice.stream(resolved.stages, resolved.micro_batches)
+        schedule = stream.unrolled(stream.most_lag + 1)
     limits = _limits(args, resolved)
     boundaries = _boundaries(config, items, resolved, states, limits, schedule)
     stages = _stages(items, boundaries, states, schedule, limits)

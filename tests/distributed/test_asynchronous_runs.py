@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import signal
+import threading
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from accidents import Ended, Running, accident
+from jobs import MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
 from ranks import RankError, run_ranks
 
 MULTI = {"type": "multidirection"}
@@ -236,3 +243,82 @@ def changes_what_is_fixed(what: str) -> str:
 def test_what_cannot_change_is_refused(what: str) -> None:
     messages = run_ranks(changes_what_is_fixed, 4, what)
     assert all("multidirection" in message for message in messages)
+
+
+# -- the main job --------------------------------------------------------------------------------------------------
+
+
+def job(output: Path, schedule: Any, **changes: Any) -> list[str]:
+    config = output.with_suffix(".json")
+    config.write_text(json.dumps({"paceline": {"pipeline": {"stages": 4, "schedule": schedule}}}))
+    settings = {**TINY, "gradient_accumulation_steps": 4, "save_steps": 3, "eval_strategy": "no", "logging_steps": 1}
+    return flags(**{**settings, "max_steps": 8, "output_dir": output, "deepspeed": config, **changes})
+
+
+def is_killed_after(argv: list[str], steps: int) -> tuple[int, str]:
+    """Rank 1 dies somewhere in the step after that."""
+    if os.environ["RANK"] == "1":
+        metrics = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
+
+        def die() -> None:
+            while not metrics.exists() or f'"step": {steps},' not in metrics.read_text():
+                time.sleep(0.001)
+            time.sleep(random.Random(steps).random() * 0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=die, daemon=True).start()
+    return finetune(argv)
+
+
+def end_of(function: Any, *args: Any) -> Ended:
+    running = Running(function, 4, *args)
+    try:
+        return running.end(100)
+    finally:
+        running.kill()
+
+
+def model_files(output: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(output.glob("model*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("schedule", [MULTI, ONE], ids=["multidirection", "one_direction"])
+def test_a_killed_job_goes_on_as_if_it_had_not_been(schedule: Any, tmp_path: Path) -> None:
+    """From its last checkpoint, which is between two updates: no gradient is lost or counted twice."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for code, errors in run_ranks(finetune, 4, job(whole, schedule)):
+        assert code == 0, errors
+    ended = end_of(is_killed_after, job(parts, schedule), 4)
+    assert ended.codes[1] == -signal.SIGKILL
+    assert not (parts / "model.safetensors").exists()
+    for code, errors in run_ranks(finetune, 4, job(parts, schedule, resume_from_checkpoint="true")):
+        assert code == 0, errors
+    wanted, found = model_files(whole), model_files(parts)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+def loses_a_rank() -> None:
+    from paceline.runtime.lifetime import end_process
+    from paceline.runtime.watch import WATCH
+
+    engine = make(MULTI)
+    data = chain.from_iterable(map(step_batches, range(20)))
+    try:
+        for step in range(20):
+            if step == 3 and engine.global_rank == 2:
+                accident("is killed")
+            engine.train_batch(data)
+    except Exception as error:
+        end_process(WATCH.fail(error).code)
+    end_process(0)
+
+
+def test_a_lost_rank_is_named_once() -> None:
+    ended = end_of(loses_a_rank)
+    assert len(ended.causes) == 1, "\n".join(ended.outputs)
+    assert "rank 2 is gone" in ended.causes[0]
+    assert ended.codes == [1, 1, -9, 1]

@@ -1,7 +1,7 @@
 """The families that torch or DeepSpeed have too give their orders."""
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from paceline.schedules import families
@@ -34,3 +34,16 @@ def test_1f1b_is_that_of_deepspeed(num_stages, num_micro_batches):
         steps = TrainSchedule(num_micro_batches, num_stages, stage).steps()
         theirs = [kinds[type(one)] for instructions in steps for one in instructions if type(one) in kinds]
         assert [action.kind for action in order] == theirs
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 2), (1, 5), (2, 4), (3, 9), (4, 8), (4, 16), (5, 12)])
+def test_dualpipev_is_that_of_deepspeed(num_ranks, num_micro_batches):
+    """Its buffers are numbered phase · M + micro-batch."""
+    kinds = {ForwardPass: "F", BackwardPass: "B"}
+    for rank, order in enumerate(families.dualpipev(num_ranks, num_micro_batches).orders):
+        steps = DualPipeVSchedule(num_micro_batches, num_ranks, rank).steps()
+        computes = [one for instructions in steps for one in instructions if type(one) in kinds]
+        assert all(one.buffer_id // num_micro_batches == one.phase for one in computes)
+        assert [tuple(action) for action in order] == [
+            (kinds[type(one)], one.buffer_id % num_micro_batches, one.phase) for one in computes
+        ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ def write_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> 
             headers += _named(pid, tid, "thread", track, order)
             placed += [(member, _slice(member, tid)) for member in members]
         events += [_complete(pid, found) for _, found in placed]
-        events += _flows(pid, timeline.num_ranks, placed, ids)
+        events += _flows(pid, placed, ids)
     # A flow belongs to the slice that is open where it stands: slices first.
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X"))
     with Path(path).open("w") as file:
@@ -131,23 +132,27 @@ def _complete(pid: int, found: _Slice) -> Event:
     }
 
 
-def _flows(
-    pid: int, num_ranks: int, placed: Sequence[tuple[Span | Transfer, _Slice]], ids: Iterator[int]
-) -> Iterator[Event]:
+def _flows(pid: int, placed: Sequence[tuple[Span | Transfer, _Slice]], ids: Iterator[int]) -> Iterator[Event]:
     """An arrow for each message whose maker and user are there, one after the other."""
-    computed = {
-        (member.rank, member.kind, member.micro_batch, member.chunk): found
-        for member, found in placed
-        if isinstance(member, Span)
-    }
+    computed: dict[tuple[int, str, int], dict[int, _Slice]] = defaultdict(dict)
+    for member, found in placed:
+        if isinstance(member, Span):
+            computed[member.rank, member.kind, member.micro_batch][member.chunk] = found
     for member, found in placed:
         if not isinstance(member, Transfer):
             continue
-        kind, step = (FORWARD, 1) if member.kind == "activation" else (BACKWARD, -1)
-        chunk, rank = divmod(member.chunk * num_ranks + member.source + step, num_ranks)
-        maker = computed.get((member.source, kind, member.micro_batch, member.chunk))
-        user = computed.get((rank, kind, member.micro_batch, chunk))
-        if maker is None or user is None or rank != member.target:
+        kind = FORWARD if member.kind == "activation" else BACKWARD
+        maker = computed[member.source, kind, member.micro_batch].get(member.chunk)
+        if maker is None:
+            continue
+        # Of the target's chunks that run this micro-batch, in whatever order its stages lie, the next one uses it.
+        later = [
+            found
+            for found in computed[member.target, kind, member.micro_batch].values()
+            if found.start_ns >= maker.start_ns
+        ]
+        user = min(later, key=lambda found: found.start_ns, default=None)
+        if user is None:
             continue
         if maker.end_ns <= max(user.end_ns, user.start_ns + 1):  # not so if the clocks of two hosts differ much
             yield from _arrow(pid, next(ids), maker, found, user)

@@ -316,7 +316,7 @@ class AsynchronousEngine(CausalLMEngine):
                     self._exec_reduce_grads()
                     self._exec_optimizer_step()
         loss = self._loss_of_step()
-        self._tell_monitor(loss)
+        self._tell(loss)
         WATCH.idle()
         return loss
 
@@ -482,12 +482,20 @@ class AsynchronousEngine(CausalLMEngine):
         self.agg_train_loss = LaterTensor.of(total, work.wait)
         return self.agg_train_loss
 
-    def _tell_monitor(self, loss: Tensor) -> None:
-        """The loss of the step before: that of this one is still under way."""
+    def _tell(self, loss: Tensor) -> None:
+        """To DeepSpeed's monitors the loss of the step before: that of this one is still under way."""
         last, self._last_loss = self._last_loss, loss
-        if self.global_rank == 0 and self.monitor.enabled and last is not None:
-            events = [("Train/Samples/train_loss", last.item(), self.global_samples - self.train_batch_size())]
-            events.append(("Train/Samples/lr", self.get_lr()[0], self.global_samples))
+        if self.global_rank != 0:
+            return
+        every = self.steps_per_print()
+        if every is not None and self.global_steps % every == 0:
+            print(f"steps: {self.global_steps} loss: {loss.item():0.4f}")
+        if self.monitor.enabled and last is not None:
+            samples = self.global_samples - self.train_batch_size()
+            events = [
+                ("Train/Samples/train_loss", last.item(), samples),
+                ("Train/Samples/lr", self.get_lr()[0], samples),
+            ]
             self.monitor.write_events(events)
 
     # -- between steps -------------------------------------------------------------------------------------------
@@ -498,7 +506,11 @@ class AsynchronousEngine(CausalLMEngine):
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         self.flush()
+        self.module.eval()  # who reads depends on it
         return super().eval_batch(*args, **kwargs)
+
+    def prepare_checkpoint(self) -> None:
+        """Nothing: what is to be saved is under way between steps. The first save takes its memory itself."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         self.flush()

@@ -123,7 +123,8 @@ class Scheduling:
         Raises:
             ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
         """
-        if schedule.num_chunks != 1 or schedule.num_ranks != self.num_stages:
+        is_plain = schedule.num_chunks == 1 and schedule.cells == tuple((rank,) for rank in range(schedule.num_ranks))
+        if not is_plain or schedule.num_ranks != self.num_stages:
             raise ValueError(
                 f"the schedule {schedule.name!r} has {schedule.num_ranks} ranks with {schedule.num_chunks} chunks: "
                 f"this pipeline has {self.num_stages} stages of one chunk each."
