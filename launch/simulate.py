@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,15 @@ if TYPE_CHECKING:
     from paceline.schedules.costs import Costs
     from paceline.schedules.schedule import Schedule
     from paceline.schedules.simulate import Simulation
+    from paceline.schedules.steady import Steady
+    from paceline.schedules.stream import Stream
+    from paceline.schedules.timeline import Timeline
 
 _DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack": 1.0}}
-_SHAPE = ("stages", "micro_batches", "schedule", "k", "slack")
+_OPTIONS = ("k", "slack", "staleness")
+_SHAPE = ("stages", "micro_batches", "schedule", *_OPTIONS)
+_STEPS_DRAWN = 3
+"""Of a schedule without a flush: its start, a step of the steady state or close to it, its end."""
 _SECONDS = ("forward", "backward", "transfer", "latency")
 
 
@@ -24,10 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stages", type=int, metavar="S", help="pipeline stages, one a rank (with --costs: as many as it has)"
     )
     shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
-    shape.add_argument("--schedule", metavar="TYPE", help="1f1b (default), gpipe, kfkb or eager")
+    shape.add_argument(
+        "--schedule",
+        metavar="TYPE",
+        help="1f1b (default), gpipe, kfkb, eager, or without a flush: multidirection, one_direction. A step of these "
+        "two (makespan_s, bubble, idle) is one of the steady state",
+    )
     shape.add_argument("--k", type=int, help="of kfkb: micro-batches in a group (default 2)")
     shape.add_argument(
         "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
+    )
+    shape.add_argument(
+        "--staleness",
+        type=int,
+        metavar="N",
+        help="of multidirection: updates that a backward may come after its forward: 1 (default), or 0: with a flush",
     )
     shape.add_argument(
         "--schedule-file", metavar="FILE", help="a schedule in text form instead: rank 0: F0 F1 B0 B1 ..."
@@ -35,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--compare",
         action="store_true",
-        help="side by side: 1f1b, kfkb of k = 2, 4, 8 and so on, eager of slack 1 and 2, gpipe",
+        help="side by side: 1f1b, kfkb of k = 2, 4, 8 and so on, eager of slack 1 and 2, gpipe, one_direction, and "
+        "multidirection where there is such an order",
     )
     costs = parser.add_argument_group("costs, in seconds: one number, or several with commas between them")
     costs.add_argument("--forward", type=_numbers, metavar="F", help="forward of a micro-batch; one a stage")
@@ -64,24 +83,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: flags that do not go together, a file that is none, or no schedule.
     """
-    from paceline.schedules.simulate import simulate
-
     costs = _costs_of_file(args) if args.costs else None
     schedules = _schedules(args, costs)
     if costs is None:
-        costs = _costs_of_flags(args, schedules[0].num_stages)
-    with_timeline = bool(args.draw or args.trace)
-    steps = [simulate(schedule, costs, timeline=with_timeline, critical_path=True) for schedule in schedules]
-    timelines = [step.timeline for step in steps if step.timeline is not None]
-    if args.draw:
-        from paceline.report.timeline import draw
-
-        draw(timelines, args.draw)
-    if args.trace:
-        from paceline.report.perfetto import write_trace
-
-        write_trace(timelines, args.trace)
-    rows = [_facts(schedule, step) for schedule, step in zip(schedules, steps, strict=True)]
+        costs = _costs_of_flags(args, _num_stages(schedules[0]))
+    if args.draw or args.trace:
+        _draw([_timeline(schedule, costs) for schedule in schedules], args)
+    rows = [_facts(schedule, costs) for schedule in schedules]
+    if not args.compare and rows[0]["schedule"] == "multidirection":
+        rows[0]["break_even"] = _break_even(costs, rows[0]["micro_batches"])
     if args.json:
         print(json.dumps(rows if args.compare else rows[0], indent=2))
     else:
@@ -99,12 +109,13 @@ def _numbers(text: str) -> tuple[float, ...]:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What is left out is as in the config."""
     defaults = _DEFAULTS.get(args.schedule, {})
-    given = {name: getattr(args, name) for name in ("k", "slack") if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     return {**defaults, **given}
 
 
 def _refuse_together(args: argparse.Namespace, flag: str, others: tuple[str, ...]) -> None:
-    both = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) not in (None, False)]
+    given = {name: getattr(args, name) for name in others}
+    both = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None and value is not False]
     if both:
         raise ValueError(f"{flag} says what {', '.join(both)} would say: give one or the other.")
 
@@ -162,9 +173,7 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
     )
 
 
-def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule]:
-    from paceline.schedules import make
-
+def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule | Stream]:
     if args.schedule_file:
         from paceline.schedules.text import from_text
 
@@ -175,25 +184,101 @@ def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule]:
         if value is None:
             raise ValueError(f"--{name} is missing: give a number, or a schedule with --schedule-file.")
     if not args.compare:
-        return [make(args.schedule or "1f1b", num_stages, args.micro_batches, **_options(args))]
-    _refuse_together(args, "--compare", ("schedule", "k", "slack"))
-    groups = [2**power for power in range(1, 64) if 2**power < args.micro_batches]
-    return [
-        make("1f1b", num_stages, args.micro_batches),
-        *(make("kfkb", num_stages, args.micro_batches, k=k) for k in groups),
-        *(make("eager", num_stages, args.micro_batches, slack=slack) for slack in (1.0, 2.0)),
-        make("gpipe", num_stages, args.micro_batches),
+        return [_schedule(args.schedule or "1f1b", num_stages, args.micro_batches, **_options(args))]
+    _refuse_together(args, "--compare", ("schedule", *_OPTIONS))
+    return _to_compare(num_stages, args.micro_batches)
+
+
+def _schedule(type: str, num_stages: int, num_micro_batches: int, **options: Any) -> Schedule | Stream:
+    from paceline.schedules import FAMILIES, asynchronous, make
+
+    if type not in (*FAMILIES, *asynchronous.STREAMS):
+        known = ", ".join((*FAMILIES, *asynchronous.STREAMS))
+        raise ValueError(f"schedule type {type!r} is unknown: choose one of {known}.")
+    staleness = options.pop("staleness", None) if type == asynchronous.MULTIDIRECTION else None
+    if type in FAMILIES and "staleness" not in options:
+        return make(type, num_stages, num_micro_batches, **options)
+    for name, value in options.items():
+        raise ValueError(f"{name}={value!r} has no meaning for the schedule {type!r}: leave it out.")
+    if staleness not in (None, 0, 1):
+        raise ValueError(f"staleness={staleness} is not possible: give 1, or 0 for a flush at the end of every step.")
+    stream = asynchronous.make(type, num_stages, num_micro_batches)
+    return _flushed(stream) if staleness == 0 else stream
+
+
+def _flushed(stream: Stream) -> Schedule:
+    """One step of a run that is drained after every step."""
+    return replace(stream.unrolled(1), name=f"{stream.name} staleness=0")
+
+
+def _to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule | Stream]:
+    from paceline.planning.break_even import exists, group_sizes
+    from paceline.schedules import asynchronous, make
+
+    schedules: list[Schedule | Stream] = [
+        make("1f1b", num_stages, num_micro_batches),
+        *(make("kfkb", num_stages, num_micro_batches, k=k) for k in group_sizes(num_micro_batches)),
+        *(make("eager", num_stages, num_micro_batches, slack=slack) for slack in (1.0, 2.0)),
+        make("gpipe", num_stages, num_micro_batches),
     ]
+    if exists(num_stages, num_micro_batches):
+        stream = asynchronous.multidirection(num_stages, num_micro_batches)
+        schedules += [_flushed(stream), stream]
+    return [*schedules, asynchronous.one_direction(num_stages, num_micro_batches)]
 
 
-def _facts(schedule: Schedule, step: Simulation) -> dict[str, Any]:
+def _num_stages(schedule: Schedule | Stream) -> int:
+    from paceline.schedules.stream import Stream
+
+    return len(schedule.routes[0]) if isinstance(schedule, Stream) else schedule.num_stages
+
+
+def _timeline(schedule: Schedule | Stream, costs: Costs) -> Timeline:
+    from paceline.schedules.simulate import simulate
+    from paceline.schedules.stream import Stream
+
+    if isinstance(schedule, Stream):
+        schedule = replace(schedule.unrolled(_STEPS_DRAWN), name=f"{schedule.name}, {_STEPS_DRAWN} steps")
+    timeline = simulate(schedule, costs, timeline=True).timeline
+    assert timeline is not None
+    return timeline
+
+
+def _draw(timelines: list[Timeline], args: argparse.Namespace) -> None:
+    if args.draw:
+        from paceline.report.timeline import draw
+
+        draw(timelines, args.draw)
+    if args.trace:
+        from paceline.report.perfetto import write_trace
+
+        write_trace(timelines, args.trace)
+
+
+def _facts(schedule: Schedule | Stream, costs: Costs) -> dict[str, Any]:
+    from paceline.schedules.simulate import simulate
+    from paceline.schedules.steady import steady
+    from paceline.schedules.stream import Stream
+
+    step: Simulation | Steady
+    own: dict[str, Any]
+    if isinstance(schedule, Stream):
+        step = steady(schedule, costs)
+        own = {
+            "makespan_s": step.period_s,
+            "period_s": step.period_s,
+            "first_step_s": step.first_s,
+            "mismatch": _mismatch(schedule),
+        }
+    else:
+        step = simulate(schedule, costs, critical_path=True)
+        own = {"makespan_s": step.makespan_s, "critical_path_s": step.critical_s}
     return {
         "schedule": schedule.name,
-        "stages": schedule.num_stages,
+        "stages": _num_stages(schedule),
         "micro_batches": schedule.num_micro_batches,
-        "makespan_s": step.makespan_s,
+        **own,
         "bubble_fraction": step.bubble_fraction,
-        "critical_path_s": step.critical_s,
         "peak_activations": step.peak_activations,
         "peak_bytes": step.peak_bytes,
         "busy_s": step.busy_s,
@@ -201,29 +286,74 @@ def _facts(schedule: Schedule, step: Simulation) -> dict[str, Any]:
     }
 
 
+def _mismatch(stream: Stream) -> list[int]:
+    """By stage, the most updates between a forward and its backward."""
+    from paceline.schedules.directions import stages_of
+
+    most = [0] * len(stream.routes[0])
+    for rank, mismatches in enumerate(stream.mismatches(2 * stream.most_lag + 2)):
+        stages = stages_of(rank, stream.routes)
+        for (_, _, chunk), mismatch in mismatches.items():
+            most[stages[chunk]] = max(most[stages[chunk]], mismatch)
+    return most
+
+
+def _break_even(costs: Costs, num_micro_batches: int) -> dict[str, dict[str, Any]]:
+    """By schedule with a flush: its step, and up to where multidirection has a shorter one."""
+    from paceline.planning.break_even import FLUSHING, break_even
+
+    return {
+        name: {"step_s": step_s(costs, num_micro_batches), **break_even(costs, num_micro_batches, name)._asdict()}
+        for name, step_s in FLUSHING.items()
+    }
+
+
 def _text(facts: dict[str, Any]) -> str:
-    critical = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in facts["critical_path_s"].items() if seconds)
-    lines = [
-        f"{facts['schedule'] or 'schedule'}: {facts['stages']} stages, {facts['micro_batches']} micro-batches",
-        f"step:          {facts['makespan_s']:.6g} s, of which {facts['bubble_fraction']:.1%} bubble",
-        f"critical path: {critical or 'nothing'}",
-        f"{'rank':>4} {'busy_s':>12} {'idle_s':>12} {'peak activations':>17} {'peak_bytes':>12}",
-    ]
+    lines = [f"{facts['schedule'] or 'schedule'}: {facts['stages']} stages, {facts['micro_batches']} micro-batches"]
+    step, bubble = f"step:          {facts['makespan_s']:.6g} s", f"{facts['bubble_fraction']:.1%} bubble"
+    if "period_s" in facts:
+        lines += [
+            f"{step} in the steady state, of which {bubble}; the first takes {facts['first_step_s']:.6g} s",
+            f"mismatch:      by stage {' '.join(map(str, facts['mismatch']))} (most updates from forward to backward)",
+        ]
+    else:
+        critical = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in facts["critical_path_s"].items() if seconds)
+        lines += [f"{step}, of which {bubble}", f"critical path: {critical or 'nothing'}"]
+    lines.append(f"{'rank':>4} {'busy_s':>12} {'idle_s':>12} {'peak activations':>17} {'peak_bytes':>12}")
     columns = (facts[name] for name in ("busy_s", "idle_s", "peak_activations", "peak_bytes"))
     for rank, (busy, idle, live, size) in enumerate(zip(*columns, strict=True)):
         lines.append(f"{rank:>4} {busy:>12.6g} {idle:>12.6g} {live:>17} {size:>12.6g}")
+    for name, point in facts.get("break_even", {}).items():
+        lines.append(_break_even_text(name, point, facts["micro_batches"]))
     return "\n".join(lines)
 
 
+def _break_even_text(name: str, point: dict[str, Any], num_micro_batches: int) -> str:
+    if point["step_s"] is None:
+        return f"{name} has no order of {num_micro_batches} micro-batches"
+    most, transfer_s = point["micro_batches"], point["transfer_s"]
+    if most is None:
+        counts = "faster with any number of micro-batches"
+    else:
+        counts = f"faster with up to {most} micro-batches" if most else "with no number of micro-batches faster"
+    if transfer_s is None:
+        links = "however long messages take"
+    else:
+        links = (
+            f"while messages take less than {transfer_s:.3g} s" if transfer_s else "not even if messages take no time"
+        )
+    return f"against {name}, {point['step_s']:.6g} s: {counts}; with {num_micro_batches}, {links}"
+
+
 def _comparison(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        f"{'schedule':<16} {'step_s':>12} {'speed-up':>9} {'bubble':>7} {'peak activations':>17} {'peak_bytes':>12}"
-    ]
+    width = max(16, *(len(row["schedule"]) for row in rows))
+    titles = f"{'step_s':>12} {'speed-up':>9} {'bubble':>7} {'peak activations':>17} {'peak_bytes':>12}"
+    lines = [f"{'schedule':<{width}} {titles}"]
     first = rows[0]["makespan_s"]
     for row in rows:
         ratio = first / row["makespan_s"] if row["makespan_s"] else 1.0
         lines.append(
-            f"{row['schedule']:<16} {row['makespan_s']:>12.6g} {ratio:>9.3f} {row['bubble_fraction']:>7.1%}"
+            f"{row['schedule']:<{width}} {row['makespan_s']:>12.6g} {ratio:>9.3f} {row['bubble_fraction']:>7.1%}"
             f" {max(row['peak_activations']):>17} {max(row['peak_bytes']):>12.6g}"
         )
     return "\n".join(lines)

@@ -87,14 +87,98 @@ def test_schedule_from_a_file(tmp_path, capsys):
 def test_compare(capsys):
     rows = answer(capsys, *SHAPE, "--compare", *SECONDS, "--transfer", "0.021")
     assert [row["schedule"] for row in rows] == [
-        *("1f1b", "kfkb k=2", "kfkb k=4", "kfkb k=8", "eager slack=1", "eager slack=2", "gpipe")
+        *("1f1b", "kfkb k=2", "kfkb k=4", "kfkb k=8", "eager slack=1", "eager slack=2", "gpipe"),
+        *("multidirection staleness=0", "multidirection", "one_direction"),
     ]
     assert [round(row["makespan_s"], 3) for row in rows[:3]] == [1.728, 1.267, 1.269]
     assert main(["simulate", *SHAPE, "--compare", *SECONDS, "--transfer", "0.021"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["schedule", "step_s", "speed-up", "bubble", "peak", "activations", "peak_bytes"]
     assert lines[2].split() == ["kfkb", "k=2", "1.267", "1.364", "24.2%", "8", "0"]
-    assert len(lines) == 8
+    assert len(lines) == 11
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_compare_without_a_flush(capsys):
+    """By hand without transfers: the flushes cost 9, 3 + 4 and nothing, multidirection 1 a round."""
+    rows = answer(capsys, "--stages", "4", "--micro-batches", "16", "--compare", "--forward", "1", "--backward", "2")
+    found = {row["schedule"]: row["makespan_s"] for row in rows}
+    expected = {"1f1b": 57, "multidirection staleness=0": 55, "multidirection": 52, "one_direction": 48}
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("shape", [("4", "6"), ("6", "6"), ("1", "4")])
+def test_compare_leaves_out_what_there_is_not(capsys, shape):
+    rows = answer(capsys, "--stages", shape[0], "--micro-batches", shape[1], "--compare", *SECONDS)
+    assert [row["schedule"] for row in rows if "direction" in row["schedule"]] == ["one_direction"]
+
+
+def test_multidirection(capsys):
+    units = ["--forward", "1", "--backward", "2"]
+    step = answer(capsys, "--stages", "4", "--micro-batches", "8", "--schedule", "multidirection", *units)
+    assert step["schedule"] == "multidirection"
+    assert (step["stages"], step["micro_batches"]) == (4, 8)
+    assert step["makespan_s"] == step["period_s"] == 26.0
+    assert step["first_step_s"] == 29.0
+    assert step["bubble_fraction"] == pytest.approx(2 / 26)
+    assert step["busy_s"] == [24.0] * 4
+    assert step["idle_s"] == [2.0] * 4
+    assert step["peak_activations"] == [3, 4, 4, 3]
+    assert step["mismatch"] == [1, 1, 1, 1]
+    points = step["break_even"]
+    assert list(points) == ["1f1b", "kfkb", "dualpipev"]
+    assert points["1f1b"] == {"step_s": 33.0, "micro_batches": 32, "transfer_s": None}
+    assert points["kfkb"]["transfer_s"] == pytest.approx(2, abs=0.01)
+
+
+def test_multidirection_with_a_flush(capsys):
+    units = ["--forward", "1", "--backward", "2"]
+    shape = ["--stages", "4", "--micro-batches", "8", "--schedule", "multidirection", "--staleness", "0"]
+    step = answer(capsys, *shape, *units)
+    assert step["schedule"] == "multidirection staleness=0"
+    assert step["makespan_s"] == 29.0
+    assert "period_s" not in step
+    assert step["critical_path_s"]["compute"] == 29.0
+    explicit = answer(capsys, *shape[:-1], "1", *units)
+    assert explicit == answer(capsys, *shape[:-2], *units)
+
+
+def test_one_direction(capsys):
+    step = answer(capsys, "--stages", "4", "--micro-batches", "2", "--schedule", "one_direction", *SECONDS)
+    assert step["period_s"] == pytest.approx(2 * 0.06)
+    assert step["first_step_s"] == pytest.approx(5 * 0.06)
+    assert step["mismatch"] == [2, 1, 1, 0]
+    assert step["peak_activations"] == [4, 3, 2, 1]
+    assert "break_even" not in step
+
+
+def test_text_without_a_flush(capsys):
+    argv = ["--schedule", "multidirection", "--forward", "1", "--backward", "2"]
+    assert main(["simulate", "--stages", "4", "--micro-batches", "4", *argv, "--transfer", "0.25"]) == 0
+    *lines, _, against, missing = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "multidirection: 4 stages, 4 micro-batches",
+        "step:          14.25 s in the steady state, of which 15.8% bubble; the first takes 17.75 s",
+        "mismatch:      by stage 1 1 1 1 (most updates from forward to backward)",
+        "rank       busy_s       idle_s  peak activations   peak_bytes",
+        "   0           12         2.25                 3            0",
+    ]
+    assert against.startswith("against kfkb, ")
+    assert missing == "dualpipev has no order of 4 micro-batches"
+    assert main(["simulate", "--stages", "4", "--micro-batches", "40", *argv]) == 0
+    against = capsys.readouterr().out.splitlines()[-3]
+    assert against == (
+        "against 1f1b, 129 s: faster with up to 32 micro-batches; with 40, not even if messages take no time"
+    )
+
+
+def test_pictures_without_a_flush_are_of_three_steps(tmp_path, capsys):
+    trace = tmp_path / "steps.json"
+    shape = ["--stages", "2", "--micro-batches", "2", "--schedule", "multidirection"]
+    answer(capsys, *shape, *SECONDS, "--trace", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    compute = [event for event in events if event.get("cat") == "compute"]
+    assert len(compute) == 3 * 2 * 2 * 2  # steps, micro-batches, stages, forward and backward
 
 
 def test_pictures_and_traces(tmp_path, capsys):
@@ -117,9 +201,24 @@ def test_pictures_and_traces(tmp_path, capsys):
         ([*SHAPE, *SECONDS, "--transfer", "1,2"], "--transfer has 2 numbers: give one, or 3, one a boundary."),
         ([*SHAPE, *SECONDS, "--latency", "-1"], "--latency -1 is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--transfer", "inf"], "--transfer inf is no number of seconds from 0 upwards."),
-        ([*SHAPE, *SECONDS, "--schedule", "kfbk"], "schedule type 'kfbk' is unknown"),
+        ([*SHAPE, *SECONDS, "--schedule", "kfbk"],
+         "schedule type 'kfbk' is unknown: choose one of 1f1b, gpipe, kfkb, eager, multidirection, one_direction."),
         ([*SHAPE, *SECONDS, "--schedule", "kfkb", "--k", "0"], "k"),
         ([*SHAPE, *SECONDS, "--k", "2"], "k=2 has no meaning for the schedule '1f1b'"),
+        (["--stages", "6", "--micro-batches", "6", "--schedule", "multidirection", *SECONDS],
+         "6 devices have no multi-direction order"),
+        (["--stages", "4", "--micro-batches", "6", "--schedule", "multidirection", *SECONDS],
+         "6 micro-batches a step do not fill rounds of 4, one a device: take 4 or 8."),
+        ([*SHAPE, *SECONDS, "--schedule", "multidirection", "--k", "2"],
+         "k=2 has no meaning for the schedule 'multidirection': leave it out."),
+        ([*SHAPE, *SECONDS, "--schedule", "multidirection", "--staleness", "2"],
+         "staleness=2 is not possible: give 1, or 0 for a flush at the end of every step."),
+        ([*SHAPE, *SECONDS, "--schedule", "one_direction", "--staleness", "1"],
+         "staleness=1 has no meaning for the schedule 'one_direction': leave it out."),
+        ([*SHAPE, *SECONDS, "--staleness", "0"], "staleness=0 has no meaning for the schedule '1f1b': leave it out."),
+        ([*SHAPE, *SECONDS, "--schedule", "one_direction", "--slack", "1"], "slack=1.0 has no meaning for the"),
+        (["--stages", "0", "--micro-batches", "1", "--schedule", "one_direction", *SECONDS], "num_stages=0 must be 1"),
+        ([*SHAPE, *SECONDS, "--compare", "--staleness", "0"], "--compare says what --staleness would say: give one or"),
         (["--stages", "0", "--micro-batches", "1", *SECONDS], "num_stages=0 must be 1 or more."),
         ([*SHAPE, *SECONDS, "--compare", "--k", "2"], "--compare says what --k would say: give one or the other."),
         ([*SHAPE, "--schedule-file", "x", *SECONDS], "--schedule-file says what --stages, --micro-batches would say"),
@@ -163,12 +262,13 @@ def test_numbers_are_numbers(capsys):
     assert "'0.02,x' is no number and no list of numbers like 0.02,0.03" in capsys.readouterr().err
 
 
-def test_runs_light():
+@pytest.mark.parametrize("more", [[], ["--compare"], ["--schedule", "multidirection"]])
+def test_runs_light(more):
     """Neither the help nor a run waits for what training needs."""
     heavy = ("torch", "transformers", "deepspeed", "pydantic", "numpy", "matplotlib")
     code = (
         "import sys; from paceline.launch.cli import main;"
-        f"assert main({['simulate', *SHAPE, *SECONDS]}) == 0;"
+        f"assert main({['simulate', *SHAPE, *SECONDS, *more]}) == 0;"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

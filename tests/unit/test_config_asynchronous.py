@@ -13,8 +13,12 @@ from paceline.schedules import asynchronous
 LAYERS = 40
 
 
-def resolved(schedule, world_size=4, num_layers=LAYERS, pipeline=None, moe=None, state_bytes=None, **config):
-    section = {"pipeline": {"schedule": schedule, **(pipeline or {})}} | ({} if moe is None else {"moe": moe})
+def resolved(
+    schedule, world_size=4, num_layers=LAYERS, pipeline=None, moe=None, report=None, state_bytes=None, **config
+):
+    parts = {"moe": moe, "report": report}
+    section = {"pipeline": {"schedule": schedule, **(pipeline or {})}}
+    section |= {name: part for name, part in parts.items() if part is not None}
     return resolve(
         {"paceline": section, **config},
         world_size=world_size,
@@ -263,6 +267,11 @@ EXPERTS = {"enabled": True, "autoep_size": 2}
             {"moe": {}},
             "paceline.moe is there and {type}: with this schedule experts stay where they are; leave moe out, or take "
             "another schedule.",
+        ),
+        (
+            {"report": {"trace_every": 5}},
+            "paceline.report.trace_every is 5 and {type}: timelines of this schedule are not recorded yet (`paceline "
+            "simulate --draw` shows predicted ones); leave trace_every out, or take another schedule.",
         ),
         (
             {"zero_optimization": {"stage": 2}},

@@ -43,6 +43,12 @@ def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> N
             f"{SECTION}.moe is there and {written}: with this schedule experts stay where they are; leave moe out, or "
             "take another schedule."
         )
+    trace_every = PacelineConfig.of(config).report.trace_every
+    if trace_every is not None:
+        raise ValueError(
+            f"{SECTION}.report.trace_every is {trace_every} and {written}: timelines of this schedule are not recorded "
+            "yet (`paceline simulate --draw` shows predicted ones); leave trace_every out, or take another schedule."
+        )
     if kind == ONE_DIRECTION and value_at(config, "fp16.enabled") is True:
         raise ValueError(
             f"fp16.enabled is true and {written}: the backwards of two steps overlap, so that there is no one loss "

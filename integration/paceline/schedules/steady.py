@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from .costs import Costs
+from .events import Visits, replay
+from .schedule import BACKWARD, FORWARD
 from .simulate import simulate
-from .stream import UPDATE, Stream
+from .stream import Stream
 
 # Two steps that differ by less of the time since the start are equal: sums in another order differ by rounding.
 _ROUNDING = 1e-10
@@ -48,14 +49,6 @@ class Steady:
         return sum(self.idle_s) / (len(self.busy_s) * self.period_s) if self.period_s else 0.0
 
 
-class _Run(NamedTuple):
-    """Of the start of a run: the ends of all actions of its steps, and the memory that it takes."""
-
-    ends_s: list[list[float]]
-    peak_activations: tuple[int, ...]
-    peak_bytes: tuple[float, ...]
-
-
 def period(stream: Stream, costs: Costs) -> float:
     """Seconds of a step in the steady state: :attr:`Steady.period_s`."""
     return steady(stream, costs).period_s
@@ -74,41 +67,42 @@ def steady(stream: Stream, costs: Costs) -> Steady:
     Raises:
         ValueError: costs and stream do not fit.
     """
-    schedule_costs = replace(costs, step_s=0.0)
+    one_step = simulate(stream.unrolled(1), costs)
+    some_steps = simulate(stream.unrolled(stream.most_lag + 2), costs)
     num_actions = sum(map(len, stream.windows))
     num_steps = 4 * (stream.most_lag + 1)
     while True:
-        run = _run(stream, schedule_costs, num_steps)
-        found = _repeated(run.ends_s, stream.most_lag + 1)
+        ends_s = _ends_s(stream, costs, num_steps)
+        found = _repeated(ends_s, stream.most_lag + 1)
         if found is not None or 2 * num_steps * num_actions > _MOST_ACTIONS:
             break
         num_steps *= 2
     if found is None:
-        half = len(run.ends_s) // 2
-        found = (max(run.ends_s[-1]) - max(run.ends_s[half - 1])) / (len(run.ends_s) - half)
+        half = len(ends_s) // 2
+        found = (max(ends_s[-1]) - max(ends_s[half - 1])) / (len(ends_s) - half)
     return Steady(
         found + costs.step_s,
-        max(run.ends_s[0]) + costs.step_s,
-        simulate(stream.unrolled(1), costs).busy_s,
-        run.peak_activations,
-        run.peak_bytes,
+        max(ends_s[0]) + costs.step_s,
+        one_step.busy_s,
+        some_steps.peak_activations,
+        some_steps.peak_bytes,
     )
 
 
-def _run(stream: Stream, costs: Costs, num_steps: int) -> _Run:
-    simulation = simulate(stream.unrolled(num_steps), costs, timeline=True)
-    assert simulation.timeline is not None
-    place: dict[tuple[int, str, int, int], int] = {}
-    for rank, window in enumerate(stream.windows):
-        for kind, micro_batch, chunk, _ in window:
-            if kind != UPDATE:
-                place[rank, kind, micro_batch, chunk] = len(place)
-    ends_s = [[0.0] * len(place) for _ in range(num_steps)]
-    for rank, kind, number, chunk, _, end_s in simulation.timeline.spans:
-        step, micro_batch = divmod(number, stream.num_micro_batches)
-        ends_s[step][place[rank, kind, micro_batch, chunk]] = end_s
-    # What the drain has changed is left out.
-    return _Run(ends_s[: num_steps - stream.most_lag - 1], simulation.peak_activations, simulation.peak_bytes)
+def _ends_s(stream: Stream, costs: Costs, num_steps: int) -> list[list[float]]:
+    """When the actions of each step end, in one order for all steps; without the steps that the drain has changed."""
+    schedule = stream.unrolled(num_steps)
+    visits = Visits(schedule, costs)
+    arrived_s = replay(schedule, costs, visits).arrived_s
+    ends_s: list[list[float]] = [[] for _ in range(num_steps)]
+    for rank, order in enumerate(schedule.orders):
+        visit_of = {FORWARD: visits.forward[rank], BACKWARD: visits.backward[rank]}
+        now = 0.0
+        for kind, number, chunk in order:
+            visit = visit_of[kind][chunk]
+            now = max(now, arrived_s[visit][number]) + visits.duration_s[visit]
+            ends_s[number // stream.num_micro_batches].append(now)
+    return ends_s[: num_steps - stream.most_lag - 1]
 
 
 def _repeated(ends_s: Sequence[Sequence[float]], num_steps: int) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from .schedule import BACKWARD, FORWARD, Action, Schedule
@@ -66,7 +67,7 @@ class Stream:
     def num_ranks(self) -> int:
         return len(self.windows)
 
-    @property
+    @cached_property
     def most_lag(self) -> int:
         """Steps that must have begun after one for it to be done with everywhere."""
         return max(action.lag for window in self.windows for action in window)

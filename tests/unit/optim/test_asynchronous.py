@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.measure.clock import Clock
 from paceline.optim.asynchronous import AsynchronousOptimizer
 from paceline.optim.buckets import Domain
 
@@ -124,7 +126,7 @@ def test_masters_are_apart_from_the_model(made, overlap) -> None:
             assert update.task.is_done.wait(10)
         assert not any(torch.equal(owned.master, owned.parameter) for owned in optimizer.owned)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    gradients = [torch.autograd.grad(module(data()).sum(), list(module.parameters())) for _ in range(1)][0]
+    gradients = torch.autograd.grad(module(data()).sum(), list(module.parameters()))
     for _ in range(2):
         optimizer.apply()
     for value, old, gradient in zip(module.parameters(), before, gradients, strict=True):
@@ -208,11 +210,36 @@ def test_an_optimizer_that_keeps_state_in_its_options_is_refused(made, overlap) 
 def test_a_loss_scale_that_changes_needs_updates_in_time(made, overlap) -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    module, optimizer = make(made, overlap=overlap, loss_scaler=DynamicLossScaler(init_scale=2.0, scale_window=1000))
+    scaler = DynamicLossScaler(2.0, 1000, 1.0, 1, False)  # init_scale, scale_window, min_scale, ...
+    module, optimizer = make(made, overlap=overlap, loss_scaler=scaler)
     module(data()).sum().backward()
     finish(optimizer)
     with pytest.raises(ValueError, match=r"set fp16\.loss_scale"):
         module(data()).sum().backward()
+
+
+def test_waiting_is_idle_time(made, overlap) -> None:
+    module, optimizer = make(made, overlap=overlap)
+    optimizer.clock = Clock(torch.device("cpu"))
+    make_update = optimizer._make
+    optimizer._make = lambda update: (time.sleep(0.05), make_update(update))
+    module(data()).sum().backward()
+    finish(optimizer)
+    optimizer.apply()
+    spent = optimizer.clock.read()
+    assert 0 < spent["compute_s"] < 0.05
+    assert spent["idle_s"] >= 0.04 if overlap else spent["idle_s"] == 0
+
+
+def test_a_rank_without_parameters_takes_part(overlap) -> None:
+    optimizer = AsynchronousOptimizer(torch.optim.SGD([{"params": []}], lr=0.1), {}, overlap=overlap)
+    for _ in range(2):
+        optimizer.close(0)
+        optimizer.finish_step()
+    assert optimizer.num_pending == 2
+    optimizer.apply()
+    assert optimizer._global_grad_norm == 0
+    optimizer.stop()
 
 
 def test_order_of_calls(made, overlap) -> None:

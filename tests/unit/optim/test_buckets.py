@@ -55,3 +55,24 @@ def test_one_domain_is_as_if_there_were_none(parameters, data) -> None:
     assert [part.bucket for part in found] == make_buckets(
         shapes, 4, 60, layers=layers, least_numel=20, apart=sorted(waiting)
     )
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=20), st.integers(0, 3))
+def test_sections_share_no_bucket_and_the_last_comes_first(parameters, rank) -> None:
+    """Every rank of a group has the same buckets, in the same order."""
+    shapes = [(rows, 3) for rows, _ in parameters]
+    sections = sorted(section for _, section in parameters)
+    owners = {0: (0, 2), 1: None, 2: (3,)}
+
+    def on(place: int):
+        domains = [Domain("mirrors", 4, place, owners[section], section) for section in sections]
+        return laid_out(list(range(len(shapes))), shapes, domains, ["layer"] * len(shapes), set())
+
+    found = on(rank)
+    assert [part.bucket for part in found] == [part.bucket for part in on(0)]
+    of_bucket = [{sections[number] for number in part.bucket.parameters} for part in found]
+    assert all(len(of_it) == 1 for of_it in of_bucket)
+    assert [max(of_it) for of_it in of_bucket] == sorted((max(of_it) for of_it in of_bucket), reverse=True)
+    for part in found:
+        assert part.domain.owners == owners[part.domain.section]
+        assert part.domain.owners is None or rank in part.domain.owners or part.own == ()

@@ -181,6 +181,20 @@ def test_memory_goes_along_with_a_checkpoint(name: str, correction: str) -> None
     resumed.stop()
 
 
+def test_what_another_correction_remembered_is_forgotten() -> None:
+    (trained,) = parameters()[:1]
+    optimizer = torch.optim.Adam([trained])
+    trained.grad = torch.ones_like(trained)
+    own = {"step", "exp_avg", "exp_avg_sq"}
+    for corrections, remembered in (
+        (Corrections(3, NESTEROV), {"num_updates", "previous_gradient"}),
+        (Corrections(0, ERROR_FEEDBACK), {"previous_change"}),
+        (Corrections(), set()),
+    ):
+        corrections.step(optimizer)
+        assert set(optimizer.state[trained]) == own | remembered
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

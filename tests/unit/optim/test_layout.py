@@ -53,6 +53,27 @@ def test_owners_have_equal_shares(num_owners: int, rows: int, width: int) -> Non
     assert max(parts) - sum(parts) / num_owners <= max(width, width + 3 * ALIGNMENT, 0.05 * sum(parts) / num_owners)
 
 
+@given(shapes, st.integers(1, 5), st.integers(1, 5000), st.booleans(), st.data())
+def test_only_owners_own_rows(
+    shapes: list[tuple[int, ...]], num_ranks: int, bucket_numel: int, cut: bool, data: st.DataObject
+) -> None:
+    """They have what they would have if there were no others."""
+    owners = sorted(data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1)))
+    buckets = make_buckets(shapes, num_ranks, bucket_numel, owners=owners, cut=cut)
+    among_themselves = make_buckets(shapes, len(owners), bucket_numel, cut=cut)
+    for bucket, wanted in zip(buckets, among_themselves, strict=True):
+        assert len(bucket.bounds) == num_ranks + 1
+        assert list(bucket.bounds) == sorted(bucket.bounds)
+        assert [bucket.parts[owner] for owner in owners] == list(wanted.parts)
+        for rank in set(range(num_ranks)) - set(owners):
+            assert bucket.parts[rank] == ()
+            assert bucket.bounds[rank] == bucket.bounds[rank + 1]
+        assert (bucket.parameters, bucket.offsets, bucket.numel) == (wanted.parameters, wanted.offsets, wanted.numel)
+    assert make_buckets(shapes, num_ranks, bucket_numel, owners=range(num_ranks), cut=cut) == make_buckets(
+        shapes, num_ranks, bucket_numel, cut=cut
+    )
+
+
 def test_buckets_follow_the_backward() -> None:
     buckets = make_buckets([(10, 10)] * 5, 2, 150)
     assert [bucket.parameters for bucket in buckets] == [(4, 3), (2, 1), (0,)]
