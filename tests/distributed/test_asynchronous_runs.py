@@ -180,6 +180,23 @@ def test_each_rank_keeps_one_stages_states(owners: str) -> None:
             assert kept[one]["states"] == pytest.approx(kept[other]["states"], rel=0.05)
 
 
+def live_micro_batches() -> int:
+    """The most whose forward has begun and whose backward has not ended, as they ran."""
+    engine = make(MULTI)
+    steps(engine, 0, 4)
+    live = most = 0
+    for step in engine.recorder.steps():
+        for kind, *_ in step.spans:
+            live += {"F": 1, "B": -1}.get(kind, 0)
+            most = max(most, live)
+    engine.flush()
+    return most
+
+
+def test_live_activations_are_nearly_flat() -> None:
+    assert run_ranks(live_micro_batches, 4) == [3, 4, 4, 3]
+
+
 # -- loops ---------------------------------------------------------------------------------------------------------
 
 

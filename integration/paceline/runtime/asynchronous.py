@@ -216,6 +216,13 @@ class AsynchronousEngine(CausalLMEngine):
             "another engine, with the last checkpoint."
         )
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        if train_batch_size != self.train_batch_size():
+            raise ValueError(
+                f"train_batch_size cannot become {train_batch_size} while the schedule is {self._choice.type!r}: save "
+                "a checkpoint, and load it into an engine with the other batch size."
+            )
+
     def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
         if list(parts) == [int(part) for part in self.module.parts]:
             return None
@@ -396,30 +403,27 @@ class AsynchronousEngine(CausalLMEngine):
         self._gradients_are_there = False
         clock, recorder, doing = self.clock, self.recorder, WATCH.doing
         step, count = self._number, self.micro_batches
-        try:
-            for kind, micro_batch, chunk, lag in ops:
-                if kind == windows.APPLY:
-                    self._apply()
-                    continue
-                if chunk != self._chunk:
-                    self._enter(chunk)
-                if kind == windows.CLOSE:
-                    self._close()
-                    continue
-                place = self._places[chunk]
-                doing(*place.told[kind])
-                number = (step - lag) * count + micro_batch
-                run = self._runs[kind]
-                if kind not in _TIMED:
-                    run(number % self._num_slots, number)
-                    continue
-                start = clock.now()
+        for kind, micro_batch, chunk, lag in ops:
+            if kind == windows.APPLY:
+                self._apply()
+                continue
+            if chunk != self._chunk:
+                self._enter(chunk)
+            if kind == windows.CLOSE:
+                self._close()
+                continue
+            doing(*self._places[chunk].told[kind])
+            number = (step - lag) * count + micro_batch
+            run = self._runs[kind]
+            if kind not in _TIMED:
                 run(number % self._num_slots, number)
-                end = clock.now()
-                clock.add_compute(start, end)
-                recorder.add(_TIMED[kind], micro_batch, start, end)
-        finally:
-            self._enter(0)
+                continue
+            start = clock.now()
+            run(number % self._num_slots, number)
+            end = clock.now()
+            clock.add_compute(start, end)
+            recorder.add(_TIMED[kind], micro_batch, start, end)
+        self._enter(0)
         self._number += 1
 
     def _drain(self) -> None:
@@ -497,6 +501,10 @@ class AsynchronousEngine(CausalLMEngine):
                 ("Train/Samples/lr", self.get_lr()[0], samples),
             ]
             self.monitor.write_events(events)
+
+    def _own(self, value: Any) -> Any:
+        """Beside the computation gradients lie in buckets, which share no memory with what is sent."""
+        return value if self._choice.is_asynchronous else super()._own(value)
 
     # -- between steps -------------------------------------------------------------------------------------------
 
