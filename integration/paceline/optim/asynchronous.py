@@ -300,15 +300,17 @@ class AsynchronousOptimizer(ShardedOptimizer):
 
     def _reduce_closed(self, section: Sequence[_Closed], touched: Sequence[bool]) -> None:
         works = []
-        for closed in section:
-            for index, view in closed.views.items():
-                if not touched[index]:
-                    view.zero_()
-                if index in self._ties:
-                    dist.all_reduce(view, group=self._ties[index])
-            works += closed.buffers.part.start_reduction(closed.memory, self._communication_dtype)
-        for reduction in works:
-            reduction.finish()
+        num_bytes = sum(closed.memory.numel() * closed.memory.element_size() for closed in section)
+        with self._transfer("gradients", num_bytes):
+            for closed in section:
+                for index, view in closed.views.items():
+                    if not touched[index]:
+                        view.zero_()
+                    if index in self._ties:
+                        dist.all_reduce(view, group=self._ties[index])
+                works += closed.buffers.part.start_reduction(closed.memory, self._communication_dtype)
+            for reduction in works:
+                reduction.finish()
 
     def _make(self, update: _Update) -> None:
         """The new values of an update, out of its gradients, or nothing if they are not finite."""

@@ -18,6 +18,8 @@ CORRECTIONS = (NESTEROV, ERROR_FEEDBACK)
 NUM_UPDATES, PREVIOUS_GRADIENT, PREVIOUS_CHANGE = "num_updates", "previous_gradient", "previous_change"
 """Keys in the state of a parameter."""
 
+_KEYS = (NUM_UPDATES, PREVIOUS_GRADIENT, PREVIOUS_CHANGE)
+
 MOMENTUM = 0.9
 """How far a gradient is extrapolated where the optimizer has no momentum of its own."""
 
@@ -81,8 +83,9 @@ class Corrections:
         for (parameter, _), old in zip(stepped, before, strict=bool(before)):
             kept[parameter][PREVIOUS_CHANGE] = _feed_back(optimizer, parameter, old)
         for parameter, state in kept.items():
-            if state:
-                optimizer.state[parameter].update(state)
+            for key in _KEYS:  # a checkpoint may have what is of no use with these corrections
+                optimizer.state[parameter].pop(key, None)
+            optimizer.state[parameter].update(state)
 
 
 def _look_ahead(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum: float) -> Tensor:
