@@ -28,6 +28,8 @@ class States:
         data_parallel: ranks that hold the same parameters.
         shard: ZeRO 1: masters and moments are spread over these ranks.
         num_moments: that the optimizer keeps for each parameter, in fp32.
+        beside: updates are made beside the computation: masters have memory of their own whatever the weights are, and
+            while the gradients of one step are an update, those of the next have other memory.
     """
 
     weight_bytes: int = MASTER_BYTES
@@ -35,6 +37,7 @@ class States:
     data_parallel: int = 1
     shard: bool = False
     num_moments: int = 2
+    beside: bool = False
 
     @classmethod
     def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
@@ -43,25 +46,29 @@ class States:
         zero = ds_config.get("zero_optimization", {})
         optimizer = _object(ds_config, "optimizer")
         accumulated = _object(ds_config, "data_types").get("grad_accum_dtype")
+        schedule = _object(_object(ds_config, "paceline"), "pipeline").get("schedule")
+        named = schedule if isinstance(schedule, Mapping) else {"type": schedule}
         return cls(
             weight_bytes=2 if half else MASTER_BYTES,
             gradient_bytes=2 if accumulated in ("bf16", "bfp16", "fp16") else None,
             data_parallel=data_parallel,
             shard=(zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero)) == 1,
-            num_moments=num_moments(optimizer.get("type"), optimizer.get("params")),
+            num_moments=num_moments(optimizer.get("type"), optimizer.get("params")) + bool(named.get("correction")),
+            beside=named.get("type") == "one_direction",
         )
 
     def of(self, num_parameters: int) -> tuple[float, float, float, float]:
         """Bytes of (weights, gradients, masters, moments) for so many trained parameters, on each rank.
 
-        fp32 weights are their own masters. With ZeRO 1 the rows of one parameter that a rank owns are whole, so a rank
+        Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter that a rank owns are whole, so a rank
         may have a little more or less than its share.
         """
         owners = self.data_parallel if self.shard else 1
-        masters = 0.0 if self.weight_bytes >= MASTER_BYTES else MASTER_BYTES * num_parameters / owners
+        has_masters = self.beside or self.weight_bytes < MASTER_BYTES
+        masters = MASTER_BYTES * num_parameters / owners if has_masters else 0.0
         return (
             float(self.weight_bytes * num_parameters),
-            float((self.gradient_bytes or MASTER_BYTES) * num_parameters),
+            float((self.gradient_bytes or MASTER_BYTES) * num_parameters * (1 + self.beside)),
             masters,
             self.num_moments * MASTER_BYTES * num_parameters / owners,
         )
