@@ -392,6 +392,16 @@ class AsynchronousEngine(CausalLMEngine):
     def reads_data(self) -> bool:
         return self._device_number in self._readers
 
+    def set_dataiterator(self, iterator: Any) -> None:
+        """As DeepSpeed's, also on ranks that are no end of direction 0."""
+        self.training_dataloader = None
+        self.data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """The same of ``training_data``."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(loader)
+
     def data_state(self, iterator: Any) -> Any:
         ahead = self._is_ahead
         return iterator.state_dict() if ahead is None or ahead.iterator is not iterator else ahead.state

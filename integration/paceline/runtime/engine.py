@@ -118,7 +118,9 @@ class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, C
             )
         accumulation_dtype = self._accumulation_dtype()
         communication_dtype = self.communication_data_type  # of the model, unless the JSON says otherwise
-        if self._config.communication_data_type is None and accumulation_dtype is not None:
+        # DeepSpeed says fp32 of fp64 models too.
+        is_wide = communication_dtype == torch.float32
+        if self._config.communication_data_type is None and (is_wide or accumulation_dtype is not None):
             communication_dtype = accumulation_dtype
         return self._make_sharded(
             basic,

@@ -1,0 +1,311 @@
+"""Asynchronous pipelines train as declared: with a flush a step exactly as one process, without one as the emulator.
+
+The emulator (:mod:`asynchronous_emulator`) has no pipeline: it takes from the schedule which weights each forward and
+each backward uses, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynchronous_emulator import Emulator, accumulate, cut
+from jobs import model_config, step_batches
+from paceline.schedules import asynchronous
+from ranks import run_ranks
+
+STEPS = 20
+ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
+"""With a larger epsilon than usual: Adam turns the rounding of gradients near it into steps of the learning rate."""
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+"""Absolute, of parameters, whose entries are up to 1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its pipeline, model, data and optimizer.
+
+    Args:
+        devices: of a pipeline, each with a stage of every direction.
+        micro_batches: of a step and replica.
+        flushes: steps after which the run is drained, beside the last one.
+        data: kind of batches; see :func:`jobs.step_batches`.
+        iterator_a_step: the engine cannot read ahead.
+        partition: boundaries over embedding, layers and head; by default equally many layers a stage.
+    """
+
+    devices: int
+    micro_batches: int
+    type: str = "multidirection"
+    staleness: int = 1
+    owners: str = "direction"
+    replicas: int = 1
+    steps: int = STEPS
+    flushes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float64
+    clipping: float = 0.0
+    tied: bool = False
+    recompute: bool = False
+    data: str = "padded"
+    iterator_a_step: bool = False
+    family: str = "llama"
+    partition: tuple[int, ...] | None = None
+    correction: str | None = None
+    warm_in_steps: int = 0
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        common = {"type": self.type, "warm_in_steps": self.warm_in_steps, "correction": self.correction}
+        if self.type == "one_direction":
+            return common
+        return {**common, "staleness": self.staleness, "optimizer_owners": self.owners}
+
+    def model(self) -> Any:
+        return model_config(self.family, num_hidden_layers=self.devices, tie_word_embeddings=self.tied)
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        """Of all replicas, one after the other."""
+        count = self.micro_batches * self.replicas
+        return [batch for part in range(-(-count // 8)) for batch in step_batches(1000 * part + step, self.data)][
+            :count
+        ]
+
+
+def train_one(case: Case) -> dict[str, Any]:
+    """Losses, and the parameters of this rank's stages after every drain."""
+    import paceline
+    from paceline.runtime.directions import MultiDirectionPipeline
+    from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.module import CausalLMPipeline
+
+    start_distributed()
+    cls = MultiDirectionPipeline if case.type == "multidirection" else CausalLMPipeline
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.micro_batches,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "gradient_clipping": case.clipping,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+        "pipeline": {"activation_checkpoint_interval": int(case.recompute)},
+        "paceline": {"pipeline": {"stages": case.devices, "schedule": case.schedule}},
+    }
+    pipeline = cls(case.model(), num_stages=case.devices, partition=case.partition or "uniform", dtype=case.dtype)
+    engine, *_ = paceline.initialize(model=pipeline, config=config)
+    first = engine.grid.data_parallel_id * case.micro_batches
+    own = [case.batches(step)[first : first + case.micro_batches] for step in range(case.steps)]
+    data = chain.from_iterable(own)
+    losses, states = [], {}
+    for step in range(case.steps):
+        losses.append(engine.train_batch(iter(own[step]) if case.iterator_a_step else data))
+        if step in case.flushes or step == case.steps - 1:
+            engine.flush()
+            states[step] = {
+                name: parameter.detach().clone()
+                for stage in getattr(engine.module, "stages", None) or [engine.module.stage]
+                for name, parameter in stage.named_parameters()
+            }
+    engine.destroy()
+    return {"losses": [loss.item() for loss in losses], "states": states}
+
+
+def train(cases: tuple[Case, ...]) -> list[dict[str, Any]]:
+    """Runs on every rank: :func:`train_one` for each, one after the other."""
+    found = []
+    for case in cases:
+        try:
+            found.append(train_one(case))
+        except Exception as error:
+            raise RuntimeError(str(case)) from error
+    return found
+
+
+def adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(masters, **ADAMW)
+
+
+class Corrected:
+    """AdamW with a warm-in and a correction of late gradients or updates, as their formulas say."""
+
+    def __init__(self, masters: list[torch.nn.Parameter], warm_in_steps: int, correction: str | None) -> None:
+        self.masters, self.warm_in_steps, self.correction = masters, warm_in_steps, correction
+        self.basic, self.num_updates = adamw(masters), 0
+        self.gradients: list[Tensor] = []
+        self.changes: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.num_updates += 1
+        if self.warm_in_steps:
+            self.basic.param_groups[0]["lr"] = ADAMW["lr"] * min(1.0, self.num_updates / self.warm_in_steps)
+        gradients = [p.grad.clone() for p in self.masters]
+        if self.correction == "nesterov" and self.gradients:
+            for p, previous in zip(self.masters, self.gradients, strict=True):
+                p.grad.add_(p.grad - previous, alpha=0.9)
+        before = [p.clone() for p in self.masters]
+        self.basic.step()
+        changes = [p - old for p, old in zip(self.masters, before, strict=True)]
+        if self.correction == "error_feedback" and self.changes:
+            for p, change, previous in zip(self.masters, changes, self.changes, strict=True):
+                p.add_(change - previous)
+        self.gradients, self.changes = gradients, changes
+
+
+def emulate(case: Case, flushes: Collection[int]) -> dict[str, Any]:
+    """What :func:`train_one` should return, with the parameters of all stages, and the norms."""
+    stream = asynchronous.make(case.type, case.devices, case.micro_batches)
+    layers = None if case.partition is None else [min(max(item - 1, 0), case.devices) for item in case.partition]
+    stages = cut(case.model(), case.devices, boundaries=layers, dtype=case.dtype, recompute=case.recompute)
+    emulator = Emulator(
+        stream,
+        stages,
+        partial(Corrected, warm_in_steps=case.warm_in_steps, correction=case.correction),
+        case.steps,
+        flushes=flushes,
+        clipping=case.clipping,
+        replicas=case.replicas,
+    )
+    states = {}
+    for step in range(case.steps):
+        emulator.step(case.batches(step))
+        states[step] = emulator.state
+    return {"losses": emulator.losses, "norms": emulator.norms, "states": states}
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """The largest of each parameter, of those that ``found`` has."""
+    assert found, "a rank without parameters"
+    return {name: float((value - wanted[name]).abs().max()) for name, value in found.items()}
+
+
+def assert_follows(case: Case, ranks: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
+    """Every rank's losses, and its parameters after every drain; the stages of all ranks together are the model."""
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"]
+        # transformers takes the cross entropy in fp32, whatever the model is.
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=max(tolerance, 1e-6))
+        assert rank["states"].keys() == {*case.flushes, case.steps - 1}
+        for step, state in rank["states"].items():
+            for name, difference in differences(state, wanted["states"][step]).items():
+                assert difference <= tolerance, f"after step {step}, {name}: {difference:.1e}"
+    last = case.steps - 1
+    assert {name for rank in ranks for name in rank["states"][last]} == wanted["states"][last].keys()
+
+
+def assert_copies_agree(case: Case, ranks: list[dict[str, Any]]) -> None:
+    """In every bit: the devices of a mirror group, the replicas, and the two ends of a tied weight."""
+    held = []
+    for step in (*case.flushes, case.steps - 1):
+        seen: dict[str, Tensor] = {}
+        for rank in ranks:
+            for name, value in rank["states"][step].items():
+                assert torch.equal(value, seen.setdefault(name, value)), f"after step {step}, {name}"
+        held = [name for rank in ranks for name in rank["states"][step]]
+    has_copies = case.replicas > 1 or (case.type == "multidirection" and case.devices > 2)
+    assert (max(map(held.count, held)) > 1) == (has_copies or case.tied)
+
+
+@lru_cache
+def _runs(world: int, cases: tuple[Case, ...]) -> list[list[dict[str, Any]]]:
+    return run_ranks(train, world, cases, timeout=240)
+
+
+def run(case: Case, table: dict[str, Case]) -> list[dict[str, Any]]:
+    """What the ranks return. All cases of ``table`` with as many ranks run on the same ones: starting takes longest."""
+    world = case.devices * case.replicas
+    alike = tuple(other for other in table.values() if other.devices * other.replicas == world)
+    ranks = [rank[alike.index(case)] for rank in _runs(world, alike)]
+    assert_copies_agree(case, ranks)
+    return ranks
+
+
+# -- with a flush a step ---------------------------------------------------------------------------------------------
+
+NARROW = torch.float32
+FLUSHED = {
+    "two, fp64": Case(2, 4, clipping=0.5, tied=True),
+    "two, fp32": Case(2, 4, clipping=0.5, tied=True, dtype=NARROW),
+    "two, two replicas, fp64": Case(2, 4, replicas=2, clipping=0.5),
+    "four, two rounds, fp64": Case(4, 8, clipping=0.5, tied=True),
+    "four, by mirror, fp64": Case(4, 4, owners="mirror", iterator_a_step=True),
+    "four, by mirror, fp32": Case(4, 4, owners="mirror", iterator_a_step=True, dtype=NARROW),
+    "eight, fp64": Case(8, 8, clipping=0.5),
+    "eight, fp32": Case(8, 8, clipping=0.5, dtype=NARROW),
+}
+FLUSHED = {name: replace(case, staleness=0, steps=3) for name, case in FLUSHED.items()}
+
+
+@pytest.mark.parametrize("case", FLUSHED.values(), ids=FLUSHED.keys())
+def test_flushed_it_is_plain_accumulation(case: Case) -> None:
+    steps = [case.batches(step) for step in range(case.steps)]
+    wanted = accumulate(case.model(), steps, adamw, clipping=case.clipping, dtype=case.dtype)
+    assert not case.clipping or min(wanted.norms) > case.clipping, "nothing is clipped"
+    states = {case.steps - 1: wanted.state}
+    assert_follows(case, run(case, FLUSHED), {"losses": wanted.losses, "states": states}, TOLERANCES[case.dtype])
+
+
+# -- without one -----------------------------------------------------------------------------------------------------
+
+
+def some_steps(seed: int) -> tuple[int, ...]:
+    """After which to drain: the first one, and three at random, two of them in a row."""
+    drawn = random.Random(seed).sample(range(2, STEPS - 2), 2)
+    return tuple(sorted({0, *drawn, drawn[0] + 1}))
+
+
+FOLLOWED = {
+    "two": Case(2, 2, iterator_a_step=True),
+    "two, two rounds, ragged": Case(2, 4, clipping=0.5, tied=True, data="ragged", flushes=some_steps(0)),
+    "two, two replicas": Case(2, 4, replicas=2, clipping=0.5, tied=True, flushes=some_steps(1)),
+    "four": Case(4, 4, clipping=0.5, tied=True, data="ragged", flushes=some_steps(2)),
+    "four, two rounds, by mirror": Case(4, 8, owners="mirror", recompute=True, flushes=some_steps(3)),
+    "four, by mirror": Case(4, 4, owners="mirror", clipping=0.5, tied=True, iterator_a_step=True),
+    "four, experts": Case(4, 4, family="mixtral", steps=4, dtype=NARROW),
+    "four, uneven": Case(4, 4, tied=True, steps=8, partition=(0, 1, 3, 5, 6)),
+    "four, corrected gradients": Case(4, 4, owners="mirror", steps=8, correction="nesterov"),
+    "two, corrected updates": Case(2, 2, replicas=2, steps=8, correction="error_feedback", warm_in_steps=5),
+    "eight": Case(8, 8, owners="mirror", clipping=0.5, steps=3),
+    "one direction, an update a round": Case(4, 4, "one_direction", clipping=0.5, flushes=some_steps(4)),
+    "one direction, two updates a round": Case(4, 2, "one_direction", tied=True, recompute=True, data="ragged"),
+    "one direction, two replicas": Case(2, 3, "one_direction", replicas=2, clipping=0.5, flushes=some_steps(5)),
+}
+IN_EVERY_BIT = {
+    "two": Case(2, 4, dtype=NARROW, steps=8),
+    "four": Case(4, 8, dtype=NARROW, steps=8),
+    "one direction": Case(4, 4, "one_direction", dtype=NARROW, steps=8),
+}
+
+
+@pytest.mark.parametrize("case", FOLLOWED.values(), ids=FOLLOWED.keys())
+def test_follows_the_emulator(case: Case) -> None:
+    """Losses of all steps and all parameters."""
+    wanted = emulate(case, case.flushes)
+    assert not case.clipping or min(wanted["norms"]) > case.clipping, "nothing is clipped"
+    assert_follows(case, run(case, FOLLOWED), wanted, TOLERANCES[case.dtype])
+
+
+@pytest.mark.parametrize("case", IN_EVERY_BIT.values(), ids=IN_EVERY_BIT.keys())
+def test_follows_the_emulator_in_every_bit(case: Case) -> None:
+    """In fp32, where the order of all sums is given: no more than two directions, no norm, no tied weight."""
+    wanted = emulate(case, case.flushes)["states"][case.steps - 1]
+    for rank in run(case, IN_EVERY_BIT):
+        for name, value in rank["states"][case.steps - 1].items():
+            assert torch.equal(value, wanted[name]), name
+
+
+def test_other_weights_would_be_noticed() -> None:
+    """A run with a flush a step, and one without those that there are, are far from what the tests above compare."""
+    case = FOLLOWED["four"]
+    ranks = run(case, FOLLOWED)
+    for flushes in (range(STEPS), ()):
+        other = emulate(case, flushes)["states"][STEPS - 1]
+        for rank in ranks:
+            assert max(differences(rank["states"][STEPS - 1], other).values()) > 1e-6
