@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     choice = resolved.schedule
     if choice.has_directions:
         raise ValueError(
-            f"paceline.pipeline.schedule.type is {choice.type!r}: `paceline fit` counts one stage a device, and here are "
-            "several; name another schedule."
+            f"paceline.pipeline.schedule.type is {choice.type!r}: `paceline fit` counts one stage a device, and here "
+            "are several; name another schedule."
         )
     schedule = choice.first(resolved.stages, resolved.micro_batches)
     if choice.is_asynchronous:  # the steady state may keep more alive than a step that is flushed

@@ -60,8 +60,8 @@ class States:
     def of(self, num_parameters: int) -> tuple[float, float, float, float]:
         """Bytes of (weights, gradients, masters, moments) for so many trained parameters, on each rank.
 
-        Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter that a rank owns are whole, so a rank
-        may have a little more or less than its share.
+        Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter
+        that a rank owns are whole, so a rank may have a little more or less than its share.
         """
         owners = self.data_parallel if self.shard else 1
         has_masters = self.beside or self.weight_bytes < MASTER_BYTES

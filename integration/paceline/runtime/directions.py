@@ -40,13 +40,13 @@ class MultiDirectionPipeline(CausalLMPipeline):
         return directions.stages_of(self.stage_id, self.routes)
 
     @property
-    def stage(self) -> CausalLMStage:
+    def stage(self) -> CausalLMStage:  # type: ignore[override]
         """The stage of the direction that computes."""
         return self.stages[self.current]  # type: ignore[return-value]
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        return [stage.model for stage in self.stages]  # type: ignore[misc]
+        return [stage.model for stage in self.stages]
 
     def _build(self) -> None:
         with self.control.together(f"loading the stages of rank {self.global_rank}"):

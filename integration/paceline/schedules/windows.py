@@ -103,7 +103,9 @@ class StreamProgram:
                 after = [(SEND_GRADIENT, self._receives[chunk])]
                 after.append((CLOSE, self._is_closing(micro_batch, chunk)))
             ops += [
-                StreamOp(what, micro_batch, chunk, lag) for what, is_there in (before, (compute, True), *after) if is_there
+                StreamOp(what, micro_batch, chunk, lag)
+                for what, is_there in (before, (compute, True), *after)
+                if is_there
             ]
             if kind == FORWARD:
                 post(chunk, 1)
