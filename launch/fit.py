@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.launch.profile import DTYPES
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if choice.is_asynchronous:  # the steady state may keep more alive than a step that is flushed
         stream = choice.stream(resolved.stages, resolved.micro_batches)
         schedule = stream.unrolled(stream.most_lag + 1)
+        states = replace(states, gradient_sets=stream.most_lag + 1)
     limits = _limits(args, resolved)
     boundaries = _boundaries(config, items, resolved, states, limits, schedule)
     stages = _stages(items, boundaries, states, schedule, limits)

@@ -269,7 +269,7 @@ class Job:
                 self.batches.load_state_dict(run["data"])
         self.first_step, self.first_tokens = self.engine.global_steps, run["tokens"]
         self.tokens, self.pending_tokens = run["tokens"], run["pending_tokens"]
-        self.losses = [torch.tensor(loss, device=self.engine.device) for loss in run["losses"]]
+        self.losses = [torch.tensor(loss, dtype=torch.float64) for loss in run["losses"]]
         if self.rank == 0:
             logger.info("going on from %s, after step %d", path, self.first_step)
 
@@ -373,7 +373,7 @@ class Job:
         times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
         self.totals.add(times)
         self.tokens += tokens
-        self.train_loss = torch.stack(losses).mean().item()
+        self.train_loss = sum(loss.item() for loss in losses) / len(losses)
         rate = tokens / times["wall_s"]
         norm = self.engine.grad_norm()
         self.progress.report(step, {"loss": self.train_loss, "tokens/s": rate, "lr": self.engine.get_lr()[0]})

@@ -215,7 +215,7 @@ def assert_copies_agree(case: Case, ranks: list[dict[str, Any]]) -> None:
 
 @lru_cache
 def _runs(world: int, cases: tuple[Case, ...]) -> list[list[dict[str, Any]]]:
-    return run_ranks(train, world, cases, timeout=240)
+    return run_ranks(train, world, cases)
 
 
 def run(case: Case, table: dict[str, Case]) -> list[dict[str, Any]]:

@@ -354,7 +354,7 @@ def left(overlap: bool) -> list[str]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_goes_wrong_beside_the_computation_is_told(overlap: bool) -> None:
-    said, _ = run_ranks(left, 2, overlap, timeout=60)
+    said, _ = run_ranks(left, 2, overlap)
     assert len(said) == 2
     assert said[0] == said[1]
     assert "gloo" in said[0].lower()

@@ -274,6 +274,11 @@ EXPERTS = {"enabled": True, "autoep_size": 2}
             "simulate --draw` shows predicted ones); leave trace_every out, or take another schedule.",
         ),
         (
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "torch_autocast.enabled is true and {type}: backwards would use copies of weights that an update has "
+            "replaced; write bf16 instead, or take another schedule.",
+        ),
+        (
             {"zero_optimization": {"stage": 2}},
             "zero_optimization.stage is 2: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 only; "
             "write 1.",

@@ -49,6 +49,11 @@ def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> N
             f"{SECTION}.report.trace_every is {trace_every} and {written}: timelines of this schedule are not recorded "
             "yet (`paceline simulate --draw` shows predicted ones); leave trace_every out, or take another schedule."
         )
+    if value_at(config, "torch_autocast.enabled") is True:
+        raise ValueError(
+            f"torch_autocast.enabled is true and {written}: backwards would use copies of weights that an update has "
+            "replaced; write bf16 instead, or take another schedule."
+        )
     if kind == ONE_DIRECTION and value_at(config, "fp16.enabled") is True:
         raise ValueError(
             f"fp16.enabled is true and {written}: the backwards of two steps overlap, so that there is no one loss "

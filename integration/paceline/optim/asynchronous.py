@@ -11,9 +11,11 @@ same order, whatever its model computes. They are the only ones of their groups 
 
 from __future__ import annotations
 
+import atexit
 import math
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -128,6 +130,9 @@ class AsynchronousOptimizer(ShardedOptimizer):
             self._sections.setdefault(buffers.part.domain.section, []).append(buffers)
             self._buffers_of.update(dict.fromkeys(buffers.part.bucket.parameters, buffers))
             self._owned_in[buffers] = list(_places(buffers.part, self.owned, self._index))
+        self._twin = _twin_of(basic)
+        self.is_settled: Callable[[], bool] = lambda: True
+        """Whether all steps that have begun are done; who runs the steps knows."""
         self._closed: set[int] = set()
         self._num_reduced = 0
         """Sections, in falling order, of the step that is not finished, whose reduction is in the queue."""
@@ -339,11 +344,13 @@ class AsynchronousOptimizer(ShardedOptimizer):
 
     def _step_with(self, options: list[dict[str, Any]]) -> None:
         """Step by means of a twin: schedulers change the options of the optimizer itself meanwhile."""
-        basic = self.optimizer
-        twin = object.__new__(type(basic))
-        vars(twin).update({key: value for key, value in vars(basic).items() if key != "step"})  # schedulers wrap it
+        basic, twin = self.optimizer, self._twin
+        twin.__dict__.update({key: value for key, value in vars(basic).items() if key != "step"})  # schedulers wrap it
         twin.param_groups = [dict(group) for group in options]
         self.corrections.step(twin)
+        for key, value in vars(twin).items():
+            if key != "param_groups":
+                vars(basic)[key] = value
         for before, after in zip(options, twin.param_groups, strict=True):
             for key, value in after.items():
                 if key not in before or value is not before[key]:
@@ -366,6 +373,11 @@ class AsynchronousOptimizer(ShardedOptimizer):
                 f"parameters of {sorted(map(str, dtypes))} cannot be updated beside the computation: cast the model."
             )
         return super()._dtype_for(dtypes)
+
+    def check_settled(self) -> None:
+        """Raise RuntimeError unless all steps that have begun are done, on all ranks alike."""
+        if not self.is_settled():
+            raise RuntimeError("steps are under way, and their updates with them: call engine.flush() first.")
 
     def _check_nothing_is_under_way(self) -> None:
         assert not self._pending, f"{len(self._pending)} updates are pending: apply them first"
@@ -406,6 +418,12 @@ class AsynchronousOptimizer(ShardedOptimizer):
         super().destroy()
 
 
+def _twin_of(basic: torch.optim.Optimizer) -> Any:
+    """Of the same class, but that its end is nobody's business: some free what they share with ``basic``."""
+    cls = type(basic)
+    return object.__new__(type(cls.__name__, (cls,), {"__del__": lambda self: None}))
+
+
 class _Tasks:
     """Runs tasks one after another: in a thread, or when one of them is waited for.
 
@@ -426,6 +444,8 @@ class _Tasks:
         if self._has_thread and self._thread is None and not self._is_stopped:
             self._thread = threading.Thread(target=self._work, name="paceline-updates", daemon=True)
             self._thread.start()
+            # A thread that waits for another rank while the interpreter goes would abort the process.
+            atexit.register(_stop, weakref.ref(self))
         return task
 
     def wait(self, task: _Task) -> None:
@@ -463,6 +483,11 @@ class _Tasks:
             self._error = error
         finally:
             task.is_done.set()
+
+
+def _stop(tasks: weakref.ref[_Tasks]) -> None:
+    if (found := tasks()) is not None:
+        found.stop()
 
 
 def _places(part: DomainBucket, owned: Sequence[Owned], indices: Sequence[int]) -> Iterator[tuple[Owned, int]]:

@@ -144,7 +144,8 @@ class ShardedOptimizer(ZeROOptimizer):
         groups = self.optimizer.param_groups
         for group in groups:
             group.pop("param_names", None)  # torch's, of parameters as they were given; ours have names of their own
-        self.parameters: list[nn.Parameter] = [p for g in groups for p in g["params"]]
+        trained = {p for g in groups for p in g["params"]}
+        self.parameters: list[nn.Parameter] = [p for p in names if p in trained]  # ranks' groups may differ in order
         self.group_of = {names[p]: number for number, g in enumerate(groups) for p in g["params"]}
         """Number of the group that a parameter is in, by name."""
         self.names = [names[p] for p in self.parameters]
@@ -293,6 +294,9 @@ class ShardedOptimizer(ZeROOptimizer):
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self.names[self._index_of[parameter]]
+
+    def check_settled(self) -> None:
+        """Raise RuntimeError while updates are under way, which here they never are between steps."""
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer has this parameter of the model."""

@@ -28,8 +28,8 @@ class States:
         data_parallel: ranks that hold the same parameters.
         shard: ZeRO 1: masters and moments are spread over these ranks.
         num_moments: that the optimizer keeps for each parameter, in fp32.
-        beside: updates are made beside the computation: masters have memory of their own whatever the weights are, and
-            while the gradients of one step are an update, those of the next have other memory.
+        beside: updates are made beside the computation: masters have memory of their own whatever the weights are.
+        gradient_sets: steps whose gradients are kept at a time.
     """
 
     weight_bytes: int = MASTER_BYTES
@@ -38,6 +38,7 @@ class States:
     shard: bool = False
     num_moments: int = 2
     beside: bool = False
+    gradient_sets: int = 1
 
     @classmethod
     def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
@@ -55,6 +56,7 @@ class States:
             shard=(zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero)) == 1,
             num_moments=num_moments(optimizer.get("type"), optimizer.get("params")) + bool(named.get("correction")),
             beside=named.get("type") == "one_direction",
+            gradient_sets=2 if named.get("type") == "one_direction" else 1,
         )
 
     def of(self, num_parameters: int) -> tuple[float, float, float, float]:
@@ -68,7 +70,7 @@ class States:
         masters = MASTER_BYTES * num_parameters / owners if has_masters else 0.0
         return (
             float(self.weight_bytes * num_parameters),
-            float((self.gradient_bytes or MASTER_BYTES) * num_parameters * (1 + self.beside)),
+            float((self.gradient_bytes or MASTER_BYTES) * num_parameters * self.gradient_sets),
             masters,
             self.num_moments * MASTER_BYTES * num_parameters / owners,
         )

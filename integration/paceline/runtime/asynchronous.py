@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +46,7 @@ from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
 from .later import LaterTensor
 from .lifetime import current
 from .mirrors import Mirrors
+from .own_random import OwnRandom
 from .scheduling import Here
 from .transport import Transport
 from .watch import EVERYONE, WATCH
@@ -102,7 +102,9 @@ class AsynchronousEngine(CausalLMEngine):
 
     * ``train_batch`` reads one step ahead, if it gets the same iterator at each step: :meth:`data_state` tells where
       to go on from.
-    * The loss that it returns waits for the other ranks when somebody looks at it.
+    * The loss that it returns waits for the other ranks when somebody looks at it; ``grad_norm()`` is that of the last
+      update in the model. A request to stop (``is_stopping``) is seen a step later.
+    * A learning rate's scheduler steps when the gradients of a step are complete, finite or not.
     * ``save_checkpoint``, ``evaluate`` and ``export`` flush first: between an update and the next.
     """
 
@@ -128,10 +130,12 @@ class AsynchronousEngine(CausalLMEngine):
         self._places: list[_Place] = []
         self._is_ahead: Ahead | None = None
         self._last_iterator: Any = None
-        self._last_loss: Tensor | None = None
+        self._untold: tuple[Tensor, float, int] | None = None
         self._works: list[Any] = []
         super().__init__(*args, **kwargs)
         self.module.settle = self.flush
+        if isinstance(self.optimizer, AsynchronousOptimizer):
+            self.optimizer.is_settled = lambda: not self._begun
 
     # -- what is made at the start -------------------------------------------------------------------------------
 
@@ -151,9 +155,9 @@ class AsynchronousEngine(CausalLMEngine):
         ends = sorted({route[end] for route in self._routes for end in (0, -1)})
         self._readers = {device: number for number, device in enumerate(ends)}
         self._device_number = self.stage_id
-        if len(self._routes) > 1:
-            # Devices that hold the same stages would draw the same dropout for different micro-batches.
-            torch.manual_seed(torch.initial_seed() + self._device_number)
+        # Devices that hold the same stages would draw the same dropout for different micro-batches.
+        own = len(self._routes) > 1
+        self._random = OwnRandom(self._device_number, torch.device(self.device)) if own else None
         self._runs = {kind: getattr(self, name) for kind, name in self._METHODS.items()}
 
     def _place(self, direction: int) -> _Place:
@@ -336,7 +340,7 @@ class AsynchronousEngine(CausalLMEngine):
         else:
             agreed = ahead.agreed(self._header_shape)
             if agreed.failed and agreed.ended:  # there may be a new iterator
-                ahead = self._read_ahead()
+                ahead = self._read_ahead(ended=ahead)
                 agreed = ahead.agreed(self._header_shape)
             elif ahead.iterator is not self.data_iterator and self.reads_data:
                 logger.warning(
@@ -366,12 +370,19 @@ class AsynchronousEngine(CausalLMEngine):
         if self._choice.is_asynchronous and not agreed.is_new:
             self._is_ahead = self._read_ahead()
 
-    def _read_ahead(self) -> Ahead:
+    def _read_ahead(self, ended: Ahead | None = None) -> Ahead:
+        """Begin to agree on a step; the iterator of ``ended`` is not asked again."""
         reader = self._readers.get(self._device_number)
         last, self._last_iterator = self._last_iterator, self.data_iterator
+
+        def read() -> Any:
+            if ended is not None and ended.iterator is self.data_iterator:
+                return [], [], ended.error
+            return self._read_step(self.micro_batches, trains=True, partial=False)
+
         return Ahead.begin(
             self.data_iterator,
-            partial(self._read_step, self.micro_batches, trains=True, partial=False),
+            read,
             place=None if reader is None else (self.grid.data_parallel_id, reader),
             shape=self._header_shape,
             is_new=self.data_iterator is not last,
@@ -404,7 +415,8 @@ class AsynchronousEngine(CausalLMEngine):
 
     def data_state(self, iterator: Any) -> Any:
         ahead = self._is_ahead
-        return iterator.state_dict() if ahead is None or ahead.iterator is not iterator else ahead.state
+        is_ahead = ahead is not None and ahead.iterator is iterator and ahead.state is not None
+        return ahead.state if is_ahead else iterator.state_dict()  # type: ignore[union-attr]
 
     def _run_ops(self, ops: Iterable[windows.StreamOp]) -> None:
         """One window, of the step :attr:`_number`, which it ends."""
@@ -413,6 +425,8 @@ class AsynchronousEngine(CausalLMEngine):
         self._gradients_are_there = False
         clock, recorder, doing = self.clock, self.recorder, WATCH.doing
         step, count = self._number, self.micro_batches
+        if self._random is not None:
+            self._random.enter()
         for kind, micro_batch, chunk, lag in ops:
             if kind == windows.APPLY:
                 self._apply()
@@ -433,6 +447,8 @@ class AsynchronousEngine(CausalLMEngine):
             end = clock.now()
             clock.add_compute(start, end)
             recorder.add(_TIMED[kind], micro_batch, start, end)
+        if self._random is not None:
+            self._random.leave()
         self._enter(0)
         self._number += 1
 
@@ -448,8 +464,12 @@ class AsynchronousEngine(CausalLMEngine):
         if not self._begun or self._broken is not None:
             return
         WATCH.step = self.global_steps
+        was_training = self.module.training
+        self.module.train()  # what is recomputed is what was computed
         with self._naming_lost_peers(), self._half_way("a flush was interrupted"):
             self._drain()
+        self.module.train(was_training)
+        self._tell()
         WATCH.idle()
 
     @contextmanager
@@ -493,24 +513,32 @@ class AsynchronousEngine(CausalLMEngine):
             total += self.total_loss.cpu()
         work = dist.all_reduce(total, group=self.control.world, async_op=True)
         self._works = [other for other in self._works if not other.is_completed()] + [work]
-        self.agg_train_loss = LaterTensor.of(total, work.wait)
+
+        def fetch() -> Tensor:
+            with self._naming_lost_peers():
+                work.wait()
+            return total
+
+        self.agg_train_loss = LaterTensor.of(fetch, total.dtype)
         return self.agg_train_loss
 
-    def _tell(self, loss: Tensor) -> None:
-        """To DeepSpeed's monitors the loss of the step before: that of this one is still under way."""
-        last, self._last_loss = self._last_loss, loss
+    def _tell(self, loss: Tensor | None = None) -> None:
+        """To DeepSpeed's monitors, of each step when the next one has run: its loss is still under way."""
+        untold, self._untold = self._untold, None
         if self.global_rank != 0:
             return
+        if untold is not None and self.monitor.enabled:
+            last, rate, samples = untold
+            told = [("Train/Samples/train_loss", last.item(), samples)]
+            if self._choice.is_asynchronous:  # else the optimizer's step has said it
+                told.append(("Train/Samples/lr", rate, samples))
+            self.monitor.write_events(told)
+        if loss is None:
+            return
+        self._untold = (loss, self.get_lr()[0], self.global_samples)
         every = self.steps_per_print()
         if every is not None and self.global_steps % every == 0:
             print(f"steps: {self.global_steps} loss: {loss.item():0.4f}")
-        if self.monitor.enabled and last is not None:
-            samples = self.global_samples - self.train_batch_size()
-            events = [
-                ("Train/Samples/train_loss", last.item(), samples),
-                ("Train/Samples/lr", self.get_lr()[0], samples),
-            ]
-            self.monitor.write_events(events)
 
     def _own(self, value: Any) -> Any:
         """Beside the computation gradients lie in buckets, which share no memory with what is sent."""
@@ -535,6 +563,7 @@ class AsynchronousEngine(CausalLMEngine):
         return super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`PacelineEngine.load_checkpoint`; what was read ahead is forgotten."""
         self.flush()
         if self._is_ahead is not None:
             self._is_ahead.work.wait()
@@ -548,12 +577,26 @@ class AsynchronousEngine(CausalLMEngine):
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.stop()
 
+    def zero_grad(self) -> None:
+        """Forgets gradients, unless they are those of steps under way."""
+        if not self._begun:
+            super().zero_grad()
+
     @property
     def replica(self) -> int:
         return self._mirrors.ranks.index(self.global_rank)
 
     def _shape(self) -> dict[str, Any]:
         return {**super()._shape(), "directions": len(self._routes)}
+
+    def _rank_state(self) -> dict[str, Any]:
+        own = {} if self._random is None else {"own_random": self._random.state_dict()}
+        return {**super()._rank_state(), **own}
+
+    def _load_rng(self, checkpoint: Any) -> None:
+        super()._load_rng(checkpoint)
+        if self._random is not None and checkpoint.meta["shape"] == self._shape():
+            self._random.load_state_dict(checkpoint.rank_state(self.global_rank)["own_random"])
 
     _METHODS: ClassVar = {
         LOAD: "_exec_load_micro_batch",

@@ -11,32 +11,36 @@ from torch.utils import _pytree as pytree
 
 
 class LaterTensor(Tensor):
-    """``value`` once ``wait`` has returned; whatever is done with it waits first, and gives ordinary tensors.
+    """A number that ``fetch`` brings; whatever is done with it fetches it first, and gives ordinary tensors.
 
-    So a loop that does not look at each loss does not bring the ranks together at each step.
+    So a loop that does not look at each loss does not bring the ranks together at each step. A few functions of torch
+    take a tensor for a number without asking it (``torch.tensor(loss)``, ``alpha=loss``): before anything else has
+    looked they see nan. ``loss.item()`` and ``float(loss)`` ask.
     """
 
-    _wait: Callable[[], Any] | None
+    _fetch: Callable[[], Tensor] | None
 
     @staticmethod
-    def of(value: Tensor, wait: Callable[[], Any]) -> LaterTensor:
+    def of(fetch: Callable[[], Tensor], dtype: torch.dtype) -> LaterTensor:
         with torch._C.DisableTorchFunctionSubclass():
-            later = value.as_subclass(LaterTensor)
-        later._wait = wait
+            later = torch.full((), torch.nan, dtype=dtype).as_subclass(LaterTensor)
+        later._fetch = fetch
         return later
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def arrived(value: Any) -> Any:
-            if not isinstance(value, LaterTensor):
-                return value
-            wait, value._wait = value._wait, None
-            if wait is not None:
-                wait()
-            with torch._C.DisableTorchFunctionSubclass():
-                return value.as_subclass(Tensor)
-
-        args, kwargs = pytree.tree_map(arrived, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(_arrived, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _arrived(value: Any) -> Any:
+    if not isinstance(value, LaterTensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = value.as_subclass(Tensor)
+        if value._fetch is not None:
+            plain.copy_(value._fetch())
+            value._fetch = None
+    return plain

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..optim.buckets import Domain
 from ..schedules import directions
+from .transport import TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Mirrors:
         """
         sets = directions.mirror_groups(routes)
         alike = [sorted(pipe[device] for pipe in pipes for device in devices) for devices in sets]
-        groups = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in alike]
+        groups = [dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None for ranks in alike]
         models = [sorted(ranks) for ranks in zip(*alike, strict=True)]
-        model_groups = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in models]
+        model_groups = [dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None for ranks in models]
         number = next(n for n, ranks in enumerate(alike) if rank in ranks)
         stages = tuple(sorted(directions.stages_of(sets[number][0], routes)))
         owners = tuple(

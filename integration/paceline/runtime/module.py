@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
@@ -29,6 +28,7 @@ from ..planning.partition_methods import by_work, checked_boundaries, weights_by
 from ..planning.stages import over_items
 from .control import ControlPlane
 from .expert_groups import ExpertGroups
+from .transport import TIMEOUT
 
 logger = logging.getLogger("paceline")
 
@@ -267,7 +267,7 @@ class CausalLMPipeline(PipelineModule):
         comms = {}
         for replica in range(self._grid.data_parallel_size):
             ranks = [self._grid.stage_to_global(stage_id=s, data=replica) for s in (0, self.num_stages - 1)]
-            group = dist.new_group(ranks=ranks)
+            group = torch.distributed.new_group(ranks, timeout=TIMEOUT)  # how long one waits, the watch knows
             if self.global_rank in ranks:
                 embedding = self.anatomy.trunk_of(self.stage.model).get_submodule(self.anatomy.embedding)
                 comms[EMBEDDING] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": embedding}

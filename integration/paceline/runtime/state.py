@@ -288,6 +288,7 @@ def unlink_full_access(optimizer: ShardedOptimizer) -> None:
 
 
 def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+    optimizer.check_settled()
     name = optimizer.name_of(parameter)
     parts = collect(optimizer, name)
     if (optim_state_key or MASTER) not in parts:
@@ -299,6 +300,7 @@ def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_
 def _set_full(
     optimizer: ShardedOptimizer, parameter: nn.Parameter, value: Tensor, optim_state_key: str | None = None
 ) -> None:
+    optimizer.check_settled()
     for owned in optimizer.owned:
         if owned.parameter is parameter:
             target = parts_of(optimizer, owned)[optim_state_key or MASTER]

@@ -23,8 +23,8 @@ N = 1000
         (States(weight_bytes=2), (2000, 4000, 4000, 8000)),
         (States(weight_bytes=2, data_parallel=4, shard=True), (2000, 4000, 1000, 2000)),
         (States(weight_bytes=2, gradient_bytes=2, num_moments=0), (2000, 2000, 4000, 0)),
-        (States(beside=True), (4000, 8000, 4000, 8000)),
-        (States(weight_bytes=2, data_parallel=4, shard=True, beside=True), (2000, 8000, 1000, 2000)),
+        (States(beside=True, gradient_sets=2), (4000, 8000, 4000, 8000)),
+        (States(weight_bytes=2, data_parallel=4, shard=True, beside=True, gradient_sets=2), (2000, 8000, 1000, 2000)),
     ],
 )
 def test_states_of_parameters(states: States, expected: tuple[float, ...]) -> None:
@@ -42,10 +42,10 @@ def test_states_of_parameters(states: States, expected: tuple[float, ...]) -> No
             States(weight_bytes=2, gradient_bytes=2),
         ),
         ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, States(num_moments=1)),
-        ({"paceline": {"pipeline": {"schedule": "one_direction"}}}, States(beside=True)),
+        ({"paceline": {"pipeline": {"schedule": "one_direction"}}}, States(beside=True, gradient_sets=2)),
         (
             {"paceline": {"pipeline": {"schedule": {"type": "one_direction", "correction": "nesterov"}}}},
-            States(num_moments=3, beside=True),
+            States(num_moments=3, beside=True, gradient_sets=2),
         ),
     ],
 )

@@ -1,0 +1,157 @@
+"""What loops written for other engines do between the steps of an asynchronous one: nothing of it changes a number."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import ds_config, model_config, step_batches
+from ranks import launch, run_ranks
+
+TESTS = Path(__file__).parents[1]
+MULTI = {"type": "multidirection"}
+
+
+def make(model: Any = None, optimizer: Any = None, schedule: Any = MULTI, **changes: Any) -> Any:
+    import paceline
+
+    section = {"pipeline": {"stages": 4, "partition": "uniform", "schedule": schedule}}
+    config = ds_config(gradient_accumulation_steps=8, paceline=section, **changes)
+    if optimizer is not None:
+        del config["optimizer"]
+    engine, *_ = paceline.initialize(model=model or model_config("llama"), config=config, optimizer=optimizer)
+    return engine
+
+
+def data(count: int = 9) -> Any:
+    return chain.from_iterable(step_batches(step) for step in range(count))
+
+
+def dropping() -> Any:
+    return make(
+        model_config("gpt2", resid_pdrop=0.3, embd_pdrop=0.1),
+        pipeline={"activation_checkpoint_interval": 1},
+    )
+
+
+def interrupted(habit: str) -> Any:
+    """Losses and the last norm of a few steps, with and without the habit."""
+    found = []
+    for has_it in (False, True):
+        torch.manual_seed(0)
+        engine, batches, losses = dropping(), data(), []
+        for _ in range(3):
+            losses.append(engine.train_batch(batches).item())
+            if has_it and habit == "zero_grad":
+                engine.zero_grad()
+        if has_it and habit == "eval":
+            engine.eval()  # before the flush, which recomputes what was computed in training
+        evaluation = engine.evaluate(step_batches(50)[:4])["eval_loss"]
+        found.append((losses, evaluation, float(engine.grad_norm())))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("habit", ["zero_grad", "eval"])
+def test_what_a_loop_does_between_steps_changes_nothing(habit: str) -> None:
+    for without, with_it in run_ranks(interrupted, 4, habit):
+        assert with_it == without
+
+
+def shuffles() -> list[float]:
+    """Each rank has a loader of its own: the same order comes from the same generator."""
+    torch.manual_seed(0)
+    engine = make()
+    rows = [row for step in range(4) for row in step_batches(step, "prompt")]
+    loader = torch.utils.data.DataLoader(rows, batch_size=None, shuffle=True)
+    batches = iter(loader)
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    engine.flush()
+    again = [engine.train_batch(iter(loader)).item()]
+    engine.flush()
+    return losses + again
+
+
+def test_shuffling_loaders_stay_alike_on_all_ranks() -> None:
+    ranks = run_ranks(shuffles, 4)
+    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
+
+
+def has_an_unused_parameter() -> list[list[float]]:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config("llama"))
+    model.model.layers[0].self_attn.extra = torch.nn.Parameter(torch.ones(8))
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        if int(torch.distributed.get_rank()) % 2:
+            parameters.reverse()  # nobody promised an order
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    engine, batches = make(model, optimizer), data()
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    engine.flush()
+    return [losses] + [p.tolist() for n, p in engine.module.named_parameters() if n.endswith("extra")]
+
+
+def test_ranks_may_name_parameters_in_different_orders() -> None:
+    ranks = run_ranks(has_an_unused_parameter, 4)
+    assert all(losses == ranks[0][0] for losses, *_ in ranks)
+    assert sum(len(extra) for _, *extra in ranks) == 2  # its stage is on two devices
+    assert len({tuple(value) for _, *extra in ranks for value in extra}) == 1
+
+
+def looks_at_masters() -> list[str]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine, batches, told = make(zero_optimization={"stage": 1}), data(), []
+    named = {engine.module.state_name(n): p for n, p in engine.module.named_parameters() if p.dim() == 2}
+    parameter = named[min(named)]  # all that have it look together
+    engine.train_batch(batches)
+    try:
+        safe_get_full_fp32_param(parameter)
+    except RuntimeError as error:
+        told.append(str(error))
+    engine.flush()
+    told.append(str(torch.equal(safe_get_full_fp32_param(parameter), parameter.detach())))
+    engine.train_batch(batches)
+    engine.flush()
+    return told
+
+
+def test_masters_can_be_seen_between_steps_only() -> None:
+    for told in run_ranks(looks_at_masters, 4):
+        assert told == ["steps are under way, and their updates with them: call engine.flush() first.", "True"]
+
+
+LEAVES = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from itertools import chain
+import paceline
+from jobs import ds_config, model_config, step_batches
+section = {{"pipeline": {{"stages": 2, "partition": "uniform", "schedule": {{"type": sys.argv[-1]}}}}}}
+config = ds_config(gradient_accumulation_steps=4, paceline=section)
+engine, *_ = paceline.initialize(model=model_config("llama"), config=config)
+data = chain.from_iterable(step_batches(step)[:4] for step in range(9))
+for step in range(3):
+    loss = engine.train_batch(data)
+print("rank", engine.global_rank, "saw", float(loss))
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher starts CPU ranks with gloo on Linux")
+@pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
+def test_a_script_may_end_while_updates_are_under_way(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    done = launch([str(tmp_path / "leaves.py"), kind], 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("saw") == 2
