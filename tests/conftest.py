@@ -21,6 +21,8 @@ def _prepare_environment() -> None:
     if _OWN_CACHE not in os.environ:  # workers of pytest-xdist inherit it
         os.environ[_OWN_CACHE] = tempfile.mkdtemp(prefix="paceline-hf-")
         atexit.register(shutil.rmtree, os.environ[_OWN_CACHE], ignore_errors=True)
+    # A process that was killed while it built one of DeepSpeed's extensions leaves a lock that others wait for.
+    os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(os.environ[_OWN_CACHE], "torch_extensions")
     os.environ["HF_HOME"] = os.environ[_OWN_CACHE]
     for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_ASSETS_CACHE", "HF_TOKEN"):
         os.environ.pop(name, None)

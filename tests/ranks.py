@@ -54,6 +54,9 @@ _STACKS = signal.SIGUSR2  # SIGUSR1 is what clusters send before they take a nod
 _TAIL_LINES = 40
 _WARM_UP_S = 300.0
 
+PATIENCE_S = float(os.environ.get("PACELINE_TESTS_PATIENCE_S", "900"))
+"""Until something counts as hanging. Machines are slow at times, and what comes in the end is not wrong."""
+
 
 class RankError(RuntimeError):
     """A rank raised or died. ``rank`` is the one that did so first."""
@@ -79,7 +82,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = PATIENCE_S,
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -131,7 +134,7 @@ def run_ranks(
 def launch(
     args: Sequence[str],
     num_ranks: int,
-    timeout: float = 300.0,
+    timeout: float = PATIENCE_S,
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
@@ -178,6 +181,24 @@ def launch(
         shown = _tail(stdout, _TAIL_LINES) + "\n" + _tail(stderr, 3 * _TAIL_LINES)
         raise RankTimeout(-1, f"not over after {timeout:g} s: {' '.join(command)}\n{shown}")
     return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+
+def hang_of(act: Callable[[float], Any], *shown: str) -> str:
+    """What :class:`RankTimeout` says of ``act(timeout)``, which hangs where ``shown`` tells.
+
+    It gets more and more time to come there: how much it takes depends on the machine.
+    """
+    message = ""
+    for timeout in (10.0, 60.0, 360.0):
+        try:
+            act(timeout)
+        except RankTimeout as error:
+            message = str(error)
+        else:
+            raise AssertionError("it does not hang")
+        if all(part in message for part in shown):
+            return message
+    raise AssertionError(f"{shown} are not in: {message}")
 
 
 def free_port() -> int:

@@ -353,7 +353,7 @@ def full_disk(*_: Any, **__: Any) -> None:
 def test_a_rank_that_cannot_save_stops_the_others(tmp_path: Path) -> None:
     """It does not wait for them to move experts, while they wait for it in DeepSpeed."""
     with pytest.raises(RankError, match="rank 0 of 2 raised OSError: the disk is full"):
-        run_ranks(full_disk_job, 2, str(tmp_path), timeout=60)
+        run_ranks(full_disk_job, 2, str(tmp_path))
 
 
 def dying_job(directory: str) -> None:

@@ -354,14 +354,14 @@ class Launched:
             children = psutil.Process(self.process.pid).children()
             return next((child for child in children if "deepspeed.launcher.launch" in child.cmdline()), None)
 
-        return wait_for(find, 60, "no launch.py")
+        return wait_for(find, runner.PATIENCE_S, "no launch.py")
 
     def wait_until_ranks_run(self) -> None:
         def run() -> bool:
             assert self.process.poll() is None, "over before it began"
             return len(list(self.directory.glob("pid*"))) == 2
 
-        wait_for(run, 90, "ranks did not begin")
+        wait_for(run, runner.PATIENCE_S, "ranks did not begin")
 
     def pid(self, rank: int) -> int:
         return int((self.directory / f"pid{rank}").read_text())
@@ -371,8 +371,8 @@ class Launched:
 
     def wait_until_over(self) -> int:
         """The exit status of the command; nothing of the job runs any more."""
-        status = self.process.wait(60)
-        wait_for(lambda: not self.running(), 60, "processes are left")
+        status = self.process.wait(runner.PATIENCE_S)
+        wait_for(lambda: not self.running(), runner.PATIENCE_S, "processes are left")
         return status
 
 

@@ -164,7 +164,7 @@ def test_own_optimizer_and_schedule() -> None:
 
 def test_stages_may_have_different_numbers_of_groups() -> None:
     """Stage 0 holds the embedding alone and has no norm: stock DeepSpeed hangs at the first step under ZeRO-1."""
-    assert run_ranks(client_optimizer, 2, 2, "uneven", timeout=60) == run_ranks(client_optimizer, 2, 2, "two")
+    assert run_ranks(client_optimizer, 2, 2, "uneven") == run_ranks(client_optimizer, 2, 2, "two")
 
 
 def frozen_stage(optimizer: str) -> None:
@@ -182,7 +182,7 @@ def frozen_stage(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["json", "own"])
 def test_a_frozen_stage_is_refused_on_every_rank(optimizer: str) -> None:
     with pytest.raises(RankError, match="stage 0 has no trainable parameter"):
-        run_ranks(frozen_stage, 2, optimizer, timeout=60)
+        run_ranks(frozen_stage, 2, optimizer)
 
 
 def evaluated(stages: int) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def evaluated_unevenly(stages: int, batches_of_replica: list[int]) -> dict[str, 
 def test_replicas_may_have_different_numbers_of_batches_to_evaluate_also_none() -> None:
     """Five and none: in the second round of four, and in the first on one replica, there is nothing to do."""
     wanted = run_ranks(evaluated_unevenly, 1, 1, [5])[0]
-    for rank in run_ranks(evaluated_unevenly, 4, 2, [5, 0], timeout=60):
+    for rank in run_ranks(evaluated_unevenly, 4, 2, [5, 0]):
         assert rank == pytest.approx(wanted, rel=1e-6)
 
 
@@ -330,7 +330,7 @@ def bad_config(kind: str) -> str:
     ],
 )
 def test_bad_configs_are_the_same_error_everywhere(kind: str, message: str) -> None:
-    ranks = run_ranks(bad_config, 2, kind, timeout=60)
+    ranks = run_ranks(bad_config, 2, kind)
     assert ranks[0] == ranks[1]
     assert message in ranks[0]
 

@@ -169,7 +169,7 @@ def compare(ep: int, cases: Sequence[str], num_layers: int, round_bytes: int) ->
 def test_experts_that_move_train_as_those_that_stay(
     ranks: int, ep: int, num_layers: int, round_bytes: int, cases: list[str]
 ) -> None:
-    for results in run_ranks(compare, ranks, ep, cases, num_layers, round_bytes, timeout=200):
+    for results in run_ranks(compare, ranks, ep, cases, num_layers, round_bytes):
         for case, result in results.items():
             assert result["moved losses"] == result["losses"], case
             assert not result["missing"], case
@@ -267,7 +267,7 @@ def compare_sharded() -> list[tuple[list[Any], list[str]]]:
 
 def test_under_the_optimizer_of_our_pipelines() -> None:
     """Values are right on every rank, whichever rows it steps."""
-    for results in run_ranks(compare_sharded, 4, timeout=60):
+    for results in run_ranks(compare_sharded, 4):
         for case, (different, kinds) in zip(SHARDED, results, strict=True):
             assert not different, (case, different)
             assert kinds == ["exp_avg", "exp_avg_sq", *(["master"] if torch.bfloat16 in case else []), "value"]
@@ -319,7 +319,7 @@ def refusals() -> dict[str, Any]:
 
 def test_what_cannot_move_is_refused_on_every_rank() -> None:
     expert = 4 * (35 + 5)
-    for found in run_ranks(refusals, 2, timeout=60):
+    for found in run_ranks(refusals, 2):
         assert found["nothing"]
         assert found["no bytes"] == (0, [0])
         assert found["bytes"] == (expert, [0, expert])

@@ -263,7 +263,7 @@ def elsewhere(root: str) -> None:
 
 def test_a_folder_that_is_not_shared_hangs_nobody(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"not shared.*is no checkpoint"):
-        run_ranks(elsewhere, 2, str(tmp_path), timeout=60)
+        run_ranks(elsewhere, 2, str(tmp_path))
 
 
 def without_the_frozen(root: str) -> dict[str, Any]:
@@ -337,4 +337,4 @@ def refused(what: str) -> None:
 )
 def test_refused_on_every_rank(what: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
-        run_ranks(refused, 2, what, timeout=60)
+        run_ranks(refused, 2, what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import ranks
-from ranks import RankError, RankTimeout, launch, run_ranks
+from ranks import RankError, hang_of, launch, run_ranks
+
+LONG_S = 3600
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,19 @@ def one_raises_while_others_wait(failing: int) -> None:
 def one_dies(failing: int) -> None:
     if os.environ["RANK"] == str(failing):
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(LONG_S)
 
 
 def sleeps_on_one(sleeper: int, child_file: str) -> None:
     if os.environ["RANK"] == str(sleeper):
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", str(LONG_S)])
         Path(child_file).write_text(str(child.pid))
         print("going to sleep")
         a_long_nap()
 
 
 def a_long_nap() -> None:
-    time.sleep(60)
+    time.sleep(LONG_S)
 
 
 def returns_a_lambda():
@@ -115,18 +118,9 @@ def test_eight_ranks_return_tensors():
     assert [result.tolist() for result in results] == [[28.0] * 1000] * 8
 
 
-def test_a_warm_start_is_fast():
-    run_ranks(os.getpid, 1)
-    start = time.monotonic()
-    run_ranks(os.getpid, 4)
-    assert time.monotonic() - start < 5.0  # 0.2 s on two idle cores
-
-
 def test_the_first_failure_is_shown_and_ends_the_others():
-    start = time.monotonic()
     with pytest.raises(RankError) as error:
         run_ranks(one_raises_while_others_wait, 3, 1)
-    assert time.monotonic() - start < 20.0
     message = str(error.value)
     assert error.value.rank == 1
     assert message.startswith("rank 1 of 3 raised ValueError: rank 1 cannot\n")
@@ -141,13 +135,8 @@ def test_a_rank_that_dies_is_named():
 
 def test_time_limit_kills_and_shows_stacks(tmp_path):
     child_file = tmp_path / "child"
-    start = time.monotonic()
-    with pytest.raises(RankTimeout) as error:
-        run_ranks(sleeps_on_one, 3, 1, str(child_file), timeout=2.0)
-    assert time.monotonic() - start < 20.0
-    message = str(error.value)
-    assert message.startswith("ranks [1] of 3 not done after 2 s: all ranks killed\n---- rank 1, stack ----\n")
-    assert "in a_long_nap" in message
+    message = hang_of(lambda timeout: run_ranks(sleeps_on_one, 3, 1, str(child_file), timeout=timeout), "in a_long_nap")
+    assert re.match(r"ranks \[1\] of 3 not done after \d+ s: all ranks killed\n---- rank 1, stack ----\n", message)
     assert message.endswith("---- rank 1, end of output ----\ngoing to sleep")
     assert not _is_running(int(child_file.read_text()))
 
@@ -200,7 +189,7 @@ SCRIPT = """
 import os, sys, time
 sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]}\\n")
 sys.stderr.write("trouble\\n")
-def nap(): time.sleep(60)
+def nap(): time.sleep(3600)
 if "sleep" in sys.argv: nap()
 sys.exit(3 if "fail" in sys.argv else 0)
 """
@@ -215,7 +204,7 @@ def script(tmp_path):
 
 @pytest.mark.launcher
 def test_launch_captures_output(script, tmp_path):
-    done = launch([script, "--answer", "42"], 2, timeout=120.0, cwd=tmp_path)
+    done = launch([script, "--answer", "42"], 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2: ['--local_rank=0', '--answer', '42']" in done.stdout
     assert "rank 1 of 2: ['--local_rank=1', '--answer', '42']" in done.stdout
@@ -224,14 +213,12 @@ def test_launch_captures_output(script, tmp_path):
 
 @pytest.mark.launcher
 def test_launch_returns_the_status_of_a_failure(script):
-    assert launch([script, "fail"], 1, timeout=120.0).returncode == 3
+    assert launch([script, "fail"], 1).returncode == 3
 
 
 @pytest.mark.launcher
 def test_launch_kills_the_ranks_of_a_job_that_hangs(script):
-    with pytest.raises(RankTimeout) as error:
-        launch([script, "sleep"], 2, timeout=60.0)  # a slow machine takes long to import DeepSpeed
-    assert "in nap" in str(error.value)
+    assert "not over after" in hang_of(lambda timeout: launch([script, "sleep"], 2, timeout), "in nap")
 
 
 def _writer_of(file: Path) -> int:

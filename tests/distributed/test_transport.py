@@ -358,7 +358,7 @@ def destroyed() -> dict[str, Any]:
         engine = engine_of([Block, Block], order=order)
         engine.train_batch(iter(batches(2)))
         engine.destroy()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while lanes_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     found["lanes"] = lanes_alive()
@@ -441,7 +441,7 @@ def half_way() -> list[str]:
 
 
 def test_an_engine_refuses_to_go_on_after_a_step_that_broke() -> None:
-    first, (broke, *refused) = run_ranks(half_way, 2, timeout=60)
+    first, (broke, *refused) = run_ranks(half_way, 2)
     assert first == []
     assert broke == "ArithmeticError: no more numbers"
     for told in refused:
@@ -468,7 +468,7 @@ def broken_lane(message: str) -> None:
 def late_with_its_second(begin: Callable[[Any], None]) -> Callable[[Any], None]:
     def begin_late(message: Any) -> None:
         if message.micro_batch == 1:
-            time.sleep(30)
+            time.sleep(3600)
         begin(message)
 
     return begin_late
@@ -487,7 +487,7 @@ def late_with_its_second(begin: Callable[[Any], None]) -> Callable[[Any], None]:
 )
 def test_an_error_of_a_sending_thread_is_heard_and_named(error: str, told: str) -> None:
     with pytest.raises(RankError, match=told) as caught:
-        run_ranks(broken_lane, 3, error, timeout=28)
+        run_ranks(broken_lane, 3, error)
     assert caught.value.rank == 1
 
 
@@ -509,5 +509,5 @@ def test_a_stage_that_passes_on_a_list_is_told_what_it_may_pass_on(trains: bool)
     with pytest.raises(
         RankError, match=r"ValueError: .*stage 0.* a list: .* a tensor, or a tuple of tensors"
     ) as caught:
-        run_ranks(passes_on_a_list, 2, trains, timeout=60)
+        run_ranks(passes_on_a_list, 2, trains)
     assert caught.value.rank == 0

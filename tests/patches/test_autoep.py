@@ -115,7 +115,7 @@ def test_autoep_starts_and_trains_as_one_process(zero: int, ep: int, ranks: int)
     """
     from transformers.utils import output_capturing
 
-    results = run_ranks(start_job, ranks, zero, ep, timeout=90)
+    results = run_ranks(start_job, ranks, zero, ep)
     losses, wanted = train_alone(ranks, output_router_logits=True, router_aux_loss_coef=0.1)
     for rank in results:
         if hasattr(output_capturing, "_CanRecordRegistry"):
@@ -175,12 +175,12 @@ def loaded(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def test_what_the_trainer_saves_is_the_model(tmp_path: Path) -> None:
     stock = tmp_path / "stock"
-    run_ranks(trainer_job, RANKS, str(stock), ("autoep-start",), 1, False, timeout=90)
+    run_ranks(trainer_job, RANKS, str(stock), ("autoep-start",), 1, False)
     assert len(saved(stock)) == 25  # of 41, without an error
     assert saved(stock)["model.layers.0.block_sparse_moe.experts.w1"].shape == (EXPERTS // RANKS, 48, 32)
 
     ours = tmp_path / "ours"
-    run_ranks(trainer_job, RANKS, str(ours), ("autoep-start", "save-model"), 1, False, timeout=90)
+    run_ranks(trainer_job, RANKS, str(ours), ("autoep-start", "save-model"), 1, False)
     state, info = loaded(ours)
     assert len(saved(ours)) == 41
     assert info == {"missing_keys": [], "unexpected_keys": []}
@@ -191,9 +191,9 @@ def test_what_the_trainer_saves_is_the_model(tmp_path: Path) -> None:
 def test_the_trainer_without_an_optimizer_in_the_json(zero: int, tmp_path: Path) -> None:
     if zero == 1:
         with pytest.raises(RankError, match="None of the param groups are marked as MoE"):
-            run_ranks(trainer_job, RANKS, str(tmp_path / "stock"), ("autoep-start",), zero, True, timeout=90)
+            run_ranks(trainer_job, RANKS, str(tmp_path / "stock"), ("autoep-start",), zero, True)
     ours = tmp_path / "ours"
-    for rank in run_ranks(trainer_job, RANKS, str(ours), (), zero, True, timeout=90):
+    for rank in run_ranks(trainer_job, RANKS, str(ours), (), zero, True):
         assert rank == {"moe": [False, False, True], "lr": [0.1] * 3}  # the norms are not decayed: a group of their own
     assert_same_weights(loaded(ours)[0], train_alone()[1])
 
@@ -240,7 +240,7 @@ def groups_job(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["groups", "function", "optimizer"])
 def test_experts_get_groups_of_their_own(kind: str) -> None:
-    ranks = run_ranks(groups_job, RANKS, kind, timeout=90)
+    ranks = run_ranks(groups_job, RANKS, kind)
     fault = "KeyError: 'name'" if kind == "groups" else "AssertionError: The model has moe layers, but None of the"
     assert ranks[0]["stock"].startswith(fault)
     losses, wanted = train_alone()
@@ -250,7 +250,7 @@ def test_experts_get_groups_of_their_own(kind: str) -> None:
 
 def test_an_optimizer_that_has_a_scheduler_is_refused() -> None:
     """The scheduler has one rate for each group that there was."""
-    error = run_ranks(groups_job, RANKS, "scheduled", timeout=90)[0]["ours"]
+    error = run_ranks(groups_job, RANKS, "scheduled")[0]["ours"]
     assert error.startswith("ValueError: the optimizer already has a learning-rate scheduler")
     assert "make the scheduler after deepspeed.initialize" in error
 
@@ -304,7 +304,7 @@ def convert_job(source: str, target: str, repaired: bool) -> None:
 
 
 def test_universal_conversion_keeps_the_placement_of_experts(tmp_path: Path) -> None:
-    ranks = run_ranks(placement_job, RANKS, str(tmp_path), timeout=90)
+    ranks = run_ranks(placement_job, RANKS, str(tmp_path))
     whole = {}
     for name in ranks[0]["local"]:
         whole[name] = torch.empty(EXPERTS, *ranks[0]["local"][name].shape[1:])
@@ -312,7 +312,7 @@ def test_universal_conversion_keeps_the_placement_of_experts(tmp_path: Path) -> 
             whole[name][experts] = rank["local"][name]
     for repaired in (False, True):
         target = tmp_path / f"universal{repaired:d}"
-        run_ranks(convert_job, 1, str(tmp_path / "one"), str(target), repaired, timeout=90)
+        run_ranks(convert_job, 1, str(tmp_path / "one"), str(target), repaired)
         for name, right in whole.items():
             converted = torch.load(target / "zero" / name / "fp32.pt", weights_only=False)["param"]
             assert torch.equal(converted, right) is repaired, name
@@ -352,6 +352,6 @@ def refused_job(directory: str, zero: int) -> list[str]:
     ],
 )
 def test_what_cannot_be_gathered_is_an_error_and_no_file(zero: int, message: str, tmp_path: Path) -> None:
-    for error, *files in run_ranks(refused_job, RANKS, str(tmp_path), zero, timeout=90):
+    for error, *files in run_ranks(refused_job, RANKS, str(tmp_path), zero):
         assert error.startswith(message)
         assert files == []

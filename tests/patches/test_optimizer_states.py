@@ -92,13 +92,13 @@ def reference() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_states_of_all_groups(zero: int, tmp_path: Path) -> None:
     """One rank shows the fault: with more, the owner of a parameter raises and the others wait for it."""
-    stock = run_ranks(job, 1, zero, False, str(tmp_path / "stock"), timeout=60)[0]
+    stock = run_ranks(job, 1, zero, False, str(tmp_path / "stock"))[0]
     trained, loaded, after = stock
     assert {name for name, state in trained.items() if isinstance(state, str)} == {f"{i}.bias" for i in range(3)}
     assert trained["0.bias"] == "ValueError: exp_avg not found in optimizer state fragment"
     assert all(isinstance(state, str) for state in (loaded | after).values())
 
-    for rank in run_ranks(job, 2, zero, True, str(tmp_path / "repaired"), timeout=60):
+    for rank in run_ranks(job, 2, zero, True, str(tmp_path / "repaired")):
         for seen, right in zip(rank, reference(), strict=True):
             assert list(seen) == list(right)
             for name, state in seen.items():

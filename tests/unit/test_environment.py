@@ -40,7 +40,7 @@ class Clone:
         """What pip is asked for, and the Python that comes out."""
         done = subprocess.run(
             ["bash", "-uc", SCRIPT, "bash", str(self.path / "launch" / "environment.sh"), purpose],
-            check=False, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+            check=False, capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL,
             env={"PATH": os.environ["PATH"]} | variables,
         )  # fmt: skip
         if done.returncode:

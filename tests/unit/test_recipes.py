@@ -37,7 +37,7 @@ exit "${SRUN_CODE:-0}"
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | variables
-    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -355,7 +355,7 @@ def test_processes_may_share_a_fresh_cache(tmp_path: Path) -> None:
             assert reader.stdout is not None
             assert reader.stdout.readline() == "ready\n"
         (tmp_path / "start").touch()
-        outputs = [reader.communicate(timeout=120)[0] for reader in readers]
+        outputs = [reader.communicate(timeout=900)[0] for reader in readers]
     finally:
         for reader in readers:
             reader.kill()

@@ -131,5 +131,5 @@ def test_schedules_are_built_once():
 
 def test_imports_nothing_heavy():
     code = "import sys, paceline.planning; print({'torch', 'deepspeed', 'pydantic'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900).stdout
     assert out == "set()\n"

@@ -162,7 +162,7 @@ def test_no_display_and_no_global_figures(tmp_path: Path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     arguments = [str(Path(__file__).parents[2]), str(tmp_path / "step.png")]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=900)
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_who_is_missed(who: str, command: str, launcher: str, variable: str, tol
         env=os.environ | {variable: "0"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=900,
         check=False,
     )
     assert process.stdout == f"'' then the end of {told}\n"

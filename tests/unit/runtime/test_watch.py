@@ -126,10 +126,10 @@ def test_a_guest_that_is_no_rank_is_shown_out(said: bytes) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     hub = Hub(server, "token", 2, LIMITS)
     try:
-        with socket.create_connection(server.getsockname(), timeout=5) as guest:
+        with socket.create_connection(server.getsockname(), timeout=60) as guest:
             guest.sendall(said)
             assert guest.recv(1) == b""
-        with socket.create_connection(server.getsockname(), timeout=5) as member:
+        with socket.create_connection(server.getsockname(), timeout=60) as member:
             Lines(member).write({"token": "token", "rank": 1})
             assert json.loads(member.recv(100)) == {"gone": []}
     finally:
