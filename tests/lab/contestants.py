@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from lab.asynchronous import SCHEDULES, AsynchronousStep
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, loss
 
 Step = Callable[[], dict[str, Any]]
@@ -23,6 +24,7 @@ Step = Callable[[], dict[str, Any]]
 
 Always ``loss``, and ``schedule``: what ran, where it is chosen at run time, else empty. Of a DeepSpeed pipeline
 ``boundaries`` over the layers; where layers have moved since the step before, ``migration``: the engine's figures.
+An :class:`~lab.asynchronous.AsynchronousStep` tells the loss later, unless each of its steps is flushed.
 """
 
 OURS: dict[str, dict[str, Any]] = {
@@ -42,14 +44,17 @@ def make(name: str, emulation: Emulation) -> Step:
 
     Args:
         name: ``stock`` (its partition is uniform), ``stock-parameters``, ``dualpipev`` (two half stages a rank),
-            ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved`` (two half stages a rank), a name of :data:`OURS`, or
-            ``LABEL={JSON}`` with another schedule of ours, or with a ``schedule`` and a ``partition``.
+            ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved`` (two half stages a rank), a name of :data:`OURS` or
+            of :data:`lab.asynchronous.SCHEDULES`, or ``LABEL={JSON}`` with another schedule of ours, or with a
+            ``schedule`` and a ``partition``.
 
     Raises:
         ValueError: there is no such contestant, or it cannot have several layers a rank.
     """
     if name in _OTHERS:
         return _OTHERS[name](emulation)
+    if name in SCHEDULES:
+        return AsynchronousStep(name, emulation)
     return _paceline(emulation, section_of(name))
 
 
@@ -192,4 +197,4 @@ _OTHERS: dict[str, Callable[[Emulation], Step]] = {
     "torch-interleaved": lambda emulation: _torch(pipelining.ScheduleInterleaved1F1B, 2, emulation),
 }
 
-NAMES: Sequence[str] = (*_OTHERS, *OURS)
+NAMES: Sequence[str] = (*_OTHERS, *OURS, *SCHEDULES)

@@ -9,10 +9,15 @@ unequal; ``--speed-changes [[40, 1, 0.5]]`` makes them faster or slower while tr
 All contestants live in the same processes. First each runs its warm-up steps, in which connections are made; then, in
 every round, each runs ``--steps`` steps, or as many as begin within ``--seconds``. Rank 0 writes one JSON line a step:
 contestant, round (-1 in the warm-up), step (of the contestant), seconds, and what :data:`lab.contestants.Step` says.
-When the warm-up is over, a file ``OUTPUT.begun`` appears.
+When the warm-up is over, a file ``OUTPUT.begun`` appears. With ``--mbit 400 100`` all rounds are run once at each of
+these rates, which the line then has.
 
-Before each step rank 0 tells the others whether there is one more: a message of one value, with which all agree on the
-end of a run of so many seconds. It belongs to the step's seconds, with every contestant.
+Contestants without a flush take as long for a step as lies between the moments at which the last rank was done with
+that step and with the one before. In every round they first run two steps more, which count as warm-up, to be past the
+start of a run; and they are flushed at its end, which is in no step's seconds.
+
+Before each step of the others rank 0 tells all whether there is one more: a message of one value, with which all agree
+on the end of a run of so many seconds. It belongs to the step's seconds.
 """
 
 from __future__ import annotations
@@ -23,17 +28,20 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise, product
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lab.asynchronous import SETTLING_STEPS, AsynchronousStep
 from lab.contestants import Step, label_of, make
 from lab.device import DEVICE
 from lab.emulation import OPTIMIZERS, Emulation, SpeedChange
+from lab.hosts import set_own_rate
 
 
 def main() -> None:
@@ -53,6 +61,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contestant before the first round")
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
     parser.add_argument("--seconds", type=float, help="of each contestant in a round, instead of --steps")
+    parser.add_argument("--mbit", type=float, nargs="+", default=[], help="all rounds once at each of these rates")
     parser.add_argument("--output", type=Path, required=True, help="written by rank 0")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,8 +90,9 @@ def main() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             args.output.with_name(args.output.name + ".begun").touch()
-        for number in range(args.rounds):
-            for name in contestants:
+        for rate in args.mbit or [None]:
+            race.set_rate(rate)
+            for number, name in product(range(args.rounds), contestants):
                 race.run(name, number, args.steps, args.seconds)
     dist.barrier()
     dist.destroy_process_group()
@@ -97,19 +107,57 @@ class Race:
         self.lines = lines
         self.num_steps = dict.fromkeys(contestants, 0)
         self._flag = torch.zeros(1)
+        self._mbit: float | None = None
+
+    def set_rate(self, mbit: float | None) -> None:
+        """From now on every host can send so much; None: what it could before."""
+        self._mbit = mbit
+        if mbit is not None:
+            set_own_rate(mbit)
+        dist.barrier()
 
     def run(self, name: str, number: int, num_steps: int, seconds: float | None) -> None:
         """Steps of one contestant in one round: ``num_steps``, or those that begin within ``seconds``."""
+        contestant = self.contestants[name]
+        if isinstance(contestant, AsynchronousStep) and not contestant.is_flushed:
+            if seconds is not None:
+                raise ValueError(f"{name} in rounds of {seconds:g} s: its ranks agree on nothing in a step, give steps")
+            self._run_on(name, contestant, number, num_steps)
+            return
         began = time.perf_counter()
         for _ in self._agreed(began, num_steps, seconds):
-            DEVICE.begin_step(self.emulation.speeds_at(self.num_steps[name])[dist.get_rank()])
-            said = self.contestants[name]()
+            said = self._step(name)
             ended = time.perf_counter()
-            line = {"contestant": name, "round": number, "step": self.num_steps[name], "seconds": ended - began}
-            self.lines.write(json.dumps({**line, **said}) + "\n")
-            self.lines.flush()
-            self.num_steps[name] += 1
+            self._write(name, number, ended - began, said)
             began = ended
+
+    def _run_on(self, name: str, contestant: AsynchronousStep, number: int, num_steps: int) -> None:
+        """Steps that nobody waits for in between."""
+        dist.barrier()
+        began = time.perf_counter()
+        said, ended = [], []
+        for _ in range(SETTLING_STEPS + num_steps):
+            said.append(self._step(name))
+            ended.append(time.perf_counter() - began)
+        losses = contestant.flush()
+        of_ranks: list[list[float]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, ended)
+        ends = [0.0, *map(max, zip(*of_ranks, strict=True))]
+        for index, (one, loss, (before, end)) in enumerate(zip(said, losses, pairwise(ends), strict=True)):
+            counts = index >= SETTLING_STEPS
+            self._write(name, number if counts else -1, end - before, {**one, "loss": loss})
+
+    def _step(self, name: str) -> dict[str, Any]:
+        number = self.num_steps[name]
+        DEVICE.begin_step(self.emulation.speeds_at(number)[dist.get_rank()])
+        said = self.contestants[name]()
+        self.num_steps[name] += 1
+        return {"step": number, **said}
+
+    def _write(self, name: str, number: int, seconds: float, said: dict[str, Any]) -> None:
+        line = {"contestant": name, "round": number, "seconds": seconds, "mbit": self._mbit}
+        self.lines.write(json.dumps({**line, **said}) + "\n")
+        self.lines.flush()
 
     def _agreed(self, began: float, num_steps: int, seconds: float | None) -> Iterator[None]:
         done = 0

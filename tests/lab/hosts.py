@@ -120,8 +120,7 @@ class Hosts:
         if mbit is not None and not mbit > 0:
             raise ValueError(f"rate {mbit} Mbit/s of host {host}: it must be positive, or None for no limit")
         if mbit is not None:
-            limiter = f"tbf rate {round(mbit * 1e6)}bit burst {BURST_BYTES} latency 100ms"
-            self._hosts[host].call("tc", *f"qdisc replace dev {DEVICE} root {limiter}".split())
+            self._hosts[host].call(*_limiting(mbit))
         elif self.rates[host] is not None:
             self._hosts[host].call("tc", *f"qdisc del dev {DEVICE} root".split())
         self.rates[host] = mbit
@@ -181,6 +180,16 @@ class Hosts:
                 processes.append(self.popen(host, command, rank, stack.enter_context(file.open("w"))))
             _wait(processes, files, timeout)
             return [file.read_text(errors="replace") for file in files]
+
+
+def set_own_rate(mbit: float) -> None:
+    """As :meth:`Hosts.set_rate`, called on the host itself, by a rank for instance."""
+    subprocess.run(_limiting(mbit), check=True)
+
+
+def _limiting(mbit: float) -> list[str]:
+    limiter = f"tbf rate {round(mbit * 1e6)}bit burst {BURST_BYTES} latency 100ms"
+    return ["tc", *f"qdisc replace dev {DEVICE} root {limiter}".split()]
 
 
 class _Namespace:

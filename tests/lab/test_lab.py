@@ -134,6 +134,19 @@ def test_a_rate_limits_what_a_host_sends_and_may_change():
         assert free < 0.5 * 8 * (4 << 20) / 80e6
 
 
+@needs_hosts
+def test_a_rank_can_limit_its_own_host():
+    limit = "from lab.hosts import set_own_rate; set_own_rate(80)"
+    with Hosts(2) as hosts:
+        outputs = hosts.run(
+            ["sh", "-c", f"test $RANK = 1 || '{sys.executable}' -c '{limit}'; tc qdisc show dev {DEVICE}"],
+            env={"PYTHONPATH": str(Path(__file__).parent.parent)},
+        )
+    assert "tbf" in outputs[0]
+    assert "rate 80Mbit" in outputs[0]
+    assert "tbf" not in outputs[1]
+
+
 def test_a_host_must_have_a_positive_rate():
     with pytest.raises(ValueError, match="rate 0 Mbit/s of host 1: it must be positive, or None for no limit"):
         Hosts(2).set_rate(1, 0)

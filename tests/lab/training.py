@@ -30,6 +30,7 @@ def train(
     steps: int = 4,
     seconds: float | None = None,
     trace: Sequence[Change] = (),
+    rates: Sequence[float] = (),
     timeout: float | None = None,
 ) -> list[dict[str, Any]]:
     """Run ``contestants`` in turn, a rank a host; one record a step, those of the warm-up with round -1.
@@ -40,6 +41,7 @@ def train(
         steps: of each contestant in a round.
         seconds: of each contestant in a round, instead of ``steps``.
         trace: changes of rates, played from the end of the warm-up on.
+        rates: all rounds are run once at each of these, which the hosts' sending sides are limited to; Mbit/s.
         timeout: seconds until the job is killed. By default ten times what compute takes, and the start.
 
     Raises:
@@ -47,7 +49,8 @@ def train(
     """
     if timeout is None:
         slowest = 10 * emulation.bound_s
-        turns = (warmup + rounds * steps) * slowest if seconds is None else warmup * slowest + rounds * seconds
+        of_round = (steps + 2) * slowest if seconds is None else seconds
+        turns = warmup * slowest + rounds * of_round * max(1, len(rates))
         timeout = _START_S + len(contestants) * turns
     with tempfile.TemporaryDirectory(prefix="lab-training-") as folder, contextlib.ExitStack() as stack:
         output = Path(folder, "steps.jsonl")
@@ -63,6 +66,8 @@ def train(
         command += ["--rounds", str(rounds), "--warmup", str(warmup), "--steps", str(steps)]
         if seconds is not None:
             command += ["--seconds", str(seconds)]
+        if rates:
+            command += ["--mbit", *map(str, rates)]
         if trace:
             begun = output.with_name(output.name + ".begun")
             stack.enter_context(Player(hosts, trace, begun.exists))
