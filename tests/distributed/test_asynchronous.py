@@ -25,6 +25,7 @@ from ranks import run_ranks
 STEPS = 20
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
 """With a larger epsilon than usual: Adam turns the rounding of gradients near it into steps of the learning rate."""
+AHEAD = {"nesterov": 0.9, "error_feedback": 1.0}
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
 """Absolute, of parameters, whose entries are up to 1."""
 
@@ -133,30 +134,25 @@ def adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Corrected:
-    """AdamW with a warm-in and a correction of late gradients or updates, as their formulas say."""
+    """AdamW with a warm-in and a correction of its changes, as their formulas say."""
 
     def __init__(self, masters: list[torch.nn.Parameter], warm_in_steps: int, correction: str | None) -> None:
         self.masters, self.warm_in_steps, self.correction = masters, warm_in_steps, correction
         self.basic, self.num_updates = adamw(masters), 0
-        self.gradients: list[Tensor] = []
-        self.changes: list[Tensor] = []
+        self.changes = [torch.zeros_like(p) for p in masters]
 
     @torch.no_grad()
     def step(self) -> None:
         self.num_updates += 1
         if self.warm_in_steps:
             self.basic.param_groups[0]["lr"] = ADAMW["lr"] * min(1.0, self.num_updates / self.warm_in_steps)
-        gradients = [p.grad.clone() for p in self.masters]
-        if self.correction == "nesterov" and self.gradients:
-            for p, previous in zip(self.masters, self.gradients, strict=True):
-                p.grad.add_(p.grad - previous, alpha=0.9)
         before = [p.clone() for p in self.masters]
         self.basic.step()
         changes = [p - old for p, old in zip(self.masters, before, strict=True)]
-        if self.correction == "error_feedback" and self.changes:
+        if self.correction is not None:
             for p, change, previous in zip(self.masters, changes, self.changes, strict=True):
-                p.add_(change - previous)
-        self.gradients, self.changes = gradients, changes
+                p.add_(change - previous, alpha=AHEAD[self.correction])
+        self.changes = changes
 
 
 def emulate(case: Case, flushes: Collection[int]) -> dict[str, Any]:
@@ -270,8 +266,8 @@ FOLLOWED = {
     "four, by mirror": Case(4, 4, owners="mirror", clipping=0.5, tied=True, iterator_a_step=True),
     "four, experts": Case(4, 4, family="mixtral", steps=4, dtype=NARROW),
     "four, uneven": Case(4, 4, tied=True, steps=8, partition=(0, 1, 3, 5, 6)),
-    "four, corrected gradients": Case(4, 4, owners="mirror", steps=8, correction="nesterov"),
-    "two, corrected updates": Case(2, 2, replicas=2, steps=8, correction="error_feedback", warm_in_steps=5),
+    "four, Nesterov's weights": Case(4, 4, owners="mirror", steps=8, correction="nesterov"),
+    "two, errors fed back": Case(2, 2, replicas=2, steps=8, correction="error_feedback", warm_in_steps=5),
     "eight": Case(8, 8, owners="mirror", clipping=0.5, steps=3),
     "one direction, an update a round": Case(4, 4, "one_direction", clipping=0.5, flushes=some_steps(4)),
     "one direction, two updates a round": Case(4, 2, "one_direction", tied=True, recompute=True, data="ragged"),

@@ -237,9 +237,8 @@ class ScheduleConfig(_Section):
     correction: Literal["nesterov", "error_feedback"] | None = Field(
         default=None,
         description="multidirection, one_direction: what makes up for late gradients, at the price of one tensor more "
-        'for each parameter. "nesterov": the optimizer sees each gradient extrapolated by its difference from the last '
-        'one; "error_feedback": weights move by as much more as an update differs from the last one. Left out: '
-        "nothing.",
+        'for each parameter. "error_feedback": weights move by as much more as an update differs from the last one; '
+        '"nesterov": by that times the optimizer\'s momentum. Left out: nothing.',
     )
 
     @field_validator(*_TYPES_OF)

@@ -1,4 +1,4 @@
-"""What makes up for gradients that come late: a warm-in, and corrections of the gradient or of the update.
+"""What makes up for gradients that come late: a warm-in, and weights that run ahead of the optimizer.
 
 What they remember lies in the optimizer's state beside its own, so that checkpoints by name carry it. Optimizers of
 ``torch.optim`` make their state where a parameter has none: so ours goes in after a parameter's first step.
@@ -15,30 +15,29 @@ from torch import Tensor, nn
 NESTEROV, ERROR_FEEDBACK = "nesterov", "error_feedback"
 CORRECTIONS = (NESTEROV, ERROR_FEEDBACK)
 
-NUM_UPDATES, PREVIOUS_GRADIENT, PREVIOUS_CHANGE = "num_updates", "previous_gradient", "previous_change"
+NUM_UPDATES, PREVIOUS_CHANGE = "num_updates", "previous_change"
 """Keys in the state of a parameter."""
 
-_KEYS = (NUM_UPDATES, PREVIOUS_GRADIENT, PREVIOUS_CHANGE)
+_KEYS = (NUM_UPDATES, PREVIOUS_CHANGE)
 
 MOMENTUM = 0.9
-"""How far a gradient is extrapolated where the optimizer has no momentum of its own."""
+"""Nesterov's, where the optimizer has no momentum of its own."""
 
 
 @dataclass(frozen=True)
 class Corrections:
     """Of late gradients, by who owns the rows: each element by itself.
 
-    Let g_n be the gradient of update n, clipped and without the loss scale, and D_n the change that the optimizer makes
-    of it, both counted by parameter from the first that had a gradient.
+    Let D_n be the change that the optimizer makes in update n, counted by parameter from the first that had a gradient;
+    the one before that is 0. The weights move by D_n + c (D_n - D_{n-1}) and so are c D_n ahead of the sum of all
+    changes: a gradient that is taken of them is applied an update later, when the sum has come about there.
 
-    * ``"nesterov"``: the optimizer sees g_n + mu (g_n - g_{n-1}), the gradient extrapolated to the weights that it will
-      be applied to: the look-ahead of Nesterov's method. mu is the optimizer's own momentum (``betas[0]`` or
-      ``momentum``) where it has one, else :data:`MOMENTUM`.
-    * ``"error_feedback"``: the weights move by D_n + (D_n - D_{n-1}): what one late gradient got wrong is made up for
-      when the next one shows it. It costs a second reading of the weights a step.
+    * ``"nesterov"``: c is the optimizer's own momentum (``betas[0]`` or ``momentum``) where it has one, else
+      :data:`MOMENTUM`. The weights are at the point where Nesterov's method takes its gradients.
+    * ``"error_feedback"``: c is 1. What an update got wrong, seen from the next, is made up for in full.
 
-    The first of each is not corrected. Both keep one tensor more for each parameter, in the masters' precision. An
-    update that is left out (not finite) counts for nothing.
+    Both keep one tensor more for each parameter, in the masters' precision, and read the weights a second time in each
+    step. An update that is left out (not finite) counts for nothing.
 
     Args:
         warm_in_steps: the learning rate of update n, counted from 0, is multiplied by
@@ -48,7 +47,8 @@ class Corrections:
     Raises:
         ValueError: another value.
 
-    Source: the Nesterov and error-feedback corrections of one-step-delayed training; the formulas here are ours.
+    Source: the Nesterov and error-feedback corrections of one-step-delayed training; that they are one formula with two
+    factors is ours.
     """
 
     warm_in_steps: int = 0
@@ -62,13 +62,10 @@ class Corrections:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``, corrected; learning rates are as before afterwards, gradients may be others."""
+        """``optimizer.step()``, corrected; learning rates are as before afterwards."""
         stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         kept: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter, _ in stepped}
-        if self.correction == NESTEROV:
-            for parameter, group in stepped:
-                kept[parameter][PREVIOUS_GRADIENT] = _look_ahead(optimizer, parameter, _momentum(group))
-        before = [p.clone() for p, _ in stepped] if self.correction == ERROR_FEEDBACK else []
+        before = [p.clone() for p, _ in stepped] if self.correction is not None else []
         rates = [group["lr"] for group in optimizer.param_groups]
         if self.warm_in_steps:
             known = (_remembered(optimizer, parameter, NUM_UPDATES) for parameter, _ in stepped)
@@ -80,32 +77,20 @@ class Corrections:
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for (parameter, _), old in zip(stepped, before, strict=bool(before)):
-            kept[parameter][PREVIOUS_CHANGE] = _feed_back(optimizer, parameter, old)
+        for (parameter, group), old in zip(stepped, before, strict=bool(before)):
+            ahead = _momentum(group) if self.correction == NESTEROV else 1.0
+            kept[parameter][PREVIOUS_CHANGE] = _run_ahead(optimizer, parameter, old, ahead)
         for parameter, state in kept.items():
             for key in _KEYS:  # a checkpoint may have what is of no use with these corrections
                 optimizer.state[parameter].pop(key, None)
             optimizer.state[parameter].update(state)
 
 
-def _look_ahead(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum: float) -> Tensor:
-    """Extrapolate the gradient in place; what it was before."""
-    gradient, previous = parameter.grad, _remembered(optimizer, parameter, PREVIOUS_GRADIENT)
-    assert gradient is not None
-    if previous is None:
-        return gradient.clone()
-    change = gradient - previous
-    previous.copy_(gradient)
-    gradient.add_(change, alpha=momentum)
-    return previous
-
-
-def _feed_back(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, old: Tensor) -> Tensor:
-    """Add the difference between this change and the last; this change, in the memory of ``old``."""
+def _run_ahead(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, old: Tensor, factor: float) -> Tensor:
+    """Add the difference between this change and the last, times ``factor``; this change, in the memory of ``old``."""
     change = torch.sub(parameter, old, out=old)
     previous = _remembered(optimizer, parameter, PREVIOUS_CHANGE)
-    if previous is not None:
-        parameter.add_(change - previous)
+    parameter.add_(change if previous is None else change - previous, alpha=factor)
     return change
 
 
