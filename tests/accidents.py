@@ -42,7 +42,7 @@ class Running:
         for rank in range(world_size):
             self.ranks.start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, call, call_args)
 
-    def end(self, timeout: float, stopped: int | None = None) -> Ended:
+    def end(self, stopped: int | None = None, timeout: float = runner.PATIENCE_S) -> Ended:
         """Args: ``stopped`` stops itself; it is killed when it is the only one left, as a launcher would do."""
         ranks = self.ranks
         pids = [process.pid for process in ranks.processes]

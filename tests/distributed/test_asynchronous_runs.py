@@ -290,7 +290,7 @@ def is_killed_after(argv: list[str], steps: int) -> tuple[int, str]:
 def end_of(function: Any, *args: Any) -> Ended:
     running = Running(function, 4, *args)
     try:
-        return running.end(100)
+        return running.end()
     finally:
         running.kill()
 

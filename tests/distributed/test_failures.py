@@ -88,7 +88,7 @@ VICTIMS = [
 @pytest.mark.parametrize(("what", "victim"), VICTIMS)
 def test_an_accident_of_one_rank_ends_all_and_is_told_once(what: str, victim: int, all_of: Any) -> None:
     job = all_of(train, (what, victim), VICTIMS)
-    ended = job.end(25, stopped=victim if what == "is stopped" else None)
+    ended = job.end(stopped=victim if what == "is stopped" else None)
     assert len(ended.causes) == 1, "\n".join(ended.outputs)
     assert re.search(ACCIDENTS[what].format(v=victim), ended.causes[0]), ended.causes
     assert "at step 3, " in ended.causes[0]
@@ -139,7 +139,7 @@ LOOKS = {
 @pytest.mark.parametrize("what", LOOKS)
 def test_an_accident_while_the_schedule_is_chosen_ends_all_and_is_told_once(what: str, all_of: Any) -> None:
     job = all_of(looks, (what,), [(case,) for case in LOOKS])
-    ended = job.end(40, stopped=VICTIM if what == "is stopped" else None)
+    ended = job.end(stopped=VICTIM if what == "is stopped" else None)
     assert len(ended.causes) == 1, "\n".join(ended.outputs)
     assert re.search(LOOKS[what], ended.causes[0]), ended.causes
     assert ended.codes == [1, -9 if what in ("is killed", "is stopped") else 1, 1]
@@ -239,7 +239,7 @@ MISFORTUNES: dict[str, tuple[list[int], str | None, list[int]]] = {
 @pytest.mark.parametrize("what", MISFORTUNES)
 def test_what_a_transport_does_not_notice(what: str, all_of: Any) -> None:
     codes, cause, traces = MISFORTUNES[what]
-    ended = all_of(misfortune, (what,), [(case,) for case in MISFORTUNES]).end(25)
+    ended = all_of(misfortune, (what,), [(case,) for case in MISFORTUNES]).end()
     assert ended.codes == codes, "\n".join(ended.outputs)
     assert len(ended.causes) == (cause is not None), ended.outputs
     assert cause is None or re.search(cause, ended.causes[0]), ended.causes
@@ -275,7 +275,7 @@ def is_asked_in_a_collective() -> None:
 def test_ranks_agree_to_stop_at_a_step() -> None:
     job = Running(is_asked_in_a_collective, 2)
     try:
-        ended = job.end(25)
+        ended = job.end()
     finally:
         job.kill()
     assert ended.codes == [143, 143]

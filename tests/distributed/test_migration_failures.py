@@ -321,7 +321,7 @@ def test_an_accident_while_layers_move_ends_all_and_is_told_once(
     what: str, where: str, jobs_with_accidents: Any
 ) -> None:
     job, _ = jobs_with_accidents[what, where]
-    ended = job.end(40, stopped=VICTIM if what == "is stopped" else None)
+    ended = job.end(stopped=VICTIM if what == "is stopped" else None)
     assert len(ended.causes) == 1, "\n".join(ended.outputs)
     assert re.search(MOVING[what, where], ended.causes[0]), ended.causes
     assert ended.codes == [1, -9 if what in ("is killed", "is stopped") else 1]
@@ -330,5 +330,5 @@ def test_an_accident_while_layers_move_ends_all_and_is_told_once(
 
 def test_a_job_that_lost_a_rank_while_layers_moved_resumes(jobs_with_accidents: Any) -> None:
     job, root = jobs_with_accidents["is killed", "exchange"]
-    job.end(40)
+    job.end()
     assert run_ranks(goes_on, 2, str(root))[0] == run_ranks(goes_on, 2, None)[0][2:]

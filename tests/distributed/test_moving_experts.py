@@ -374,7 +374,7 @@ def jobs_with_accidents() -> Iterator[dict[str, Running]]:
 
 @pytest.mark.parametrize("what", ["is killed", "is stopped"])
 def test_a_rank_that_is_lost_on_the_way_ends_the_others(what: str, jobs_with_accidents: dict[str, Running]) -> None:
-    ended = jobs_with_accidents[what].end(40, stopped=1 if what == "is stopped" else None)
+    ended = jobs_with_accidents[what].end(stopped=1 if what == "is stopped" else None)
     assert ended.codes == [1, -9]
     assert ended.causes == [
         "paceline: rank 0 lost another rank while experts were being moved; that rank's own error, if it could still "
