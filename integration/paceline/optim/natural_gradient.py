@@ -1,0 +1,234 @@
+"""Natural gradient of rows: each divided by a running estimate of their second moment, which is low rank plus identity.
+
+Source: Povey, Zhang, Khudanpur, arXiv 1410.7455, appendices A (:func:`simple_natural_gradient`) and B
+(:class:`OnlineNaturalGradient`), the latter as Kaldi's ``nnet3`` computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-10
+"""Smallest eigenvalue, whatever the rows are."""
+
+DELTA = 5e-4
+"""Smallest eigenvalue over the largest."""
+
+START_CALLS = 10
+"""Calls after which the estimate follows every ``update_period``-th only."""
+
+MOST_ETA = 0.9
+"""What of an estimate the rows of one call may be, where they are counted by the sample."""
+
+_SIMPLE_FLOOR = 1e-20
+_STATE = ("basis", "eigenvalues", "rho")
+
+
+class OnlineNaturalGradient:
+    """One stream of matrices of shape (N, D), and what has been learned of the second moment of their rows.
+
+    The estimate is F = R' diag(d) R + rho I with R of r orthonormal rows. A call returns X (F + alpha/D tr(F) I)^-1,
+    up to a factor, and the one number that gives it the Frobenius norm of X. The first call begins with an estimate
+    from its own rows; every later one uses that of before the call.
+
+    With shape (..., N, D) it is as many streams as the leading dimensions say, side by side: layers of equal shape.
+
+    Args:
+        rank: r; at most D - 1 is used.
+        alpha: how much of the mean eigenvalue is added to all.
+        num_samples_history: rows over which the estimate reaches back.
+        num_minibatches_history: calls over which it does, in place of ``num_samples_history``; 0 for not.
+        update_period: calls from one update of the estimate to the next, after the first eleven, which all update.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Source: Kaldi's ``OnlineNaturalGradient``; cost O(N r D + r^2 D) a call.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        alpha: float = 4.0,
+        num_samples_history: float = 2000.0,
+        num_minibatches_history: float = 0.0,
+        update_period: int = 1,
+    ) -> None:
+        _check(rank > 0, "rank", rank, "at least 1")
+        _check(alpha >= 0, "alpha", alpha, "0 or more")
+        _check(0 < num_samples_history < 1e6, "num_samples_history", num_samples_history, "between 0 and 1e6")
+        known = num_minibatches_history == 0 or num_minibatches_history > 1
+        _check(known, "num_minibatches_history", num_minibatches_history, "more than 1, or 0 for rows to count")
+        _check(update_period > 0, "update_period", update_period, "at least 1")
+        self.rank = rank
+        self.alpha = alpha
+        self.num_samples_history = num_samples_history
+        self.num_minibatches_history = num_minibatches_history
+        self.update_period = update_period
+        self.frozen = False
+        """Whether the estimate stays as it is."""
+        self.num_calls = 0
+        self.basis: Tensor | None = None
+        """R, of shape (..., r, D)."""
+        self.eigenvalues: Tensor | None = None
+        """d, of shape (..., r), float64."""
+        self.rho: Tensor | None = None
+        """Of shape (...), float64."""
+
+    @torch.no_grad()
+    def precondition(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(x_hat, scale)``: ``x_hat`` of the shape and dtype of ``x``, to be multiplied by ``scale``.
+
+        Computed in the dtype of ``x``, half precision in float32. ``scale`` has the leading dimensions of ``x``.
+        Rows that are not finite give what they give, and are not learned from. Where ``D`` is 1 nothing is done.
+
+        Args:
+            x: of shape (..., N, D).
+
+        Raises:
+            ValueError: ``x`` has another D or other leading dimensions than before, or no rows.
+        """
+        rows = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        self._check_shape(rows)
+        if x.shape[-1] == 1:
+            return x, torch.ones(x.shape[:-2], dtype=rows.dtype, device=x.device)
+        if self.basis is None:
+            self._begin(rows)
+        assert self.basis is not None
+        shared = self._shared()
+        inside = rows @ self.basis.mT
+        x_hat = rows - (inside * shared.to(rows.dtype).unsqueeze(-2)) @ self.basis
+        square, square_hat = _square(rows), _square(x_hat)
+        if self._updates():
+            self._absorb(rows, inside, square)
+        self.num_calls += 1
+        scale = torch.where((square > 0) & (square_hat > 0), (square / square_hat).sqrt(), 1.0)
+        return x_hat.to(x.dtype), scale.to(rows.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, and the number of calls; rows of other streams do not belong to it."""
+        return {"num_calls": self.num_calls, **{name: getattr(self, name) for name in _STATE}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_calls = state["num_calls"]
+        for name in _STATE:
+            value = state[name]
+            setattr(self, name, None if value is None else value.clone())
+
+    # -- the estimate ----------------------------------------------------------------------------------------------
+
+    def _shared(self) -> Tensor:
+        """e: what of a row's part in each direction of the basis is taken away, in float64."""
+        assert self.eigenvalues is not None
+        assert self.basis is not None
+        assert self.rho is not None
+        mean = self.eigenvalues.sum(-1) / self.basis.shape[-1]
+        beta = self.rho * (1 + self.alpha) + self.alpha * mean
+        return self.eigenvalues / (self.eigenvalues + beta.unsqueeze(-1))
+
+    def _updates(self) -> bool:
+        after = self.num_calls - START_CALLS
+        return not self.frozen and (after <= 0 or after % self.update_period == 0)
+
+    def _eta(self, num_rows: int) -> float:
+        if self.num_minibatches_history > 0:
+            return 1 / self.num_minibatches_history
+        return min(MOST_ETA, -math.expm1(-num_rows / self.num_samples_history))
+
+    def _begin(self, x: Tensor) -> None:
+        """A fixed basis, which takes no direction for the mean, turned to the rows of ``x`` by updates."""
+        num_rows, dim = x.shape[-2:]
+        rank = min(self.rank, dim - 1)
+        basis = torch.zeros(rank, dim, dtype=x.dtype, device=x.device)
+        columns = torch.arange(dim, device=x.device)
+        basis[columns % rank, columns] = 1.0
+        basis.diagonal().fill_(1.1)
+        basis /= basis.norm(dim=-1, keepdim=True)
+        streams = x.shape[:-2]
+        self.basis = basis.expand(*streams, rank, dim).clone()
+        self.eigenvalues = torch.full((*streams, rank), EPSILON, dtype=torch.float64, device=x.device)
+        self.rho = torch.full(streams, EPSILON, dtype=torch.float64, device=x.device)
+        square = _square(x)
+        for _ in range(1 if num_rows <= rank else 3):
+            self._absorb(x, x @ self.basis.mT, square)
+
+    def _absorb(self, x: Tensor, inside: Tensor, square: Tensor) -> None:
+        """One step of the power method on eta/N X'X + (1 - eta) F.
+
+        Args:
+            inside: X R'.
+            square: the squared Frobenius norm of ``x``, in float64.
+        """
+        assert self.eigenvalues is not None
+        assert self.basis is not None
+        assert self.rho is not None
+        num_rows, dim = x.shape[-2:]
+        eta = self._eta(num_rows)
+        before = self.eigenvalues + self.rho.unsqueeze(-1)
+        turned = (eta / num_rows) * (inside.mT @ x).double()
+        turned += (1 - eta) * before.unsqueeze(-1) * self.basis.double()
+        finite = square.isfinite() & turned.isfinite().all(-1).all(-1)
+        turned = torch.where(finite[..., None, None], turned, self.basis.double())
+        _, singular, basis = torch.linalg.svd(turned, full_matrices=False)
+        singular = torch.maximum(singular, (1 - eta) * self.rho.unsqueeze(-1))
+        trace = (eta / num_rows) * square + (1 - eta) * (dim * self.rho + self.eigenvalues.sum(-1))
+        rho = (trace - singular.sum(-1)) / (dim - singular.shape[-1])
+        floor = (DELTA * singular[..., 0]).clamp_min(EPSILON)
+        eigenvalues = torch.maximum(singular - rho.unsqueeze(-1), floor.unsqueeze(-1))
+        self.eigenvalues = torch.where(finite.unsqueeze(-1), eigenvalues, self.eigenvalues)
+        self.rho = torch.where(finite, torch.maximum(rho, floor), self.rho)
+        self.basis = torch.where(finite[..., None, None], basis.to(self.basis.dtype), self.basis)
+
+    def _check_shape(self, x: Tensor) -> None:
+        if x.dim() < 2 or x.shape[-2] == 0:
+            raise ValueError(f"x has shape {tuple(x.shape)}: give (..., N, D) with at least one row.")
+        if self.basis is None:
+            return
+        expected = (*self.basis.shape[:-2], self.basis.shape[-1])
+        if (*x.shape[:-2], x.shape[-1]) != expected:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, and before it had {expected[:-1]} streams of rows of {expected[-1]}: "
+                "make another OnlineNaturalGradient for it."
+            )
+
+
+@torch.no_grad()
+def simple_natural_gradient(x: Tensor, alpha: float = 0.1) -> tuple[Tensor, Tensor]:
+    """``(x_hat, scale)``: each row divided by the second moment of the *other* rows of the minibatch, smoothed.
+
+    With s = tr(X'X)/N and lambda = alpha s / D row n of ``x_hat`` is x_n (lambda I + sum_{m != n} x_m' x_m / (N-1))^-1.
+
+    Args:
+        x: of shape (..., N, D); a single row is returned as it is.
+        alpha: more than 0.
+
+    Source: arXiv 1410.7455, appendix A; cost O(min(N, D)^2 max(N, D)).
+    """
+    _check(alpha > 0, "alpha", alpha, "more than 0")
+    num_rows, dim = x.shape[-2:]
+    if num_rows == 1:
+        return x, torch.ones(x.shape[:-2], dtype=x.dtype, device=x.device)
+    square = _square(x)
+    smoothing = (alpha * square.clamp_min(_SIMPLE_FLOOR) / (num_rows * dim)).to(x.dtype)[..., None, None]
+    smaller = min(num_rows, dim)
+    moment = (x.mT @ x if dim <= num_rows else x @ x.mT) / (num_rows - 1)
+    moment = moment + smoothing * torch.eye(smaller, dtype=x.dtype, device=x.device)
+    x_hat = torch.linalg.solve(moment, x, left=False) if dim <= num_rows else torch.linalg.solve(moment, x)
+    own = (x * x_hat).sum(-1, keepdim=True)
+    x_hat = x_hat * (1 + own / (num_rows - 1 - own))
+    square_hat = _square(x_hat)
+    return x_hat, torch.where((square > 0) & (square_hat > 0), (square / square_hat).sqrt(), 1.0).to(x.dtype)
+
+
+def _square(x: Tensor) -> Tensor:
+    """The squared Frobenius norm of each matrix, in float64."""
+    return torch.linalg.vector_norm(x, dim=(-2, -1)).double().square()
+
+
+def _check(holds: bool, name: str, value: float, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}: give {rule}.")
