@@ -1,5 +1,6 @@
 """Optimizers of pipelines, and what changes gradients and updates on the way."""
 
-from .natural_gradient import OnlineNaturalGradient, simple_natural_gradient
+from .max_change import max_change_factors
+from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, simple_natural_gradient
 
-__all__ = ["OnlineNaturalGradient", "simple_natural_gradient"]
+__all__ = ["AffineNaturalGradient", "OnlineNaturalGradient", "max_change_factors", "simple_natural_gradient"]

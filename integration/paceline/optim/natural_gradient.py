@@ -7,6 +7,7 @@ Source: Povey, Zhang, Khudanpur, arXiv 1410.7455, appendices A (:func:`simple_na
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,38 @@ MOST_ETA = 0.9
 
 _SIMPLE_FLOOR = 1e-20
 _STATE = ("basis", "eigenvalues", "rho")
+
+
+@dataclass(frozen=True)
+class Division:
+    """Rows X times I - R' diag(e) R: what a call of :class:`OnlineNaturalGradient` does, on products with X as well.
+
+    Args:
+        basis: R, of shape (..., r, D).
+        shared: e, of shape (..., r), float64: what is taken away of a row's part in each direction.
+        square: squared Frobenius norm of X, of shape (...), float64.
+        parts: squared norms of the columns of X R', of shape (..., r), float64.
+    """
+
+    basis: Tensor
+    shared: Tensor
+    square: Tensor
+    parts: Tensor
+
+    def right(self, matrix: Tensor, inside: Tensor | None = None) -> Tensor:
+        """``matrix`` (..., M, D), or X itself, divided. ``inside`` is ``matrix`` R', where that is known."""
+        inside = matrix @ self.basis.mT if inside is None else inside
+        return matrix - (inside * self.shared.to(matrix.dtype).unsqueeze(-2)) @ self.basis
+
+    def left(self, matrix: Tensor) -> Tensor:
+        """Of ``matrix`` (..., D, M), such as X'Y, with X divided."""
+        return matrix - self.basis.mT @ (self.shared.to(matrix.dtype).unsqueeze(-1) * (self.basis @ matrix))
+
+    @property
+    def scale(self) -> Tensor:
+        """What gives the divided X the norm of X, of shape (...), float64."""
+        taken = (self.shared * (2 - self.shared) * self.parts).sum(-1)
+        return _restoring(self.square, self.square - taken)
 
 
 class OnlineNaturalGradient:
@@ -93,21 +126,24 @@ class OnlineNaturalGradient:
             ValueError: ``x`` has another D or other leading dimensions than before, or no rows.
         """
         rows = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        self._check_shape(rows)
         if x.shape[-1] == 1:
             return x, torch.ones(x.shape[:-2], dtype=rows.dtype, device=x.device)
-        if self.basis is None:
-            self._begin(rows)
-        assert self.basis is not None
-        shared = self._shared()
-        inside = rows @ self.basis.mT
-        x_hat = rows - (inside * shared.to(rows.dtype).unsqueeze(-2)) @ self.basis
-        square, square_hat = _square(rows), _square(x_hat)
-        if self._updates():
-            self._absorb(rows, inside, square)
-        self.num_calls += 1
-        scale = torch.where((square > 0) & (square_hat > 0), (square / square_hat).sqrt(), 1.0)
-        return x_hat.to(x.dtype), scale.to(rows.dtype)
+        division, inside = self._observe(rows, ones=False)
+        x_hat = division.right(rows, inside)
+        return x_hat.to(x.dtype), _restoring(division.square, _square(x_hat)).to(rows.dtype)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor, ones: bool = False) -> Division:
+        """What :meth:`precondition` would do with ``x``, and learn from it, without doing it.
+
+        Args:
+            x: of shape (..., N, D), in single or double precision; with D of at least 2.
+            ones: rows have one column more, of ones.
+
+        Raises:
+            ValueError: as :meth:`precondition`.
+        """
+        return self._observe(x, ones)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, and the number of calls; rows of other streams do not belong to it."""
@@ -120,6 +156,20 @@ class OnlineNaturalGradient:
             setattr(self, name, None if value is None else value.clone())
 
     # -- the estimate ----------------------------------------------------------------------------------------------
+
+    def _observe(self, x: Tensor, ones: bool) -> tuple[Division, Tensor]:
+        """And X R'."""
+        self._check_shape(x, ones)
+        if self.basis is None:
+            self._begin(x, ones)
+        assert self.basis is not None
+        inside, square = _inside(x, self.basis, ones), _square(x) + ones * x.shape[-2]
+        parts = torch.linalg.vector_norm(inside, dim=-2).double().square()
+        division = Division(self.basis, self._shared(), square, parts)
+        if self._updates():
+            self._absorb(x, inside, square, ones)
+        self.num_calls += 1
+        return division, inside
 
     def _shared(self) -> Tensor:
         """e: what of a row's part in each direction of the basis is taken away, in float64."""
@@ -139,9 +189,9 @@ class OnlineNaturalGradient:
             return 1 / self.num_minibatches_history
         return min(MOST_ETA, -math.expm1(-num_rows / self.num_samples_history))
 
-    def _begin(self, x: Tensor) -> None:
-        """A fixed basis, which takes no direction for the mean, turned to the rows of ``x`` by updates."""
-        num_rows, dim = x.shape[-2:]
+    def _begin(self, x: Tensor, ones: bool) -> None:
+        """A fixed basis, in which no direction is the mean of the rows, turned to them by updates."""
+        num_rows, dim = x.shape[-2], x.shape[-1] + ones
         rank = min(self.rank, dim - 1)
         basis = torch.zeros(rank, dim, dtype=x.dtype, device=x.device)
         columns = torch.arange(dim, device=x.device)
@@ -152,24 +202,27 @@ class OnlineNaturalGradient:
         self.basis = basis.expand(*streams, rank, dim).clone()
         self.eigenvalues = torch.full((*streams, rank), EPSILON, dtype=torch.float64, device=x.device)
         self.rho = torch.full(streams, EPSILON, dtype=torch.float64, device=x.device)
-        square = _square(x)
+        square = _square(x) + ones * num_rows
         for _ in range(1 if num_rows <= rank else 3):
-            self._absorb(x, x @ self.basis.mT, square)
+            self._absorb(x, _inside(x, self.basis, ones), square, ones)
 
-    def _absorb(self, x: Tensor, inside: Tensor, square: Tensor) -> None:
+    def _absorb(self, x: Tensor, inside: Tensor, square: Tensor, ones: bool) -> None:
         """One step of the power method on eta/N X'X + (1 - eta) F.
 
         Args:
             inside: X R'.
-            square: the squared Frobenius norm of ``x``, in float64.
+            square: the squared Frobenius norm of X, in float64.
         """
         assert self.eigenvalues is not None
         assert self.basis is not None
         assert self.rho is not None
-        num_rows, dim = x.shape[-2:]
+        num_rows, dim = x.shape[-2], x.shape[-1] + ones
         eta = self._eta(num_rows)
         before = self.eigenvalues + self.rho.unsqueeze(-1)
-        turned = (eta / num_rows) * (inside.mT @ x).double()
+        gathered = inside.mT @ x
+        if ones:
+            gathered = torch.cat([gathered, inside.sum(-2).unsqueeze(-1)], -1)
+        turned = (eta / num_rows) * gathered.double()
         turned += (1 - eta) * before.unsqueeze(-1) * self.basis.double()
         finite = square.isfinite() & turned.isfinite().all(-1).all(-1)
         turned = torch.where(finite[..., None, None], turned, self.basis.double())
@@ -183,17 +236,72 @@ class OnlineNaturalGradient:
         self.rho = torch.where(finite, torch.maximum(rho, floor), self.rho)
         self.basis = torch.where(finite[..., None, None], basis.to(self.basis.dtype), self.basis)
 
-    def _check_shape(self, x: Tensor) -> None:
+    def _check_shape(self, x: Tensor, ones: bool) -> None:
         if x.dim() < 2 or x.shape[-2] == 0:
             raise ValueError(f"x has shape {tuple(x.shape)}: give (..., N, D) with at least one row.")
-        if self.basis is None:
+        found = (*x.shape[:-2], x.shape[-1] + ones)
+        if self.basis is None or found == (*self.basis.shape[:-2], self.basis.shape[-1]):
             return
-        expected = (*self.basis.shape[:-2], self.basis.shape[-1])
-        if (*x.shape[:-2], x.shape[-1]) != expected:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, and before it had {expected[:-1]} streams of rows of {expected[-1]}: "
-                "make another OnlineNaturalGradient for it."
-            )
+        raise ValueError(
+            f"rows have {found[-1]} columns in {found[:-1]} streams, and before they had {self.basis.shape[-1]} in "
+            f"{tuple(self.basis.shape[:-2])}: make another OnlineNaturalGradient for them."
+        )
+
+
+class AffineNaturalGradient:
+    """Gradients of an affine layer y = x W' + b, natural in its inputs and in the derivatives of its outputs.
+
+    With the gradient G = [dW, db] of the rows (x, 1) it is P_out G P_in, and what each side's division takes from the
+    norm is given back: the same as the gradient of rows that were divided one by one.
+
+    Args:
+        rank_in: of the inputs' estimate; left out: min(20, (D_in + 1) / 2), whole.
+        rank_out: of the derivatives'; left out: min(80, (D_out + 1) / 2).
+        alpha, num_samples_history, num_minibatches_history, update_period: of both; see :class:`OnlineNaturalGradient`.
+
+    Source: Kaldi's ``NaturalGradientAffineComponent``.
+    """
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_out: int,
+        bias: bool = True,
+        rank_in: int | None = None,
+        rank_out: int | None = None,
+        alpha: float = 4.0,
+        num_samples_history: float = 2000.0,
+        num_minibatches_history: float = 0.0,
+        update_period: int = 4,
+    ) -> None:
+        self.bias = bias
+        ranks = (rank_in or min(20, (dim_in + 1) // 2), rank_out or min(80, (dim_out + 1) // 2))
+        self.inputs, self.outputs = (
+            OnlineNaturalGradient(rank, alpha, num_samples_history, num_minibatches_history, update_period)
+            for rank in ranks
+        )
+
+    @torch.no_grad()
+    def gradients(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``(dW, db)`` of shapes (..., D_out, D_in) and (..., D_out), ``db`` None without a bias.
+
+        Args:
+            x: what the layer was given, (..., N, D_in).
+            dy: derivatives of a loss *summed* over the rows, (..., N, D_out): those of a mean are so small that the
+                estimate stays at :data:`EPSILON`, and nothing is divided.
+        """
+        gradient = dy.mT @ x
+        if self.bias:
+            gradient = torch.cat([gradient, dy.sum(-2).unsqueeze(-1)], -1)
+        factor = torch.ones((), dtype=torch.float64, device=x.device)
+        if gradient.shape[-1] > 1:
+            division = self.inputs.observe(x, self.bias)
+            gradient, factor = division.right(gradient), factor * division.scale
+        if gradient.shape[-2] > 1:
+            division = self.outputs.observe(dy)
+            gradient, factor = division.left(gradient), factor * division.scale
+        gradient = gradient * factor.to(gradient.dtype)[..., None, None]
+        return (gradient[..., :-1], gradient[..., -1]) if self.bias else (gradient, None)
 
 
 @torch.no_grad()
@@ -220,13 +328,21 @@ def simple_natural_gradient(x: Tensor, alpha: float = 0.1) -> tuple[Tensor, Tens
     x_hat = torch.linalg.solve(moment, x, left=False) if dim <= num_rows else torch.linalg.solve(moment, x)
     own = (x * x_hat).sum(-1, keepdim=True)
     x_hat = x_hat * (1 + own / (num_rows - 1 - own))
-    square_hat = _square(x_hat)
-    return x_hat, torch.where((square > 0) & (square_hat > 0), (square / square_hat).sqrt(), 1.0).to(x.dtype)
+    return x_hat, _restoring(square, _square(x_hat)).to(x.dtype)
 
 
 def _square(x: Tensor) -> Tensor:
     """The squared Frobenius norm of each matrix, in float64."""
     return torch.linalg.vector_norm(x, dim=(-2, -1)).double().square()
+
+
+def _inside(x: Tensor, basis: Tensor, ones: bool) -> Tensor:
+    """X R', whose X has a column of ones after those of ``x``."""
+    return x @ basis[..., :-1].mT + basis[..., -1].unsqueeze(-2) if ones else x @ basis.mT
+
+
+def _restoring(square: Tensor, square_hat: Tensor) -> Tensor:
+    return torch.where((square > 0) & (square_hat > 0), (square / square_hat).sqrt(), 1.0)
 
 
 def _check(holds: bool, name: str, value: float, rule: str) -> None:

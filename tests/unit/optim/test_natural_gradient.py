@@ -213,7 +213,7 @@ def test_other_rows_than_before_are_refused() -> None:
     estimate = OnlineNaturalGradient(3)
     estimate.precondition(rows(10, 8))
     for wrong in (rows(10, 9), rows(10, 8).view(2, 5, 8)):
-        with pytest.raises(ValueError, match="make another OnlineNaturalGradient for it"):
+        with pytest.raises(ValueError, match="make another OnlineNaturalGradient for them"):
             estimate.precondition(wrong)
     with pytest.raises(ValueError, match="at least one row"):
         estimate.precondition(rows(0, 8))
