@@ -273,12 +273,13 @@ def job(output: Path, schedule: Any, **changes: Any) -> list[str]:
 
 
 def is_killed_after(argv: list[str], steps: int) -> tuple[int, str]:
-    """Rank 1 dies somewhere in the step after that."""
+    """Rank 1 dies somewhere in the step after that, or later, if the first checkpoint is still being written."""
     if os.environ["RANK"] == "1":
-        metrics = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
+        output = Path(argv[argv.index("--output_dir") + 1])
+        metrics, saved = output / "metrics.jsonl", output / "checkpoint-3"
 
         def die() -> None:
-            while not metrics.exists() or f'"step": {steps},' not in metrics.read_text():
+            while not saved.exists() or f'"step": {steps},' not in metrics.read_text():
                 time.sleep(0.001)
             time.sleep(random.Random(steps).random() * 0.05)
             os.kill(os.getpid(), signal.SIGKILL)

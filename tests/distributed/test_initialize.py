@@ -93,7 +93,9 @@ def hugging_face_model_without_section() -> str:
 
     import paceline
 
-    engine, *_ = paceline.initialize(model=AutoModelForCausalLM.from_config(model_config()), config=ds_config())
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}  # DeepSpeed's own would be compiled
+    model = AutoModelForCausalLM.from_config(model_config())
+    engine, *_ = paceline.initialize(model=model, config=ds_config(optimizer=optimizer))
     return type(engine).__name__
 
 
