@@ -226,7 +226,9 @@ class OnlineNaturalGradient:
         turned += (1 - eta) * before.unsqueeze(-1) * self.basis.double()
         finite = square.isfinite() & turned.isfinite().all(-1).all(-1)
         turned = torch.where(finite[..., None, None], turned, self.basis.double())
-        _, singular, basis = torch.linalg.svd(turned, full_matrices=False)
+        q, triangle = torch.linalg.qr(turned.mT)  # the singular values of a small matrix cost a quarter of a long one's
+        _, singular, basis = torch.linalg.svd(triangle.mT)
+        basis = basis @ q.mT
         singular = torch.maximum(singular, (1 - eta) * self.rho.unsqueeze(-1))
         trace = (eta / num_rows) * square + (1 - eta) * (dim * self.rho + self.eigenvalues.sum(-1))
         rho = (trace - singular.sum(-1)) / (dim - singular.shape[-1])
@@ -333,7 +335,7 @@ def simple_natural_gradient(x: Tensor, alpha: float = 0.1) -> tuple[Tensor, Tens
 
 def _square(x: Tensor) -> Tensor:
     """The squared Frobenius norm of each matrix, in float64."""
-    return torch.linalg.vector_norm(x, dim=(-2, -1)).double().square()
+    return torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1).double(), dim=-1).square()
 
 
 def _inside(x: Tensor, basis: Tensor, ones: bool) -> Tensor:
