@@ -146,7 +146,7 @@ class OnlineNaturalGradient:
         return self._observe(x, ones)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, and the number of calls; rows of other streams do not belong to it."""
+        """Tensors, which later calls do not change, and the number of calls."""
         return {"num_calls": self.num_calls, **{name: getattr(self, name) for name in _STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,6 +163,7 @@ class OnlineNaturalGradient:
         if self.basis is None:
             self._begin(x, ones)
         assert self.basis is not None
+        self.basis = self.basis.to(x.dtype)
         inside, square = _inside(x, self.basis, ones), _square(x) + ones * x.shape[-2]
         parts = torch.linalg.vector_norm(inside, dim=-2).double().square()
         division = Division(self.basis, self._shared(), square, parts)

@@ -158,6 +158,14 @@ def test_rows_that_are_not_finite_are_not_learned_from(value: float, when: int) 
     assert (scale * x_hat).isfinite().all()
 
 
+def test_the_dtype_may_change() -> None:
+    estimate = OnlineNaturalGradient(3)
+    for seed, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float64)):
+        x_hat, scale = estimate.precondition(rows(10, 8, seed, dtype))
+        assert x_hat.dtype == dtype
+        assert (scale * x_hat).isfinite().all()
+
+
 def test_streams_side_by_side_are_each_their_own() -> None:
     together, alone = OnlineNaturalGradient(4), [OnlineNaturalGradient(4) for _ in range(6)]
     for step in range(4):
