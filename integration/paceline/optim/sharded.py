@@ -29,15 +29,13 @@ from ..measure.clock import Clock
 from .buckets import Buffers, Domain, lay_out
 from .layout import Rows
 from .loss_scale import load_scaler_state, scaler_state
+from .max_change import Changes, Limits, Outcome, Part, sum_of_squares
 from .torch_optimizers import ELEMENTWISE
 
 logger = logging.getLogger("paceline")
 
 MOST_LEFT_OUT = 50
-"""Steps in a row whose gradients are not finite, after which training ends."""
-
-NORM_CHUNK = 1 << 16
-"""Elements that are squared in float64 at a time on a CPU: they stay in its cache."""
+"""Steps in a row whose gradients, or changes, are not finite, after which training ends."""
 
 LEAST_BUCKET = 1 << 22
 """Elements of a bucket, at least: most buckets are a layer, or several small ones."""
@@ -87,6 +85,11 @@ class ShardedOptimizer(ZeROOptimizer):
         communication_dtype: of gradients while they are reduced; None for that in which they are accumulated.
         bucket_numel: a bucket is closed when it has so many elements.
         overlap: reduce a bucket when the last backward has finished it, not after the backward.
+        max_change: how far layers may move in a step, each layer whole, wherever its rows are. Masters are held twice
+            during the step. A step whose change is not finite is taken back; moments keep what it gave them.
+
+    Raises:
+        ValueError: parameters of these dtypes cannot be trained together; or a max change beside the computation.
     """
 
     is_asynchronous = False
@@ -110,8 +113,14 @@ class ShardedOptimizer(ZeROOptimizer):
         communication_dtype: torch.dtype | None = None,
         bucket_numel: int = 500_000_000,
         overlap: bool = True,
+        max_change: Limits | None = None,
     ) -> None:
         super().__init__()
+        if max_change is not None and self.is_asynchronous:
+            raise ValueError(
+                f"{max_change}: a pipeline that steps beside its computation limits no changes; choose a schedule with "
+                "a flush, or leave max_change out."
+            )
         self.optimizer = basic
         self.loss_scaler = loss_scaler
         self.dynamic_loss_scale = bool(loss_scaler is not None and loss_scaler.dynamic)
@@ -121,6 +130,11 @@ class ShardedOptimizer(ZeROOptimizer):
         self._global_grad_norm: float | None = None
         self.clock: Clock | None = None
         """Told what is computed and what is waited for."""
+        self.max_change = None if max_change is None or max_change.is_none else max_change
+        self.max_change_report: dict[str, float] | None = None
+        """Of the last step, if changes have limits and its gradients were finite: the ``norm`` of all changes as they
+        were made, and ``num_limited``, the layers that would have gone farther than their own limit."""
+        self._layers: list[str] = []
         self.clip_grad, self.divisor, self.overlap = max_norm, divisor, overlap
         self._model_group = model_group
         self._domain, self._domain_of = Domain.of(group), domain
@@ -454,6 +468,8 @@ class ShardedOptimizer(ZeROOptimizer):
     def step(self, closure: None = None) -> None:
         """Reduce, clip, step, and give the new values to all. A step with a gradient that is not finite is left out.
 
+        So is one whose change is not, where changes have limits. Its gradients were: the loss scale goes on.
+
         A parameter that no micro-batch of the step has reached, on any rank, is left alone, as in ``torch.optim``.
         """
         self._finish_reduction()
@@ -461,16 +477,72 @@ class ShardedOptimizer(ZeROOptimizer):
         gradients: Sequence[Tensor | None] = self._views or [p.grad for p in self.parameters]
         touched = self._touched if self._views else [gradient is not None for gradient in gradients]
         squares, touched = self._survey(gradients, touched)
-        scale = self.loss_scale * self.divisor
+        scale, num_left_out = self.loss_scale * self.divisor, self._num_left_out
         self._note(squares, scale)
+        self.max_change_report = None
         if self.overflow:
             self.zero_grad()
             self._left_out()
             return
+        changes = self._begin_changes()
         with self._compute():
             self._hand_over(gradients, touched, squares, scale)
             self.optimizer.step()
+        if changes is not None and not self._limit(changes).is_finite:
+            self.overflow, self._num_left_out = True, num_left_out + 1
+            self.zero_grad()
+            self._left_out("change")
+            return
         self.publish()
+
+    def _begin_changes(self) -> Changes | None:
+        """What is about to change, if that has limits."""
+        if self.max_change is None:
+            return None
+        if not self._layers:
+            self._layers = self._layers_of_all()
+        counted = {
+            position: slice(start - self.owned[position].start, stop - self.owned[position].start)
+            for position, start, stop in self.shares()
+            if self._counts[self._index[position]]
+        }
+        with self._compute():
+            return Changes(
+                self.max_change,
+                self._layers,
+                [
+                    Part(Limits.layer_of(owned.name), owned.master, counted.get(position))
+                    for position, owned in enumerate(self.owned)
+                ],
+            )
+
+    def _layers_of_all(self) -> list[str]:
+        """Of the whole model, in an order that all ranks agree on; layers may go to other stages later."""
+        own = sorted({Limits.layer_of(name) for name in self.names})
+        if self._model_group is None or dist.get_world_size(self._model_group) == 1:
+            return own
+        found: list[Any] = [None] * dist.get_world_size(self._model_group)
+        dist.all_gather_object(found, own, group=self._model_group)
+        return sorted({layer for layers in found for layer in layers})
+
+    def _limit(self, changes: Changes) -> Outcome:
+        """Every rank knows every layer's norm: those of a weight on two stages do the same, to the bit."""
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        with self._compute():
+            squares = changes.squares(device)
+        self._sum_over_ranks(squares, squares)
+        with self._compute():
+            outcome = changes.limit(squares)
+        self.max_change_report = outcome.report
+        return outcome
+
+    def _sum_over_ranks(self, report: Tensor, of_model: Tensor) -> None:
+        """``report`` over the ranks with the same parameters, and then ``of_model``, a part of it, over the model."""
+        with self._transfer("norm", report.numel() * report.element_size()):
+            if self._domain.size > 1:
+                dist.all_reduce(report, group=self._domain.group)
+            if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
+                dist.all_reduce(of_model, group=self._model_group)
 
     def _note(self, squares: float, scale: float) -> None:
         """What is to be known of a step whose gradients, multiplied by ``scale``, have this sum of squares."""
@@ -499,11 +571,11 @@ class ShardedOptimizer(ZeROOptimizer):
         if factor != 1.0 and given:
             torch._foreach_mul_(given, factor)
 
-    def _left_out(self) -> None:
+    def _left_out(self, what: str = "gradient") -> None:
         """All ranks know of it: the norm is that of all."""
-        if self.loss_scaler is not None and self.loss_scaler.dynamic:
+        if what == "gradient" and self.loss_scaler is not None and self.loss_scaler.dynamic:
             return  # an overflow is how the scale finds its height
-        told = "a gradient is not finite: the step is left out"
+        told = f"a {what} is not finite: the step is left out"
         if self._num_left_out >= MOST_LEFT_OUT:
             raise FloatingPointError(
                 f"{told}, for the {self._num_left_out}th time in a row; lower the learning rate, clip gradients, or go "
@@ -515,7 +587,7 @@ class ShardedOptimizer(ZeROOptimizer):
     def _survey(self, gradients: Sequence[Tensor | None], touched: Sequence[bool]) -> tuple[float, list[bool]]:
         """Sum of squares of all gradients, each once, and which parameters any rank's backward has reached.
 
-        The one place of a step where the host waits for the device.
+        The one place of a step where the host waits for the device; where changes have limits, it does so for them too.
         """
         own, size = [], self._domain.size
         for rows in (rows for part in self._buckets for rows in part.own):
@@ -529,11 +601,7 @@ class ShardedOptimizer(ZeROOptimizer):
             report = report.to(device, non_blocking=True)
         with self._compute():
             report[0] = sum_of_squares(own, device)
-        with self._transfer("norm", report.numel() * report.element_size()):
-            if size > 1:
-                dist.all_reduce(report, group=self._domain.group)
-            if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
-                dist.all_reduce(report[:1], group=self._model_group)
+        self._sum_over_ranks(report, report[:1])
         squares, *reached = report.tolist()
         return squares, [count > 0 for count in reached]
 
@@ -584,20 +652,6 @@ class ShardedOptimizer(ZeROOptimizer):
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []  # masters may be views of the buckets
-
-
-def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """In float64: a scalar tensor on ``device``."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if device.type != "cpu":
-        for norm in torch._foreach_norm(tensors, dtype=torch.float64) if tensors else ():
-            total += norm.square()
-        return total
-    for tensor in tensors:
-        for chunk in tensor.reshape(-1).split(NORM_CHUNK):
-            wide = chunk.double()
-            total += torch.dot(wide, wide)
-    return total
 
 
 def _state_of_rows(state: dict[str, Any], parameter: nn.Parameter, rows: Rows) -> dict[str, Any]:

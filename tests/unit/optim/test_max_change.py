@@ -1,0 +1,175 @@
+"""Limits of layers by name, and the changes of a step: measured, made smaller, or taken back."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.optim.asynchronous import AsynchronousOptimizer
+from paceline.optim.max_change import Changes, Limits, Part
+from paceline.optim.sharded import MOST_LEFT_OUT, ShardedOptimizer
+
+LIMITS = Limits(1.0, 2.0, 0.0, heads=frozenset({"head"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "limit"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj", 1.0),
+        ("model.layers.0.mlp.up_proj.bias", "model.layers.0.mlp.up_proj", 1.0),
+        ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts", 1.0),
+        ("head.weight", "head", 2.0),
+        ("my.head.weight", "my.head", 1.0),
+        ("weight", "", 1.0),
+    ],
+)
+def test_the_layer_of_a_parameter(name: str, layer: str, limit: float) -> None:
+    assert Limits.layer_of(name) == layer
+    assert LIMITS.of(layer) == limit
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_limit_is_a_norm(wrong: float) -> None:
+    with pytest.raises(ValueError, match=re.escape("each limit must be a finite norm of at least 0; write 0 for any")):
+        Limits(layer=wrong)
+
+
+def test_without_limits_nothing_is_measured() -> None:
+    assert Limits(0, 0, 0).is_none
+    assert Limits(0, 1.5, 0).is_none, "there is no head"
+    assert not Limits(0, 1.5, 0, heads=frozenset({"head"})).is_none
+    assert not Limits(0, 0, 1).is_none
+    only_head = Limits(0, 1, 0, heads=frozenset({"head"}))
+    assert (only_head.concerns("head"), only_head.concerns("body")) == (True, False)
+
+
+def test_rows_count_once_and_all_are_made_smaller() -> None:
+    limits = Limits(5.0, 0.0, 0.0, heads=frozenset({"head"}))
+    weight, bias, scalar, head = torch.zeros(3, 2), torch.zeros(3), torch.zeros(()), torch.zeros(2)
+    parts = [
+        Part("body", weight, slice(1, 3)),
+        Part("body", bias, None),
+        Part("body", scalar, slice(0, 1)),
+        Part("head", head, slice(None)),
+    ]
+    changes = Changes(limits, ["body", "elsewhere", "head"], parts)
+    weight.fill_(4.0)
+    bias.fill_(10.0)
+    scalar.fill_(6.0)
+    head.fill_(7.0)
+    squares = changes.squares(torch.device("cpu"))
+    assert squares.tolist() == [4 * 16 + 36, 0.0, 0.0]  # the head has no limit: it is not looked at
+    outcome = changes.limit(squares)
+    assert (outcome.norm, outcome.num_limited, outcome.is_smaller) == (5.0, 1, True)
+    assert weight.eq(2).all()
+    assert bias.eq(5).all()
+    assert scalar == 3
+    assert head.eq(7).all()
+
+
+def test_a_change_that_is_not_finite_is_undone_everywhere() -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    changes = Changes(Limits(), ["a", "b"], [Part("a", one, slice(None)), Part("b", other, slice(None))])
+    one[1] = math.nan
+    other += 0.01
+    outcome = changes.limit(changes.squares(torch.device("cpu")))
+    assert not outcome.is_finite
+    assert one.tolist() == other.tolist() == [1.0, 1.0]
+
+
+def test_a_change_within_its_limits_keeps_its_bits() -> None:
+    """Here ``before + (after - before)`` is 0."""
+    values = torch.ones(1)
+    changes = Changes(Limits(2.0, 0.0, 0.0), ["a"], [Part("a", values, slice(None))])
+    values.fill_(1e-9)
+    outcome = changes.limit(changes.squares(torch.device("cpu")))
+    assert (outcome.is_smaller, values.tolist()) == (False, torch.tensor([1e-9]).tolist())
+
+
+# -- the pipelines' optimizer on one rank ------------------------------------------------------------------------
+
+
+def model_and_names() -> tuple[nn.Module, dict[nn.Parameter, str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    return model, {parameter: name for name, parameter in model.named_parameters()}
+
+
+def optimizer_of(limits: Limits | None, lr: float = 10.0, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    model, names = model_and_names()
+    basic = torch.optim.SGD(model.parameters(), lr=lr)
+    return model, ShardedOptimizer(basic, names, max_change=limits, **options)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def test_the_optimizer_limits_what_it_steps() -> None:
+    free, free_optimizer = optimizer_of(None)
+    model, optimizer = optimizer_of(Limits(0.5, 4.0, 0.0, heads=frozenset({"1"})))
+    before = [p.detach().clone() for p in model.parameters()]
+    for module, owner in ((free, free_optimizer), (model, optimizer)):
+        backward(module)
+        owner.step()
+    assert free_optimizer.max_change_report is None
+    assert optimizer.max_change_report is not None
+    assert optimizer.max_change_report == {"norm": pytest.approx(math.hypot(0.5, 4.0)), "num_limited": 2}
+
+    def norm(pairs: list[tuple[Tensor, Tensor]]) -> float:
+        return math.sqrt(sum(float((new - old).square().sum()) for new, old in pairs))
+
+    changed = [(new.detach(), old) for new, old in zip(model.parameters(), before, strict=True)]
+    assert (norm(changed[:2]), norm(changed[2:])) == (pytest.approx(0.5), pytest.approx(4.0))
+    was = [(new.detach(), old) for new, old in zip(free.parameters(), before, strict=True)]
+    for (new, old), (other, _), whole, limit in zip(
+        changed, was, [norm(was[:2])] * 2 + [norm(was[2:])] * 2, [0.5, 0.5, 4, 4], strict=True
+    ):
+        torch.testing.assert_close(new - old, (other - old) * (limit / whole))
+
+
+def test_a_change_that_is_not_finite_is_left_out_and_in_the_end_raises(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = optimizer_of(Limits(), lr=math.inf)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number in range(1, MOST_LEFT_OUT):
+        backward(model)
+        optimizer.step()
+        assert optimizer.overflow
+        assert caplog.messages[-1] == f"a change is not finite: the step is left out ({number} in a row)"
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    backward(model)
+    with pytest.raises(FloatingPointError, match="a change is not finite: the step is left out, for the 50th time"):
+        optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    backward(model)
+    optimizer.step()
+    assert not optimizer.overflow
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_no_report_of_a_step_whose_gradients_are_not_finite() -> None:
+    model, optimizer = optimizer_of(Limits())
+    backward(model)
+    optimizer.step()
+    assert optimizer.max_change_report is not None
+    (model(torch.ones(2, 3)).sum() * math.inf).backward()
+    optimizer.step()
+    assert optimizer.max_change_report is None
+
+
+def test_no_limits_cost_nothing() -> None:
+    _, optimizer = optimizer_of(Limits(0, 0, 0))
+    assert optimizer.max_change is None
+
+
+def test_an_asynchronous_optimizer_limits_nothing() -> None:
+    model, names = model_and_names()
+    basic = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="choose a schedule with a flush, or leave max_change out"):
+        AsynchronousOptimizer(basic, names, max_change=Limits())
