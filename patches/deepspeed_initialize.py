@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,8 @@ _PLAIN_ENGINE = replace(
     _ENGINE,
     target="deepspeed:DeepSpeedEngine",
     original="deepspeed.runtime.engine:DeepSpeedEngine",
-    applied_by='paceline.initialize and the patch of deepspeed.initialize, for "paceline": {"moe": ...} without a '
-    "pipeline",
+    applied_by='paceline.initialize and the patch of deepspeed.initialize, for "paceline": {"moe": ...}, '
+    '{"natural_gradient": ...} and {"averaging": ...} without a pipeline',
 )
 
 
@@ -57,31 +57,53 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         import deepspeed
 
-        from paceline.config import PacelineConfig
-
         given = signature.bind(*args, **kwargs).arguments
         config = given.get("config") or given.get("config_params")
         config = config or getattr(given.get("args"), "deepspeed_config", None)
         ds_config = _as_dict(config)
-        if not ds_config or PacelineConfig.of(ds_config).moe is None:
+        asked = plain_parts(ds_config or {})
+        if not asked:
             return original(*args, **kwargs)
         if isinstance(given.get("model"), deepspeed.PipelineModule):
             if deepspeed.PipelineEngine is deepspeed.runtime.pipe.engine.PipelineEngine:
                 raise ValueError(
-                    "paceline.moe is for pipelines only with paceline.initialize: call that instead of "
-                    'deepspeed.initialize, or leave "moe" out of "paceline".'
+                    f"paceline.{asked[0]} is for pipelines only with paceline.initialize: call that instead of "
+                    f'deepspeed.initialize, or leave "{asked[0]}" out of "paceline".'
                 )
             return original(*args, **kwargs)
         if ds_config.get("hybrid_engine", {}).get("enabled"):
             raise ValueError(
-                "paceline.moe does not go with hybrid_engine, which is an engine of its own: leave one of them out."
+                f"paceline.{asked[0]} does not go with hybrid_engine, which is an engine of its own: leave one of them "
+                "out."
             )
-        from paceline.moe.engine import ExpertEngine
-
-        with applied(plain_engine_class(ExpertEngine)):
+        engine = plain_engine_for(ds_config)
+        assert engine is not None, asked
+        with applied(plain_engine_class(engine)):
             return original(*args, **kwargs)
 
     return initialize
+
+
+def plain_parts(ds_config: Mapping[str, Any]) -> list[str]:
+    """The parts of our section that are there and concern a model without a pipeline."""
+    from paceline.config import PacelineConfig
+
+    section = PacelineConfig.of(ds_config)
+    return [part for part in ("moe", "natural_gradient", "averaging") if getattr(section, part) is not None]
+
+
+def plain_engine_for(ds_config: Mapping[str, Any]) -> type | None:
+    """What runs a model without a pipeline; None: DeepSpeed's own engine."""
+    asked = plain_parts(ds_config)
+    if "moe" in asked:
+        from paceline.moe.engine import ExpertEngine
+
+        return ExpertEngine
+    if asked:
+        from paceline.runtime.plain_engine import PlainEngine
+
+        return PlainEngine
+    return None
 
 
 def _as_dict(config: Any) -> Any:

@@ -60,6 +60,8 @@ def test_check_config(ds_json, capsys):
     assert shown["paceline"] == {
         "pipeline": {"stages": 2, "partition": None, "schedule": None},
         "moe": None,
+        "natural_gradient": None,
+        "averaging": None,
         "report": {"metrics": True, "trace_every": None},
     }
     assert shown["resolved"] == {
@@ -82,7 +84,7 @@ def test_check_config_as_text(ds_json, capsys):
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
         '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null}, '
-        '"moe": null, "report": {"metrics": true, "trace_every": null}}',
+        '"moe": null, "natural_gradient": null, "averaging": null, "report": {"metrics": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
         "optimizer.params.lr: filled from the command line",
     ]
@@ -126,7 +128,7 @@ def test_sizes_are_positive(ds_json, capsys):
 def test_schema(capsys):
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {"moe", "pipeline", "report"}
+    assert set(schema["properties"]) == {"averaging", "moe", "natural_gradient", "pipeline", "report"}
 
 
 def test_patches(capsys):

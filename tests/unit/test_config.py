@@ -49,17 +49,55 @@ def test_frozen():
         (
             {"pipline": {}},
             'paceline.pipline is not a key of this version of paceline; did you mean "pipeline"? Valid keys of '
-            'paceline: "moe", "pipeline", "report".',
+            'paceline: "averaging", "moe", "natural_gradient", "pipeline", "report".',
         ),
         (
             {"stages": 4},
             'paceline.stages is not a key of this version of paceline; did you mean "paceline.pipeline.stages"? Valid '
-            'keys of paceline: "moe", "pipeline", "report".',
+            'keys of paceline: "averaging", "moe", "natural_gradient", "pipeline", "report".',
         ),
         (
-            {"natural_gradient": {"update_period": 4}},
-            "paceline.natural_gradient is not a key of this version of paceline. Valid keys of paceline: "
-            '"moe", "pipeline", "report".',
+            {"quantum_gradient": {"update_period": 4}},
+            'paceline.quantum_gradient is not a key of this version of paceline; did you mean "natural_gradient"? '
+            'Valid keys of paceline: "averaging", "moe", "natural_gradient", "pipeline", "report".',
+        ),
+        (
+            {"natural_gradient": {"alpha": -1}},
+            "paceline.natural_gradient.alpha is -1: it must be greater than or equal to 0; leave the key out to have "
+            "it chosen.",
+        ),
+        (
+            {"natural_gradient": {"layers": "("}},
+            'paceline.natural_gradient.layers is "(": it must be a regular expression (missing ), unterminated '
+            "subpattern at position 0); leave the key out to have it chosen.",
+        ),
+        (
+            {"natural_gradient": {"num_minibatches_history": 5, "num_samples_history": 2000.0}},
+            "paceline.natural_gradient.num_samples_history is 2000.0: it says what num_minibatches_history says too; "
+            "drop one of them.",
+        ),
+        (
+            {"natural_gradient": {"max_change": {"totl": 1}}},
+            'paceline.natural_gradient.max_change.totl is not a key of this version of paceline; did you mean "total"? '
+            'Valid keys of paceline.natural_gradient.max_change: "head", "layer", "total".',
+        ),
+        (
+            {"averaging": {}},
+            'paceline.averaging has no "lighthouse", which it needs: write it, or leave paceline.averaging out.',
+        ),
+        (
+            {"averaging": {"lighthouse": "node1"}},
+            'paceline.averaging.lighthouse is "node1": it must be host:port, such as "node1:29510", where `paceline '
+            "lighthouse` runs.",
+        ),
+        (
+            {"averaging": {"lighthouse": "node1:29510", "outer": "mean", "outer_momentum": 0.9}},
+            'paceline.averaging.outer_momentum is 0.9: it belongs to the outer "nesterov" and the outer is "mean"; '
+            'drop it, or write "nesterov".',
+        ),
+        (
+            {"averaging": {"lighthouse": "node1:29510", "min_islands": 4, "islands": 2}},
+            "paceline.averaging.islands is 2: min_islands is 4, and there are never more than islands; correct one.",
         ),
         (
             {"moe": {"rebalance_evry": 50}},
@@ -83,7 +121,7 @@ def test_frozen():
         (
             {"pipeline": {"stages": "auto"}},
             'paceline.pipeline.stages is "auto": the paceline section has no "auto"; leave the key out to have it '
-            "chosen.",
+            "it chosen.",
         ),
         (
             {"pipeline": {"stages": "4"}},
@@ -96,7 +134,7 @@ def test_frozen():
         (
             {"pipeline": {"stages": 0}},
             "paceline.pipeline.stages is 0: it must be greater than or equal to 1; leave the key out to have it "
-            "chosen.",
+            "it chosen.",
         ),
         (
             {"pipeline": {"partition": "best"}},
@@ -124,7 +162,7 @@ def test_frozen():
         (
             {"report": {"trace_every": 0}},
             "paceline.report.trace_every is 0: it must be greater than or equal to 1; leave the key out to have it "
-            "chosen.",
+            "it chosen.",
         ),
     ],
 )

@@ -26,6 +26,10 @@ from pydantic import (
     field_validator,
 )
 
+from .averaging import AveragingConfig
+from .natural_gradient import NaturalGradientConfig
+from .part import Part
+
 SECTION = "paceline"
 HETERO = "hetero"
 METHODS = ("parameters", "uniform", HETERO)
@@ -110,16 +114,12 @@ def _method(value: Any) -> Method | None:
     return None if value is None else check_method(value)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
 def _profile_only_with_hetero(schema: dict[str, Any]) -> None:
     with_hetero = {"properties": {"method": {"enum": [HETERO]}}, "required": ["method"]}
     schema["dependentSchemas"] = {"profile": {"anyOf": [{"properties": {"profile": {"type": "null"}}}, with_hetero]}}
 
 
-class PartitionConfig(_Section):
+class PartitionConfig(Part):
     """Which items (embedding, decoder layers, head) each stage holds."""
 
     model_config = ConfigDict(json_schema_extra=_profile_only_with_hetero)
@@ -179,7 +179,7 @@ def _only_with_its_type(schema: dict[str, Any]) -> None:
     }
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Part):
     """In which order each stage runs the forwards and backwards of a step.
 
     A micro-batch size other than the configured one cuts the same samples of a step otherwise. What a step computes
@@ -279,7 +279,7 @@ def _allow_short_form(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(0, {"enum": list(get_args(ScheduleType))})
 
 
-class PipelineConfig(_Section):
+class PipelineConfig(Part):
     """How the model is cut into stages, and in which order they compute."""
 
     stages: Annotated[int, Field(ge=1)] | None = Field(
@@ -297,7 +297,7 @@ class PipelineConfig(_Section):
     )
 
 
-class ReportConfig(_Section):
+class ReportConfig(Part):
     """What a run tells about itself."""
 
     metrics: bool = Field(
@@ -310,7 +310,7 @@ class ReportConfig(_Section):
     )
 
 
-class MoeConfig(_Section):
+class MoeConfig(Part):
     """Which device holds which experts, and how that follows the load."""
 
     rebalance_every: Annotated[int, Field(ge=0)] | None = Field(
@@ -341,12 +341,18 @@ class MoeConfig(_Section):
         return value
 
 
-class PacelineConfig(_Section):
+class PacelineConfig(Part):
     """The section, whole. A part that is absent has all its values chosen."""
 
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="How the model is cut into stages.")
     moe: MoeConfig | None = Field(
         default=None, description="Experts that follow the load. Left out: they stay where DeepSpeed puts them."
+    )
+    natural_gradient: NaturalGradientConfig | None = Field(
+        default=None, description="Natural gradients of linear layers. Left out: ordinary ones."
+    )
+    averaging: AveragingConfig | None = Field(
+        default=None, description="Islands that average their parameters. Left out: the job is alone."
     )
     report: ReportConfig = Field(default=ReportConfig(), description="What a run tells about itself.")
 
@@ -413,6 +419,9 @@ def _one_line(invalid: ValidationError) -> str:
     path = ".".join([SECTION, *(str(part) for part in error["loc"])])
     if error["type"] in ("model_type", "dict_type"):
         return f"{path} is {show(error['input'])}: it must be an object; leave it out or write {{}}."
+    if error["type"] == "missing":
+        parent, _, key = path.rpartition(".")
+        return f'{parent} has no "{key}", which it needs: write it, or leave {parent} out.'
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     rule = rule.replace("a valid tuple", "a list").replace("String should", "it must")
     remedy = "" if rule.endswith(".") else "; leave the key out to have it chosen."

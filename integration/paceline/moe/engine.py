@@ -13,12 +13,12 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ..config import PacelineConfig
 from ..config.section import SECTION, MoeConfig
 from ..planning.experts import Placement
+from ..runtime.plain_engine import PlainEngine
 from .auto_ep import RebalancedAutoEPLayer
 from .deepspeed_moe import RebalancedMOELayer
 from .layer import EVEN, ExpertLayer
@@ -29,8 +29,8 @@ from .resharding import PLACEMENTS, SIZES, Spread, load_states
 logger = logging.getLogger("paceline")
 
 
-class ExpertEngine(DeepSpeedEngine):
-    """A ``DeepSpeedEngine`` for a config with ``"paceline": {"moe": …}``.
+class ExpertEngine(PlainEngine):
+    """A :class:`PlainEngine` for a config with ``"paceline": {"moe": …}``.
 
     Its checkpoints are DeepSpeed's own, with experts by their number in the model, and are read by runs of another
     expert-parallel size too. A run resumes with the placement that it had, if the size is the same, otherwise with

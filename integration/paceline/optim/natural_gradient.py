@@ -26,7 +26,7 @@ MOST_ETA = 0.9
 """What of an estimate the rows of one call may be, where they are counted by the sample."""
 
 _SIMPLE_FLOOR = 1e-20
-_STATE = ("basis", "eigenvalues", "rho")
+_STATE = ("basis", "eigenvalues", "rho", "num_floored")
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,14 @@ class Division:
         inside = matrix @ self.basis.mT if inside is None else inside
         return matrix - (inside * self.shared.to(matrix.dtype).unsqueeze(-2)) @ self.basis
 
-    def left(self, matrix: Tensor) -> Tensor:
-        """Of ``matrix`` (..., D, M), such as X'Y, with X divided."""
-        return matrix - self.basis.mT @ (self.shared.to(matrix.dtype).unsqueeze(-1) * (self.basis @ matrix))
+    def right_(self, matrix: Tensor) -> Tensor:
+        """:meth:`right`, in the memory of ``matrix``."""
+        return _subtract_(matrix, (matrix @ self.basis.mT) * self.shared.to(matrix.dtype).unsqueeze(-2), self.basis)
+
+    def left_(self, matrix: Tensor) -> Tensor:
+        """``matrix`` (..., D, M), such as X'Y, with X divided; in its memory."""
+        inside = self.shared.to(matrix.dtype).unsqueeze(-1) * (self.basis @ matrix)
+        return _subtract_(matrix, self.basis.mT, inside)
 
     @property
     def scale(self) -> Tensor:
@@ -111,6 +116,9 @@ class OnlineNaturalGradient:
         """d, of shape (..., r), float64."""
         self.rho: Tensor | None = None
         """Of shape (...), float64."""
+        self.num_updates = 0
+        self.num_floored: Tensor | None = None
+        """Of shape (...): how many of the ``num_updates`` left rho at :data:`EPSILON`: rows too small to be seen."""
 
     @torch.no_grad()
     def precondition(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,50 +133,55 @@ class OnlineNaturalGradient:
         Raises:
             ValueError: ``x`` has another D or other leading dimensions than before, or no rows.
         """
-        rows = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        rows = _wide(x)
         if x.shape[-1] == 1:
             return x, torch.ones(x.shape[:-2], dtype=rows.dtype, device=x.device)
-        division, inside = self._observe(rows, ones=False)
+        division, inside = self._observe(rows, False, 1.0, None)
         x_hat = division.right(rows, inside)
         return x_hat.to(x.dtype), _restoring(division.square, _square(x_hat)).to(rows.dtype)
 
     @torch.no_grad()
-    def observe(self, x: Tensor, ones: bool = False) -> Division:
+    def observe(self, x: Tensor, ones: bool = False, unit: float = 1.0, num_rows: int | None = None) -> Division:
         """What :meth:`precondition` would do with ``x``, and learn from it, without doing it.
 
         Args:
             x: of shape (..., N, D), in single or double precision; with D of at least 2.
             ones: rows have one column more, of ones.
+            unit: the rows are ``unit`` times ``x``, which costs nothing this way.
+            num_rows: of the minibatch, where ``x`` is a sample of its rows.
 
         Raises:
             ValueError: as :meth:`precondition`.
         """
-        return self._observe(x, ones)[0]
+        return self._observe(x, ones, unit, num_rows)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, which later calls do not change, and the number of calls."""
-        return {"num_calls": self.num_calls, **{name: getattr(self, name) for name in _STATE}}
+        """Tensors, which later calls do not change, and numbers of calls."""
+        state = {name: getattr(self, name) for name in _STATE}
+        return {"num_calls": self.num_calls, "num_updates": self.num_updates, **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_calls = state["num_calls"]
+        """What :meth:`state_dict` gave; with it this goes on in every bit."""
+        self.num_calls, self.num_updates = state["num_calls"], state["num_updates"]
         for name in _STATE:
             value = state[name]
             setattr(self, name, None if value is None else value.clone())
 
     # -- the estimate ----------------------------------------------------------------------------------------------
 
-    def _observe(self, x: Tensor, ones: bool) -> tuple[Division, Tensor]:
+    def _observe(self, x: Tensor, ones: bool, unit: float, num_rows: int | None) -> tuple[Division, Tensor]:
         """And X R'."""
         self._check_shape(x, ones)
+        num_rows = num_rows or x.shape[-2]
         if self.basis is None:
-            self._begin(x, ones)
+            self._begin(x, ones, unit, num_rows)
         assert self.basis is not None
-        self.basis = self.basis.to(x.dtype)
+        self.basis = self.basis.to(x.device, x.dtype)
         inside, square = _inside(x, self.basis, ones), _square(x) + ones * x.shape[-2]
         parts = torch.linalg.vector_norm(inside, dim=-2).double().square()
         division = Division(self.basis, self._shared(), square, parts)
         if self._updates():
-            self._absorb(x, inside, square, ones)
+            self._absorb(x, inside, square, ones, unit, num_rows)
         self.num_calls += 1
         return division, inside
 
@@ -190,9 +203,9 @@ class OnlineNaturalGradient:
             return 1 / self.num_minibatches_history
         return min(MOST_ETA, -math.expm1(-num_rows / self.num_samples_history))
 
-    def _begin(self, x: Tensor, ones: bool) -> None:
+    def _begin(self, x: Tensor, ones: bool, unit: float, num_rows: int) -> None:
         """A fixed basis, in which no direction is the mean of the rows, turned to them by updates."""
-        num_rows, dim = x.shape[-2], x.shape[-1] + ones
+        dim = x.shape[-1] + ones
         rank = min(self.rank, dim - 1)
         basis = torch.zeros(rank, dim, dtype=x.dtype, device=x.device)
         columns = torch.arange(dim, device=x.device)
@@ -203,11 +216,12 @@ class OnlineNaturalGradient:
         self.basis = basis.expand(*streams, rank, dim).clone()
         self.eigenvalues = torch.full((*streams, rank), EPSILON, dtype=torch.float64, device=x.device)
         self.rho = torch.full(streams, EPSILON, dtype=torch.float64, device=x.device)
-        square = _square(x) + ones * num_rows
-        for _ in range(1 if num_rows <= rank else 3):
-            self._absorb(x, _inside(x, self.basis, ones), square, ones)
+        self.num_floored = torch.zeros(streams, dtype=torch.int64, device=x.device)
+        square = _square(x) + ones * x.shape[-2]
+        for _ in range(1 if x.shape[-2] <= rank else 3):
+            self._absorb(x, _inside(x, self.basis, ones), square, ones, unit, num_rows)
 
-    def _absorb(self, x: Tensor, inside: Tensor, square: Tensor, ones: bool) -> None:
+    def _absorb(self, x: Tensor, inside: Tensor, square: Tensor, ones: bool, unit: float, num_rows: int) -> None:
         """One step of the power method on eta/N X'X + (1 - eta) F.
 
         Args:
@@ -217,13 +231,15 @@ class OnlineNaturalGradient:
         assert self.eigenvalues is not None
         assert self.basis is not None
         assert self.rho is not None
-        num_rows, dim = x.shape[-2], x.shape[-1] + ones
+        assert self.num_floored is not None
+        dim = x.shape[-1] + ones
         eta = self._eta(num_rows)
+        share = eta / x.shape[-2] * unit * unit
         before = self.eigenvalues + self.rho.unsqueeze(-1)
         gathered = inside.mT @ x
         if ones:
             gathered = torch.cat([gathered, inside.sum(-2).unsqueeze(-1)], -1)
-        turned = (eta / num_rows) * gathered.double()
+        turned = share * gathered.double()
         turned += (1 - eta) * before.unsqueeze(-1) * self.basis.double()
         finite = square.isfinite() & turned.isfinite().all(-1).all(-1)
         turned = torch.where(finite[..., None, None], turned, self.basis.double())
@@ -231,12 +247,15 @@ class OnlineNaturalGradient:
         _, singular, basis = torch.linalg.svd(triangle.mT)
         basis = basis @ q.mT
         singular = torch.maximum(singular, (1 - eta) * self.rho.unsqueeze(-1))
-        trace = (eta / num_rows) * square + (1 - eta) * (dim * self.rho + self.eigenvalues.sum(-1))
+        trace = share * square + (1 - eta) * (dim * self.rho + self.eigenvalues.sum(-1))
         rho = (trace - singular.sum(-1)) / (dim - singular.shape[-1])
         floor = (DELTA * singular[..., 0]).clamp_min(EPSILON)
         eigenvalues = torch.maximum(singular - rho.unsqueeze(-1), floor.unsqueeze(-1))
         self.eigenvalues = torch.where(finite.unsqueeze(-1), eigenvalues, self.eigenvalues)
-        self.rho = torch.where(finite, torch.maximum(rho, floor), self.rho)
+        rho = torch.maximum(rho, floor)
+        self.rho = torch.where(finite, rho, self.rho)
+        self.num_floored = self.num_floored + (rho <= EPSILON)
+        self.num_updates += 1
         self.basis = torch.where(finite[..., None, None], basis.to(self.basis.dtype), self.basis)
 
     def _check_shape(self, x: Tensor, ones: bool) -> None:
@@ -277,7 +296,7 @@ class AffineNaturalGradient:
         num_minibatches_history: float = 0.0,
         update_period: int = 4,
     ) -> None:
-        self.bias = bias
+        self.bias, self.dims = bias, (dim_in, dim_out)
         ranks = (rank_in or min(20, (dim_in + 1) // 2), rank_out or min(80, (dim_out + 1) // 2))
         self.inputs, self.outputs = (
             OnlineNaturalGradient(rank, alpha, num_samples_history, num_minibatches_history, update_period)
@@ -285,26 +304,47 @@ class AffineNaturalGradient:
         )
 
     @torch.no_grad()
-    def gradients(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gradients(
+        self, x: Tensor, dy: Tensor, unit: float = 1.0, max_rows: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """``(dW, db)`` of shapes (..., D_out, D_in) and (..., D_out), ``db`` None without a bias.
+
+        In the dtype of ``dy``; what is learned is computed in float32 at least.
 
         Args:
             x: what the layer was given, (..., N, D_in).
-            dy: derivatives of a loss *summed* over the rows, (..., N, D_out): those of a mean are so small that the
-                estimate stays at :data:`EPSILON`, and nothing is divided.
+            dy: derivatives of the loss, (..., N, D_out).
+            unit: times ``dy`` these are derivatives of a loss *summed* over the rows. Those of a mean are so small that
+                the estimate stays at :data:`EPSILON`, and nothing is divided.
+            max_rows: learn from so many rows at most, evenly spread.
         """
         gradient = dy.mT @ x
         if self.bias:
             gradient = torch.cat([gradient, dy.sum(-2).unsqueeze(-1)], -1)
+        gradient = self.divide(gradient, x, dy, unit, max_rows).to(dy.dtype)
+        return (gradient[..., :-1], gradient[..., -1]) if self.bias else (gradient, None)
+
+    @torch.no_grad()
+    def divide(self, gradient: Tensor, x: Tensor, dy: Tensor, unit: float = 1.0, max_rows: int | None = None) -> Tensor:
+        """``gradient`` (..., D_out, D_in, with one column more for a bias) divided; it may lose its own values."""
+        gradient, num_rows = _wide(gradient), x.shape[-2]
+        x, dy = _wide(_sample(x, max_rows)), _wide(_sample(dy, max_rows))
         factor = torch.ones((), dtype=torch.float64, device=x.device)
         if gradient.shape[-1] > 1:
-            division = self.inputs.observe(x, self.bias)
-            gradient, factor = division.right(gradient), factor * division.scale
+            division = self.inputs.observe(x, self.bias, num_rows=num_rows)
+            gradient, factor = division.right_(gradient), factor * division.scale
         if gradient.shape[-2] > 1:
-            division = self.outputs.observe(dy)
-            gradient, factor = division.left(gradient), factor * division.scale
-        gradient = gradient * factor.to(gradient.dtype)[..., None, None]
-        return (gradient[..., :-1], gradient[..., -1]) if self.bias else (gradient, None)
+            division = self.outputs.observe(dy, unit=unit, num_rows=num_rows)
+            gradient, factor = division.left_(gradient), factor * division.scale
+        return gradient.mul_(factor.to(gradient.dtype)[..., None, None])
+
+    def state_dict(self) -> dict[str, Any]:
+        sides = {"inputs": self.inputs.state_dict(), "outputs": self.outputs.state_dict()}
+        return {"bias": self.bias, "dims": self.dims, **sides}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inputs.load_state_dict(state["inputs"])
+        self.outputs.load_state_dict(state["outputs"])
 
 
 @torch.no_grad()
@@ -334,9 +374,22 @@ def simple_natural_gradient(x: Tensor, alpha: float = 0.1) -> tuple[Tensor, Tens
     return x_hat, _restoring(square, _square(x_hat)).to(x.dtype)
 
 
+def _subtract_(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return matrix.addmm_(left, right, alpha=-1) if matrix.dim() == 2 else matrix.sub_(left @ right)
+
+
 def _square(x: Tensor) -> Tensor:
     """The squared Frobenius norm of each matrix, in float64."""
     return torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1).double(), dim=-1).square()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _sample(x: Tensor, max_rows: int | None) -> Tensor:
+    """Evenly spread rows of ``x``, at most ``max_rows``."""
+    return x if max_rows is None else x[..., :: -(-x.shape[-2] // max_rows), :]
 
 
 def _inside(x: Tensor, basis: Tensor, ones: bool) -> Tensor:

@@ -190,6 +190,7 @@ class Checkpointing:
                 if states:
                     self._load_groups(checkpoint)
                     load_scaler_state(self.optimizer.loss_scaler, meta["loss_scale"])
+                    self._load_natural_state(self._natural_states(checkpoint))
                 if load_lr_scheduler_states and self.lr_scheduler is not None:
                     self._load_scheduler(checkpoint)
                 self._load_rng(checkpoint)
@@ -276,6 +277,7 @@ class Checkpointing:
             "lr_scheduler": scheduler,
             "rng": _rng_state(torch.device(self.device)),
             "experts": {} if self.rebalancer is None else self.rebalancer.placements(),
+            "natural_gradient": self._natural_state(),
         }
 
     def _load_groups(self: Any, checkpoint: Checkpoint) -> None:
@@ -294,6 +296,18 @@ class Checkpointing:
             if self.global_rank == 0 and None not in (given, saved_rate) and given != saved_rate:
                 logger.warning("the learning rate %g gives way to the checkpoint's, %g", given, saved_rate)
             group.update(options or {})
+
+    def _natural_states(self: Any, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+        """What all ranks had learned, this rank last, or those of the replica that had its number."""
+        if self.natural_gradient is None:
+            return []
+        states = [state.get("natural_gradient", {}) for state in checkpoint.rank_states]
+        shape = checkpoint.meta["shape"]
+        if shape == self._shape():
+            return [states[self.global_rank]]
+        replicas = shape["data_parallel"]  # the ranks of a stage follow one another
+        order = sorted(range(len(states)), key=lambda rank: rank % replicas == self.replica % replicas)
+        return [states[rank] for rank in order]
 
     def _load_scheduler(self: Any, checkpoint: Checkpoint) -> None:
         same = checkpoint.meta["shape"] == self._shape()

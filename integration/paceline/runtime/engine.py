@@ -20,6 +20,7 @@ from .control import ControlPlane
 from .experts import Experts
 from .measuring import Measuring
 from .migration import Migrating
+from .natural import Natural
 from .scheduling import Scheduling
 from .state import is_copy, link_full_access, names_of, tied_weights
 from .watch import WATCH
@@ -27,7 +28,7 @@ from .watch import WATCH
 _Asks = Callable[[nn.Parameter], bool]
 
 
-class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine):
+class PacelineEngine(Experts, Natural, Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -50,6 +51,7 @@ class PacelineEngine(Experts, Checkpointing, Migrating, Measuring, Scheduling, C
         self._writer = None
         super().__init__(*args, **kwargs)
         self._start_experts()
+        self._start_natural_gradient()
         self.clock = Clock(torch.device(self.device))
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..config import PacelineConfig, Resolved, check_features, read_ds_config, warn_near_misses
 from ..config.section import HETERO
 from ..hf.check import require_supported
-from ..patches.deepspeed_initialize import engine_class, plain_engine_class
+from ..patches.deepspeed_initialize import engine_class, plain_engine_class, plain_engine_for
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
@@ -55,8 +55,8 @@ def initialize(
         model: * a hub name, a directory or a ``PretrainedConfig``: becomes a :class:`CausalLMPipeline`;
             * a ``PreTrainedModel``: likewise, if the config has ``"paceline": {"pipeline": …}``;
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
-            * any other module: given to DeepSpeed as it is, and run by :class:`~paceline.moe.engine.ExpertEngine` if
-              the config has ``"paceline": {"moe": …}``.
+            * any other module: given to DeepSpeed as it is, and run by an engine of ours if the ``"paceline"`` section
+              has something for it: ``"moe"``, ``"natural_gradient"``, ``"averaging"``.
         config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
 
     Returns:
@@ -100,10 +100,7 @@ def initialize(
         patches = [engine_class(engine)]
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
-    elif PacelineConfig.of(ds_config).moe is not None:
-        from ..moe.engine import ExpertEngine
-
-        engine = ExpertEngine
+    elif (engine := plain_engine_for(ds_config)) is not None:
         patches = [plain_engine_class(engine)]
     with applied(*patches):
         results = deepspeed.initialize(

@@ -126,8 +126,10 @@ class Migrating:
         with self._half_way("layers were being moved"):
             WATCH.doing("moving layers", EVERYONE)
             held, own = self._holdings() if moving.concerns_this_stage else ([], [])
+            learned = self._natural_state_of(moving.leaving)
             unlink_full_access(self.optimizer)
             self.layers.swap(new, arrived)
+            self._move_natural_state(learned)
             if moving.concerns_this_stage:
                 self._rebuild_optimizer(moving, notes, arrived)
             wanted, places = self._wishes(arrived) if moving.concerns_this_stage else ([], _Places())

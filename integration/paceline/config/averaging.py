@@ -1,0 +1,103 @@
+"""``"paceline": {"averaging": …}``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from .part import Part
+
+NESTEROV = "nesterov"
+OPTIMIZER_STATES = ("keep", "average", "reset")
+
+
+class AveragingConfig(Part):
+    """Islands: DeepSpeed jobs of their own that train on shares of the data and average their parameters at times."""
+
+    lighthouse: str = Field(description="host:port of `paceline lighthouse`, where islands find each other.")
+    min_islands: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="A round waits until so many islands are there."
+    )
+    islands: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Number of shares that the data are divided into. Left out: min_islands."
+    )
+    every_tokens: Annotated[int, Field(ge=1)] = Field(
+        default=400_000, description="Tokens that an island trains on, padding not counted, from round to round."
+    )
+    outer: Literal["mean", "nesterov"] = Field(
+        default="mean",
+        description='What becomes of the average: "mean": the parameters; "nesterov": how far it is from the last '
+        "round's is the gradient of an outer SGD with Nesterov momentum (DiLoCo).",
+    )
+    outer_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="nesterov: learning rate of the outer SGD. Left out: 0.7."
+    )
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        default=None, description="nesterov: its momentum. Left out: 0.9."
+    )
+    first_round: Literal["best", "mean"] | None = Field(
+        default=None,
+        description='What the first round takes: "best": the island with the smallest loss; "mean": the average. Left '
+        'out: "best" with the outer "mean", else "mean".',
+    )
+    difference_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Nats by which an island's mean loss over the round may exceed the best one's; an island that is "
+        "further off does not count in the average, and goes on from it.",
+    )
+    optimizer_state: Literal["keep", "average", "reset"] | None = Field(
+        default=None,
+        description='What becomes of the optimizer\'s states at a round: "keep": each island its own; "average"; '
+        '"reset". Left out: "keep".',
+    )
+    scale_learning_rate: bool | None = Field(
+        default=None,
+        description="Multiply the learning rate by the number of islands in the last round, as averaged SGD wants it. "
+        'Left out: with plain SGD and the outer "mean" only.',
+    )
+    decay_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Tokens of all islands together over which the learning rate falls exponentially to a tenth. Left "
+        "out: it follows the scheduler alone.",
+    )
+    parts: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Parts that the parameters are averaged in, one after another, evenly spread in time."
+    )
+    overlap_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Steps that training goes on while a part is under way. 0: it waits."
+    )
+    combine_rounds: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Last rounds whose averages are averaged in the end, for the final model."
+    )
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=600.0,
+        description="Seconds that a round waits for an island that is alive and does not come; without it the others "
+        "then go on. One that is dead is waited for a few seconds.",
+    )
+
+    @field_validator("lighthouse")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536 or " " in host:
+            raise ValueError('it must be host:port, such as "node1:29510", where `paceline lighthouse` runs.')
+        return value
+
+    @field_validator("outer_learning_rate", "outer_momentum")
+    @classmethod
+    def _belongs_to_nesterov(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("outer", NESTEROV) != NESTEROV:
+            raise ValueError(
+                'it belongs to the outer "nesterov" and the outer is "mean"; drop it, or write "nesterov".'
+            )
+        return value
+
+    @field_validator("islands")
+    @classmethod
+    def _are_enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("min_islands", 1):
+            raise ValueError(
+                f"min_islands is {info.data['min_islands']}, and there are never more than islands; correct one."
+            )
+        return value

@@ -1,0 +1,11 @@
+"""What all parts of the ``"paceline"`` section have in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Part(BaseModel):
+    """Keys that are not known are refused, and values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

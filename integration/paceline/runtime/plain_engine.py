@@ -1,0 +1,95 @@
+"""Training without a pipeline: DeepSpeed's engine with natural gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from ..optim.flat_max_change import FlatMaxChange
+from ..optim.max_change import Limits
+from .natural import Natural
+
+OWN_FILE = "paceline_rank_{rank:05d}.pt"
+"""In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
+
+
+class PlainEngine(Natural, DeepSpeedEngine):
+    """A ``DeepSpeedEngine`` for a config whose ``"paceline"`` section has something for models without a pipeline."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._max_change: FlatMaxChange | None = None
+        super().__init__(*args, **kwargs)
+        self._start_natural_gradient()
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def _limit_changes(self, limits: Limits) -> None:
+        self._max_change = FlatMaxChange(self, limits)
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._max_change is None:
+            super()._take_model_step(*args, **kwargs)
+            return
+        self._max_change.before()
+        super()._take_model_step(*args, **kwargs)
+        self._max_change.after()
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's, with a small file of each rank beside its own where natural gradients are on."""
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        if state := self._natural_state():
+            folder = Path(save_dir, tag)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save({"natural_gradient": state}, folder / OWN_FILE.format(rank=self.global_rank))
+        saved = super().save_checkpoint(
+            save_dir,
+            tag=tag,
+            client_state=dict(client_state or {}),
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        return bool(saved)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[Any, Any]:
+        """As DeepSpeed's; with it natural gradients go on, on another number of ranks from those of another rank."""
+        path, state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if path is not None and load_optimizer_states and not load_module_only:
+            self._load_own(Path(path).parent)
+        return path, state
+
+    def _load_own(self, folder: Path) -> None:
+        files = sorted(folder.glob(OWN_FILE.format(rank=0).replace("00000", "*")))
+        if files:
+            own = files[self.global_rank % len(files)]
+            saved = torch.load(own, map_location=torch.device(self.device), weights_only=True)
+            self._load_natural_state([saved["natural_gradient"]])

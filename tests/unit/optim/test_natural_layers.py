@@ -1,0 +1,273 @@
+"""What backward gives a model's layers: with Hugging Face models, against rows that are divided one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from paceline.config.natural_gradient import NaturalGradientConfig
+from paceline.optim import OnlineNaturalGradient
+from paceline.optim.natural_layers import NaturalGradients
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "hidden_size": 32},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "mixtral": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "hidden_size": 32,
+        "num_local_experts": 4,
+    },
+}
+
+
+def make(family: str, **changes: Any) -> Any:
+    options = {"num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False, **FAMILIES[family], **changes}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config._experts_implementation = "eager"  # the only one in double precision
+    return transformers.AutoModelForCausalLM.from_config(config).double()
+
+
+def natural(model: nn.Module, unit: float | None = None, **options: Any) -> NaturalGradients:
+    found = NaturalGradients(NaturalGradientConfig(**options), lambda n: float(n) if unit is None else unit)
+    found.adopt(model)
+    return found
+
+
+def gradients(model: Any, seed: int = 0, factor: float = 1.0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    ids = torch.randint(3, 64, (3, 16))
+    model.zero_grad()
+    (factor * model(input_ids=ids, labels=ids).loss).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Rows(nn.Module):
+    """Keeps what a layer is given, and the derivatives of what it gives."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.x = self.dy = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x, y = x.detach(), self.layer(x)
+        y.register_hook(lambda dy: setattr(self, "dy", dy))
+        return y
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear without bias", "conv1d"])
+def test_a_layer_is_as_rows_divided_one_by_one(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = Conv1D(12, 20) if kind == "conv1d" else nn.Linear(20, 12, bias=kind == "linear")
+    layer.double()
+    of = Rows(layer)
+    natural(of, update_period=2, num_samples_history=300.0)
+    has_bias = kind != "linear without bias"
+    sides = OnlineNaturalGradient(10, 4.0, 300.0, 0.0, 2), OnlineNaturalGradient(6, 4.0, 300.0, 0.0, 2)
+    for _ in range(15):
+        x = torch.randn(5, 8, 20, dtype=torch.float64) @ torch.randn(20, 20, dtype=torch.float64)
+        x.requires_grad_()
+        of.zero_grad()
+        of(x).square().mean().backward()
+        rows, dy = of.x.reshape(40, 20), of.dy.reshape(40, 12)
+        weight = layer.weight.T if kind == "conv1d" else layer.weight
+        torch.testing.assert_close(x.grad, (dy @ weight).reshape(x.shape))
+        if has_bias:
+            rows = torch.cat([rows, torch.ones(40, 1, dtype=torch.float64)], 1)
+        (a, in_scale), (b, out_scale) = sides[0].precondition(rows), sides[1].precondition(40 * dy)
+        wanted = in_scale * out_scale * b.T @ a / 40
+        found = layer.weight.grad.T if kind == "conv1d" else layer.weight.grad
+        torch.testing.assert_close(found, wanted[:, :20], rtol=1e-9, atol=1e-12)
+        if has_bias:
+            torch.testing.assert_close(layer.bias.grad, wanted[:, 20], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_much_smoothing_is_the_ordinary_gradient(family: str, tied: bool) -> None:
+    """Every parameter of the model, also those of which natural gradients are made."""
+    wanted = gradients(make(family, tie_word_embeddings=tied))
+    model = make(family, tie_word_embeddings=tied)
+    assert natural(model, alpha=1e12).names
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_weights_of_linear_layers_and_experts_change(family: str) -> None:
+    wanted = gradients(make(family))
+    model = make(family)
+    known = natural(model)
+    found = gradients(model)
+    biases = {name.replace(".weight", ".bias") for name in known.names}
+    for name, gradient in wanted.items():
+        if name in known.names:
+            assert not torch.allclose(found[name], gradient, rtol=1e-2), name
+            assert found[name].norm() > 0.01 * gradient.norm(), name
+        elif name not in biases:
+            assert torch.equal(found[name], gradient), name
+
+
+def test_the_layers_are_all_that_are_chosen() -> None:
+    llama = {"q", "k", "v", "o", "gate", "up", "down"}
+    names = natural(make("llama")).names
+    assert {name.split(".")[-2].removesuffix("_proj") for name in names} == {*llama, "lm_head"}
+    assert natural(make("llama"), layers="mlp").names == [n for n in names if ".mlp." in n]
+    frozen = make("llama")
+    frozen.lm_head.weight.requires_grad_(False)
+    assert "lm_head.weight" not in natural(frozen).names
+    experts = [name for name in natural(make("mixtral")).names if "experts" in name]
+    assert len(experts) == 4
+    assert [n for n in natural(make("gpt2")).names if "c_attn" in n]
+
+
+def test_a_tied_weight_has_the_heads_natural_gradient_and_the_embeddings_own() -> None:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 64, (3, 16))
+
+    def of(tied: bool, is_natural: bool) -> dict[str, Tensor]:
+        model = make("llama", tie_word_embeddings=tied)
+        if not tied:
+            model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+        if is_natural:
+            natural(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    apart = of(False, True)
+    wanted = apart["lm_head.weight"] + apart["model.embed_tokens.weight"]
+    torch.testing.assert_close(of(True, True)["model.embed_tokens.weight"], wanted)
+    assert not torch.allclose(of(True, False)["model.embed_tokens.weight"], wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_bit(reentrant: bool) -> None:
+    plain, checkpointed = make("llama"), make("llama")
+    natural(plain)
+    natural(checkpointed)
+    newer = getattr(checkpointed, "activation_checkpointing_enable", None)
+    (newer or checkpointed.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+    checkpointed.enable_input_require_grads()
+    for model in (plain, checkpointed):
+        model.train()
+    for step in range(4):
+        wanted, found = gradients(plain, step), gradients(checkpointed, step)
+        assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows(dtype: torch.dtype) -> None:
+    exact, half = make("llama").float(), make("llama").to(dtype)
+    exact.load_state_dict({name: value.to(dtype).float() for name, value in exact.state_dict().items()})
+    half.load_state_dict(exact.state_dict())
+    natural(exact)
+    natural(half)
+    for step in range(3):
+        wanted, found = gradients(exact, step), gradients(half, step)
+    for name, gradient in wanted.items():
+        assert found[name].dtype == dtype
+        assert (found[name].float() - gradient).norm() < 0.05 * gradient.norm(), name
+
+
+def test_autocast_trains_fp32_weights() -> None:
+    model = make("llama").float()
+    natural(model)
+    plain = gradients(model)
+    model = make("llama").float()
+    natural(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model)
+    for name, gradient in plain.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_scale_of_the_loss_does_not_matter(family: str) -> None:
+    """The unit undoes it; without it small gradients are not seen, and a counter says so."""
+    big, small, blind = make(family), make(family), make(family)
+    of_big, of_small, of_blind = natural(big), natural(small, 48e9), natural(blind, 1.0)
+    for step in range(15):
+        wanted, found, ordinary = gradients(big, step), gradients(small, step, 1e-9), gradients(blind, step, 1e-9)
+        for name, gradient in wanted.items():
+            assert (1e9 * found[name] - gradient).norm() < 1e-6 * gradient.norm(), name
+    assert of_big.updates()[0] == of_small.updates()[0] == 0
+    floored, updates = of_blind.updates()
+    outputs = sum(layer.outputs.num_updates for layer in of_blind.layers.values())
+    inputs = sum(layer.inputs.num_updates for name, layer in of_blind.layers.items() if "experts" in name)
+    assert floored == outputs + inputs
+    assert updates == of_big.updates()[1]
+    head = "lm_head.weight"
+    assert not torch.allclose(1e9 * ordinary[head], wanted[head], rtol=1e-2)
+
+
+def test_micro_batches_add_up() -> None:
+    one, other = make("llama"), make("llama")
+    natural(one)
+    natural(other)
+    wanted = {name: gradient.clone() for name, gradient in gradients(one, 0).items()}
+    for name, gradient in gradients(one, 1).items():
+        wanted[name] += gradient
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ids = torch.randint(3, 64, (3, 16))
+        other(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_learned_is_saved_and_goes_on_in_every_bit(family: str) -> None:
+    one, other = make(family), make(family)
+    known = natural(one)
+    for seed in range(13):
+        gradients(one, seed)
+    state = known.state_dict()
+    fresh = natural(other)
+    gradients(other, 99)
+    fresh.load_state_dict(state)
+    for seed in range(13, 20):
+        wanted, found = gradients(one, seed), gradients(other, seed)
+        assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+def test_a_sample_of_the_rows_is_enough() -> None:
+    few, all_rows = make("llama"), make("llama")
+    natural(few, max_rows=24)
+    natural(all_rows)
+    for seed in range(12):
+        wanted, found = gradients(all_rows, seed), gradients(few, seed)
+    for name, gradient in wanted.items():
+        cosine = torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+        assert cosine > 0.9, (name, cosine)
+
+
+def test_no_rows_no_gradient() -> None:
+    layer = nn.Linear(8, 4)
+    of = nn.Sequential(layer)
+    natural(of)
+    of(torch.zeros(0, 8)).sum().backward()
+    assert not layer.weight.grad.any()
+    of(torch.ones(3, 8)).sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_rows_that_are_not_finite_are_passed_on_and_not_learned_from() -> None:
+    """So that a loss scale which is too large is noticed, and its step left out."""
+    model = make("llama")
+    known = natural(model)
+    gradients(model, 0)
+    before = known.state_dict()["lm_head.weight"]["outputs"]["rho"].clone()
+    assert not gradients(model, 1, float("inf"))["lm_head.weight"].isfinite().all()
+    assert torch.equal(known.layers["lm_head.weight"].outputs.rho, before)
+    assert gradients(model, 2)["lm_head.weight"].isfinite().all()
