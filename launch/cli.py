@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline import __version__
-from paceline.launch import fit, loads, partition, place, plan, profile, simulate, trace
+from paceline.launch import fit, lighthouse, loads, partition, place, plan, profile, simulate, trace
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
 
@@ -84,6 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
         "loads", loads.run, "Show how the load of experts moved over a run, and what placing them made of it."
     )
     loads.add_arguments(draw_loads)
+    meet = add(
+        "lighthouse", lighthouse.run, "Run the place where islands that average their parameters find each other."
+    )
+    lighthouse.add_arguments(meet)
     for sub in (
         check_config,
         check_model,
