@@ -37,6 +37,7 @@ from paceline.report.progress import Progress
 from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
+from paceline.runtime.islands import ISLAND, island_number
 from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import first_partition, plan_for
@@ -66,9 +67,9 @@ class Job:
     def run(self) -> None:
         torch.manual_seed(self.args.seed)
         with _deepspeed_warnings_only():
-            self._check_output()
             with self.control.together("reading the configuration"):
                 ds_config = self._read_config()
+            self._check_output()
             # One rank of each node tokenizes; the others find its work in the cache of datasets.
             for turn in (True, False):
                 with WATCH.pause("reading the data"), self.control.together("reading the data"):
@@ -119,6 +120,17 @@ class Job:
     def _read_config(self) -> dict[str, Any]:
         ds_config = read_ds_config(self.args.deepspeed or {})
         self.section = PacelineConfig.of(ds_config)
+        self.island, self.num_islands = 0, 1
+        if self.section.averaging is not None:
+            if self.args.island is not None:
+                os.environ[ISLAND] = str(self.args.island)
+            self.island, self.num_islands = island_number(self.section.averaging)
+            self.output /= f"island{self.island}"  # all islands are started by the same command
+        elif self.args.island is not None:
+            raise ValueError(
+                f'--island {self.args.island}: there are no islands without averaging; write "averaging" into the '
+                '"paceline" section of the JSON, or leave the flag out.'
+            )
         ds_config.setdefault("paceline", {}).setdefault("pipeline", {})  # it is what this job is for
         if not ds_config.get("wall_clock_breakdown"):
             ds_config.setdefault("steps_per_print", None)  # DeepSpeed's own lines; progress is ours
@@ -182,6 +194,8 @@ class Job:
             data_parallel_rank=replica,
             data_parallel_size=resolved.data_parallel,
             seed=self.args.seed,
+            island=self.island,
+            num_islands=self.num_islands,
         )
 
     def _num_steps(self, resolved: Resolved) -> int:
@@ -305,6 +319,7 @@ class Job:
             self.progress.step()
             if step == self.num_steps:
                 current().finishing()  # the export is next; no signal is to cut it off
+                engine.finish_averaging()
             if step % args.logging_steps == 0 or step == self.num_steps:
                 self._report(step)
             if step == self.first_step + 1 and args.save_strategy != "no":
@@ -376,6 +391,7 @@ class Job:
         self.train_loss = sum(loss.item() for loss in losses) / len(losses)
         rate = tokens / times["wall_s"]
         norm = self.engine.grad_norm()
+        natural = self._natural_gradient()
         self.progress.report(step, {"loss": self.train_loss, "tokens/s": rate, "lr": self.engine.get_lr()[0]})
         self._tell(
             {
@@ -389,9 +405,28 @@ class Job:
                 "step_s": times["wall_s"] / len(losses),
                 "skipped_steps": self.engine.skipped_steps,
                 **({"loss_scale": self.engine.optimizer.loss_scale} if self.engine.fp16_enabled() else {}),
+                **natural,
                 "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
             }
         )
+
+    def _natural_gradient(self) -> dict[str, Any]:
+        """What natural gradients did, of all stages and replicas together; nothing where they are off. Collective."""
+        own = self.engine.natural_gradient_report()
+        if own is None:
+            return {}
+        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
+        layers, updates, at_floor = self.control.sum(counts).tolist()
+        told: dict[str, Any] = {
+            "natural_gradient": {
+                "layers": round(layers / self.engine.dp_world_size),
+                "updates": int(updates),
+                "at_floor": at_floor / max(updates, 1),
+            }
+        }
+        if self.engine.optimizer.max_change is not None:
+            told["max_change"] = self.engine.optimizer.max_change_report
+        return told
 
     def _stage(self) -> tuple[str, int]:
         """What this rank's stage holds, in words, and how many parameters that is."""

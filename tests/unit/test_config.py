@@ -121,7 +121,7 @@ def test_frozen():
         (
             {"pipeline": {"stages": "auto"}},
             'paceline.pipeline.stages is "auto": the paceline section has no "auto"; leave the key out to have it '
-            "it chosen.",
+            "chosen.",
         ),
         (
             {"pipeline": {"stages": "4"}},
@@ -134,7 +134,7 @@ def test_frozen():
         (
             {"pipeline": {"stages": 0}},
             "paceline.pipeline.stages is 0: it must be greater than or equal to 1; leave the key out to have it "
-            "it chosen.",
+            "chosen.",
         ),
         (
             {"pipeline": {"partition": "best"}},
@@ -162,7 +162,7 @@ def test_frozen():
         (
             {"report": {"trace_every": 0}},
             "paceline.report.trace_every is 0: it must be greater than or equal to 1; leave the key out to have it "
-            "it chosen.",
+            "chosen.",
         ),
     ],
 )

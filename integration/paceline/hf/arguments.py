@@ -184,6 +184,9 @@ class TrainArguments:
     output_dir: str = _flag("paceline_output", "Directory the trained model is written to.")
     overwrite_output_dir: bool = _flag(False, "Write into output_dir although it is not empty.")
     seed: int = _flag(42, "Seed of weights and of the order of samples.")
+    island: int | None = _flag(
+        None, "Number of this island, from 0, where islands average. None: PACELINE_ISLAND of the environment."
+    )
     max_steps: int = _flag(-1, "Steps to train; -1: num_train_epochs decides.")
     num_train_epochs: float = _flag(3.0, "Passes over the data.")
     per_device_train_batch_size: int = _flag(8, "Samples in a micro-batch of one pipeline.")
@@ -238,6 +241,7 @@ class TrainArguments:
         one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
         _check_range(self, 1, *one, "logging_steps", "eval_steps", "save_steps", "save_total_limit", "ddp_timeout")
         _check_range(self, 0, "seed", below=2**63)
+        _check_range(self, 0, "island")
         _check_range(self, 0, "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
         _check_range(self, 0, "adam_beta1", "adam_beta2", "warmup_ratio", below=1)
         for name in ("adam_epsilon", "num_train_epochs"):

@@ -32,6 +32,9 @@ class BatchPlan:
 
     A stream has no number of samples: its step t takes the next G.
 
+    Of several islands each has every ``num_islands``-th sample of the permutation, or row of the stream, from the
+    ``island``-th on, and for each of them all of this is said.
+
     Raises:
         ValueError: fewer samples than one global batch.
     """
@@ -42,13 +45,17 @@ class BatchPlan:
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     seed: int = 42
+    island: int = 0
+    num_islands: int = 1
 
     def __post_init__(self) -> None:
         assert min(self.micro_batch_size, self.micro_batches_per_step) > 0, self
         assert 0 <= self.data_parallel_rank < self.data_parallel_size, self
-        if self.num_samples is not None and self.num_samples < self.global_batch_size:
+        assert 0 <= self.island < self.num_islands, self
+        if self.num_samples is not None and self.num_samples // self.num_islands < self.global_batch_size:
+            of_island = "" if self.num_islands == 1 else f" for each of {self.num_islands} islands"
             raise ValueError(
-                f"{self.num_samples} training samples: less than one global batch, {self.micro_batches_per_step} "
+                f"{self.num_samples // self.num_islands} training samples{of_island}: less than one global batch, {self.micro_batches_per_step} "
                 f"micro-batches of {self.micro_batch_size} on {self.data_parallel_size} data-parallel ranks = "
                 f"{self.global_batch_size}. Remedy: smaller --gradient_accumulation_steps, "
                 "--per_device_train_batch_size or --block_size, or more data."
@@ -60,7 +67,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        return None if self.num_samples is None else self.num_samples // self.global_batch_size
+        return None if self.num_samples is None else self.num_samples // self.num_islands // self.global_batch_size
 
     def order(self, epoch: int) -> Tensor:
         """This rank's sample indices in ``epoch``, int64 ``[steps_per_epoch, M, B]``."""
@@ -68,7 +75,7 @@ class BatchPlan:
         assert self.steps_per_epoch is not None
         generator = torch.Generator().manual_seed(self.seed + epoch)
         used = self.steps_per_epoch * self.global_batch_size
-        permutation = torch.randperm(self.num_samples, generator=generator)[:used]
+        permutation = torch.randperm(self.num_samples, generator=generator)[self.island :: self.num_islands][:used]
         shape = (self.steps_per_epoch, self.micro_batches_per_step, self.data_parallel_size, self.micro_batch_size)
         return permutation.view(shape)[:, :, self.data_parallel_rank]
 
@@ -109,7 +116,8 @@ class TrainingBatches(Iterator[dict[str, Tensor]]):
     def _from_stream(self) -> Iterator[dict[str, Tensor]]:
         assert isinstance(self._rows, RowStream)
         plan, size = self.plan, self.plan.micro_batch_size
-        rows = [next(self._rows) for _ in range(plan.global_batch_size)]
+        rows = [next(self._rows) for _ in range(plan.global_batch_size * plan.num_islands)]
+        rows = rows[plan.island :: plan.num_islands]
         for m in range(plan.micro_batches_per_step):
             start = (m * plan.data_parallel_size + plan.data_parallel_rank) * size
             yield self._rows.collate(rows[start : start + size])
@@ -158,9 +166,11 @@ class TrainingBatches(Iterator[dict[str, Tensor]]):
             self._rows.load_state_dict(state["stream"])
 
     def _identity(self) -> dict[str, str | int]:
+        shared = {"island": f"{self.plan.island} of {self.plan.num_islands}"} if self.plan.num_islands > 1 else {}
         return {
             "global_batch_size": self.plan.global_batch_size,
             "seed": self.plan.seed,
+            **shared,
             **self._recipe,
             **self._rows.identity(),
         }

@@ -77,6 +77,8 @@ class Data:
         data_parallel_size: int,
         data_parallel_rank: int = 0,
         seed: int,
+        island: int = 0,
+        num_islands: int = 1,
     ) -> BatchPlan:
         """Who trains on which row when; one for :class:`TrainingBatches`."""
         return BatchPlan(
@@ -86,6 +88,8 @@ class Data:
             data_parallel_rank=data_parallel_rank,
             data_parallel_size=data_parallel_size,
             seed=seed,
+            island=island,
+            num_islands=num_islands,
         )
 
     def training_batches(self, plan: BatchPlan) -> TrainingBatches:

@@ -48,7 +48,7 @@ def island_weights(
     Islands that count have equal weights, whatever their number of tokens, except that these have none: those that
     missed a round which others finished; those whose loss is not finite, or is above the best one by more than the
     threshold. If no loss is finite, nothing tells the islands apart and all that are up to date have equal weights. If
-    no island counts, the one with the lowest number has weight 1.
+    no island counts, one of those with the most rounds has weight 1: that with the lowest number.
 
     Args:
         reports: one for each island, at least one, in the order in which the weights are wanted.
@@ -59,7 +59,9 @@ def island_weights(
     assert reports
     indices = [i for i, report in enumerate(reports) if report.counts]
     if not indices:
-        return _only(_lowest(reports, range(len(reports))), len(reports))
+        furthest = max(report.round for report in reports)
+        ahead = [i for i, report in enumerate(reports) if report.round == furthest]
+        return _only(_lowest(reports, ahead), len(reports))
     newest = max(reports[i].round for i in indices)
     indices = [i for i in indices if reports[i].round == newest]
     if finite := [i for i in indices if math.isfinite(reports[i].loss)]:

@@ -7,14 +7,14 @@ from a parameter to its segment here; squares of segments add up to those of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from .flat_masters import masters_of, num_real
 from .max_change import Changes, Limits, Part
 from .sharded import MOST_LEFT_OUT
 
@@ -22,21 +22,6 @@ logger = logging.getLogger("paceline")
 
 ONE_BY_ONE = ".deepspeed_experts."
 """In the names of experts that are modules of their own, and numbered on each rank from 0."""
-
-
-@dataclass(frozen=True)
-class _Masters:
-    """What a kind of optimizer steps.
-
-    Args:
-        segment: of a parameter, what this rank steps, a view of the optimizer's memory; None for nothing.
-        publish: bring the segments' values into the model, on all ranks.
-        are_whole: every rank that holds a parameter steps all of it (ZeRO 0).
-    """
-
-    segment: Callable[[nn.Parameter], Tensor | None]
-    publish: Callable[[], None]
-    are_whole: bool
 
 
 class FlatMaxChange:
@@ -67,7 +52,7 @@ class FlatMaxChange:
         have gone farther than their own limit."""
         self._engine, self._group = engine, engine.seq_data_parallel_group
         _check(engine, limits)
-        self._masters = _masters_of(engine.optimizer)
+        self._masters = masters_of(engine.optimizer)
         self._changes: Changes | None = None
         self._num_left_out = 0
         own = sorted({self._layer_of(name, p) for name, p in engine.module.named_parameters() if p.requires_grad})
@@ -124,7 +109,7 @@ class FlatMaxChange:
             segment = self._masters.segment(parameter) if parameter.requires_grad else None
             if segment is not None:
                 counts = not self._masters.are_whole or self._is_first(parameter)
-                counted = slice(_num_real(parameter, segment)) if counts else None
+                counted = slice(num_real(parameter, segment)) if counts else None
                 yield Part(self._layer_of(name, parameter), segment, counted)
 
     def _is_first(self, parameter: nn.Parameter) -> bool:
@@ -148,14 +133,6 @@ def _is_expert(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
-def _num_real(parameter: nn.Parameter, segment: Tensor) -> int | None:
-    """How many of the segment's elements are the parameter's; ZeRO 3 pads those of the last ranks. None for all."""
-    if not hasattr(parameter, "ds_id"):
-        return None
-    first = segment.numel() * parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
-    return min(segment.numel(), max(0, parameter.ds_numel - first))  # type: ignore[attr-defined]
-
-
 def _check(engine: Any, limits: Limits) -> None:
     offloads = [engine.zero_offload_optimizer(), engine.zero_offload_param()]
     remedy = "or leave max_change out."
@@ -173,64 +150,3 @@ def _check(engine: Any, limits: Limits) -> None:
             f"{limits}: changes are not limited with tensor parallelism ({engine.mp_world_size} ranks hold a layer): "
             f"use data parallelism, {remedy}"
         )
-
-
-def _masters_of(optimizer: Any) -> _Masters:
-    """How to get at what ``optimizer`` steps.
-
-    Raises:
-        ValueError: it is none of DeepSpeed's or PyTorch's.
-    """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return _Masters(lambda p: _third(optimizer, p), lambda: _publish_third(optimizer), are_whole=False)
-    if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
-        return _Masters(_fragment, optimizer.update_lp_params, are_whole=False)
-    if isinstance(optimizer, FP16_Optimizer):
-        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
-        flat = ((group, torch._utils._unflatten_dense_tensors(master.detach(), group)) for group, master in pairs)
-        return _copies({p: master for group, masters in flat for p, master in zip(group, masters, strict=True)})
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        both = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        return _copies({p: master for group, masters in both for p, master in zip(group, masters, strict=True)})
-    if isinstance(optimizer, torch.optim.Optimizer):
-        trained = {p for group in optimizer.param_groups for p in group["params"]}
-        return _Masters(lambda p: p.detach() if p in trained else None, lambda: None, are_whole=True)
-    raise ValueError(
-        f"changes of {type(optimizer).__name__} cannot be limited: choose an optimizer of torch.optim or DeepSpeed, or "
-        "leave max_change out."
-    )
-
-
-def _copies(masters: Mapping[nn.Parameter, Tensor]) -> _Masters:
-    """Each parameter has a master, whole, on every rank."""
-
-    @torch.no_grad()
-    def publish() -> None:
-        for parameter, master in masters.items():
-            parameter.copy_(master)
-
-    return _Masters(masters.get, publish, are_whole=True)
-
-
-def _fragment(parameter: nn.Parameter) -> Tensor | None:
-    mapping = getattr(parameter, "_hp_mapping", None)  # none where the parameter is not trained, or not here
-    return None if mapping is None else mapping.hp_fragment.detach()
-
-
-def _third(optimizer: Any, parameter: nn.Parameter) -> Tensor | None:
-    is_trained = optimizer.get_param_id(parameter) in optimizer.grad_position
-    return optimizer.get_local_fp32_param(parameter).detach() if is_trained else None
-
-
-def _publish_third(optimizer: Any) -> None:
-    """As the optimizer does it at the end of a step."""
-    optimizer._partition_all_parameters()
-    for number in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    optimizer._post_step(set())

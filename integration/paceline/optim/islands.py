@@ -343,6 +343,9 @@ class Islands:
             return False
         if any(report.counts for report in reports):
             return True
+        rounds = {report.round for report in reports}
+        if len(rounds) == 1 and rounds != {0}:
+            return False  # all have come back from checkpoints of the same round, and go on as they were
         if len({report.checksum.hex() for report in reports}) == 1:
             return False
         logger.warning(

@@ -305,6 +305,9 @@ class CausalLMEngine(PacelineEngine):
         self.pipe_buffers["outputs"][buffer_id] = None
         self.pipe_buffers["gradients"][buffer_id] = None
 
+    def _tokens_of_step(self) -> int:
+        return self.step_tokens
+
     def _unit_of_sum(self, num_rows: int) -> float:
         return max(self._step_label_tokens, 1) / self.optimizer.loss_scale
 

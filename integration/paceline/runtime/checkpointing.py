@@ -73,6 +73,7 @@ class Checkpointing:
             )
         writer = self._checkpoint_writer()
         self.finish_checkpoint()
+        self._settle_averaging()
         error: Exception | None = None
         try:
             writer.take(
@@ -191,6 +192,7 @@ class Checkpointing:
                     self._load_groups(checkpoint)
                     load_scaler_state(self.optimizer.loss_scaler, meta["loss_scale"])
                     self._load_natural_state(self._natural_states(checkpoint))
+                    self._load_averaging_state(checkpoint.rank_state(0).get("averaging", {}))
                 if load_lr_scheduler_states and self.lr_scheduler is not None:
                     self._load_scheduler(checkpoint)
                 self._load_rng(checkpoint)
@@ -278,6 +280,7 @@ class Checkpointing:
             "rng": _rng_state(torch.device(self.device)),
             "experts": {} if self.rebalancer is None else self.rebalancer.placements(),
             "natural_gradient": self._natural_state(),
+            "averaging": self._averaging_state(),
         }
 
     def _load_groups(self: Any, checkpoint: Checkpoint) -> None:

@@ -18,6 +18,8 @@ from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
 from .experts import Experts
+from .islands import Averaging
+from .masters import PipelineMasters
 from .measuring import Measuring
 from .migration import Migrating
 from .natural import Natural
@@ -28,7 +30,9 @@ from .watch import WATCH
 _Asks = Callable[[nn.Parameter], bool]
 
 
-class PacelineEngine(Experts, Natural, Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine):
+class PacelineEngine(
+    Experts, Natural, Averaging, Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine
+):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -52,6 +56,8 @@ class PacelineEngine(Experts, Natural, Checkpointing, Migrating, Measuring, Sche
         super().__init__(*args, **kwargs)
         self._start_experts()
         self._start_natural_gradient()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self._start_averaging(lambda: PipelineMasters(self))
         self.clock = Clock(torch.device(self.device))
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock
@@ -196,11 +202,18 @@ class PacelineEngine(Experts, Natural, Checkpointing, Migrating, Measuring, Sche
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._check_whole()
-        with self._naming_lost_peers(), self._recorded():
-            self._open_step(self.micro_batches, trains=True)
-            loss = super().train_batch()
+        with self._naming_lost_peers():
+            self._join_islands()
+            with self._recorded():
+                self._open_step(self.micro_batches, trains=True)
+                loss = super().train_batch()
+            self._average(loss, self._tokens_of_step())
         WATCH.idle()
         return loss
+
+    def _tokens_of_step(self) -> int:
+        """That the last step was of, of all replicas; samples, where a layer's inputs are anything."""
+        return int(self.train_batch_size())
 
     def eval_batch(
         self,
@@ -236,6 +249,7 @@ class PacelineEngine(Experts, Natural, Checkpointing, Migrating, Measuring, Sche
 
     def destroy(self) -> None:
         """As DeepSpeed's; what is under way is finished first. Not collective."""
+        self._leave_islands()
         super().destroy()
         self.transport.close()
 

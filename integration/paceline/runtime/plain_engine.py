@@ -1,7 +1,8 @@
-"""Training without a pipeline: DeepSpeed's engine with natural gradients."""
+"""Training without a pipeline: DeepSpeed's engine with natural gradients, and with averaging between islands."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,30 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ..config import PacelineConfig
 from ..optim.flat_max_change import FlatMaxChange
 from ..optim.max_change import Limits
+from .control import ControlPlane
+from .islands import Averaging
+from .masters import PlainMasters
 from .natural import Natural
 
 OWN_FILE = "paceline_rank_{rank:05d}.pt"
 """In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
 
 
-class PlainEngine(Natural, DeepSpeedEngine):
+class PlainEngine(Natural, Averaging, DeepSpeedEngine):
     """A ``DeepSpeedEngine`` for a config whose ``"paceline"`` section has something for models without a pipeline."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._max_change: FlatMaxChange | None = None
         super().__init__(*args, **kwargs)
         self._start_natural_gradient()
+        self._tokens = 0
+        self._losses: list[torch.Tensor] = []
+        if PacelineConfig.of(self._config._param_dict).averaging is not None:
+            self.control = ControlPlane.create()
+            self._start_averaging(lambda: PlainMasters(self))
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self.module.named_parameters()}
@@ -33,12 +43,37 @@ class PlainEngine(Natural, DeepSpeedEngine):
         self._max_change = FlatMaxChange(self, limits)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        if self._max_change is None:
-            super()._take_model_step(*args, **kwargs)
-            return
-        self._max_change.before()
+        if self._max_change is not None:
+            self._max_change.before()
         super()._take_model_step(*args, **kwargs)
-        self._max_change.after()
+        if self._max_change is not None:
+            self._max_change.after()
+        if self.averager is not None:
+            losses, self._losses = self._losses, []
+            tokens, self._tokens = int(self.control.sum(torch.tensor([self._tokens]))), 0
+            self._average(torch.stack(losses).mean() if losses else math.nan, tokens)
+
+    # -- what averaging counts -----------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; where islands average, the first one finds the others."""
+        if self.averager is not None and self.module.training and torch.is_grad_enabled():
+            self._join_islands()
+            self._tokens += _num_tokens(inputs, kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's."""
+        if self.averager is not None:
+            self._losses.append(loss.detach().float())
+        return super().backward(loss, *args, **kwargs)
+
+    def destroy(self) -> None:
+        """As DeepSpeed's."""
+        self._leave_islands()
+        super().destroy()
+
+    # -- files -----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -48,12 +83,14 @@ class PlainEngine(Natural, DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's, with a small file of each rank beside its own where natural gradients are on."""
+        """As DeepSpeed's, with a small file of each rank beside its own where there is something for it."""
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        if state := self._natural_state():
+        self._settle_averaging()
+        if self.natural_gradient is not None or self.averager is not None:
             folder = Path(save_dir, tag)
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"natural_gradient": state}, folder / OWN_FILE.format(rank=self.global_rank))
+            own = {"natural_gradient": self._natural_state(), "averaging": self._averaging_state()}
+            torch.save(own, folder / OWN_FILE.format(rank=self.global_rank))
         saved = super().save_checkpoint(
             save_dir,
             tag=tag,
@@ -93,3 +130,14 @@ class PlainEngine(Natural, DeepSpeedEngine):
             own = files[self.global_rank % len(files)]
             saved = torch.load(own, map_location=torch.device(self.device), weights_only=True)
             self._load_natural_state([saved["natural_gradient"]])
+            self._load_averaging_state(saved["averaging"])
+
+
+def _num_tokens(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Of a micro-batch, padding included: to leave it out would mean to wait for the device. Else its rows."""
+    ids = kwargs.get("input_ids", inputs[0] if inputs else None)
+    if not torch.is_tensor(ids):
+        ids = next((v for v in (*inputs, *kwargs.values()) if torch.is_tensor(v)), None)
+    if ids is None or not ids.dim():
+        return 1
+    return int(len(ids) if ids.is_floating_point() else ids.numel())

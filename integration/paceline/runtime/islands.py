@@ -1,0 +1,533 @@
+"""Islands that average their parameters: one DeepSpeed job among others, which come and go.
+
+Every so many tokens the masters of the parameters, by name, are brought together on the island's first rank, averaged
+with those of the other islands over :mod:`paceline.optim.islands`, and brought back to whoever steps them. So islands
+may have other stages, partitions, replicas and ZeRO stages, or no pipeline at all. Inside, everything goes on as usual.
+
+Legend: P parts that the parameters are averaged in, one after another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import PacelineConfig
+from ..config.averaging import NESTEROV, AveragingConfig
+from ..optim.averaging import (
+    OuterNesterov,
+    Report,
+    RunningMean,
+    island_weights,
+    learning_rate_factor,
+    parts_of,
+)
+from ..optim.islands import Islands, Outcome
+from .control import SHARED, ControlPlane
+from .masters import Masters
+from .watch import WATCH
+
+logger = logging.getLogger("paceline")
+
+ISLAND = "PACELINE_ISLAND"
+"""In the environment: the island's number."""
+
+_POLL_S = 10.0
+
+
+def island_number(section: AveragingConfig) -> tuple[int, int]:
+    """``(number of this island, number of shares of the data)``.
+
+    Raises:
+        ValueError: the environment does not say, or says one that has no share.
+    """
+    shares = section.islands or section.min_islands
+    written = os.environ.get(ISLAND)
+    if written is None or not written.isdigit():
+        found = "is not set" if written is None else f"is {written!r}"
+        raise ValueError(
+            f"paceline.averaging is there and {ISLAND} {found}: say which island this is, from 0, with --island N "
+            f"or {ISLAND}=N in the environment."
+        )
+    if int(written) >= shares:
+        raise ValueError(
+            f"this is island {written}, and the data are divided into {shares} shares, for islands 0 to {shares - 1}: "
+            'give it another number, or write "islands" into paceline.averaging.'
+        )
+    return int(written), shares
+
+
+def island_share(section: Mapping[str, Any] | AveragingConfig, length: int) -> range:
+    """Which of ``length`` samples are this island's: every so manieth."""
+    config = section if isinstance(section, AveragingConfig) else AveragingConfig.model_validate(dict(section))
+    island, shares = island_number(config)
+    return range(island, length, shares)
+
+
+@dataclass
+class _Pending:
+    """An exchange that is under way."""
+
+    indices: range
+    """Of the names that it is of."""
+    due: int
+    """Step at whose end it is waited for."""
+    counts: bool
+    tokens: int
+    sent: list[Tensor] | None = None
+    """On the first rank: what this island had when it began."""
+    thread: threading.Thread | None = None
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+
+
+class Averager:
+    """The part of an engine that averages with other islands. All ranks of the island call everything together.
+
+    Args:
+        control: between the ranks of this island.
+        masters: what is averaged.
+        basic: the optimizer of ``torch.optim`` inside, whose learning rate is scaled.
+        settings: what beside the section all islands must have in common.
+    """
+
+    def __init__(
+        self,
+        section: AveragingConfig,
+        control: ControlPlane,
+        masters: Masters,
+        basic: torch.optim.Optimizer,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.section, self.control, self.masters, self.basic = section, control, masters, basic
+        self.island, self.shares = island_number(section)
+        self.is_first = control.rank == 0
+        self.names: list[str] = []
+        self.parts: list[range] = []
+        self._settings = dict(settings)
+        self._islands: Islands | None = None
+        self._pending: _Pending | None = None
+        self._joined = False
+        self.round = 0
+        """Exchanges that are done; each is of part ``round % P``."""
+        self.tokens = 0
+        """That this island has trained on."""
+        self.tokens_of_all = 0
+        self.num_islands = 1
+        """In the last average."""
+        self._next_tokens = 0.0
+        self._since: list[tuple[Tensor | float, int]] = []
+        self.exchanges: list[dict[str, Any]] = []
+        """What each exchange was and cost, on the first rank: of the last 256."""
+        outer = section.outer == NESTEROV
+        rate, momentum = section.outer_learning_rate, section.outer_momentum
+        self._outer = (
+            OuterNesterov(0.7 if rate is None else rate, 0.9 if momentum is None else momentum) if outer else None
+        )
+        self._anchors: dict[int, Tensor] = {}
+        self._last_rounds = RunningMean(section.combine_rounds)
+        self._average: dict[int, Tensor] = {}
+        self._scales_rate = section.scale_learning_rate
+        if self._scales_rate is None:
+            self._scales_rate = not outer and type(basic).__name__ == "SGD"
+        self._rates: list[Any] | None = None
+        basic.register_step_pre_hook(self._scale_rate)
+        basic.register_step_post_hook(self._restore_rate)
+
+    @property
+    def first_round(self) -> str:
+        chosen = self.section.first_round
+        return chosen or ("mean" if self._outer is not None else "best")
+
+    # -- what an engine calls ------------------------------------------------------------------------------------
+
+    def join(self, step: int) -> None:
+        """Before the first step: find the others; where they have gone on already, wait for their next round."""
+        if self._joined:
+            return
+        self._joined = True
+        self.names = sorted(self.masters.numels())
+        numels = self.masters.numels()
+        self.parts = parts_of([numels[name] for name in self.names], self.section.parts)
+        every = self.section.every_tokens / len(self.parts)
+        for _ in self.parts:
+            if self._exchange(step, counts=False) is None:
+                break
+        if self._outer is not None and not self._anchors:
+            gathered = self.masters.gather(self.names)
+            if gathered is not None:
+                self._anchors = dict(enumerate(gathered))
+        if not self._next_tokens or self._next_tokens <= self.tokens:
+            self._next_tokens = self.tokens + every
+        if self.is_first:
+            logger.info(
+                "island %d: averages with others every %.6g tokens%s, learning rate %s",
+                self.island,
+                every,
+                "" if len(self.parts) == 1 else f" a part of {len(self.parts)}",
+                "times the number of islands" if self._scales_rate else "as scheduled",
+            )
+
+    def after_step(self, step: int, loss: Tensor | float, tokens: int) -> None:
+        """A step is done: ``tokens`` of all ranks of this island together, and its mean loss."""
+        self.tokens += tokens
+        self._since.append((loss, tokens))
+        if self._pending is not None and step >= self._pending.due:
+            self.settle()
+        if self.tokens >= self._next_tokens:
+            self.settle()
+            self._next_tokens += self.section.every_tokens / len(self.parts)
+            self._begin(step, counts=True)
+            if not self.section.overlap_steps:
+                self.settle()
+
+    def finish(self, step: int) -> None:
+        """Training is over: average once more, and take the mean of the last rounds where that is asked for."""
+        if not self._joined:
+            return
+        self.settle()
+        for _ in self.parts:
+            self._exchange(step, counts=True)
+        if self.section.combine_rounds > 1:
+            combined = self._last_rounds.mean() if self.is_first and len(self._last_rounds) else None
+            if self.control.from_first(combined is not None):
+                self.masters.scatter(self.names, combined, add=False)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the others. Not collective."""
+        self._joined = False
+        if self._islands is not None:
+            self._islands.close()
+            self._islands = None
+
+    # -- one exchange --------------------------------------------------------------------------------------------
+
+    def _exchange(self, step: int, *, counts: bool) -> Outcome | None:
+        self._begin(step, counts=counts)
+        return self.settle()
+
+    def _begin(self, step: int, *, counts: bool) -> None:
+        indices = self.parts[self.round % len(self.parts)]
+        loss, tokens = self._mean_loss()
+        pending = _Pending(indices, step + self.section.overlap_steps, counts, tokens)
+        self._pending = pending
+        if counts:
+            pending.sent = self.masters.gather([self.names[i] for i in indices])
+        else:  # the others' round decides which part it is
+            pending.sent = self.masters.gather(self.names)
+        if not self.is_first:
+            return
+        assert pending.sent is not None
+        checksum = math.fsum(tensor.double().sum().item() for tensor in pending.sent) if not counts else 0.0
+        report = Report(self.island, self._digest(), checksum, loss, tokens, counts, self.round)
+        thread = threading.Thread(target=self._run, args=(pending, report), name="paceline-average", daemon=True)
+        pending.thread = thread
+        thread.start()
+
+    def _run(self, pending: _Pending, report: Report) -> None:
+        try:
+            if self._islands is None:
+                section = self.section
+                self._islands = Islands(
+                    section.lighthouse,
+                    self.island,
+                    min_islands=section.min_islands,
+                    timeout_s=section.timeout_s,
+                    weigh=self._weigh,
+                )
+            pending.outcome = self._islands.round(report, partial(self._to_send, pending))
+        except BaseException as error:
+            self._islands = None
+            pending.error = error
+
+    def _weigh(self, reports: Sequence[Report]) -> list[float]:
+        in_first = [r for r in reports if r.counts and r.round < len(self.parts)]
+        rule = "best" if in_first and self.first_round == "best" else "mean"
+        if rule == "best":  # of each part in turn
+            reports = [
+                Report(r.island, r.digest, r.checksum, r.loss, r.tokens, r.counts, 0 if r in in_first else r.round)
+                for r in reports
+            ]
+        return island_weights(
+            reports,
+            first_round="best" if rule == "best" else "mean",
+            difference_threshold=self.section.difference_threshold,
+        )
+
+    def _indices_of(self, reports: Sequence[Report]) -> range:
+        """Names whose parameters a round of these islands is of: of all where none has trained yet."""
+        rounds = [report.round for report in reports if report.counts]
+        return self.parts[max(rounds) % len(self.parts)] if rounds else range(len(self.names))
+
+    def _to_send(self, pending: _Pending, reports: Sequence[Report]) -> list[Tensor]:
+        assert pending.sent is not None
+        indices = self._indices_of(reports)
+        sent = pending.sent if pending.counts else [pending.sent[i] for i in indices]
+        if self._outer is None or len({report.counts for report in reports}) == 1:
+            return sent
+        anchors = [self._anchors.get(i, tensor) for i, tensor in zip(indices, sent, strict=True)]
+        return [*sent, *anchors, *self._outer.buffers(anchors, list(indices))]
+
+    @torch.no_grad()
+    def settle(self) -> Outcome | None:
+        """Wait for the exchange that is under way, and take what it brought. Returns that, on all ranks alike in kind.
+
+        None where nothing was to be had: no other island has trained.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        self._wait(pending)
+        self._pending = None
+        outcome, new, replaces = pending.outcome, None, False
+        if self.is_first and outcome is not None:
+            new, replaces = self._digested(pending, outcome)
+        told = self.control.from_first(
+            None
+            if outcome is None
+            else (
+                outcome.round,
+                outcome.num_islands if any(r.counts for r in outcome.reports) else len(outcome.reports),
+                sum(r.tokens for r in outcome.reports if r.counts),
+                new is not None,
+                replaces,
+                any(r.counts for r in outcome.reports),
+                list(self._indices_of(outcome.reports)),
+            )
+        )
+        if told is None:
+            return None
+        self.round, number, tokens, has_changed, replaces, anyone_counts, indices = told
+        self.num_islands, self.tokens_of_all = max(number, 1), self.tokens_of_all + tokens
+        if has_changed:
+            self.masters.scatter([self.names[i] for i in indices], new, add=not replaces)
+        if pending.counts and self.section.optimizer_state == "reset":
+            self.masters.reset_states()
+        if not pending.counts and not anyone_counts:
+            self.round = max(self.round - 1, 0)  # nobody has trained: it was no round
+            return None
+        return outcome or _SOMETHING
+
+    def _wait(self, pending: _Pending) -> None:
+        """Until the first rank's thread is done; the other ranks hear from it all the time."""
+        with WATCH.pause("waiting for other islands"):
+            while True:
+                if pending.thread is not None:
+                    pending.thread.join(_POLL_S)
+                state: Any = None
+                if self.is_first:
+                    assert pending.thread is not None
+                    if pending.thread.is_alive():
+                        state = "waiting"
+                    elif pending.error is not None:
+                        state = (type(pending.error).__name__, str(pending.error))
+                    else:
+                        state = "done"
+                state = self.control.from_first(state)
+                if state == "done":
+                    return
+                if state != "waiting":
+                    self._failed(pending, *state)
+                    return
+
+    def _failed(self, pending: _Pending, kind: str, message: str) -> None:
+        self._pending = None
+        if kind == TimeoutError.__name__ and pending.counts:
+            if self.is_first:
+                logger.warning("%s Training goes on without the others until the next round.", message)
+            pending.outcome = None
+            return
+        error: Exception = ValueError(message) if kind in ("ValueError", "ConnectionError") else RuntimeError(message)
+        setattr(error, SHARED, True)
+        raise error
+
+    def _digested(self, pending: _Pending, outcome: Outcome) -> tuple[list[Tensor] | None, bool]:
+        """On the first rank: what the masters become, or by how much they change; None for nothing."""
+        assert pending.sent is not None
+        indices = self._indices_of(outcome.reports)
+        sent = pending.sent if pending.counts else [pending.sent[i] for i in indices]
+        averages = outcome.tensors
+        self._log(pending, outcome)
+        comes_back = not pending.counts
+        if averages is not None and len(averages) > len(sent):
+            assert self._outer is not None
+            averages, anchors, buffers = (averages[k * len(sent) : (k + 1) * len(sent)] for k in range(3))
+            self._anchors.update(zip(indices, anchors, strict=True))
+            self._outer.load_buffers(buffers, list(indices))
+        if not any(report.counts for report in outcome.reports):
+            return averages, True
+        if self._outer is not None:
+            anchors = [self._anchors[i] for i in indices]
+            new = self._outer.step(anchors, sent if averages is None else averages, list(indices))
+            self._anchors.update(zip(indices, new, strict=True))
+        elif averages is None:
+            new = sent
+        else:
+            new = averages
+        if self.section.combine_rounds > 1:
+            self._average.update(zip(indices, new, strict=True))
+            if indices.stop == len(self.names) and len(self._average) == len(self.names):
+                self._last_rounds.add([self._average[i] for i in range(len(self.names))])
+        if new is sent:
+            return None, False
+        if comes_back or not self.section.overlap_steps:
+            return new, True
+        return [a - b for a, b in zip(new, sent, strict=True)], False
+
+    def _log(self, pending: _Pending, outcome: Outcome) -> None:
+        entry = {
+            "round": outcome.round,
+            "islands": [report.island for report in outcome.reports],
+            "weights": outcome.weights,
+            "losses": [report.loss for report in outcome.reports],
+            "tokens": pending.tokens,
+            "bytes_sent": outcome.bytes_sent,
+            "waited_s": outcome.waited_s,
+            "transfer_s": outcome.transfer_s,
+            "attempts": outcome.attempts,
+        }
+        self.exchanges.append(entry)
+        del self.exchanges[:-256]
+        left_out = [r.island for r, w in zip(outcome.reports, outcome.weights, strict=True) if r.counts and not w]
+        logger.info(
+            "island %d: round %d with %d islands%s: %.4g MB sent, %.3g s",
+            self.island,
+            outcome.round,
+            len(outcome.reports),
+            f" (of {left_out} nothing)" if left_out else "",
+            outcome.bytes_sent / 1e6,
+            outcome.transfer_s,
+        )
+
+    # -- what is reported ----------------------------------------------------------------------------------------
+
+    def _loss_since(self) -> tuple[float, int]:
+        """Mean loss over the tokens since the last exchange, and how many they are."""
+        tokens = sum(number for _, number in self._since)
+        total = sum(float(loss) * number for loss, number in self._since)
+        self._since.clear()
+        return (total / tokens if tokens else math.nan), tokens
+
+    def _mean_loss(self) -> tuple[float, int]:
+        """:meth:`_loss_since` of all ranks of this island; they have the same tokens, and may have other losses."""
+        loss, tokens = self._loss_since()
+        told = self.control.sum(torch.tensor([loss, 1.0], dtype=torch.float64))
+        return (told[0] / told[1]).item(), tokens
+
+    def _digest(self) -> int:
+        section = self.section.model_dump(exclude={"lighthouse", "min_islands", "islands", "timeout_s", "every_tokens"})
+        text = repr((sorted(self.masters.numels().items()), sorted(section.items()), sorted(self._settings.items())))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+    # -- the learning rate ---------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What the scheduled learning rate is multiplied by."""
+        tokens = self.tokens_of_all + sum(number for _, number in self._since) * self.num_islands
+        return learning_rate_factor(tokens, self.section.decay_tokens, self.num_islands, bool(self._scales_rate))
+
+    def _scale_rate(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        factor = self.learning_rate_factor
+        if factor != 1.0:
+            self._rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def _restore_rate(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        if self._rates is not None:
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate
+            self._rates = None
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank, between exchanges: the first rank has the outer optimizer and the last rounds."""
+        loss, tokens = self._loss_since()
+        if tokens:
+            self._since.append((loss, tokens))
+        counters = ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens")
+        state: dict[str, Any] = {name: getattr(self, name) for name in counters}
+        state |= {"loss": loss, "since": tokens}
+        if self.is_first:
+            state["last_rounds"] = self._last_rounds.state_dict()
+            if self._outer is not None:
+                state |= {"anchors": dict(self._anchors), "outer": self._outer.state_dict()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of any rank of an island; the first takes the first's."""
+        for name in ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens"):
+            setattr(self, name, state[name])
+        self._since = [(state["loss"], state["since"])] if state["since"] else []
+        if self.is_first and "last_rounds" in state:
+            self._last_rounds.load_state_dict(state["last_rounds"])
+            if self._outer is not None and "anchors" in state:
+                self._anchors = dict(state["anchors"])
+                self._outer.load_state_dict(state["outer"])
+
+
+_SOMETHING: Any = object()
+"""What :meth:`Averager.settle` returns on ranks that have no outcome of their own."""
+
+
+class Averaging:
+    """Mixed into an engine; its methods are called by all ranks together."""
+
+    averager: Averager | None = None
+    """None: this job is alone."""
+
+    def _start_averaging(self: Any, make_masters: Callable[[], Masters]) -> None:
+        section = PacelineConfig.of(self._config._param_dict).averaging
+        if section is None:
+            return
+        error: Exception | None = None
+        try:
+            settings = {"optimizer": type(self.basic_optimizer).__name__}
+            self.averager = Averager(section, self.control, make_masters(), self.basic_optimizer, settings)
+        except Exception as caught:
+            error = caught
+        self.control.settle(error, "beginning to average")
+
+    def _join_islands(self: Any) -> None:
+        if self.averager is not None:
+            self.averager.join(self.global_steps)
+
+    def _average(self: Any, loss: Any, tokens: int) -> None:
+        if self.averager is not None:
+            self.averager.after_step(self.global_steps, loss, tokens)
+
+    def finish_averaging(self: Any) -> None:
+        """Training is over: average once more with the islands that are there, and leave them."""
+        if self.averager is not None:
+            self.averager.finish(self.global_steps)
+
+    def _averaging_state(self: Any) -> dict[str, Any]:
+        return {} if self.averager is None else self.averager.state_dict()
+
+    def _settle_averaging(self: Any) -> None:
+        """Before anything is saved: what is under way is taken."""
+        if self.averager is not None:
+            self.averager.settle()
+
+    def _load_averaging_state(self: Any, state: Mapping[str, Any]) -> None:
+        if self.averager is not None and state:
+            self.averager.load_state_dict(state)
+
+    def _leave_islands(self: Any) -> None:
+        if self.averager is not None:
+            with suppress(RuntimeError):
+                self.averager.close()

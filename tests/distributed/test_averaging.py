@@ -1,0 +1,157 @@
+"""Islands that average: real jobs of several ranks each, a lighthouse and sockets between them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archipelago import Island, lighthouse, run_islands
+from jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config, model_config, step_batches
+from ranks import run_ranks
+
+TOKENS = MICRO_BATCHES * BATCH * LENGTH
+"""Of a step."""
+
+
+def config_of(light: str, stages: int | None, averaging: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+    config = ds_config(stages, **changes)
+    section = config.setdefault("paceline", {})
+    if averaging is not None:
+        section["averaging"] = {"lighthouse": light, "islands": 4, **averaging}
+    return config
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    """Of this rank's stage, by the names of the whole model."""
+    from paceline.runtime.state import names_of
+
+    return {name: p.detach().float().clone() for p, name in names_of(engine.module).items()}
+
+
+def pipeline_island(
+    light: str,
+    stages: int,
+    averaging: dict[str, Any] | None,
+    steps: int,
+    seed: int,
+    changes: dict[str, Any],
+    family: str = "llama",
+) -> dict[str, Any]:
+    import paceline
+
+    micro_batches = MICRO_BATCHES * stages // int(os.environ["WORLD_SIZE"])
+    config = config_of(light, stages, averaging, gradient_accumulation_steps=micro_batches, **changes)
+    engine, *_ = paceline.initialize(model=model_config(family), config=config)
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    losses, weights = [], []
+    for step in range(steps):
+        batches = step_batches(1000 * seed + step, "plain")
+        losses.append(engine.train_batch(iter(batches[replica::replicas])).item())
+        weights.append(weights_of(engine))
+    engine.finish_averaging()
+    averager = engine.averager
+    return {
+        "losses": losses,
+        "weights": weights,
+        "final": weights_of(engine),
+        "rounds": None if averager is None else averager.round,
+        "exchanges": None if averager is None else averager.exchanges,
+        "factor": None if averager is None else averager.learning_rate_factor,
+    }
+
+
+def whole(ranks: list[dict[str, Any]], step: int | None = None) -> dict[str, Tensor]:
+    """The model of an island, from its ranks."""
+    merged: dict[str, Tensor] = {}
+    for rank in ranks:
+        merged |= rank["final"] if step is None else rank["weights"][step]
+    return merged
+
+
+def mean_of(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    assert all(model.keys() == models[0].keys() for model in models)
+    return {name: sum(model[name].double() for model in models) / len(models) for name in models[0]}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name)
+
+
+ROUNDS = {"min_islands": 2, "every_tokens": 2 * TOKENS, "first_round": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "changes"),
+    [
+        ([(1, 1), (1, 1)], {}),
+        ([(2, 2), (1, 1)], {}),
+        ([(2, 4), (1, 2)], {"zero_optimization": {"stage": 1}}),
+        ([(2, 2), (1, 2)], {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+    ],
+)
+def test_a_round_is_the_mean_whatever_the_islands_shapes(shapes: Any, changes: dict[str, Any]) -> None:
+    """Stages, replicas, ZeRO: after a round every island has the mean of what they had, masters included."""
+    steps, every = 4, 2
+    with lighthouse() as light:
+        islands = [
+            Island(pipeline_island, ranks, (light, stages, ROUNDS, steps, number, changes))
+            for number, (stages, ranks) in enumerate(shapes)
+        ]
+        found = run_islands(islands)
+        alone = [
+            run_ranks(pipeline_island, ranks, light, stages, None, every, number, changes)
+            for number, (stages, ranks) in enumerate(shapes)
+        ]
+    wanted = mean_of([whole(ranks) for ranks in alone])
+    half = bool(changes.get("bf16"))
+    for ranks in found:
+        assert_near(whole(ranks, every - 2), whole(alone[found.index(ranks)], 0), 1e-6)
+        assert_near(whole(ranks, every - 1), wanted, 1e-2 if half else 1e-6)
+    for step in (every - 1, None):
+        assert_equal(whole(found[0], step), whole(found[1], step))
+    assert {rank["rounds"] for ranks in found for rank in ranks} == {3}  # two, and the one at the end
+    (first, _, last) = found[0][0]["exchanges"][-3:]
+    assert first["islands"] == [0, 1] or first["islands"] == [1, 0]
+    assert first["weights"] == last["weights"] == [0.5, 0.5]
+
+
+def test_other_stage_counts_average_to_the_same_weights() -> None:
+    """Two islands of one stage each, and two of one and two stages: the same data, the same weights to rounding."""
+    found = []
+    for shapes in ([(1, 1), (1, 1)], [(2, 2), (1, 1)]):
+        with lighthouse() as light:
+            islands = [
+                Island(pipeline_island, ranks, (light, stages, ROUNDS, 6, number, {}))
+                for number, (stages, ranks) in enumerate(shapes)
+            ]
+            found.append(run_islands(islands))
+    assert_near(whole(found[0][0]), whole(found[1][0]), 2e-6)
+    for one, other in zip(found[0][0][0]["losses"], found[1][0][0]["losses"], strict=True):
+        assert one == pytest.approx(other, rel=2e-6)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_island_is_the_job_without_averaging_in_every_bit(stages: int) -> None:
+    changes = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "gradient_clipping": 0.5}
+    with lighthouse() as light:
+        averaging = {"every_tokens": 2 * TOKENS}
+        (found,) = run_islands([Island(pipeline_island, stages, (light, stages, averaging, 6, 0, changes))])
+    alone = run_ranks(pipeline_island, stages, light, stages, None, 6, 0, changes)
+    for rank, other in zip(found, alone, strict=True):
+        assert rank["losses"] == other["losses"]
+        for weights, others in zip(rank["weights"], other["weights"], strict=True):
+            assert_equal(weights, others)
+        assert_equal(rank["final"], other["final"])
+        assert rank["rounds"] == 4
