@@ -328,7 +328,7 @@ class AffineNaturalGradient:
     def divide(self, gradient: Tensor, x: Tensor, dy: Tensor, unit: float = 1.0, max_rows: int | None = None) -> Tensor:
         """``gradient`` (..., D_out, D_in, with one column more for a bias) divided; it may lose its own values."""
         gradient, num_rows = _wide(gradient), x.shape[-2]
-        x, dy = _wide(_sample(x, max_rows)), _wide(_sample(dy, max_rows))
+        x, dy = _wide(sample(x, max_rows)), _wide(sample(dy, max_rows))
         factor = torch.ones((), dtype=torch.float64, device=x.device)
         if gradient.shape[-1] > 1:
             division = self.inputs.observe(x, self.bias, num_rows=num_rows)
@@ -387,7 +387,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _sample(x: Tensor, max_rows: int | None) -> Tensor:
+def sample(x: Tensor, max_rows: int | None) -> Tensor:
     """Evenly spread rows of ``x``, at most ``max_rows``."""
     return x if max_rows is None else x[..., :: -(-x.shape[-2] // max_rows), :]
 

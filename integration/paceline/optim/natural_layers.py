@@ -10,12 +10,15 @@ passes down to those below is untouched. Embeddings, norms and other parameters 
 
 Ranks with different data learn different estimates, and each divides its own share of a gradient by its own: nothing is
 exchanged, and the sum is a natural gradient of the mean of their estimates to first order.
+
+Layers stay what they are, with a forward of ours: a copy of a model, and one that was pickled, has ordinary ones.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..config.natural_gradient import NaturalGradientConfig
-from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient
+from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, sample
 
 MAX_ROWS = 1024
 """Rows of a micro-batch that are learned from, unless the config says otherwise."""
@@ -55,29 +58,24 @@ class NaturalGradients:
         """By the name of the weight."""
         self.names: list[str] = []
         """Of the weights that are here."""
-        self._num_rows = 1
 
     def adopt(self, module: nn.Module) -> None:
         """Give all chosen layers of ``module`` natural gradients; forget those that are no longer there."""
         chosen = re.compile(self.options.layers or "").search
         known, names = self.layers, set()
         for path, layer in module.named_modules():
-            if not isinstance(layer, (nn.Linear, Conv1D)) or not layer.weight.requires_grad:
+            if not _is_linear(layer) or not layer.weight.requires_grad:
                 continue
             name = self._name_of(f"{path}.weight")
-            if not chosen(name.rpartition(".")[0]) or not _computes_as_usual(layer):
+            if not chosen(name.rpartition(".")[0]):
                 continue
             names.add(name)
-            layer.__class__ = NaturalLinear if isinstance(layer, nn.Linear) else NaturalConv1D
-            layer.natural = self
-            layer.weight_name = name
+            become(layer, NaturalLinear).take(self, name)
         for path, parameter in module.named_parameters():
             name = self._name_of(path)
             if _are_experts(path, parameter) and parameter.requires_grad and chosen(name):
                 names.add(name)
-                if getattr(parameter, "_natural_hook", None) is None:
-                    hook = parameter.register_hook(_ExpertHook(self, name))
-                    parameter._natural_hook = hook  # type: ignore[attr-defined]
+                become(_called_with(module, path), NaturalExperts).take(self, name, parameter)
         self.names = sorted(names)
         self.layers = {name: known[name] for name in self.names if name in known}
 
@@ -106,11 +104,6 @@ class NaturalGradients:
     def max_rows(self) -> int:
         return self.options.max_rows or MAX_ROWS
 
-    def unit_of(self, num_rows: int | None) -> float:
-        """Of a micro-batch of so many rows; None: of as many as the last one had."""
-        self._num_rows = num_rows or self._num_rows
-        return self.unit(self._num_rows)
-
     def updates(self) -> tuple[int, int]:
         """``(at the floor, in all)``: how often estimates have been updated, and how often without an effect.
 
@@ -135,90 +128,157 @@ class NaturalGradients:
 
 
 class _NaturalFunction(torch.autograd.Function):
-    """y = x W' + b, whose backward gives W and b natural gradients."""
+    """y = x W' + b, whose backward gives W and b natural gradients.
+
+    What is saved is the parameter itself: of a transposed or cast one ZeRO 3 could not let go of the memory.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NaturalLinear | NaturalConv1D) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NaturalLinear) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
+        weight = weight.t() if layer.is_transposed else weight
+        if torch.is_autocast_enabled(x.device.type):
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-            return dx, None, None, None
-        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        if not len(x):
-            return dx, torch.zeros_like(weight), dy.new_zeros(dy.shape[-1]) if ctx.has_bias else None, None
-        natural = ctx.layer.natural
-        known = natural.of(ctx.layer.weight_name, x.shape[-1], dy.shape[-1], ctx.has_bias)
-        dw, db = known.gradients(x, dy, natural.unit_of(len(x)), natural.max_rows)
-        return dx, dw.to(weight.dtype), db, None
+        layer = ctx.layer
+        with _full_precision(dy):
+            wide = weight.to(dy.dtype)
+            dx = dy @ (wide.t() if layer.is_transposed else wide) if ctx.needs_input_grad[0] else None
+            x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+            if not len(x):
+                return dx, torch.zeros_like(weight), dy.sum(0) if ctx.has_bias else None, None
+            natural = layer.natural
+            known = natural.of(layer.weight_name, x.shape[-1], dy.shape[-1], ctx.has_bias)
+            dw, db = known.gradients(x, dy, natural.unit(len(x)), natural.max_rows)
+        return dx, (dw.t() if layer.is_transposed else dw).to(weight.dtype), db, None
 
 
-def _natural_linear(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
-    bias = layer.bias
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    out: Tensor = _NaturalFunction.apply(x, weight, bias, layer)
-    return out
+class _Ours:
+    """Comes before the class of a module, which is then of both (:func:`become`)."""
 
-
-class NaturalLinear(nn.Linear):
-    """An ``nn.Linear`` whose weight gets natural gradients. Layers are turned into it by :class:`NaturalGradients`."""
-
+    plain: type[nn.Module]
+    """That class."""
     natural: NaturalGradients
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of copies and files: as the module was. The engine, which ``natural`` leads to, stays out."""
+        state = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return object.__new__, (self.plain,), state
+
+
+class NaturalLinear(_Ours):
+    """An ``nn.Linear``, or a ``Conv1D`` of Hugging Face's, whose weight gets natural gradients."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     weight_name: str
+    is_transposed: bool
+    """Whether the weight is (D_in, D_out)."""
+
+    def take(self, natural: NaturalGradients, name: str) -> None:
+        self.natural, self.weight_name = natural, name
+        self.is_transposed = isinstance(self, Conv1D)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _natural_linear(self, x, self.weight)
+        if not self.weight.requires_grad:
+            return super().forward(x)  # type: ignore[misc]
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        out: Tensor = _NaturalFunction.apply(x, self.weight, self.bias, self)
+        return out
 
 
-class NaturalConv1D(Conv1D):
-    """The same of Hugging Face's ``Conv1D`` (GPT-2), whose weight is (D_in, D_out)."""
+class NaturalExperts(_Ours):
+    """A module with stacked experts, which get natural gradients."""
 
-    natural: NaturalGradients
-    weight_name: str
+    natural_hooks: dict[str, Any]
+    """By the name of the parameter."""
+    num_rows = 1
+    """That the experts were given last."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _natural_linear(self, x, self.weight.t())
+    def take(self, natural: NaturalGradients, name: str, parameter: nn.Parameter) -> None:
+        hooks = vars(self).setdefault("natural_hooks", {})
+        if name in hooks:  # of another engine, or of a parameter that has been elsewhere
+            hooks[name].remove()
+        self.natural = natural
+        hooks[name] = parameter.register_hook(_ExpertHook(self, name))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rows = next(iter((*args, *kwargs.values())))
+        self.num_rows = max(1, rows.numel() // rows.shape[-1])
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+_OWN = ("natural", "weight_name", "is_transposed", "natural_hooks", "num_rows")
+
+
+def become(module: Any, kind: Any) -> Any:
+    """``module``, which is a ``kind`` from now on, and what it was."""
+    if not isinstance(module, kind):
+        plain: Any = type(module)
+        module.__class__ = _both(kind, plain)
+    return module
+
+
+@cache
+def _both(kind: Any, plain: Any) -> Any:
+    names = ("__module__", "__qualname__", "__doc__")
+    return type(plain.__name__, (kind, plain), {"plain": plain, **{name: getattr(plain, name) for name in names}})
 
 
 class _ExpertHook:
     """Divides the gradient of stacked experts."""
 
-    def __init__(self, natural: NaturalGradients, name: str) -> None:
-        self._natural, self._name = natural, name
+    def __init__(self, layer: NaturalExperts, name: str) -> None:
+        self._layer, self._name = layer, name
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> Tensor:
+        natural = self._layer.natural
         dim_out, dim_in = gradient.shape[1:]
-        known = self._natural.of(self._name, dim_in, dim_out, False)
+        known = natural.of(self._name, dim_in, dim_out, False)
         wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-        unit = self._natural.unit_of(None)
-        for part, is_in in ((known.inputs, True), (known.outputs, False)):
-            wide = self._divide(part, wide if is_in else wide.mT, unit)
-            wide = wide if is_in else wide.mT
+        unit = natural.unit(self._layer.num_rows)
+        with _full_precision(gradient):
+            wide = _divide(known.inputs, wide, unit, natural.max_rows)
+            wide = _divide(known.outputs, wide.mT, unit, natural.max_rows).mT
         return wide.to(gradient.dtype)
 
-    def _divide(self, part: OnlineNaturalGradient, gradient: Tensor, unit: float) -> Tensor:
-        """Its rows (E, N, D), divided by what is known of all experts' rows together."""
-        if gradient.shape[-1] == 1:
-            return gradient
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        step = max(1, len(rows) // self._natural.max_rows)
-        division = part.observe(rows[::step], unit=unit, num_rows=len(rows))
-        return division.right(gradient) * division.scale.to(gradient.dtype)
+
+def _divide(part: OnlineNaturalGradient, gradient: Tensor, unit: float, max_rows: int) -> Tensor:
+    """Its rows (E, N, D), divided by what is known of all experts' rows together."""
+    if gradient.shape[-1] == 1:
+        return gradient
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    division = part.observe(sample(rows, max_rows), unit=unit, num_rows=len(rows))
+    return division.right(gradient) * division.scale.to(gradient.dtype)
 
 
-def _computes_as_usual(layer: nn.Module) -> bool:
-    """Not a class of somebody else's, whose forward is another."""
-    forward = type(layer).forward
-    return forward in (nn.Linear.forward, Conv1D.forward, NaturalLinear.forward, NaturalConv1D.forward)
+def _full_precision(like: Tensor) -> torch.autocast:
+    """A backward may be called where autocast is on, which would round what is learned."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _is_linear(layer: Any) -> bool:
+    """And not one of somebody else's, whose forward is another."""
+    if isinstance(layer, NaturalLinear):
+        return True
+    return getattr(type(layer), "forward", None) in (nn.Linear.forward, Conv1D.forward) and "forward" not in vars(layer)
+
+
+def _called_with(module: nn.Module, path: str) -> nn.Module:
+    """The module whose forward uses a parameter."""
+    owner, _, _ = path.rpartition(".")
+    found = module.get_submodule(owner)
+    is_container = isinstance(found, (nn.ParameterDict, nn.ParameterList))
+    return module.get_submodule(owner.rpartition(".")[0]) if is_container else found
 
 
 def _are_experts(path: str, parameter: nn.Parameter) -> bool:

@@ -41,16 +41,16 @@ class Natural:
         self.natural_gradient.adopt(self.module)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (len(self.natural_gradient.names), self._heads()))
-        if options.max_change is not None:
-            limits = options.max_change
-            heads = frozenset(Limits.layer_of(name) for _, names in told for name in names)
-            self._limit_changes(Limits(limits.layer, limits.head, limits.total, heads))
         if not any(number for number, _ in told):
             remedy = "leave it out" if options.layers is None else f"correct layers, {options.layers!r}"
             raise ValueError(
                 "paceline.natural_gradient is for linear layers and experts that are trained, and finds none of them: "
                 f"{remedy}."
             )
+        if options.max_change is not None:
+            limits = options.max_change
+            heads = frozenset(Limits.layer_of(name) for _, names in told for name in names)
+            self._limit_changes(Limits(limits.layer, limits.head, limits.total, heads))
 
     def _heads(self: Any) -> list[str]:
         """Names of the output layer's parameters, where it is here."""
@@ -63,7 +63,8 @@ class Natural:
         return names_of(self.module)
 
     def _limit_changes(self: Any, limits: Limits) -> None:
-        self.optimizer.max_change = None if limits.is_none else limits
+        if self.optimizer is not None:
+            self.optimizer.max_change = None if limits.is_none else limits
 
     def _unit_of_sum(self: Any, num_rows: int) -> float:
         """Times a gradient it is that of a loss summed over the rows: here a loss is the mean over a micro-batch."""
@@ -102,8 +103,8 @@ class Natural:
         if self.natural_gradient is None:
             return
         self.natural_gradient.adopt(self.module)
-        told = self.control.gather((self.pipe_number, left))
-        states = [state for _, state in sorted(told, key=lambda entry: entry[0] == self.pipe_number)]
+        states: list[Any] = [None] * dist.get_world_size(self.control.pipe)
+        dist.all_gather_object(states, _to(left, torch.device("cpu")), group=self.control.pipe)
         self._load_natural_state([*states, self._natural_state()])
 
     def _load_natural_state(self: Any, states: Iterable[Mapping[str, Any]]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -179,17 +182,36 @@ def test_half_precision_follows(dtype: torch.dtype) -> None:
         assert (found[name].float() - gradient).norm() < 0.05 * gradient.norm(), name
 
 
-def test_autocast_trains_fp32_weights() -> None:
-    model = make("llama").float()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_trains_fp32_weights(family: str) -> None:
+    model = make(family).float()
     natural(model)
     plain = gradients(model)
-    model = make("llama").float()
+    model = make(family).float()
     natural(model)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(model)
     for name, gradient in plain.items():
         assert found[name].dtype == torch.float32
         assert (found[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_backward_under_autocast_learns_as_one_outside(family: str) -> None:
+    inside, outside = make(family).float(), make(family).float()
+    of_inside, of_outside = natural(inside), natural(outside)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 64, (3, 16))
+    for model in (inside, outside):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+            if model is inside:
+                loss.backward()
+        if model is outside:
+            loss.backward()
+    head = [known.layers["lm_head.weight"].outputs for known in (of_inside, of_outside)]
+    assert torch.equal(head[0].basis, head[1].basis)
+    assert torch.equal(head[0].eigenvalues, head[1].eigenvalues)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -271,3 +293,151 @@ def test_rows_that_are_not_finite_are_passed_on_and_not_learned_from() -> None:
     assert not gradients(model, 1, float("inf"))["lm_head.weight"].isfinite().all()
     assert torch.equal(known.layers["lm_head.weight"].outputs.rho, before)
     assert gradients(model, 2)["lm_head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copies_and_files_of_a_model_have_ordinary_layers(family: str) -> None:
+    """And nothing of the engine, to which the unit of the estimates belongs."""
+
+    class Engine:
+        def unit(self, rows: int) -> float:
+            return float(rows)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise AssertionError("the engine is copied")
+
+    model = make(family)
+    wanted = gradients(make(family))
+    types = {name: type(layer).__name__ for name, layer in model.named_modules()}
+    known = NaturalGradients(NaturalGradientConfig(), Engine().unit)
+    known.adopt(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert {name: type(layer).__name__ for name, layer in other.named_modules()} == types
+        assert not any(hasattr(layer, "natural") for layer in other.modules())
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients(other).items())
+    assert not known.layers
+    gradients(model)
+    assert known.layers.keys() == set(known.names)
+    assert {name: type(layer).__name__ for name, layer in model.named_modules()} == types
+
+
+def test_classes_that_inherit_from_linear_stay_what_they_are() -> None:
+    class Named(nn.Linear):
+        def name(self) -> str:
+            return "named"
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Named(8, 6), Doubled(6, 6), nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)))
+    wrapped = nn.Linear(4, 4)
+    wrapped.forward = nn.Linear.forward.__get__(wrapped)  # as libraries do that hook themselves in
+    model.append(wrapped)
+    known = natural(model)
+    model(torch.randn(5, 8)).sum().backward()
+    assert known.names == ["0.weight", "2.weight"]
+    assert known.layers.keys() == set(known.names)
+    assert model[0].name() == "named"
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_is_saved_for_backward_is_the_parameter_itself() -> None:
+    """ZeRO 3 frees its memory between forward and backward."""
+    for layer in (nn.Linear(8, 4), Conv1D(4, 8)):
+        of = nn.Sequential(layer)
+        natural(of)
+        for autocast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = of(torch.randn(3, 8))
+            assert y.grad_fn is not None
+            saved = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
+            assert sum(tensor is layer.weight for tensor in saved) == 1
+            assert sum(tensor.numel() for tensor in saved) == layer.weight.numel() + 24
+
+
+def test_a_layer_that_is_frozen_later_is_ordinary() -> None:
+    of = nn.Sequential(nn.Linear(8, 4))
+    known = natural(of)
+    of[0].weight.requires_grad_(False)
+    x = torch.randn(3, 8, requires_grad=True)
+    of(x).sum().backward()
+    assert of[0].weight.grad is None
+    torch.testing.assert_close(of[0].bias.grad, torch.full((4,), 3.0))
+    torch.testing.assert_close(x.grad, of[0].weight.sum(0).expand(3, 8))
+    known.adopt(of)
+    assert known.names == []
+
+
+def test_a_layer_that_is_used_twice_learns_from_both_uses() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(x)))
+
+    torch.manual_seed(0)
+    model = Twice()
+    known = natural(model, alpha=1e12)
+    wanted = copy.deepcopy(model)
+    x = torch.randn(16, 8)
+    for each in (model, wanted):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad, wanted.layer.weight.grad)
+    assert known.layers["layer.weight"].inputs.num_calls == 2
+    model(x[0]).sum().backward()  # one row without a dimension for rows
+    assert known.layers["layer.weight"].inputs.num_calls == 4
+
+
+def test_experts_alone_know_how_many_rows_a_loss_is_the_mean_of() -> None:
+    """Without linear layers beside them; and their estimates are those that they have beside linear layers."""
+    alone, all_layers = make("mixtral"), make("mixtral")
+    of_alone, of_all = natural(alone, layers="experts"), natural(all_layers)
+    for seed in range(3):
+        wanted, found = gradients(all_layers, seed), gradients(alone, seed)
+    assert all("experts" in name for name in of_alone.names)
+    for name in of_alone.names:
+        torch.testing.assert_close(found[name], wanted[name])
+        for one, other in zip(
+            (of_alone.layers[name].inputs, of_alone.layers[name].outputs),
+            (of_all.layers[name].inputs, of_all.layers[name].outputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(one.eigenvalues, other.eigenvalues)
+
+
+def test_experts_whose_parameters_are_replaced_are_adopted_anew() -> None:
+    """A layer that has been on another stage; attributes of a parameter may be copied with it."""
+    model = make("mixtral")
+    known = natural(model)
+    wanted = gradients(model)
+    fresh = make("mixtral")
+    of_fresh = natural(fresh)
+    for layer in fresh.modules():
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            again = nn.Parameter(parameter.detach().clone())
+            vars(again).update(vars(parameter))
+            layer.register_parameter(name, again)
+    fresh.tie_weights()
+    of_fresh.adopt(fresh)
+    found = gradients(fresh)
+    assert known.names == of_fresh.names
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_last_engine_that_takes_a_model_has_it(family: str) -> None:
+    model, other = make(family), make(family)
+    first = natural(model)
+    second = natural(model)
+    wanted = natural(other)
+    found, right = gradients(model), gradients(other)
+    assert not first.layers
+    assert second.layers.keys() == wanted.layers.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in right.items())
