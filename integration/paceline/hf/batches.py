@@ -56,8 +56,8 @@ class BatchPlan:
             of_island = "" if self.num_islands == 1 else f" for each of {self.num_islands} islands"
             raise ValueError(
                 f"{self.num_samples // self.num_islands} training samples{of_island}: less than one global batch, "
-                f"{self.micro_batches_per_step} micro-batches of {self.micro_batch_size} on {self.data_parallel_size} data-parallel ranks = "
-                f"{self.global_batch_size}. Remedy: smaller --gradient_accumulation_steps, "
+                f"{self.micro_batches_per_step} micro-batches of {self.micro_batch_size} on {self.data_parallel_size} "
+                f"data-parallel ranks = {self.global_batch_size}. Remedy: smaller --gradient_accumulation_steps, "
                 "--per_device_train_batch_size or --block_size, or more data."
             )
 
