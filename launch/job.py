@@ -385,6 +385,7 @@ class Job:
         self.losses, self.pending_tokens = [], 0
         self._take_time()
         self._tell_decisions()
+        self._tell_averaging(step)
         times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
         self.totals.add(times)
         self.tokens += tokens
@@ -406,6 +407,7 @@ class Job:
                 "skipped_steps": self.engine.skipped_steps,
                 **({"loss_scale": self.engine.optimizer.loss_scale} if self.engine.fp16_enabled() else {}),
                 **natural,
+                **self._rate_factor(),
                 "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
             }
         )
@@ -443,6 +445,19 @@ class Job:
             decisions, decider.decisions = decider.decisions, []
             for decision in decisions:
                 self.metrics.write({"step": decision["step"], "decision": decision})
+
+    def _tell_averaging(self, step: int) -> None:
+        """The exchanges with other islands since the last time."""
+        averager = self.engine.averager
+        if averager is not None and self.rank == 0:
+            exchanges, averager.exchanges = averager.exchanges, []
+            for exchange in exchanges:
+                self.metrics.write({"step": step, "averaging": exchange})
+
+    def _rate_factor(self) -> dict[str, float]:
+        """What the scheduled learning rate is multiplied by, where islands average and it is."""
+        factor = 1.0 if self.engine.averager is None else self.engine.averager.learning_rate_factor
+        return {} if factor == 1.0 else {"learning_rate_factor": factor}
 
     def _take_time(self) -> None:
         """Book the time since the clock was last read as training's."""

@@ -9,7 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config
 from ranks import RANK_ENVIRONMENT, run_ranks
+
+TOKENS = MICRO_BATCHES * BATCH * LENGTH
+"""Of a step."""
 
 
 class Island(NamedTuple):
@@ -37,6 +44,20 @@ def lighthouse(*flags: str) -> Iterator[str]:
         process.stdout.close()
 
 
+@contextmanager
+def lighthouses(count: int) -> Iterator[list[str]]:
+    """Addresses of several, in this process: for islands that do one job after another."""
+    from paceline.optim.islands import coordination
+
+    waits = {"min_replicas": 1, "join_timeout_ms": 600_000, "heartbeat_timeout_ms": 5_000}
+    servers = [coordination().LighthouseServer(bind="127.0.0.1:0", **waits) for _ in range(count)]
+    try:
+        yield [f"127.0.0.1:{server.address().rpartition(':')[2]}" for server in servers]
+    finally:
+        for server in servers:
+            server.shutdown()
+
+
 def run_islands(islands: Sequence[Island]) -> list[list[Any]]:
     """Results of each island's ranks. What an island raises is raised when all have ended."""
     with ThreadPoolExecutor(len(islands)) as pool:
@@ -46,3 +67,35 @@ def run_islands(islands: Sequence[Island]) -> list[list[Any]]:
             environment = {**RANK_ENVIRONMENT, "PACELINE_ISLAND": str(number)}
             futures.append(pool.submit(run_ranks, island.act, island.num_ranks, *island.args, env=environment))
     return [future.result() for future in futures]
+
+
+def config_of(light: str, stages: int | None, averaging: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+    config = ds_config(stages, **changes)
+    section = config.setdefault("paceline", {})
+    if averaging is not None:
+        section["averaging"] = {"lighthouse": light, "islands": 4, **averaging}
+    return config
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    """Of this rank's stage, by the names of the whole model."""
+    from paceline.runtime.state import names_of
+
+    return {name: p.detach().float().clone() for p, name in names_of(engine.module).items()}
+
+
+def mean_of(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    assert all(model.keys() == models[0].keys() for model in models)
+    return {name: sum(model[name].double() for model in models) / len(models) for name in models[0]}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name)

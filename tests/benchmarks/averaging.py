@@ -1,6 +1,6 @@
 """Time to a loss over slow links: four hosts that reduce gradients every step, against four islands that average.
 
-    python tests/benchmarks/averaging.py [--mbit 50] [--steps 160] [--island-steps 960]
+    python tests/benchmarks/averaging.py [--mbit 50] [--steps 160] [--island-steps 480]
 
 Needs root: every host is a network namespace with a limited sending side (tests/lab). Training is real: a small Llama
 learns the standard library's code, each host on its own share; four ranks share this machine's cores, so that computing
@@ -38,17 +38,17 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--mbit", type=float, default=50.0)
     parser.add_argument("--steps", type=int, default=160, help="with gradients reduced every step")
-    parser.add_argument("--island-steps", type=int, default=960)
-    parser.add_argument("--every-steps", type=int, default=120, help="from round to round")
+    parser.add_argument("--island-steps", type=int, default=480)
+    parser.add_argument("--every-steps", type=int, default=140, help="from round to round")
     parser.add_argument("--warmup-steps", type=int, default=10)
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=8, help="of a host")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--eval-rows", type=int, default=192)
     parser.add_argument("--learning-rate", type=float, default=1.0)
-    parser.add_argument("--ng-learning-rate", type=float, default=2.0)
+    parser.add_argument("--ng-learning-rate", type=float, default=1.0)
     parser.add_argument("--outer", default="mean", choices=["mean", "nesterov"])
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()

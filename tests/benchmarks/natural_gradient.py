@@ -29,7 +29,7 @@ from paceline.hf import standard_library
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOMENTUM = {"momentum": 0.9}
 METHODS: dict[str, dict[str, Any]] = {
-    "SGD": {"optimizer": {"type": "SGD", "params": MOMENTUM}, "rates": [0.1, 0.3, 1.0, 2.0]},
+    "SGD": {"optimizer": {"type": "SGD", "params": MOMENTUM}, "rates": [0.3, 1.0, 2.0, 4.0]},
     "SGD, natural gradient": {
         "optimizer": {"type": "SGD", "params": MOMENTUM},
         "natural_gradient": {"alpha": 1.0},

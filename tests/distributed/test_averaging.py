@@ -6,30 +6,21 @@ import os
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from archipelago import Island, lighthouse, run_islands
-from jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config, model_config, step_batches
+from archipelago import (
+    TOKENS,
+    Island,
+    assert_equal,
+    assert_near,
+    config_of,
+    lighthouse,
+    mean_of,
+    run_islands,
+    weights_of,
+)
+from jobs import MICRO_BATCHES, model_config, step_batches
 from ranks import run_ranks
-
-TOKENS = MICRO_BATCHES * BATCH * LENGTH
-"""Of a step."""
-
-
-def config_of(light: str, stages: int | None, averaging: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
-    config = ds_config(stages, **changes)
-    section = config.setdefault("paceline", {})
-    if averaging is not None:
-        section["averaging"] = {"lighthouse": light, "islands": 4, **averaging}
-    return config
-
-
-def weights_of(engine: Any) -> dict[str, Tensor]:
-    """Of this rank's stage, by the names of the whole model."""
-    from paceline.runtime.state import names_of
-
-    return {name: p.detach().float().clone() for p, name in names_of(engine.module).items()}
 
 
 def pipeline_island(
@@ -70,23 +61,6 @@ def whole(ranks: list[dict[str, Any]], step: int | None = None) -> dict[str, Ten
     for rank in ranks:
         merged |= rank["final"] if step is None else rank["weights"][step]
     return merged
-
-
-def mean_of(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    assert all(model.keys() == models[0].keys() for model in models)
-    return {name: sum(model[name].double() for model in models) / len(models) for name in models[0]}
-
-
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name)
 
 
 ROUNDS = {"min_islands": 2, "every_tokens": 2 * TOKENS, "first_round": "mean"}

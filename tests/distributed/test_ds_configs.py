@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from archipelago import Island, lighthouse, run_islands
 from jobs import TINY, finetune, flags
 from ranks import run_ranks
 
@@ -30,12 +31,28 @@ def model_of(config: Path) -> dict[str, Any]:
     return {**TINY, "model_type": "mixtral", "config_overrides": overrides}
 
 
+def run_two_islands(config: Path, output: Path) -> tuple[list[Any], Path]:
+    """At a lighthouse of the test's. What the ranks of the second one return, and where its model is."""
+    ds_config = json.loads(config.read_text())
+    with lighthouse() as ds_config["paceline"]["averaging"]["lighthouse"]:
+        changed = output.parent / config.name
+        changed.write_text(json.dumps(ds_config))
+        islands = [
+            Island(finetune, num_ranks(config), (flags(**TINY, deepspeed=changed, output_dir=output, island=number),))
+            for number in range(2)
+        ]
+        return run_islands(islands)[1], output / "island1"
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_runs(config: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     output = tmp_path / "model"
-    ranks = run_ranks(finetune, num_ranks(config), flags(**model_of(config), deepspeed=config, output_dir=output))
+    if "averaging" in json.loads(config.read_text())["paceline"]:
+        ranks, output = run_two_islands(config, output)
+    else:
+        ranks = run_ranks(finetune, num_ranks(config), flags(**model_of(config), deepspeed=config, output_dir=output))
     assert {code for code, _ in ranks} == {0}, ranks
     model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not any(info.values()), info

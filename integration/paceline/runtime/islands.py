@@ -16,12 +16,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..config import PacelineConfig
 from ..config.averaging import NESTEROV, AveragingConfig
@@ -35,7 +36,8 @@ from ..optim.averaging import (
 )
 from ..optim.islands import Islands, Outcome
 from .control import SHARED, ControlPlane
-from .masters import Masters
+from .lifetime import current
+from .masters import Masters, state_kinds
 from .watch import WATCH
 
 logger = logging.getLogger("paceline")
@@ -43,7 +45,7 @@ logger = logging.getLogger("paceline")
 ISLAND = "PACELINE_ISLAND"
 """In the environment: the island's number."""
 
-_POLL_S = 10.0
+_POLL_S = 2.0
 
 
 def island_number(section: AveragingConfig) -> tuple[int, int]:
@@ -84,9 +86,16 @@ class _Pending:
     due: int
     """Step at whose end it is waited for."""
     counts: bool
+    starts: bool
+    """Before the first step: there is nothing to go on with alone."""
+    overlaps: bool
+    """Training goes on meanwhile."""
     tokens: int
     sent: list[Tensor] | None = None
-    """On the first rank: what this island had when it began."""
+    """On the first rank: what this island had when it began; all of it, where it does not count."""
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    """On the first rank, where they are averaged: those of the optimizer, by kind."""
+    is_given_up: bool = False
     thread: threading.Thread | None = None
     outcome: Outcome | None = None
     error: BaseException | None = None
@@ -99,7 +108,6 @@ class Averager:
         control: between the ranks of this island.
         masters: what is averaged.
         basic: the optimizer of ``torch.optim`` inside, whose learning rate is scaled.
-        settings: what beside the section all islands must have in common.
     """
 
     def __init__(
@@ -108,17 +116,23 @@ class Averager:
         control: ControlPlane,
         masters: Masters,
         basic: torch.optim.Optimizer,
-        settings: Mapping[str, Any],
     ) -> None:
         self.section, self.control, self.masters, self.basic = section, control, masters, basic
         self.island, self.shares = island_number(section)
         self.is_first = control.rank == 0
         self.names: list[str] = []
         self.parts: list[range] = []
-        self._settings = dict(settings)
         self._islands: Islands | None = None
         self._pending: _Pending | None = None
         self._joined = False
+        if section.optimizer_state == "reset" and section.parts > 1 and not masters.keeps_states_apart:
+            raise ValueError(
+                'paceline.averaging.optimizer_state is "reset" and there are parts, whose states this optimizer keeps '
+                'in one: leave "parts" out, or take "keep" or "average".'
+            )
+        self._kinds = state_kinds(basic) if section.optimizer_state == "average" else ()
+        self._to_take = 0
+        """Exchanges in which it does not count, as it has missed others and lacks what they brought."""
         self.round = 0
         """Exchanges that are done; each is of part ``round % P``."""
         self.tokens = 0
@@ -129,7 +143,7 @@ class Averager:
         self._next_tokens = 0.0
         self._since: list[tuple[Tensor | float, int]] = []
         self.exchanges: list[dict[str, Any]] = []
-        """What each exchange was and cost, on the first rank: of the last 256."""
+        """What each exchange was and cost, on the first rank: of the last 256, or since they were taken away."""
         outer = section.outer == NESTEROV
         rate, momentum = section.outer_learning_rate, section.outer_momentum
         self._outer = (
@@ -146,7 +160,7 @@ class Averager:
         basic.register_step_post_hook(self._restore_rate)
 
     @property
-    def first_round(self) -> str:
+    def first_round(self) -> Literal["best", "mean"]:
         chosen = self.section.first_round
         return chosen or ("mean" if self._outer is not None else "best")
 
@@ -161,14 +175,15 @@ class Averager:
         numels = self.masters.numels()
         self.parts = parts_of([numels[name] for name in self.names], self.section.parts)
         every = self.section.every_tokens / len(self.parts)
+        has_come_back = False
         for _ in self.parts:
-            if self._exchange(step, counts=False) is None:
+            if self._exchange(step, counts=False, starts=True) is None:
                 break
-        if self._outer is not None and not self._anchors:
-            gathered = self.masters.gather(self.names)
-            if gathered is not None:
-                self._anchors = dict(enumerate(gathered))
-        if not self._next_tokens or self._next_tokens <= self.tokens:
+            has_come_back = True
+        if self._outer is not None and self.control.from_first(len(self._anchors) < len(self.names)):
+            for i, tensor in enumerate(self.masters.gather(self.names) or ()):
+                self._anchors.setdefault(i, tensor)
+        if has_come_back or self._next_tokens <= self.tokens:
             self._next_tokens = self.tokens + every
         if self.is_first:
             logger.info(
@@ -188,7 +203,7 @@ class Averager:
         if self.tokens >= self._next_tokens:
             self.settle()
             self._next_tokens += self.section.every_tokens / len(self.parts)
-            self._begin(step, counts=True)
+            self._begin(step, counts=not self._to_take, overlaps=self.section.overlap_steps > 0)
             if not self.section.overlap_steps:
                 self.settle()
 
@@ -198,11 +213,12 @@ class Averager:
             return
         self.settle()
         for _ in self.parts:
-            self._exchange(step, counts=True)
+            if self._exchange(step, counts=not self._to_take) is None:
+                break
         if self.section.combine_rounds > 1:
             combined = self._last_rounds.mean() if self.is_first and len(self._last_rounds) else None
             if self.control.from_first(combined is not None):
-                self.masters.scatter(self.names, combined, add=False)
+                self.masters.scatter(self.names, combined)
         self.close()
 
     def close(self) -> None:
@@ -214,17 +230,20 @@ class Averager:
 
     # -- one exchange --------------------------------------------------------------------------------------------
 
-    def _exchange(self, step: int, *, counts: bool) -> Outcome | None:
-        self._begin(step, counts=counts)
+    def _exchange(self, step: int, *, counts: bool, starts: bool = False) -> Outcome | None:
+        self._begin(step, counts=counts, starts=starts)
         return self.settle()
 
-    def _begin(self, step: int, *, counts: bool) -> None:
+    def _begin(self, step: int, *, counts: bool, starts: bool = False, overlaps: bool = False) -> None:
         indices = self.parts[self.round % len(self.parts)]
-        loss, tokens = self._mean_loss()
-        pending = _Pending(indices, step + self.section.overlap_steps, counts, tokens)
+        loss, tokens = self._mean_loss() if counts else (math.nan, 0)
+        pending = _Pending(indices, step + self.section.overlap_steps, counts, starts, overlaps, tokens)
         self._pending = pending
         if counts:
-            pending.sent = self.masters.gather([self.names[i] for i in indices])
+            names = [self.names[i] for i in indices]
+            pending.sent = self.masters.gather(names)
+            for kind in self._kinds:
+                pending.states[kind] = self.masters.gather(names, kind) or []
         else:  # the others' round decides which part it is
             pending.sent = self.masters.gather(self.names)
         if not self.is_first:
@@ -238,32 +257,30 @@ class Averager:
 
     def _run(self, pending: _Pending, report: Report) -> None:
         try:
-            if self._islands is None:
+            islands = self._islands
+            if islands is None:
                 section = self.section
-                self._islands = Islands(
+                islands = Islands(
                     section.lighthouse,
                     self.island,
                     min_islands=section.min_islands,
                     timeout_s=section.timeout_s,
                     weigh=self._weigh,
                 )
-            pending.outcome = self._islands.round(report, partial(self._to_send, pending))
+                self._islands = islands
+            if pending.is_given_up:
+                islands.close()
+            pending.outcome = islands.round(report, partial(self._to_send, pending))
         except BaseException as error:
             self._islands = None
             pending.error = error
 
     def _weigh(self, reports: Sequence[Report]) -> list[float]:
-        in_first = [r for r in reports if r.counts and r.round < len(self.parts)]
-        rule = "best" if in_first and self.first_round == "best" else "mean"
-        if rule == "best":  # of each part in turn
-            reports = [
-                Report(r.island, r.digest, r.checksum, r.loss, r.tokens, r.counts, 0 if r in in_first else r.round)
-                for r in reports
-            ]
+        newest = max((report.round for report in reports if report.counts), default=0)
+        if newest < len(self.parts):  # the first round is one of each part
+            reports = [replace(report, round=report.round - newest) if report.counts else report for report in reports]
         return island_weights(
-            reports,
-            first_round="best" if rule == "best" else "mean",
-            difference_threshold=self.section.difference_threshold,
+            reports, first_round=self.first_round, difference_threshold=self.section.difference_threshold
         )
 
     def _indices_of(self, reports: Sequence[Report]) -> range:
@@ -275,10 +292,15 @@ class Averager:
         assert pending.sent is not None
         indices = self._indices_of(reports)
         sent = pending.sent if pending.counts else [pending.sent[i] for i in indices]
-        if self._outer is None or len({report.counts for report in reports}) == 1:
-            return sent
-        anchors = [self._anchors.get(i, tensor) for i, tensor in zip(indices, sent, strict=True)]
-        return [*sent, *anchors, *self._outer.buffers(anchors, list(indices))]
+        if _are_alike(reports):
+            if not pending.counts:
+                return sent
+            return [*sent, *(state for kind in self._kinds for state in pending.states[kind])]
+        more = [torch.tensor([self.tokens_of_all], dtype=torch.float64)]
+        if self._outer is not None:
+            anchors = [self._anchors.get(i, tensor) for i, tensor in zip(indices, sent, strict=True)]
+            more += [*anchors, *self._outer.buffers(anchors, list(indices))]
+        return [*sent, *more]
 
     @torch.no_grad()
     def settle(self) -> Outcome | None:
@@ -291,39 +313,58 @@ class Averager:
             return None
         self._wait(pending)
         self._pending = None
-        outcome, new, replaces = pending.outcome, None, False
+        outcome = None if pending.is_given_up else pending.outcome
+        new, replaces, states = None, False, None
+        told = None
         if self.is_first and outcome is not None:
-            new, replaces = self._digested(pending, outcome)
-        told = self.control.from_first(
-            None
-            if outcome is None
-            else (
+            new, replaces, states = self._digested(pending, outcome)
+            anyone_counts = any(report.counts for report in outcome.reports)
+            told = (
                 outcome.round,
-                outcome.num_islands if any(r.counts for r in outcome.reports) else len(outcome.reports),
-                sum(r.tokens for r in outcome.reports if r.counts),
+                outcome.num_islands if anyone_counts else len(outcome.reports),
+                self.tokens_of_all + sum(report.tokens for report in outcome.reports if report.counts),
                 new is not None,
+                states is not None,
                 replaces,
-                any(r.counts for r in outcome.reports),
-                list(self._indices_of(outcome.reports)),
+                anyone_counts,
+                self._indices_of(outcome.reports),
             )
-        )
+        told = self.control.from_first(told)
         if told is None:
+            self._alone(pending)
             return None
-        self.round, number, tokens, has_changed, replaces, anyone_counts, indices = told
-        self.num_islands, self.tokens_of_all = max(number, 1), self.tokens_of_all + tokens
+        finished, number, tokens_of_all, has_changed, has_states, replaces, anyone_counts, indices = told
+        missed = finished - 1 - self.round
+        self.round, self.tokens_of_all = finished, tokens_of_all
+        if anyone_counts or not self.round - 1 or has_changed:  # otherwise all go on from checkpoints
+            self.num_islands = number
+        names = [self.names[i] for i in indices]
         if has_changed:
-            self.masters.scatter([self.names[i] for i in indices], new, add=not replaces)
+            self.masters.scatter(names, new, add=not replaces)
+        if has_states:
+            for number, kind in enumerate(self._kinds):
+                own = None if states is None else states[number * len(names) : (number + 1) * len(names)]
+                self.masters.scatter(names, own, kind=kind)
         if pending.counts and self.section.optimizer_state == "reset":
-            self.masters.reset_states()
+            self.masters.reset_states(names)
         if not pending.counts and not anyone_counts:
             self.round = max(self.round - 1, 0)  # nobody has trained: it was no round
+            self._to_take = 0
             return None
+        if pending.counts:
+            self._to_take = len(self.parts) - 1 if missed > 0 else 0
+        else:
+            self._to_take = max(self._to_take - 1, 0)
+            self._since.clear()
         return outcome or _SOMETHING
 
     def _wait(self, pending: _Pending) -> None:
         """Until the first rank's thread is done; the other ranks hear from it all the time."""
         with WATCH.pause("waiting for other islands"):
             while True:
+                if self.control.sum(torch.tensor([int(current().requested)])).item():
+                    self._give_up(pending)
+                    return
                 if pending.thread is not None:
                     pending.thread.join(_POLL_S)
                 state: Any = None
@@ -343,48 +384,61 @@ class Averager:
                     return
 
     def _failed(self, pending: _Pending, kind: str, message: str) -> None:
-        self._pending = None
-        if kind == TimeoutError.__name__ and pending.counts:
+        self._pending = pending.outcome = None
+        if kind in (TimeoutError.__name__, ConnectionError.__name__) and not pending.starts:
             if self.is_first:
                 logger.warning("%s Training goes on without the others until the next round.", message)
-            pending.outcome = None
             return
         error: Exception = ValueError(message) if kind in ("ValueError", "ConnectionError") else RuntimeError(message)
         setattr(error, SHARED, True)
-        raise error
+        raise error from pending.error
 
-    def _digested(self, pending: _Pending, outcome: Outcome) -> tuple[list[Tensor] | None, bool]:
-        """On the first rank: what the masters become, or by how much they change; None for nothing."""
+    def _give_up(self, pending: _Pending) -> None:
+        """This job is to stop, and has no time to wait for others."""
+        pending.is_given_up = True
+        if self._islands is not None:
+            self._islands.close()
+            self._islands = None
+
+    def _alone(self, pending: _Pending) -> None:
+        """The exchange came to nothing; the others may have done it."""
+        self.tokens_of_all += pending.tokens
+        self.num_islands = 1
+
+    def _digested(self, pending: _Pending, outcome: Outcome) -> tuple[list[Tensor] | None, bool, list[Tensor] | None]:
+        """On the first rank: what the masters become, or by how much they change (None for nothing), and the states."""
         assert pending.sent is not None
         indices = self._indices_of(outcome.reports)
         sent = pending.sent if pending.counts else [pending.sent[i] for i in indices]
-        averages = outcome.tensors
         self._log(pending, outcome)
-        comes_back = not pending.counts
-        if averages is not None and len(averages) > len(sent):
-            assert self._outer is not None
-            averages, anchors, buffers = (averages[k * len(sent) : (k + 1) * len(sent)] for k in range(3))
-            self._anchors.update(zip(indices, anchors, strict=True))
-            self._outer.load_buffers(buffers, list(indices))
+        averages, more = outcome.tensors, list[Tensor]()
+        if averages is not None:
+            averages, more = averages[: len(sent)], averages[len(sent) :]
+        states = None
+        if _are_alike(outcome.reports):
+            states = more or None
+        elif more:
+            self.tokens_of_all, more = round(more[0].item()), more[1:]
+            if self._outer is not None:
+                self._anchors.update(zip(indices, more[: len(sent)], strict=True))
+                self._outer.load_buffers(more[len(sent) :], list(indices))
         if not any(report.counts for report in outcome.reports):
-            return averages, True
+            return averages, True, None
         if self._outer is not None:
             anchors = [self._anchors[i] for i in indices]
             new = self._outer.step(anchors, sent if averages is None else averages, list(indices))
             self._anchors.update(zip(indices, new, strict=True))
-        elif averages is None:
-            new = sent
         else:
-            new = averages
+            new = sent if averages is None else averages
         if self.section.combine_rounds > 1:
             self._average.update(zip(indices, new, strict=True))
             if indices.stop == len(self.names) and len(self._average) == len(self.names):
                 self._last_rounds.add([self._average[i] for i in range(len(self.names))])
         if new is sent:
-            return None, False
-        if comes_back or not self.section.overlap_steps:
-            return new, True
-        return [a - b for a, b in zip(new, sent, strict=True)], False
+            return None, False, states
+        if not pending.overlaps or not pending.counts:
+            return new, True, states
+        return [a - b for a, b in zip(new, sent, strict=True)], False, states
 
     def _log(self, pending: _Pending, outcome: Outcome) -> None:
         entry = {
@@ -428,7 +482,7 @@ class Averager:
 
     def _digest(self) -> int:
         section = self.section.model_dump(exclude={"lighthouse", "min_islands", "islands", "timeout_s", "every_tokens"})
-        text = repr((sorted(self.masters.numels().items()), sorted(section.items()), sorted(self._settings.items())))
+        text = repr((sorted(self.masters.numels().items()), sorted(section.items()), self._kinds))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     # -- the learning rate ---------------------------------------------------------------------------------------
@@ -436,7 +490,8 @@ class Averager:
     @property
     def learning_rate_factor(self) -> float:
         """What the scheduled learning rate is multiplied by."""
-        tokens = self.tokens_of_all + sum(number for _, number in self._since) * self.num_islands
+        own = sum(number for _, number in self._since) + (0 if self._pending is None else self._pending.tokens)
+        tokens = self.tokens_of_all + own * self.num_islands
         return learning_rate_factor(tokens, self.section.decay_tokens, self.num_islands, bool(self._scales_rate))
 
     def _scale_rate(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
@@ -459,26 +514,34 @@ class Averager:
         loss, tokens = self._loss_since()
         if tokens:
             self._since.append((loss, tokens))
-        counters = ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens")
-        state: dict[str, Any] = {name: getattr(self, name) for name in counters}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         state |= {"loss": loss, "since": tokens}
         if self.is_first:
-            state["last_rounds"] = self._last_rounds.state_dict()
+            state |= {"last_rounds": self._last_rounds.state_dict(), "average": dict(self._average)}
             if self._outer is not None:
                 state |= {"anchors": dict(self._anchors), "outer": self._outer.state_dict()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Of any rank of an island; the first takes the first's."""
-        for name in ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens"):
+        state = tree_map_only(Tensor, Tensor.cpu, dict(state))
+        for name in _COUNTERS:
             setattr(self, name, state[name])
         self._since = [(state["loss"], state["since"])] if state["since"] else []
         if self.is_first and "last_rounds" in state:
             self._last_rounds.load_state_dict(state["last_rounds"])
+            self._average = dict(state["average"])
             if self._outer is not None and "anchors" in state:
                 self._anchors = dict(state["anchors"])
                 self._outer.load_state_dict(state["outer"])
 
+
+def _are_alike(reports: Sequence[Report]) -> bool:
+    """Whether these islands were in the same rounds, and so have the same anchors, momenta and counts of tokens."""
+    return len({(report.counts, report.round) for report in reports}) == 1
+
+
+_COUNTERS = ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take")
 
 _SOMETHING: Any = object()
 """What :meth:`Averager.settle` returns on ranks that have no outcome of their own."""
@@ -496,8 +559,7 @@ class Averaging:
             return
         error: Exception | None = None
         try:
-            settings = {"optimizer": type(self.basic_optimizer).__name__}
-            self.averager = Averager(section, self.control, make_masters(), self.basic_optimizer, settings)
+            self.averager = Averager(section, self.control, make_masters(), self.basic_optimizer)
         except Exception as caught:
             error = caught
         self.control.settle(error, "beginning to average")

@@ -6,7 +6,7 @@ Of each parameter the fp32 master, where there is one, otherwise the parameter i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,9 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..optim.flat_masters import masters_of, num_real
+from ..optim.sharded import Owned
 from .control import ControlPlane
 from .exchange import Held, Move, Wanted, carry_out, plan_moves
-from .state import MASTER, Numberings, pieces
+from .state import MASTER, Numberings, is_copy, tied_weights
+
+STATES = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam"), ("exp_avg", "exp_avg_sq")),
+    "SGD": ("momentum_buffer",),
+}
+"""What optimizers keep of each element, by their class's name."""
 
 
 class Share(NamedTuple):
@@ -32,39 +39,48 @@ class Share(NamedTuple):
 class Masters(ABC):
     """All ranks of a job call its methods together."""
 
+    keeps_states_apart = True
+    """Whether the optimizer's step counts are of single parameters."""
+
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
         self._numels: dict[str, int] | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
 
     @abstractmethod
-    def held(self) -> Iterator[Share]:
-        """What this rank answers for: together the ranks answer for every element once."""
+    def held(self, kind: str = MASTER) -> Iterator[Share]:
+        """What this rank answers for: together the ranks answer for every element once.
+
+        Args:
+            kind: the masters, or a state that the optimizer keeps of each of their elements; zeros before it has any.
+        """
 
     @abstractmethod
-    def stepped(self) -> Iterator[Share]:
-        """All that this rank steps."""
+    def stepped(self, kind: str = MASTER) -> Iterator[Share]:
+        """All that this rank steps; of a state what there is."""
 
     @abstractmethod
     def publish(self) -> None:
         """Bring the masters' values into the model."""
 
     @abstractmethod
-    def states(self) -> Iterator[dict[str, Any]]:
-        """The optimizer's states of what this rank steps."""
+    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The optimizer's states of the named parameters, and maybe of others that it keeps in one with them."""
 
     def numels(self) -> dict[str, int]:
         """Elements of each parameter of the job that is trained, by name."""
         if self._numels is None:
             self._numels = {}
-            for told in self._control.gather([(s.name, s.stop) for s in self.held()]):
-                for name, stop in told:
+            for told in self._control.gather([(s.name, s.stop, s.tensor.dtype) for s in self.held()]):
+                for name, stop, dtype in told:
                     self._numels[name] = max(stop, self._numels.get(name, 0))
+                    self._dtypes[name] = dtype
         return self._numels
 
     @torch.no_grad()
-    def reset_states(self) -> None:
-        """Have the optimizer begin anew."""
-        for state in self.states():
+    def reset_states(self, names: Sequence[str]) -> None:
+        """Have the optimizer begin anew with the named parameters."""
+        for state in self.states(names):
             for kind, value in state.items():
                 if torch.is_tensor(value):
                     value.zero_()
@@ -72,10 +88,10 @@ class Masters(ABC):
                     state[kind] = type(value)(0)
 
     @torch.no_grad()
-    def gather(self, names: Sequence[str]) -> list[Tensor] | None:
-        """Copies of the named parameters on the first rank, flat and on the CPU; None on the others."""
+    def gather(self, names: Sequence[str], kind: str = MASTER) -> list[Tensor] | None:
+        """Copies of the named parameters, or states, on the first rank, flat and on the CPU; None on the others."""
         wanted = set(names)
-        shares = [share for share in self.held() if share.name in wanted]
+        shares = [share for share in self.held(kind) if share.name in wanted]
         whole = self._whole(names)
         own = [share.tensor.detach().reshape(-1).cpu() for share in shares]
         held = [_held(share, flat) for share, flat in zip(shares, own, strict=True)]
@@ -83,12 +99,14 @@ class Masters(ABC):
         return list(whole.values()) if self._control.rank == 0 else None
 
     @torch.no_grad()
-    def scatter(self, names: Sequence[str], tensors: Sequence[Tensor] | None, *, add: bool) -> None:
-        """Put values of the first rank into place everywhere, or add them."""
+    def scatter(
+        self, names: Sequence[str], tensors: Sequence[Tensor] | None, *, add: bool = False, kind: str = MASTER
+    ) -> None:
+        """Put values of the first rank into place everywhere, or add them; of states where the optimizer has some."""
         wanted = set(names)
         own = list(tensors or ())
         held = [Held(n, MASTER, 0, len(t), (len(t),), t.dtype) for n, t in zip(names, own, strict=False)]
-        targets = [share for share in self.stepped() if share.name in wanted]
+        targets = [share for share in self.stepped(kind) if share.name in wanted]
         arrived = [torch.empty(s.stop - s.start, dtype=s.tensor.dtype) for s in targets]
         self._carry(held, own, [Wanted(s.name, s.start, s.stop, False) for s in targets], arrived)
         for share, values in zip(targets, arrived, strict=True):
@@ -96,14 +114,14 @@ class Masters(ABC):
                 share.tensor.add_(values.view_as(share.tensor))
             else:
                 share.tensor.copy_(values.view_as(share.tensor))
-        self.publish()
+        if kind == MASTER:
+            self.publish()
 
     def _whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         numels = self.numels()
         if self._control.rank != 0:
             return {}
-        dtype = next((share.tensor.dtype for share in self.held()), torch.float32)
-        return {name: torch.empty(numels[name], dtype=dtype) for name in names}
+        return {name: torch.empty(numels[name], dtype=self._dtypes[name]) for name in names}
 
     def _carry(
         self, held: Sequence[Held], own: Sequence[Tensor], wanted: Sequence[Wanted], places: Sequence[Tensor]
@@ -120,6 +138,21 @@ class Masters(ABC):
         carry_out(moves, list(held), list(own), targets, torch.device("cpu"), group=self._control.world)
 
 
+def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What can be averaged of the optimizer's states.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    name = type(optimizer).__name__
+    if name not in STATES:
+        raise ValueError(
+            f'paceline.averaging.optimizer_state is "average", and what {name} keeps is not known: choose "keep" or '
+            f'"reset", or one of {", ".join(sorted(STATES))}.'
+        )
+    return () if name == "SGD" and not any(group["momentum"] for group in optimizer.param_groups) else STATES[name]
+
+
 def _held(share: Share, flat: Tensor) -> Held:
     return Held(share.name, MASTER, share.start, share.stop, (len(flat),), flat.dtype)
 
@@ -131,33 +164,43 @@ class PipelineMasters(Masters):
         super().__init__(engine.control)
         self._engine = engine
 
-    def held(self) -> Iterator[Share]:
-        engine = self._engine
-        for piece in pieces(engine.module, engine.optimizer, replica=engine.replica):
-            if piece.kind == MASTER:
-                shape = piece.whole
-                row = prod(shape[1:]) if shape else 1
-                start = piece.start * row
-                yield Share(piece.name, start, start + piece.tensor.numel(), piece.tensor)
+    def held(self, kind: str = MASTER) -> Iterator[Share]:
+        optimizer, tied = self._engine.optimizer, tied_weights(self._engine.module)
+        for position, start, stop in optimizer.shares():
+            owned = optimizer.owned[position]
+            if not is_copy(owned.parameter, tied):
+                tensor = self._tensor(owned, kind)
+                yield from self._rows(owned, start, stop, torch.zeros_like(owned.master) if tensor is None else tensor)
 
-    def stepped(self) -> Iterator[Share]:
-        numberings = Numberings(self._engine.module)
+    def stepped(self, kind: str = MASTER) -> Iterator[Share]:
         for owned in self._engine.optimizer.owned:
-            master = owned.master.detach()
-            row = prod(master.shape[1:]) if master.dim() else 1
-            for first, end, number in numberings.of(owned.parameter).runs(owned.start, owned.stop):
-                tensor = master[first - owned.start : end - owned.start] if master.dim() else master
-                yield Share(owned.name, number * row, (number + end - first) * row, tensor)
+            tensor = self._tensor(owned, kind)
+            if tensor is not None:
+                yield from self._rows(owned, owned.start, owned.stop, tensor)
+
+    def _tensor(self, owned: Owned, kind: str) -> Tensor | None:
+        if kind == MASTER:
+            return owned.master.detach()
+        state: Tensor | None = self._engine.optimizer.state.get(owned.master, {}).get(kind)
+        return state
+
+    def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor) -> Iterator[Share]:
+        """Rows ``start`` to ``stop - 1`` of the parameter, of which ``tensor`` has those that are owned."""
+        row = prod(tensor.shape[1:]) if tensor.dim() else 1
+        for first, end, number in Numberings(self._engine.module).of(owned.parameter).runs(start, stop):
+            rows = tensor[first - owned.start : end - owned.start] if tensor.dim() else tensor
+            yield Share(owned.name, number * row, (number + end - first) * row, rows)
 
     def publish(self) -> None:
         self._engine.optimizer.publish()
         for layer in self._engine.expert_layers.values():
             layer.fetch()
 
-    def states(self) -> Iterator[dict[str, Any]]:
-        optimizer = self._engine.optimizer
+    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        optimizer, wanted = self._engine.optimizer, set(names)
         for owned in optimizer.owned:
-            yield optimizer.state.get(owned.master, {})
+            if owned.name in wanted:
+                yield optimizer.state.get(owned.master, {})
 
 
 class PlainMasters(Masters):
@@ -177,6 +220,7 @@ class PlainMasters(Masters):
             )
         self._engine = engine
         self._masters = masters_of(engine.optimizer)
+        self.keeps_states_apart = False
         self._starts: dict[str, int] | None = None
 
     def _segments(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -187,7 +231,14 @@ class PlainMasters(Masters):
                 if numel:
                     yield name, parameter, segment.detach().reshape(-1)[:numel]
 
-    def stepped(self) -> Iterator[Share]:
+    def stepped(self, kind: str = MASTER) -> Iterator[Share]:
+        return self._shares(kind)
+
+    def held(self, kind: str = MASTER) -> Iterator[Share]:
+        shares = list(self._shares(kind, torch.zeros_like))  # the first time it is collective
+        return iter(shares if not self._masters.are_whole or self._control.rank == 0 else [])
+
+    def _shares(self, kind: str, instead: Callable[[Tensor], Tensor] | None = None) -> Iterator[Share]:
         if self._starts is None:
             mine = [(name, len(segment)) for name, _, segment in self._segments()]
             told = self._control.gather(mine)
@@ -198,14 +249,23 @@ class PlainMasters(Masters):
                     self._starts[name] = self._starts.get(name, 0) + numel
         for name, _, segment in self._segments():
             start = self._starts.get(name, 0)
-            yield Share(name, start, start + len(segment), segment)
+            tensor: Tensor | None = segment if kind == MASTER else self._state_of(segment, kind)
+            if tensor is None and instead is not None:
+                tensor = instead(segment)
+            if tensor is not None:
+                yield Share(name, start, start + len(segment), tensor)
 
-    def held(self) -> Iterator[Share]:
-        shares = list(self.stepped())  # the first time it is collective
-        return iter(shares if not self._masters.are_whole or self._control.rank == 0 else [])
+    def _state_of(self, segment: Tensor, kind: str) -> Tensor | None:
+        """Of the flat tensor that the segment lies in, the same stretch of its state."""
+        for flat, state in self._engine.basic_optimizer.state.items():
+            first, rest = divmod(segment.data_ptr() - flat.data_ptr(), flat.element_size())
+            if not rest and 0 <= first < flat.numel() and flat.device == segment.device:
+                values = state.get(kind)
+                return None if values is None else values.view(-1)[first : first + len(segment)]
+        return None
 
     def publish(self) -> None:
         self._masters.publish()
 
-    def states(self) -> Iterator[dict[str, Any]]:
+    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from self._engine.basic_optimizer.state.values()

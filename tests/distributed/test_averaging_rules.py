@@ -1,0 +1,180 @@
+"""What becomes of an average, in engines: each rule beside two jobs that are averaged by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archipelago import (
+    TOKENS,
+    Island,
+    assert_equal,
+    assert_near,
+    config_of,
+    lighthouses,
+    run_islands,
+    weights_of,
+)
+from jobs import MICRO_BATCHES, model_config, step_batches
+from ranks import run_ranks
+
+MEAN = {"min_islands": 2, "first_round": "mean"}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "nesterov": ({"outer": "nesterov", "every_tokens": 2 * TOKENS}, {}, 5),
+    "parts": ({"parts": 3, "every_tokens": 3 * TOKENS}, {}, 7),
+    "nesterov, parts": ({"outer": "nesterov", "parts": 3, "every_tokens": 3 * TOKENS}, {}, 7),
+    "overlap": ({"overlap_steps": 2, "every_tokens": 3 * TOKENS}, {}, 7),
+    "reset": ({"optimizer_state": "reset", "every_tokens": 2 * TOKENS}, {}, 5),
+    "average": ({"optimizer_state": "average", "every_tokens": 2 * TOKENS}, {}, 5),
+    "average, SGD": ({"optimizer_state": "average", "every_tokens": 2 * TOKENS, "scale_learning_rate": False}, SGD, 5),
+    "combined": ({"combine_rounds": 2, "every_tokens": 2 * TOKENS}, {}, 6),
+    "rate": ({"decay_tokens": 16 * TOKENS, "every_tokens": 2 * TOKENS}, SGD, 5),
+}
+"""The section, the config, and how many steps."""
+
+
+def engine_of(light: str, averaging: dict[str, Any] | None, changes: dict[str, Any]) -> Any:
+    import paceline
+
+    config = config_of(light, 1, averaging, gradient_accumulation_steps=MICRO_BATCHES, **changes)
+    return paceline.initialize(model=model_config(num_hidden_layers=2), config=config)[0]
+
+
+def train_step(engine: Any, island: int, step: int) -> float:
+    return float(engine.train_batch(iter(step_batches(1000 * island + step, "plain"))))
+
+
+def island(lights: list[str], number: int) -> dict[str, tuple[list[float], dict[str, Tensor], list[float]]]:
+    """Losses, final weights and learning rates as scheduled, of each case."""
+    found = {}
+    for light, (name, (section, changes, steps)) in zip(lights, CASES.items(), strict=True):
+        engine = engine_of(light, {**MEAN, **section}, changes)
+        losses = [train_step(engine, number, step) for step in range(steps)]
+        engine.finish_averaging()
+        found[name] = losses, weights_of(engine), engine.get_lr()
+        engine.destroy()
+    return found
+
+
+class ByHand:
+    """Two jobs in one process."""
+
+    def __init__(self, section: dict[str, Any], changes: dict[str, Any]) -> None:
+        self.section = section
+        self.engines = [engine_of("", None, changes) for _ in range(2)]
+        self.values = [dict(self._named(engine)) for engine in self.engines]
+        self.names = sorted(self.values[0])
+        self.anchors = {name: self.values[0][name].clone() for name in self.names}
+        self.momenta = {name: torch.zeros_like(tensor) for name, tensor in self.anchors.items()}
+        self.averages: list[dict[str, Tensor]] = []
+        self.round = 0
+
+    @staticmethod
+    def _named(engine: Any) -> Any:
+        from paceline.runtime.state import names_of
+
+        return ((name, parameter.data) for parameter, name in names_of(engine.module).items())
+
+    def part(self) -> list[str]:
+        """Of about equal size."""
+        from paceline.optim.averaging import parts_of
+
+        parts = parts_of([self.anchors[name].numel() for name in self.names], self.section.get("parts", 1))
+        return [self.names[i] for i in parts[self.round % len(parts)]]
+
+    def snapshot(self) -> list[dict[str, Tensor]]:
+        return [{name: value.clone() for name, value in values.items()} for values in self.values]
+
+    def average(self, sent: list[dict[str, Tensor]] | None = None) -> None:
+        """A round of what they had when they sent it."""
+        for name in self.part():
+            snapshot = [values[name].clone() for values in self.values]
+            one, other = snapshot if sent is None else [values[name] for values in sent]
+            new = (one + other) / 2
+            if self.section.get("outer") == "nesterov":
+                change = self.anchors[name] - new
+                self.momenta[name] = 0.9 * self.momenta[name] + change
+                new = self.anchors[name] - 0.7 * (change + 0.9 * self.momenta[name])
+                self.anchors[name] = new
+            for values, own in zip(self.values, (one, other), strict=True):
+                values[name].add_(new - own) if sent is not None else values[name].copy_(new)
+            self.anchors[name] = new
+        self.round += 1
+        self.averages.append({name: tensor.clone() for name, tensor in self.anchors.items()})
+        self._states()
+
+    def _states(self) -> None:
+        kind = self.section.get("optimizer_state")
+        both = [
+            {owned.name: engine.optimizer.state[owned.master] for owned in engine.optimizer.owned}
+            for engine in self.engines
+        ]
+        if kind == "reset":
+            for engine in self.engines:
+                engine.optimizer.state.clear()
+        elif kind == "average":
+            for name, one in both[0].items():
+                other = both[1][name]
+                for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                    if key in one:
+                        mean = (one[key] + other[key]) / 2
+                        one[key].copy_(mean)
+                        other[key].copy_(mean)
+
+    def train(self, step: int) -> list[float]:
+        if (decay := self.section.get("decay_tokens")) is not None:
+            for engine in self.engines:
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = 0.1 * 2 * 10 ** -min(1.0, 2 * step * TOKENS / decay)
+        return [train_step(engine, number, step) for number, engine in enumerate(self.engines)]
+
+
+def by_hand() -> dict[str, Any]:
+    found = {}
+    for name, (section, changes, steps) in CASES.items():
+        jobs = ByHand(section, changes)
+        every = section["every_tokens"] // TOKENS // section.get("parts", 1)
+        overlap, sent, losses = section.get("overlap_steps", 0), None, []
+        for step in range(steps):
+            losses.append(jobs.train(step))
+            if (step + 1) % every == overlap and overlap and step + 1 > every:
+                jobs.average(sent)
+                sent = None
+            if (step + 1) % every == 0:
+                sent = jobs.snapshot()
+                if not overlap:
+                    jobs.average()
+        if sent is not None and overlap:
+            jobs.average(sent)
+        for _ in range(section.get("parts", 1)):
+            jobs.average()
+        final = jobs.values
+        if section.get("combine_rounds"):
+            one, other = jobs.averages[-2:]
+            final = [{name: (one[name] + other[name]) / 2 for name in one}] * 2
+        found[name] = losses, [{n: v.clone() for n, v in values.items()} for values in final]
+        for engine in jobs.engines:
+            engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    with lighthouses(len(CASES)) as lights:
+        islands = [ranks[0] for ranks in run_islands([Island(island, 1, (lights, number)) for number in range(2)])]
+    return islands, run_ranks(by_hand, 1)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rule_is_what_it_is_by_hand(case: str, runs: Any) -> None:
+    islands, emulated = runs
+    losses, weights = emulated[case]
+    assert_equal(islands[0][case][1], islands[1][case][1])
+    for number, found in enumerate(islands):
+        assert found[case][0] == pytest.approx([both[number] for both in losses], rel=1e-5)
+        assert_near(found[case][1], weights[number], 1e-5)
+        assert found[case][2] == [0.1 if "optimizer" in CASES[case][1] else 1e-3]  # the scheduler sees no factor
