@@ -227,9 +227,9 @@ class PlainMasters(Masters):
         for name, parameter in self._engine.module.named_parameters():
             segment = self._masters.segment(parameter) if parameter.requires_grad else None
             if segment is not None:
-                numel = segment.numel() if self._masters.are_whole else num_real(parameter, segment)
-                if numel:
-                    yield name, parameter, segment.detach().reshape(-1)[:numel]
+                real = segment.detach().reshape(-1)[: num_real(parameter, segment)]
+                if len(real):
+                    yield name, parameter, real
 
     def stepped(self, kind: str = MASTER) -> Iterator[Share]:
         return self._shares(kind)

@@ -57,7 +57,7 @@ class PlainEngine(Natural, Averaging, DeepSpeedEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; where islands average, the first one finds the others."""
-        if self.averager is not None and self.module.training and torch.is_grad_enabled():
+        if self.averager is not None and torch.is_grad_enabled():
             self._join_islands()
             self._tokens += _num_tokens(inputs, kwargs)
         return super().forward(*inputs, **kwargs)

@@ -1,0 +1,192 @@
+"""Averaging without a pipeline: every ZeRO stage beside a pipeline, and a script that does not know of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from archipelago import (
+    TOKENS,
+    Island,
+    assert_equal,
+    assert_near,
+    config_of,
+    lighthouse,
+    lighthouses,
+    mean_of,
+    run_islands,
+    weights_of,
+)
+from jobs import MICRO_BATCHES, model_config, step_batches
+from ranks import TESTS
+
+STEPS, EVERY = 3, 2
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{f"ZeRO {zero}": ({"zero_optimization": {"stage": zero}}, {}) for zero in range(4)},
+    "ZeRO 1, bf16": ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {}),
+    "ZeRO 2, states": ({"zero_optimization": {"stage": 2}}, {"optimizer_state": "average"}),
+    "ZeRO 0, nesterov": ({"zero_optimization": {"stage": 0}}, {"outer": "nesterov"}),
+    "ZeRO 3, overlap": ({"zero_optimization": {"stage": 3}}, {"overlap_steps": 1}),
+}
+LAYERS = 2
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}}}
+"""DeepSpeed's own would be compiled first."""
+
+
+def plain_engine(light: str, averaging: dict[str, Any] | None, changes: dict[str, Any]) -> Any:
+    """Of the weights that a pipeline draws."""
+    import paceline
+    from paceline.hf.stage import Cut
+    from paceline.hf.weights import load_stage
+
+    model = load_stage(None, model_config(num_hidden_layers=LAYERS), Cut.whole(LAYERS)).model
+    config = config_of(light, None, averaging, gradient_accumulation_steps=MICRO_BATCHES // 2, **ADAM, **changes)
+    return paceline.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def pipeline_engine(light: str, averaging: dict[str, Any] | None, changes: dict[str, Any]) -> Any:
+    import paceline
+
+    zero = min(changes["zero_optimization"]["stage"], 1)
+    changes = {**ADAM, **changes, "zero_optimization": {"stage": zero}, "gradient_accumulation_steps": MICRO_BATCHES}
+    config = config_of(light, 2, averaging, **changes)
+    return paceline.initialize(model=model_config(num_hidden_layers=LAYERS), config=config)[0]
+
+
+def train_step(engine: Any, island: int, step: int) -> None:
+    # One has no labels, of which the mean loss without a pipeline is not a number.
+    batches = [{**batch, "labels": batch["input_ids"]} for batch in step_batches(1000 * island + step, "full")]
+    if hasattr(engine, "train_batch"):
+        engine.train_batch(iter(batches))
+        return
+    for batch in batches[engine.global_rank :: 2]:
+        engine.backward(engine(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+        engine.step()
+
+
+def values(engine: Any) -> dict[str, Tensor]:
+    import deepspeed
+
+    if hasattr(engine, "train_batch"):
+        return weights_of(engine)
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().float().clone()
+    return found
+
+
+def island(lights: list[str], make: str, number: int) -> dict[str, Any]:
+    """Of each case, what it has after a round and in the end, and what it had had alone."""
+    found: dict[str, Any] = {}
+    for light, (name, (changes, section)) in zip(lights, CASES.items(), strict=True):
+        results = []
+        for averaging in (None, {"min_islands": 2, "every_tokens": EVERY * TOKENS, "first_round": "mean", **section}):
+            engine = globals()[make](light, averaging, changes)
+            for step in range(STEPS):
+                train_step(engine, number, step)
+                if step == EVERY - 1:
+                    results.append(values(engine))
+            if averaging is not None:
+                engine.finish_averaging()
+            results.append(values(engine))
+            engine.destroy()
+        found[name] = results
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[list[dict[str, Any]]]:
+    with lighthouses(len(CASES)) as lights:
+        makes = enumerate(["plain_engine", "pipeline_engine"])
+        return run_islands([Island(island, 2, (lights, make, number)) for number, make in makes])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_engine_and_a_pipeline_average(case: str, runs: list[list[dict[str, Any]]]) -> None:
+    """They know the parameters by the same names; after a round both have the mean of what they had."""
+
+    def whole(ranks: list[dict[str, Any]], which: int) -> dict[str, Tensor]:
+        return {name: tensor for rank in ranks for name, tensor in rank[case][which].items()}
+
+    alone, after, final = ([whole(ranks, which) for ranks in runs] for which in (0, 2, 3))
+    assert_equal(final[0], final[1])
+    if CASES[case][1].keys() - {"optimizer_state"}:
+        return
+    assert_equal(after[0], after[1])
+    assert_near(after[0], mean_of(alone), 1e-2 if "bf16" in case else 2e-6)
+
+
+def alone_and_not(lights: list[str]) -> Any:
+    found = []
+    for (light, zero), bf16 in zip(zip(lights, (0, 1, 2, 3, 1), strict=True), (0, 0, 0, 0, 1), strict=True):
+        changes = {"zero_optimization": {"stage": zero}, "bf16": {"enabled": bool(bf16)}}
+        both = []
+        for averaging in (None, {"every_tokens": EVERY * TOKENS}):
+            engine = plain_engine(light, averaging, changes)
+            for step in range(STEPS):
+                train_step(engine, 0, step)
+            if averaging is not None:
+                engine.finish_averaging()
+            both.append((values(engine), None if averaging is None else engine.averager.round))
+            engine.destroy()
+        found.append(both)
+    return found
+
+
+def test_one_plain_island_is_the_job_without_averaging_in_every_bit() -> None:
+    with lighthouses(5) as lights:
+        (ranks,) = run_islands([Island(alone_and_not, 2, (lights,))])
+    for found in ranks:
+        for (without, _), (with_it, rounds) in found:
+            assert_equal(with_it, without)
+            assert rounds == 2
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def script(argv: list[str]) -> list[str]:
+    """What it logs."""
+    import sys
+
+    from paceline.launch import patched
+
+    lines, logger = Lines(), logging.getLogger("paceline")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    sys.argv = argv
+    assert patched.main(argv) == 0
+    return lines.lines
+
+
+def test_a_trainer_script_averages(tmp_path: Path) -> None:
+    """It cannot change, and needs not: the section of its JSON does it."""
+    model_config(num_hidden_layers=LAYERS).save_pretrained(tmp_path / "model")
+    args: list[tuple[list[str]]] = []
+    with lighthouse() as light:
+        averaging = {"every_tokens": 2 * 2 * 2 * 16, "min_islands": 2, "first_round": "mean"}
+        for number in range(2):
+            config = config_of(light, None, averaging, gradient_accumulation_steps=2, zero_optimization={"stage": 1})
+            del config["steps_per_print"], config["gradient_clipping"]
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}}
+            path = tmp_path / str(number) / "ds.json"
+            path.parent.mkdir()
+            path.write_text(json.dumps(config))
+            flags = ["--deepspeed", str(path), "--model", str(tmp_path / "model"), "--length", "16", "--steps", "4"]
+            args.append(([str(TESTS / "trainer_job.py"), *flags],))
+        islands = run_islands([Island(script, 1, island_args) for island_args in args])
+    for (lines,) in islands:
+        rounds = [line for line in lines if "with 2 islands" in line]
+        assert [line.partition(": ")[2].split()[1] for line in rounds] == ["1", "1", "2"], lines
