@@ -72,8 +72,8 @@ class AveragingConfig(Part):
     )
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=600.0,
-        description="Seconds that a round waits for an island that is alive and does not come; without it the others "
-        "then go on. One that is dead is waited for a few seconds.",
+        description="Seconds after which an island gives a round up and trains on alone until the next. An island that "
+        "is dead is waited for a few seconds; for those that are alive, see `paceline lighthouse --join-timeout-s`.",
     )
 
     @field_validator("lighthouse")
