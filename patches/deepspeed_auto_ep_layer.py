@@ -137,6 +137,8 @@ def _gather_experts(layer: Any, local: Any) -> Any:
     if layer.ep_size > 1:
         if 0 not in dist.get_all_ranks_from_group(layer.ep_group):
             return None
+        if torch.distributed.get_backend(layer.ep_group) == "gloo":
+            local = local.cpu()  # gloo sends nothing from a GPU
         if dist.get_rank() != 0:
             dist.send(local.contiguous(), 0, group=layer.ep_group)
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,13 +59,15 @@ def lighthouses(count: int) -> Iterator[list[str]]:
 
 
 def run_islands(islands: Sequence[Island]) -> list[list[Any]]:
-    """Results of each island's ranks. What an island raises is raised when all have ended."""
+    """Results of each island's ranks. What an island raises is raised when all have ended, the first of it."""
     with ThreadPoolExecutor(len(islands)) as pool:
         futures = []
         for place, island in enumerate(islands):
             number = place if island.number is None else island.number
             environment = {**RANK_ENVIRONMENT, "PACELINE_ISLAND": str(number)}
             futures.append(pool.submit(run_ranks, island.act, island.num_ranks, *island.args, env=environment))
+        for future in as_completed(futures):
+            future.result()
     return [future.result() for future in futures]
 
 

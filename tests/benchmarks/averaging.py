@@ -60,20 +60,19 @@ def main() -> None:
         train, held_out = texts(args)
         torch.save({"train": train, "held_out": held_out, "vocab_size": args.vocab_size}, data)
         for name in args.contestants:
-            found[name] = train_with(args, name, Path(folder), data)
+            found[name] = train_with(args, name, config_of(args, name), Path(folder), data)
             print(name, json.dumps(found[name]["curve"][-1]), flush=True)
             result = {"contestants": found, "summary": summary(found), **facts(args, "contestants")}
             args.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["summary"], indent=2))
 
 
-def config_of(args: argparse.Namespace, name: str, lighthouse: str) -> dict[str, Any]:
+def config_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     natural = name.endswith("+ng")
     rate = args.ng_learning_rate if natural else args.learning_rate
     section: dict[str, Any] = {"natural_gradient": {"alpha": 1.0}} if natural else {}
     if name.startswith("islands"):
         section["averaging"] = {
-            "lighthouse": lighthouse,
             "min_islands": args.hosts,
             "every_tokens": args.every_steps * args.batch_size * args.block_size,
             "outer": args.outer,
@@ -88,18 +87,21 @@ def config_of(args: argparse.Namespace, name: str, lighthouse: str) -> dict[str,
     }
 
 
-def train_with(args: argparse.Namespace, name: str, folder: Path, data: Path) -> dict[str, Any]:
+def train_with(
+    args: argparse.Namespace, name: str, config: dict[str, Any], folder: Path, data: Path, seed: int = 0
+) -> dict[str, Any]:
     """What the hosts wrote down: host 0's curve, and the bytes that each has sent."""
-    are_islands = name.startswith("islands")
+    averaging = config["paceline"].get("averaging")
+    are_islands = averaging is not None
     steps = args.island_steps if are_islands else args.steps
     with Hosts(args.hosts, mbit=args.mbit) as hosts:
-        lighthouse = f"{hosts.addresses[0]}:{PORT}"
-        config = folder / f"{name}.json"
-        config.write_text(json.dumps(config_of(args, name, lighthouse)))
         if are_islands:
+            averaging["lighthouse"] = f"{hosts.addresses[0]}:{PORT}"
             cli = ["-m", "paceline.launch.cli", "lighthouse", "--host", hosts.addresses[0], "--port", str(PORT)]
             light = hosts.popen(0, [sys.executable, *cli])
             time.sleep(5)
+        written = folder / f"{name}.json"
+        written.write_text(json.dumps(config))
         jobs, outputs = [], []
         for host, address in enumerate(hosts.addresses):
             rank, world, master = (0, 1, address) if are_islands else (host, args.hosts, hosts.addresses[0])
@@ -108,9 +110,9 @@ def train_with(args: argparse.Namespace, name: str, folder: Path, data: Path) ->
             env |= {"PACELINE_ISLAND": host} if are_islands else {}
             env["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
             outputs.append(folder / f"{name}-{host}.jsonl")
-            flags = {"config": config, "data": data, "output": outputs[-1], "steps": steps}
+            flags = {"config": written, "data": data, "output": outputs[-1], "steps": steps}
             flags |= {"warmup-steps": args.warmup_steps, "eval-every": args.eval_every}
-            flags |= {"hidden-size": args.hidden_size}
+            flags |= {"hidden-size": args.hidden_size, "seed": seed}
             command = [sys.executable, str(JOB), "--share", str(host), str(args.hosts)]
             command += [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
             log = (folder / f"{name}-{host}.log").open("w")

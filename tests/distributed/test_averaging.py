@@ -116,6 +116,46 @@ def test_other_stage_counts_average_to_the_same_weights() -> None:
         assert one == pytest.approx(other, rel=2e-6)
 
 
+def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, expert_parallel: int) -> Any:
+    """Experts on so many ranks, and elsewhere than at the start; the whole model after two steps, on the first rank."""
+    import expert_models
+    import paceline
+    from paceline.runtime.masters import PipelineMasters
+
+    changes: dict[str, Any] = {"gradient_accumulation_steps": MICRO_BATCHES // expert_parallel}
+    if expert_parallel > 1:
+        changes["expert_parallel"] = {"enabled": True, "autoep_size": expert_parallel}
+    config = config_of(light, 1, averaging, **changes)
+    if expert_parallel > 1:
+        config["paceline"]["moe"] = {"rebalance_every": 0}
+    engine, *_ = paceline.initialize(model=model_config("mixtral", router_aux_loss_coef=0.0), config=config)
+    if expert_parallel > 1:
+        expert_models.scatter_experts(engine, 1)
+    rank = engine.grid.data_parallel_id
+    for step in range(2):
+        engine.train_batch(iter(step_batches(1000 * seed + step, "plain")[rank::expert_parallel]))
+    masters = PipelineMasters(engine)
+    names = sorted(masters.numels())
+    found = masters.gather(names)
+    moved = expert_parallel > 1 and any(
+        held != tuple(range(len(held) * number, len(held) * (number + 1)))
+        for layer in engine.expert_layers.values()
+        for number, held in enumerate(layer.placement.devices)
+    )
+    return None if found is None else (dict(zip(names, found, strict=True)), moved)
+
+
+def test_experts_average_wherever_they_lie() -> None:
+    """On two ranks in another order than the model's, and all of them on one rank."""
+    with lighthouse() as light:
+        found = run_islands([Island(expert_island, size, (light, ROUNDS, 2 - size, size)) for size in (2, 1)])
+    alone = [run_ranks(expert_island, size, light, None, 2 - size, size) for size in (2, 1)]
+    ((here, moved), *_), ((there, _), *_) = found
+    assert moved
+    assert_equal(here, there)
+    assert_near(here, mean_of([ranks[0][0] for ranks in alone]), 2e-6)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_one_island_is_the_job_without_averaging_in_every_bit(stages: int) -> None:
     changes = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "gradient_clipping": 0.5}

@@ -190,3 +190,51 @@ def test_a_trainer_script_averages(tmp_path: Path) -> None:
     for (lines,) in islands:
         rounds = [line for line in lines if "with 2 islands" in line]
         assert [line.partition(": ")[2].split()[1] for line in rounds] == ["1", "1", "2"], lines
+
+
+def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, Tensor], int]:
+    """By ``PacelineTrainer``, with or without a pipeline; three steps, of which the last is after the last round."""
+    from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
+
+    import paceline
+
+    set_seed(0)
+    averaging = {"every_tokens": 2 * 2 * 2 * 16, "min_islands": 2, "first_round": "mean"}
+    config = config_of(light, stages, averaging, **ADAM, zero_optimization={"stage": 1})
+    for key in ("steps_per_print", "gradient_clipping", "gradient_accumulation_steps"):
+        del config[key]
+    args = TrainingArguments(
+        output_dir=directory,
+        deepspeed=config,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=1e-3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=stages or 0,
+    )
+    rows = [
+        {"input_ids": row, "labels": row} for step in range(4) for row in step_batches(step, "plain")[0]["input_ids"]
+    ]
+    trainer = paceline.PacelineTrainer(
+        model=AutoModelForCausalLM.from_config(model_config(num_hidden_layers=LAYERS)), args=args, train_dataset=rows
+    )
+    trainer.train()
+    engine = trainer.model_wrapped
+    own = weights_of(engine) if stages else {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return own, engine.averager.round
+
+
+def test_our_trainer_takes_the_last_average(tmp_path: Path) -> None:
+    """Of an island with a pipeline and one without."""
+    with lighthouse() as light:
+        islands = [
+            Island(trained, 1, (light, str(tmp_path / "plain"), None)),
+            Island(trained, 2, (light, str(tmp_path / "pipeline"), 2)),
+        ]
+        ((plain, rounds),), pipeline = run_islands(islands)
+    assert rounds == pipeline[0][1] == 2
+    merged = {name: tensor for weights, _ in pipeline for name, tensor in weights.items()}
+    assert_equal({name: merged[name] for name in plain}, plain)

@@ -30,13 +30,16 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, required=True)
     parser.add_argument("--eval-every", type=int, required=True)
     parser.add_argument("--hidden-size", type=int, required=True)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the model at the start, and of the order of the samples"
+    )
     parser.add_argument("--die-at", type=int, default=-1, help="step after which this rank kills itself")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = torch.load(args.data)
     number, shares = args.share
     train, held_out = data["train"][number::shares], data["held_out"]
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=args.hidden_size,
@@ -52,7 +55,7 @@ def main() -> None:
     config = json.loads(args.config.read_text())
     engine, optimizer, *_ = paceline.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     rates = [group["lr"] for group in optimizer.param_groups]
-    order = torch.Generator().manual_seed(number)
+    order = torch.Generator().manual_seed(1000 * args.seed + number)
     batch = config["train_micro_batch_size_per_gpu"]
     tells = int(os.environ.get("PACELINE_ISLAND", os.environ["RANK"])) == 0
     out = args.output.open("w")

@@ -142,8 +142,7 @@ class AsynchronousOptimizer(ShardedOptimizer):
         self._num_sets = dict.fromkeys(self._buffers, 1)
         self._unfinished: _Update | None = None
         self._pending: deque[_Update] = deque()
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._tasks = _Tasks(device, has_thread=self.overlap)
+        self._tasks = _Tasks(self.device, has_thread=self.overlap)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -7,11 +7,14 @@ Source: Povey, Zhang, Khudanpur, arXiv 1410.7455, appendices A (:func:`simple_na
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .singular import singular
 
 EPSILON = 1e-10
 """Smallest eigenvalue, whatever the rows are."""
@@ -26,7 +29,25 @@ MOST_ETA = 0.9
 """What of an estimate the rows of one call may be, where they are counted by the sample."""
 
 _SIMPLE_FLOOR = 1e-20
-_STATE = ("basis", "eigenvalues", "rho", "num_floored")
+
+
+class Estimate(NamedTuple):
+    """F = R' diag(d) R + rho I, of one stream or several. Its tensors are never changed."""
+
+    basis: Tensor
+    """R, of shape (..., r, D), in the dtype of the rows, or float32."""
+    eigenvalues: Tensor
+    """d, of shape (..., r), float64."""
+    rho: Tensor
+    """Of shape (...), float64."""
+    num_floored: Tensor
+    """Of shape (...): how many updates left rho at :data:`EPSILON`: rows too small to be seen."""
+
+    def shared(self, alpha: float) -> Tensor:
+        """What of a row's part in each direction of the basis is taken away, of shape (..., r), float64."""
+        mean = self.eigenvalues.sum(-1) / self.basis.shape[-1]
+        beta = self.rho * (1 + alpha) + alpha * mean
+        return self.eigenvalues / (self.eigenvalues + beta.unsqueeze(-1))
 
 
 @dataclass(frozen=True)
@@ -110,15 +131,10 @@ class OnlineNaturalGradient:
         self.frozen = False
         """Whether the estimate stays as it is."""
         self.num_calls = 0
-        self.basis: Tensor | None = None
-        """R, of shape (..., r, D)."""
-        self.eigenvalues: Tensor | None = None
-        """d, of shape (..., r), float64."""
-        self.rho: Tensor | None = None
-        """Of shape (...), float64."""
         self.num_updates = 0
-        self.num_floored: Tensor | None = None
-        """Of shape (...): how many of the ``num_updates`` left rho at :data:`EPSILON`: rows too small to be seen."""
+        self._learned: Estimate | None = None
+        self._update: Callable[[], Estimate] | None = None
+        """Gives the estimate when it is next needed: the host goes on while a device computes."""
 
     @torch.no_grad()
     def precondition(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,17 +171,24 @@ class OnlineNaturalGradient:
         """
         return self._observe(x, ones, unit, num_rows)[0]
 
+    @property
+    def learned(self) -> Estimate | None:
+        """What has been learned; None before the first call."""
+        if self._update is not None:
+            self._learned, self._update = self._update(), None
+        return self._learned
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors, which later calls do not change, and numbers of calls."""
-        state = {name: getattr(self, name) for name in _STATE}
-        return {"num_calls": self.num_calls, "num_updates": self.num_updates, **state}
+        learned = dict.fromkeys(Estimate._fields) if self.learned is None else self.learned._asdict()
+        return {"num_calls": self.num_calls, "num_updates": self.num_updates, **learned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave; with it this goes on in every bit."""
         self.num_calls, self.num_updates = state["num_calls"], state["num_updates"]
-        for name in _STATE:
-            value = state[name]
-            setattr(self, name, None if value is None else value.clone())
+        tensors = [state[name] for name in Estimate._fields]
+        self._update = None
+        self._learned = None if state["basis"] is None else Estimate(*(tensor.clone() for tensor in tensors))
 
     # -- the estimate ----------------------------------------------------------------------------------------------
 
@@ -173,26 +196,17 @@ class OnlineNaturalGradient:
         """And X R'."""
         self._check_shape(x, ones)
         num_rows = num_rows or x.shape[-2]
-        if self.basis is None:
-            self._begin(x, ones, unit, num_rows)
-        assert self.basis is not None
-        self.basis = self.basis.to(x.device, x.dtype)
-        inside, square = _inside(x, self.basis, ones), _square(x) + ones * x.shape[-2]
+        square = _square(x) + ones * x.shape[-2]
+        estimate = self.learned or self._begin(x, square, ones, unit, num_rows)
+        if estimate.basis.device != x.device or estimate.basis.dtype != x.dtype:
+            estimate = estimate._replace(basis=estimate.basis.to(x.device, x.dtype))
+        inside = _inside(x, estimate.basis, ones)
         parts = torch.linalg.vector_norm(inside, dim=-2).double().square()
-        division = Division(self.basis, self._shared(), square, parts)
+        division = Division(estimate.basis, estimate.shared(self.alpha), square, parts)
         if self._updates():
-            self._absorb(x, inside, square, ones, unit, num_rows)
+            self._update = self._absorb(estimate, x, inside, square, ones, unit, num_rows)
         self.num_calls += 1
         return division, inside
-
-    def _shared(self) -> Tensor:
-        """e: what of a row's part in each direction of the basis is taken away, in float64."""
-        assert self.eigenvalues is not None
-        assert self.basis is not None
-        assert self.rho is not None
-        mean = self.eigenvalues.sum(-1) / self.basis.shape[-1]
-        beta = self.rho * (1 + self.alpha) + self.alpha * mean
-        return self.eigenvalues / (self.eigenvalues + beta.unsqueeze(-1))
 
     def _updates(self) -> bool:
         after = self.num_calls - START_CALLS
@@ -203,7 +217,7 @@ class OnlineNaturalGradient:
             return 1 / self.num_minibatches_history
         return min(MOST_ETA, -math.expm1(-num_rows / self.num_samples_history))
 
-    def _begin(self, x: Tensor, ones: bool, unit: float, num_rows: int) -> None:
+    def _begin(self, x: Tensor, square: Tensor, ones: bool, unit: float, num_rows: int) -> Estimate:
         """A fixed basis, in which no direction is the mean of the rows, turned to them by updates."""
         dim = x.shape[-1] + ones
         rank = min(self.rank, dim - 1)
@@ -213,61 +227,70 @@ class OnlineNaturalGradient:
         basis.diagonal().fill_(1.1)
         basis /= basis.norm(dim=-1, keepdim=True)
         streams = x.shape[:-2]
-        self.basis = basis.expand(*streams, rank, dim).clone()
-        self.eigenvalues = torch.full((*streams, rank), EPSILON, dtype=torch.float64, device=x.device)
-        self.rho = torch.full(streams, EPSILON, dtype=torch.float64, device=x.device)
-        self.num_floored = torch.zeros(streams, dtype=torch.int64, device=x.device)
-        square = _square(x) + ones * x.shape[-2]
+        self._learned = estimate = Estimate(
+            basis.expand(*streams, rank, dim).clone(),
+            torch.full((*streams, rank), EPSILON, dtype=torch.float64, device=x.device),
+            torch.full(streams, EPSILON, dtype=torch.float64, device=x.device),
+            torch.zeros(streams, dtype=torch.int64, device=x.device),
+        )
         for _ in range(1 if x.shape[-2] <= rank else 3):
-            self._absorb(x, _inside(x, self.basis, ones), square, ones, unit, num_rows)
+            inside = _inside(x, estimate.basis, ones)
+            self._learned = estimate = self._absorb(estimate, x, inside, square, ones, unit, num_rows)()
+        return estimate
 
-    def _absorb(self, x: Tensor, inside: Tensor, square: Tensor, ones: bool, unit: float, num_rows: int) -> None:
-        """One step of the power method on eta/N X'X + (1 - eta) F.
+    def _absorb(
+        self, estimate: Estimate, x: Tensor, inside: Tensor, square: Tensor, ones: bool, unit: float, num_rows: int
+    ) -> Callable[[], Estimate]:
+        """One step of the power method on eta/N X'X + (1 - eta) F, begun; what is returned gives the new estimate.
 
         Args:
             inside: X R'.
             square: the squared Frobenius norm of X, in float64.
         """
-        assert self.eigenvalues is not None
-        assert self.basis is not None
-        assert self.rho is not None
-        assert self.num_floored is not None
-        dim = x.shape[-1] + ones
+        self.num_updates += 1
         eta = self._eta(num_rows)
         share = eta / x.shape[-2] * unit * unit
-        before = self.eigenvalues + self.rho.unsqueeze(-1)
+        wide = estimate.basis.double()
         gathered = inside.mT @ x
         if ones:
             gathered = torch.cat([gathered, inside.sum(-2).unsqueeze(-1)], -1)
         turned = share * gathered.double()
-        turned += (1 - eta) * before.unsqueeze(-1) * self.basis.double()
+        turned += (1 - eta) * (estimate.eigenvalues + estimate.rho.unsqueeze(-1)).unsqueeze(-1) * wide
         finite = square.isfinite() & turned.isfinite().all(-1).all(-1)
-        turned = torch.where(finite[..., None, None], turned, self.basis.double())
-        q, triangle = torch.linalg.qr(turned.mT)  # the singular values of a small matrix cost a quarter of a long one's
-        _, singular, basis = torch.linalg.svd(triangle.mT)
-        basis = basis @ q.mT
-        singular = torch.maximum(singular, (1 - eta) * self.rho.unsqueeze(-1))
-        trace = share * square + (1 - eta) * (dim * self.rho + self.eigenvalues.sum(-1))
-        rho = (trace - singular.sum(-1)) / (dim - singular.shape[-1])
-        floor = (DELTA * singular[..., 0]).clamp_min(EPSILON)
-        eigenvalues = torch.maximum(singular - rho.unsqueeze(-1), floor.unsqueeze(-1))
-        self.eigenvalues = torch.where(finite.unsqueeze(-1), eigenvalues, self.eigenvalues)
-        rho = torch.maximum(rho, floor)
-        self.rho = torch.where(finite, rho, self.rho)
-        self.num_floored = self.num_floored + (rho <= EPSILON)
-        self.num_updates += 1
-        self.basis = torch.where(finite[..., None, None], basis.to(self.basis.dtype), self.basis)
+        turned = torch.where(finite[..., None, None], turned, wide)
+        kept = (1 - eta) * estimate.rho
+        dim, rank = turned.shape[-1], turned.shape[-2]
+        trace = share * square + (1 - eta) * (dim * estimate.rho + estimate.eigenvalues.sum(-1))
+        found = singular(turned)
+
+        def updated() -> Estimate:
+            values, basis = found()
+            values = torch.maximum(values, kept.unsqueeze(-1))
+            rho = (trace - values.sum(-1)) / (dim - rank)
+            floor = (DELTA * values[..., 0]).clamp_min(EPSILON)
+            eigenvalues = torch.maximum(values - rho.unsqueeze(-1), floor.unsqueeze(-1))
+            rho = torch.maximum(rho, floor)
+            return Estimate(
+                torch.where(finite[..., None, None], basis.to(estimate.basis.dtype), estimate.basis),
+                torch.where(finite.unsqueeze(-1), eigenvalues, estimate.eigenvalues),
+                torch.where(finite, rho, estimate.rho),
+                estimate.num_floored + (rho <= EPSILON),
+            )
+
+        return updated
 
     def _check_shape(self, x: Tensor, ones: bool) -> None:
         if x.dim() < 2 or x.shape[-2] == 0:
             raise ValueError(f"x has shape {tuple(x.shape)}: give (..., N, D) with at least one row.")
         found = (*x.shape[:-2], x.shape[-1] + ones)
-        if self.basis is None or found == (*self.basis.shape[:-2], self.basis.shape[-1]):
+        if self.learned is None:
             return
-        raise ValueError(
-            f"rows have {found[-1]} columns in {found[:-1]} streams, and before they had {self.basis.shape[-1]} in "
-            f"{tuple(self.basis.shape[:-2])}: make another OnlineNaturalGradient for them."
-        )
+        *streams, _, dim = self.learned.basis.shape
+        if found != (*streams, dim):
+            raise ValueError(
+                f"rows have {found[-1]} columns in {found[:-1]} streams, and before they had {dim} in "
+                f"{tuple(streams)}: make another OnlineNaturalGradient for them."
+            )
 
 
 class AffineNaturalGradient:

@@ -111,8 +111,9 @@ class NaturalGradients:
         small to be seen. Waits for the device.
         """
         parts = [part for layer in self.layers.values() for part in (layer.inputs, layer.outputs)]
-        floored = [part.num_floored for part in parts if part.num_floored is not None]
-        return int(sum(int(number) for number in floored)), sum(part.num_updates for part in parts)
+        floored = [part.learned.num_floored.sum() for part in parts if part.learned is not None]
+        total = int(torch.stack(floored).sum()) if floored else 0
+        return total, sum(part.num_updates for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
         """By the name of the weight."""

@@ -85,6 +85,7 @@ class ShardedOptimizer(ZeROOptimizer):
         communication_dtype: of gradients while they are reduced; None for that in which they are accumulated.
         bucket_numel: a bucket is closed when it has so many elements.
         overlap: reduce a bucket when the last backward has finished it, not after the backward.
+        device: of the parameters, for a rank that trains none; None for the CPU.
         max_change: how far layers may move in a step, each layer whole, wherever its rows are. Masters are held twice
             during the step. A step whose change is not finite is taken back; moments keep what it gave them.
 
@@ -114,8 +115,10 @@ class ShardedOptimizer(ZeROOptimizer):
         bucket_numel: int = 500_000_000,
         overlap: bool = True,
         max_change: Limits | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self._device = device
         if max_change is not None and self.is_asynchronous:
             raise ValueError(
                 f"{max_change}: a pipeline that steps beside its computation limits no changes; choose a schedule with "
@@ -263,6 +266,11 @@ class ShardedOptimizer(ZeROOptimizer):
     @property
     def state(self) -> Any:
         return self.optimizer.state
+
+    @property
+    def device(self) -> torch.device:
+        """That sums over ranks are taken on."""
+        return self.parameters[0].device if self.parameters else self._device or torch.device("cpu")
 
     @property
     def loss_scale(self) -> float:
@@ -527,9 +535,8 @@ class ShardedOptimizer(ZeROOptimizer):
 
     def _limit(self, changes: Changes) -> Outcome:
         """Every rank knows every layer's norm: those of a weight on two stages do the same, to the bit."""
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
         with self._compute():
-            squares = changes.squares(device)
+            squares = changes.squares(self.device)
         self._sum_over_ranks(squares, squares)
         with self._compute():
             outcome = changes.limit(squares)
@@ -594,7 +601,7 @@ class ShardedOptimizer(ZeROOptimizer):
             gradient = gradients[rows.index]
             if self._counts[rows.index] and gradient is not None and (size > 1 or touched[rows.index]):
                 own.append(_rows_of(gradient, rows.start, rows.stop) if size > 1 else gradient)
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        device = self.device
         report = torch.zeros(1 + len(touched), dtype=torch.float64)
         report[1:] = torch.tensor(touched, dtype=torch.float64)
         if device.type != "cpu":

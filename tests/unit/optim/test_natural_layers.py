@@ -209,7 +209,7 @@ def test_a_backward_under_autocast_learns_as_one_outside(family: str) -> None:
                 loss.backward()
         if model is outside:
             loss.backward()
-    head = [known.layers["lm_head.weight"].outputs for known in (of_inside, of_outside)]
+    head = [known.layers["lm_head.weight"].outputs.learned for known in (of_inside, of_outside)]
     assert torch.equal(head[0].basis, head[1].basis)
     assert torch.equal(head[0].eigenvalues, head[1].eigenvalues)
 
@@ -291,7 +291,7 @@ def test_rows_that_are_not_finite_are_passed_on_and_not_learned_from() -> None:
     gradients(model, 0)
     before = known.state_dict()["lm_head.weight"]["outputs"]["rho"].clone()
     assert not gradients(model, 1, float("inf"))["lm_head.weight"].isfinite().all()
-    assert torch.equal(known.layers["lm_head.weight"].outputs.rho, before)
+    assert torch.equal(known.layers["lm_head.weight"].outputs.learned.rho, before)
     assert gradients(model, 2)["lm_head.weight"].isfinite().all()
 
 
@@ -409,7 +409,7 @@ def test_experts_alone_know_how_many_rows_a_loss_is_the_mean_of() -> None:
             (of_all.layers[name].inputs, of_all.layers[name].outputs),
             strict=True,
         ):
-            torch.testing.assert_close(one.eigenvalues, other.eigenvalues)
+            torch.testing.assert_close(one.learned.eigenvalues, other.learned.eigenvalues)
 
 
 def test_experts_whose_parameters_are_replaced_are_adopted_anew() -> None:
