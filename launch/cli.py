@@ -6,20 +6,26 @@ Nothing heavy is imported before a subcommand runs, so that ``paceline --help`` 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.launch import fit, lighthouse, loads, partition, place, plan, profile, simulate, trace
+from paceline.launch import doctor, fit, lighthouse, loads, partition, place, plan, profile, report, simulate, trace
+from paceline.messages import brief, print_anything
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
+
+MOST = 2**20
+"""Ranks, or layers, that a config is checked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
+    print_anything()
     args = build_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
@@ -28,12 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except ValueError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return BAD_INPUT
+        text = str(error)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        text = f"{error.filename}: the name is too long for a file; give a shorter one."
+    print(f"paceline: {brief(text)}", file=sys.stderr)
+    return BAD_INPUT
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(brief(message))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="paceline", description="Fine-tune Hugging Face models as DeepSpeed pipelines.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
@@ -84,10 +100,14 @@ def build_parser() -> argparse.ArgumentParser:
         "loads", loads.run, "Show how the load of experts moved over a run, and what placing them made of it."
     )
     loads.add_arguments(draw_loads)
+    tell = add("report", report.run, "Make a page and a JSON value of a run: what was decided, and what came of it.")
+    report.add_arguments(tell)
     meet = add(
         "lighthouse", lighthouse.run, "Run the place where islands that average their parameters find each other."
     )
     lighthouse.add_arguments(meet)
+    look = add("doctor", doctor.run, "Check an installation, or a job's ranks and what connects them; say what to fix.")
+    doctor.add_arguments(look)
     for sub in (
         check_config,
         check_model,
@@ -101,14 +121,18 @@ def build_parser() -> argparse.ArgumentParser:
         ways,
         draw_step,
         draw_loads,
+        tell,
+        look,
     ):
         sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not text.strip("0"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if len(text.lstrip("0")) > len(str(MOST)) or int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MOST}, which is as many as can be planned for")
     return int(text)
 
 

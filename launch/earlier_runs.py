@@ -16,7 +16,7 @@ def check_nothing_is_lost(output: Path, args: TrainArguments) -> None:
     resumes = args.resume_from_checkpoint is not None and checkpoint_to_resume(output, args) is not None
     if args.overwrite_output_dir or resumes:
         return
-    if (output / "config.json").exists():
+    if (output / "config.json").exists() or (output / "adapter_config.json").exists():
         raise ValueError(
             f"--output_dir {output} already holds a model: choose another directory, or replace it with "
             "--overwrite_output_dir."

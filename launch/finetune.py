@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+from paceline.messages import brief
 from paceline.runtime.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
 
 logger = logging.getLogger("paceline")
@@ -137,7 +138,7 @@ def _set_up_logging(rank: int) -> None:
     logger.propagate = False
     logger.setLevel(level if rank == 0 or level < logging.INFO else max(level, logging.ERROR))
     if level is not known:
-        logger.warning("PACELINE_LOG is %s: choose debug, info, warning or error; it is info now", asked)
+        logger.warning("PACELINE_LOG is %s: choose debug, info, warning or error; it is info now", brief(asked, 100))
 
 
 def _fail(rank: int, error: BaseException) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FITS, FITS_NOT = 0, 3
 GIB = 2**30
+MOST_RANKS, MOST_GIB = 2**20, 2.0**40
 MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
 PARTS = ("weights", "gradients", "masters", "moments", "activations", "working", "transport")
 
@@ -55,12 +56,17 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from paceline.hf.activations import count_items
-    from paceline.hf.sources import config_at
+    from paceline.hf.sources import model_config_at
     from paceline.planning.memory import States
 
     if args.world_size < 1:
         raise ValueError(f"--world-size is {args.world_size}: give the number of ranks, from 1 upwards.")
-    config = config_at(args.model)
+    if args.world_size > MOST_RANKS:
+        raise ValueError(f"--world-size is {args.world_size}: give at most {MOST_RANKS}.")
+    for value in args.device_memory_gib or ():
+        if not 0 < value <= MOST_GIB:
+            raise ValueError(f"--device-memory-gib {value:g} is no size: give GiB, above 0.")
+    config = model_config_at(args.model)
     resolved = _resolve(args, config)
     checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
     states = States.from_config(resolved.ds_config, resolved.data_parallel)
@@ -198,9 +204,6 @@ def _limits(args: argparse.Namespace, resolved: Resolved) -> list[float]:
     if given is None:
         limit = resolved.partition_choice.memory_bytes or _here(args.world_size)
         return [float(limit)] * resolved.stages
-    for value in given:
-        if not 0 < value < float("inf"):
-            raise ValueError(f"--device-memory-gib {value:g} is no size: give GiB, above 0.")
     if len(given) not in (1, resolved.stages):
         raise ValueError(
             f"--device-memory-gib has {len(given)} numbers for {resolved.stages} stages: give one, or one a stage."

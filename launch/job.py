@@ -7,9 +7,10 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,8 @@ from paceline.hf import data
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.batches import BatchPlan
 from paceline.hf.check import require_supported
+from paceline.hf.peft import lora_config
+from paceline.hf.quantised import quantised_loading
 from paceline.hf.quiet import quiet
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.weights import skeleton
@@ -34,6 +37,8 @@ from paceline.measure.memory import peak_bytes
 from paceline.measure.profile import FILE_NAME as PROFILE
 from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, table
 from paceline.report.progress import Progress
+from paceline.report.run_records import write_start
+from paceline.report.running import Running, StepLog
 from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
@@ -76,7 +81,14 @@ class Job:
                     if (os.environ["LOCAL_RANK"] == "0") == turn:
                         self._read_data()
             with self.control.together("planning"):  # its one collective comes before anything that can be wrong
-                resolved = plan_for(self.config, ds_config, args=self.args, given=self.given, num_steps=self._num_steps)
+                resolved = plan_for(
+                    self.config,
+                    ds_config,
+                    args=self.args,
+                    given=self.given,
+                    num_steps=self._num_steps,
+                    has_adapters=self.model_args.use_peft,
+                )
                 self._plan(resolved)  # there is data for a step
             self._check_state_to_resume(resolved)
             with WATCH.pause("loading the model"):
@@ -222,6 +234,11 @@ class Job:
             sequence_length=self.data.block_size,
             gradient_checkpointing=self.args.gradient_checkpointing,
         )
+        peft_config = None
+        if args.use_peft:
+            with self.control.together("preparing the adapters"):
+                peft_config = lora_config(args)
+                loading |= quantised_loading(args, dtype)
         self.pipeline = pipeline_class(resolved)(
             args.model_name_or_path or self.config,
             num_stages=resolved.stages,
@@ -232,6 +249,7 @@ class Job:
             expert_parallel=resolved.expert_parallel,
             config=self.config,
             timeout=self.timeout,
+            peft_config=peft_config,
             **loading,
         )
         self.pipeline.profile = profile
@@ -302,10 +320,15 @@ class Job:
         with self.control.together("writing the profile"):
             if self.rank == 0 and self.pipeline.profile is not None:
                 self.pipeline.profile.save(self.output / PROFILE)
+            if self.rank == 0 and (self.section.report.metrics or self.section.report.html):
+                write_start(self.output, self._start())
         self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None, self.first_step)
         self.progress = Progress(
             self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm, first_step=self.first_step
         )
+        self.step_log, self.moves = StepLog(), 0
+        if engine.controller is not None:
+            engine.controller.records_switches = self.section.report.html
         self.evaluation: dict[str, float] | None = None
         self.train_loss = math.nan
         if self.first_step == 0:
@@ -314,16 +337,20 @@ class Job:
         self.times = dict.fromkeys(TIMES, 0.0)
         current().expect_boundaries()
         for step in range(self.first_step + 1, self.num_steps + 1):
+            begun = time.perf_counter()
             self.losses.append(engine.train_batch(self.batches if engine.reads_data else None))
             self.pending_tokens += engine.step_tokens
-            self.progress.step()
+            if self.rank == 0:
+                running = self._running()
+                self.step_log.add(step, running, time.perf_counter() - begun)
+                self.progress.step(running)
             if step == self.num_steps:
                 current().finishing()  # the export is next; no signal is to cut it off
                 engine.finish_averaging()
             if step % args.logging_steps == 0 or step == self.num_steps:
                 self._report(step)
             if step == self.first_step + 1 and args.save_strategy != "no":
-                engine.prepare_checkpoint()
+                engine.prepare_checkpoint(exclude_frozen_parameters=self.model_args.use_peft)
             if engine.is_stopping and step < self.num_steps:
                 self._stop(step)
             if self._is_save_due(step):
@@ -361,6 +388,7 @@ class Job:
             self.output,
             tag=f"checkpoint-{step}",
             client_state={"paceline": run},
+            exclude_frozen_parameters=self.model_args.use_peft,
             wait=False,
             keep=self.args.save_total_limit,
             files=write_files,
@@ -393,7 +421,10 @@ class Job:
         rate = tokens / times["wall_s"]
         norm = self.engine.grad_norm()
         natural = self._natural_gradient()
-        self.progress.report(step, {"loss": self.train_loss, "tokens/s": rate, "lr": self.engine.get_lr()[0]})
+        step_s = times["wall_s"] / len(losses)
+        self.progress.report(
+            step, {"loss": self.train_loss, "s/step": step_s, "tokens/s": rate, "lr": self.engine.get_lr()[0]}
+        )
         self._tell(
             {
                 "step": step,
@@ -403,12 +434,13 @@ class Job:
                 "grad_norm": norm,
                 "tokens": self.tokens,
                 "tokens_per_s": rate,
-                "step_s": times["wall_s"] / len(losses),
+                "step_s": step_s,
                 "skipped_steps": self.engine.skipped_steps,
                 **({"loss_scale": self.engine.optimizer.loss_scale} if self.engine.fp16_enabled() else {}),
                 **natural,
                 **self._rate_factor(),
                 "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
+                "ran": self.step_log.take(),
             }
         )
 
@@ -445,6 +477,17 @@ class Job:
             decisions, decider.decisions = decider.decisions, []
             for decision in decisions:
                 self.metrics.write({"step": decision["step"], "decision": decision})
+            self.moves += _num_moves(decisions)
+        if self.engine.controller is not None:
+            looks, self.engine.controller.looks = self.engine.controller.looks, []
+            for look in looks:
+                self.metrics.write({"step": look["step"], "look": look})
+
+    def _running(self) -> Running:
+        """How the last step ran. On the first rank, which knows what was decided."""
+        engine = self.engine
+        untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.rebalancer) if decider)
+        return Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), self.moves + untold)
 
     def _tell_averaging(self, step: int) -> None:
         """The exchanges with other islands since the last time."""
@@ -526,7 +569,10 @@ class Job:
             tokens=self.tokens,
             first_tokens=self.first_tokens,
             flops_per_token=flops_per_token(
-                skeleton(self.config), self.pipeline.anatomy.num_layers, self.data.train.length
+                skeleton(self.config),
+                self.pipeline.anatomy.num_layers,
+                self.data.train.length,
+                is_frozen=self.model_args.use_peft,
             ),
             train_loss=self.train_loss,
             evaluation=self.evaluation,
@@ -535,7 +581,34 @@ class Job:
         (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.metrics.close()
         logger.info("%s", table(summary))
-        logger.info("model written to %s: AutoModelForCausalLM.from_pretrained(%r)", self.output, str(self.output))
+        what, loader = ("adapter", "AutoPeft") if self.model_args.use_peft else ("model", "Auto")
+        told = (what, self.output, loader, str(self.output))
+        logger.info("%s written to %s: %sModelForCausalLM.from_pretrained(%r)", *told)
+        if self.section.report.html:
+            self._write_report()
+
+    def _write_report(self) -> None:
+        try:
+            from paceline.report.run_report import write
+
+            page, _ = write(self.output)
+        except Exception as error:  # the model is written; `paceline report` can try again
+            logger.warning("no report: %s: %s", type(error).__name__, error)
+        else:
+            logger.info("report written to %s", page)
+
+    def _start(self) -> dict[str, Any]:
+        """What is known when training begins, for the report of a run that does not come to its end."""
+        loads = None if self.engine.rebalancer is None else self.engine.rebalancer.log
+        return {
+            **self._facts(),
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "planned_steps": self.num_steps,
+            "first_step": self.first_step,
+            "island": self.island if self.section.averaging is not None else None,
+            "expert_loads": None if loads is None else os.path.relpath(loads, self.output),
+            "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
+        }
 
     def _facts(self) -> dict[str, Any]:
         import transformers
@@ -574,6 +647,11 @@ class Job:
         ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         text = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         logger.info("%r continues as %r", prompt, text)
+
+
+def _num_moves(decisions: Sequence[dict[str, Any]]) -> int:
+    """Of layers and experts."""
+    return sum(decision["switched"] and decision["what"] != "schedule" for decision in decisions)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -34,7 +34,6 @@ MEASURE_S = 1800.0
 """Longest that measuring may take."""
 
 MOST_DEVICES = 2**20
-MOST_LAYERS = 1024
 """That are planned for: more would take minutes."""
 
 _MOST = {"train_batch_size": 2**40, "micro_batch_size": 2**20, "seq_length": 2**24}
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: no such model or file, values that do not go together, or larger ones than can be planned for.
     """
     from paceline.hf.activations import check_shape
-    from paceline.hf.sources import config_at
+    from paceline.hf.sources import model_config_at
     from paceline.planning.strategy import search
 
     for flag in ("top", "train_batch_size", "micro_batch_size"):
@@ -116,8 +115,7 @@ def run(args: argparse.Namespace) -> int:
         if (getattr(args, flag) or 0) > most:
             raise ValueError(f"--{flag.replace('_', '-')} is too large to plan for: give at most {most}.")
     cluster = _cluster(args)
-    config = config_at(args.model)
-    _check_model(args.model, config)
+    config = model_config_at(args.model)
     check_shape(config, args.micro_batch_size, tokens_of_sample(args.seq_length, config))
     with tempfile.TemporaryDirectory() as directory:
         if args.measure:
@@ -138,26 +136,6 @@ def run(args: argparse.Namespace) -> int:
         )
         return FITS_NOT
     return FITS
-
-
-def _check_model(source: str, config: Any) -> None:
-    """Whether there is a model of this config, before anything is counted.
-
-    Raises:
-        ValueError: there is none, or one of too many layers.
-    """
-    from paceline.hf.quiet import quiet
-    from paceline.hf.weights import skeleton
-
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(f"{source!r} has too many layers to plan for: give a model of {MOST_LAYERS} at most.")
-    try:
-        with quiet():
-            skeleton(config)
-    except Exception as error:  # a family's constructor raises what it likes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"no model can be made of {source!r}: {reason} Give a config that fits together.") from error
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

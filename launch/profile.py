@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
 
 if TYPE_CHECKING:
-    from paceline.measure.profile import Profile
+    from paceline.measure.profile import DeviceProfile, Profile
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed.accelerator import get_accelerator
 
     from paceline.hf.profile import fingerprint, profile_items
-    from paceline.hf.sources import config_at
+    from paceline.hf.sources import model_config_at
     from paceline.measure.profile import Profile, device_profile, versions
 
     if not Path(args.output).parent.is_dir():  # told before there is anything to lose
         raise ValueError(f"--output {args.output}: its directory does not exist; make it, or give another path.")
-    config = config_at(args.model)
+    config = model_config_at(args.model)
     device = torch.device(get_accelerator().device_name(0))
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     shape: dict[str, Any] = {
@@ -51,11 +51,33 @@ def run(args: argparse.Namespace) -> int:
         "gradient_checkpointing": args.gradient_checkpointing,
     }
     here = device_profile(device)
-    items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
+    _check_room(config, here, dtype=getattr(torch, dtype), **shape)
+    try:
+        items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
+    except RuntimeError as error:  # torch's, of shapes that do not fit together or memory that is not there
+        raise ValueError(
+            f"the model of {args.model!r} cannot compute on {here.name} ({(str(error).splitlines() or [''])[0]}): give "
+            "a config that fits together, or smaller sizes."
+        ) from error
     profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
     profile.save(args.output)
     print(json.dumps(facts(profile, args.output), indent=2) if args.json else text(profile, args.output))
     return 0
+
+
+def _check_room(config: Any, device: DeviceProfile, **shape: Any) -> None:
+    """Raise ValueError if an item, which is measured alone, has no room on the device, or cannot be counted."""
+    from paceline.hf.activations import count_items
+
+    element = shape["dtype"].itemsize
+    for item in count_items(config, **shape):
+        kept = 2 * item.saved_bytes + item.output_bytes + item.working_bytes
+        need = 2 * element * item.num_parameters + kept
+        if need > device.free_bytes:
+            raise ValueError(
+                f"{item.name} needs about {need / 2**30:.3g} GiB and {device.name} has {device.free_bytes / 2**30:.3g} "
+                "GiB free: give a smaller --micro-batch-size or --seq-length, or measure on a larger device."
+            )
 
 
 def facts(profile: Profile, path: str) -> dict[str, Any]:

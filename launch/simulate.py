@@ -21,6 +21,13 @@ _OPTIONS = ("k", "slack", "staleness")
 _SHAPE = ("stages", "micro_batches", "schedule", *_OPTIONS)
 _STEPS_DRAWN = 3
 """Of a schedule without a flush: its start, a step of the steady state or close to it, its end."""
+MOST_ACTIONS = 2**20
+"""Forwards and backwards of all schedules that are simulated: more would take minutes."""
+
+MOST_DRAWN = 2**16
+_SEARCHED = 6
+"""Times that break-even points take what the steady state takes."""
+
 _SECONDS = ("forward", "backward", "transfer", "latency")
 
 
@@ -137,6 +144,10 @@ def _costs_of_file(args: argparse.Namespace) -> Costs:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{args.costs}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except RecursionError:
+        raise ValueError(f"{args.costs}: too many brackets inside each other.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{args.costs}: {error}; choose units that bring it near 1.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{args.costs}: holds {type(values).__name__}, costs are an object {{...}}.")
     try:
@@ -183,10 +194,35 @@ def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule |
     for name, value in (("stages", num_stages), ("micro-batches", args.micro_batches)):
         if value is None:
             raise ValueError(f"--{name} is missing: give a number, or a schedule with --schedule-file.")
+    _check_size(args, num_stages)
     if not args.compare:
         return [_schedule(args.schedule or "1f1b", num_stages, args.micro_batches, **_options(args))]
     _refuse_together(args, "--compare", ("schedule", *_OPTIONS))
     return _to_compare(num_stages, args.micro_batches)
+
+
+def _check_size(args: argparse.Namespace, num_stages: int) -> None:
+    """Refuse, before anything is built, what would take minutes."""
+    from paceline.planning.break_even import group_sizes
+    from paceline.schedules import asynchronous
+
+    count = args.micro_batches
+    if num_stages < 1 or count < 1:
+        return
+    actions = 2 * num_stages * count
+    steady = 8 * (actions + 2 * num_stages**2)  # steps until they repeat, and those that are late
+    if args.compare:
+        actions = actions * (4 + len(group_sizes(count))) + 2 * steady
+    elif args.schedule in asynchronous.STREAMS:
+        actions = steady * (_SEARCHED if args.schedule == asynchronous.MULTIDIRECTION else 1)
+    most = MOST_DRAWN if args.draw or args.trace else MOST_ACTIONS
+    if actions > most:
+        raise ValueError(
+            f"--micro-batches {count} on {num_stages} stages are too many to "
+            f"{'draw' if most == MOST_DRAWN else 'simulate'} (about {min(actions, 10**99):.3g} forwards and "
+            "backwards, of at most "
+            f"{most}): give fewer."
+        )
 
 
 def _schedule(type: str, num_stages: int, num_micro_batches: int, **options: Any) -> Schedule | Stream:

@@ -62,9 +62,17 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         config = config or getattr(given.get("args"), "deepspeed_config", None)
         ds_config = _as_dict(config)
         asked = plain_parts(ds_config or {})
+        is_pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
+        section = (ds_config or {}).get("paceline") or {}
+        if not is_pipeline and "pipeline" in section and section["pipeline"] != {"stages": 1}:
+            raise ValueError(
+                "paceline.pipeline asks for stages, and deepspeed.initialize gets a model that is no pipeline: call "
+                "paceline.initialize instead, take paceline.PacelineTrainer for Hugging Face's Trainer, or leave "
+                '"pipeline" out of "paceline" (or its "stages" at 1).'
+            )
         if not asked:
             return original(*args, **kwargs)
-        if isinstance(given.get("model"), deepspeed.PipelineModule):
+        if is_pipeline:
             if deepspeed.PipelineEngine is deepspeed.runtime.pipe.engine.PipelineEngine:
                 raise ValueError(
                     f"paceline.{asked[0]} is for pipelines only with paceline.initialize: call that instead of "

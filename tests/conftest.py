@@ -44,7 +44,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
+    is_rehearsal = os.environ.get("PACELINE_GPU_TESTS_ON") == "cpu"
+    markers = [(item, item.get_closest_marker("gpu")) for item in items]
+    marked = [item for item, gpu in markers if gpu and not (is_rehearsal and gpu.kwargs.get("is_rehearsed"))]
     if not marked:
         return
     import torch

@@ -6,7 +6,7 @@
 set -uo pipefail
 
 LOWEST_TRANSFORMERS=5.17.0
-ONE_PROCESS=(tests/unit tests/parity)
+SIDE_BY_SIDE=(-n 2 --dist worksteal) # ranks mostly wait for each other, and nothing has a limit of time but hanging
 LOWEST_TESTS=(
   tests/parity
   tests/unit/hf
@@ -37,7 +37,7 @@ with_lowest_transformers() {
       pip_install "$VIRTUAL_ENV" --target "$packages.part" "transformers==$LOWEST_TRANSFORMERS" || return
     mv -- "$packages.part" "$packages"
   fi
-  PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m pytest -n 2 "${LOWEST_TESTS[@]}"
+  PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m pytest "${SIDE_BY_SIDE[@]}" "${LOWEST_TESTS[@]}"
 }
 
 part style "$PYTHON" -m ruff check .
@@ -45,9 +45,7 @@ part format "$PYTHON" -m ruff format --check .
 part types "$PYTHON" -m mypy
 if (($# == 0)); then
   part "tests with transformers $LOWEST_TRANSFORMERS" with_lowest_transformers
-  # Side by side where a test is one process; tests of several ranks want the machine for themselves.
-  part "tests of one process" "$PYTHON" -m pytest -n 2 "${ONE_PROCESS[@]}"
-  set -- tests "${ONE_PROCESS[@]/#/--ignore=}"
+  set -- "${SIDE_BY_SIDE[@]}" tests
 fi
 status=${#failed[@]}
 if ((status)); then

@@ -6,13 +6,26 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["CausalLMPipeline", "PipelineModule", "__version__", "export", "initialize", "repair_deepspeed"]
+__all__ = [
+    "CausalLMPipeline",
+    "PacelineSFTTrainer",
+    "PacelineTrainer",
+    "PipelineModule",
+    "PipelineTraining",
+    "__version__",
+    "export",
+    "initialize",
+    "repair_deepspeed",
+]
 
 _HOME = {
     "initialize": "runtime.initialize",
     "CausalLMPipeline": "runtime.module",
     "PipelineModule": "runtime.pipe_module",
     "export": "runtime.export",
+    "PacelineTrainer": "runtime.trainer",
+    "PacelineSFTTrainer": "runtime.sft_trainer",
+    "PipelineTraining": "runtime.trainer",
     "repair_deepspeed": "patches.repairs",
 }
 

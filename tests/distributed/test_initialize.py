@@ -169,22 +169,21 @@ def test_stages_may_have_different_numbers_of_groups() -> None:
     assert run_ranks(client_optimizer, 2, 2, "uneven") == run_ranks(client_optimizer, 2, 2, "two")
 
 
-def frozen_stage(optimizer: str) -> None:
+def frozen_model(optimizer: str) -> None:
     import paceline
     from paceline.runtime.module import CausalLMPipeline
 
     paceline.runtime.initialize.start_distributed()
     model = CausalLMPipeline(model_config(), num_stages=2)
-    if model.stage_id == 0:
-        model.requires_grad_(False)
+    model.requires_grad_(False)
     own = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)} if optimizer == "own" else {}
     paceline.initialize(model=model, config=ds_config(2), **own)
 
 
 @pytest.mark.parametrize("optimizer", ["json", "own"])
-def test_a_frozen_stage_is_refused_on_every_rank(optimizer: str) -> None:
-    with pytest.raises(RankError, match="stage 0 has no trainable parameter"):
-        run_ranks(frozen_stage, 2, optimizer)
+def test_a_frozen_model_is_refused_on_every_rank(optimizer: str) -> None:
+    with pytest.raises(RankError, match="no stage has a trainable parameter: set requires_grad"):
+        run_ranks(frozen_model, 2, optimizer)
 
 
 def evaluated(stages: int) -> dict[str, Any]:

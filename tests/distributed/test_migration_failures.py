@@ -198,7 +198,7 @@ ATTEMPTS: dict[str, list[Attempt]] = {
         ([0, 4, 6, 10], {}, r"ValueError: partition \[0, 4, 6, 10\] does not cut 10 layers into 2 stages: give 3 "),
     ],
     "few layers": [
-        ([0, 1, 4], {}, r"ValueError: partition \[0, 1, 4\] leaves stage 0 without a trainable parameter: choose one"),
+        ([0, 1, 4], {}, r"ValueError: partition \[0, 1, 4\] leaves stage 0 without a parameter: choose one"),
     ],
     "other groups": [
         (

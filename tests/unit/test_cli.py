@@ -8,6 +8,7 @@ import pytest
 
 import paceline
 from paceline.launch.cli import build_parser, main
+from paceline.messages import MOST, brief
 from paceline.patches.repairs import REPAIRS, repair_deepspeed
 
 
@@ -62,7 +63,7 @@ def test_check_config(ds_json, capsys):
         "moe": None,
         "natural_gradient": None,
         "averaging": None,
-        "report": {"metrics": True, "trace_every": None},
+        "report": {"metrics": True, "html": True, "trace_every": None},
     }
     assert shown["resolved"] == {
         "stages": 2,
@@ -84,7 +85,8 @@ def test_check_config_as_text(ds_json, capsys):
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
         '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null}, '
-        '"moe": null, "natural_gradient": null, "averaging": null, "report": {"metrics": true, "trace_every": null}}',
+        '"moe": null, "natural_gradient": null, "averaging": null, '
+        '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
         "optimizer.params.lr: filled from the command line",
     ]
@@ -118,11 +120,70 @@ def test_one_clear_line(ds_json, capsys, config, more, message):
     assert err.count("\n") == 1
 
 
-def test_sizes_are_positive(ds_json, capsys):
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("0", "'0' is not a whole number of at least 1"),
+        ("1048577", "'1048577' is more than 1048576, which is as many as can be planned for"),
+        ("9" * 5000, "more than 1048576, which is as many as can be planned for"),
+    ],
+)
+def test_sizes_have_limits(ds_json, capsys, text, rule):
     with pytest.raises(SystemExit) as stop:
-        main(["check-config", ds_json({}), "--world-size", "0", "--num-layers", "2"])
+        main(["check-config", ds_json({}), "--world-size", text, "--num-layers", "2"])
     assert stop.value.code == 2
-    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert rule in err
+    assert len(err.partition("error: ")[2]) <= MOST + 1
+
+
+CLUSTER = ["--world-size", "4", "--num-layers", "8"]
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        ("[" * 100_000, [], "ds.json: too many brackets inside each other; a DeepSpeed config has a few."),
+        ('{"a": ' + "9" * 5000 + "}", [], "write a number that can be meant."),
+        ({"paceline": {"pipeline": {"x" * 5000: 1}}}, [], 'Valid keys of paceline.pipeline: "partition", "schedule", '),
+        ({"train_batch_size": "x" * 5000}, CLUSTER, "xxx…: it must be a whole number, at least 1; leave the key out"),
+        ({"train_batch_size": 2**41}, CLUSTER, f"train_batch_size is {2**41}: it must be at most {2**40}; correct it"),
+        ({"train_batch_size": 10**15}, CLUSTER, f"train_batch_size is {10**15}: it must be at most {2**40}; correct"),
+        ({"optimizer": {"type": "Adam", "params": "x"}}, CLUSTER, 'optimizer.params is "x": it must be an object'),
+        ({"optimizer": {"type": 3}}, CLUSTER, "optimizer.type is 3: it must be a name; correct it, or leave it out."),
+    ],
+)
+def test_what_no_one_means_is_refused_at_once_and_shortly(ds_json, capsys, config, more, message):
+    assert main(["check-config", ds_json(config), *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+    assert len(err) < MOST + 20
+
+
+def test_large_batches_are_resolved_at_once(ds_json, capsys):
+    assert main(["check-config", ds_json({"train_batch_size": 2**40}), *CLUSTER, "--json"]) == 0
+    resolved = json.loads(capsys.readouterr().out)["resolved"]
+    assert (resolved["micro_batches"], resolved["micro_batch_size"]) == (8, 2**36)
+
+
+def test_what_the_terminal_cannot_show(tmp_path):
+    """A file whose name is no UTF-8."""
+    layer = {"name": "mlp", "loads": [6, 2], "placement": [[0], [1]]}
+    (tmp_path / "loads.jsonl").write_text(json.dumps({"step": 1, "steps": 1, "layers": [layer]}) + "\n")
+    command = [sys.executable, "-m", "paceline.launch.cli", "loads", "loads.jsonl", "-o", "\udcff.svg"]
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=900, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"wrote \\udcff.svg\n")
+
+
+def test_a_name_that_is_too_long_for_a_file(tmp_path, capsys):
+    assert main(["export", "x" * 5000, str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("paceline: xxx")
+    assert err.endswith("xxx/manifest.json: the name is too long for a file; give a shorter one.\n")
+    assert len(err) < MOST + 20
 
 
 def test_schema(capsys):
@@ -177,6 +238,41 @@ def test_check_model(monkeypatch, capsys, verdict, status):
     assert json.loads(capsys.readouterr().out) == Report(verdict).to_dict()
     assert main(["check-model", "some/model"]) == status
     assert capsys.readouterr().out == f"model_type: llama\nverdict: {verdict}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "has a num_hidden_layers that is too large to count with: give at most 1024."),
+        ({"hidden_size": 10**12}, "has a hidden_size that is too large to count with: give at most 1048576."),
+        ({"vocab_size": 10**400}, "has a vocab_size that is too large to count with: give at most 2147483648."),
+        ({"num_hidden_layers": 0}, "has num_hidden_layers 0: give a whole number from 1 upwards."),
+        ({"num_key_value_heads": 3}, "has 4 attention heads and num_key_value_heads 3: give a divisor of them."),
+        ({"hidden_act": "nope"}, "no model can be made of "),
+        ({"hidden_size": 33}, "The hidden size (33) is not a multiple of the number of attention heads (4)"),
+    ],
+)
+def test_check_model_of_an_impossible_config(tmp_path, capsys, changes, message):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=60).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": 8, **changes}))
+    assert main(["check-model", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("paceline: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_brief():
+    assert brief("short") == "short"
+    text = "begin" + "x" * 5000 + "end"
+    assert len(brief(text)) == MOST
+    assert brief(text).startswith("beginxxx")
+    assert brief(text).endswith("xxxend")
+    assert "…" in brief(text)
 
 
 def test_check_model_bad_name(tmp_path, capsys):

@@ -226,6 +226,13 @@ def test_a_dtype_that_the_json_contradicts(fit: Any, precision: dict[str, Any], 
             "train_micro_batch_size_per_gpu is 2 in the JSON and --micro-batch-size 4 makes it 4; drop one of them, or "
             'write "auto" in the JSON.',
         ),
+        (["--world-size", "1048577"], "--world-size is 1048577: give at most 1048576."),
+        (["--world-size", "3", "--device-memory-gib", "inf"], "--device-memory-gib inf is no size: give GiB, above 0."),
+        (["--world-size", "3", "--device-memory-gib", "nan"], "--device-memory-gib nan is no size: give GiB, above 0."),
+        (
+            ["--world-size", "3", "--seq-length", "99999999"],
+            "sequence_length is 99999999, too large to count with: give",
+        ),
         (["--world-size", "3", "--micro-batch-size", "0"], "--micro-batch-size is 0: give a whole number from 1"),
         (["--world-size", "3", "--seq-length", "129"], "sequence_length is 129 and the model has 128 positions"),
     ],
@@ -247,3 +254,20 @@ def test_nothing_is_allocated(model: str, tmp_path: Path, capsys: pytest.Capture
     shown = json.loads(capsys.readouterr().out)
     assert shown["memory"][0]["weights"] > 400 * GIB
     assert torch.get_default_device().type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "has a num_hidden_layers that is too large to count with: give at most 1024."),
+        ({"hidden_act": "nope"}, "Give a config that fits together."),
+        ({"max_position_embeddings": -1}, "has max_position_embeddings -1: give a whole number from 1 upwards."),
+    ],
+)
+def test_a_model_that_cannot_be(model: str, fit: Any, changes: dict[str, Any], message: str) -> None:
+    path = Path(model) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    out, err = fit(ds(), "--world-size", "3", status=2)
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1

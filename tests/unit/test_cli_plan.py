@@ -325,7 +325,7 @@ def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     [
         ({"num_local_experts": -1}, "no model can be made of "),
         ({"vocab_size": -1}, "no model can be made of "),
-        ({"num_hidden_layers": 10**400}, "has too many layers to plan for: give a model of 1024 at most."),
+        ({"num_hidden_layers": 10**400}, "has a num_hidden_layers that is too large to count with: give at most 1024."),
     ],
 )
 def test_sizes_that_no_model_has(

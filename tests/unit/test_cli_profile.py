@@ -83,3 +83,13 @@ def test_what_cannot_be(argv: list[str], message: str, model: str, capsys: pytes
 def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(tmp_path / "nothing")]) == 2
     assert "has no config that transformers" in capsys.readouterr().err
+
+
+def test_what_has_no_room_is_told_before_it_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**{**SIZES, "vocab_size": 2**31, "hidden_size": 2**12}).save_pretrained(tmp_path / "large")
+    path = tmp_path / "p.json"
+    assert main(["profile", str(tmp_path / "large"), "--output", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("paceline: embedding needs about 6.55e+04 GiB and ")
+    assert err.endswith("give a smaller --micro-batch-size or --seq-length, or measure on a larger device.\n")
+    assert not path.exists()

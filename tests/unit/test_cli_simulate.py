@@ -273,3 +273,47 @@ def test_runs_light(more):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--stages", "4", "--micro-batches", "1000000000"], "--micro-batches 1000000000 on 4 stages are too many to"),
+        (["--stages", "1000000000", "--micro-batches", "1"], "--micro-batches 1 on 1000000000 stages are too many to"),
+        (["--stages", "2", "--micro-batches", "1" + "0" * 400], "are too many to simulate (about 1e+99 forwards"),
+        (["--stages", "64", "--micro-batches", "4096", "--compare"], "are too many to simulate (about 1.64e+07"),
+        (["--stages", "64", "--micro-batches", "4096", "--draw", "x.svg"], "are too many to draw (about 5.24e+05"),
+        (["--stages", "4096", "--micro-batches", "4", "--schedule", "one_direction"], "are too many to simulate"),
+    ],
+)
+def test_what_would_take_minutes_is_refused(capsys, argv, message):
+    assert main(["simulate", *argv, *SECONDS]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.endswith("): give fewer.\n")
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e300", "1e-300"])
+def test_costs_that_cannot_be_computed_with(capsys, tmp_path, number):
+    path = tmp_path / "costs.json"
+    path.write_text(f'{{"forward_s": [1, 1], "backward_s": [2, {number}]}}')
+    assert main(["simulate", "--costs", str(path), "--micro-batches", "4"]) == 2
+    assert capsys.readouterr().err == (
+        f"paceline: {path}: backward_s[1] is too large or too small to be computed with: choose units that bring it "
+        "near 1.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[" * 100_000, "too many brackets inside each other."), ('{"step_s": ' + "9" * 5000 + "}", "bring it near 1.")],
+)
+def test_costs_that_no_one_has_written(capsys, tmp_path, text, message):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    assert main(["simulate", "--costs", str(path), "--micro-batches", "4"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"paceline: {path}: ")
+    assert err.endswith(f"{message}\n")
+    assert err.count("\n") == 1

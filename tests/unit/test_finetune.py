@@ -139,3 +139,6 @@ def test_a_level_that_nobody_knows(
     _set_up_logging(0)
     assert logger.level == logging.INFO
     assert "PACELINE_LOG is loud: choose debug, info, warning or error" in capsys.readouterr().err
+    monkeypatch.setenv("PACELINE_LOG", "x" * 5000)
+    _set_up_logging(0)
+    assert len(capsys.readouterr().err) < 300

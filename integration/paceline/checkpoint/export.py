@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from paceline.hf import hub_files
+from paceline.hf import hub_files, peft
+from paceline.hf.anatomy import anatomy_of
 from paceline.hf.weights import skeleton
 
 from .format import MANIFEST, MODEL, MODEL_KINDS, CheckpointError
@@ -76,6 +78,8 @@ def _export(checkpoint: Checkpoint, target: Path, max_shard_size: str | int, dty
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{checkpoint.path} has no {MODEL}/config.json: it was saved without its model's files.")
     model = skeleton(AutoConfig.from_pretrained(folder))
+    if (folder / peft.CONFIG).exists():
+        return _export_adapters(checkpoint, target, dtype, model)
     state = hub_files.hub_format(model, _state(checkpoint, model, dtype))
     files = hub_files.shards(state, max_shard_size)
     names = hub_files.shard_names(len(files))
@@ -96,11 +100,38 @@ def _export(checkpoint: Checkpoint, target: Path, max_shard_size: str | int, dty
     return Exported(checkpoint.path, target, written, len(files), num_bytes)
 
 
-def _state(checkpoint: Checkpoint, model: PreTrainedModel, dtype: str) -> dict[str, Tensor]:
+def _export_adapters(checkpoint: Checkpoint, target: Path, dtype: str, model: PreTrainedModel) -> Exported:
+    """Of a model with adapters these alone, as PEFT has them."""
+    from peft import PeftConfig
+
+    folder = checkpoint.path / MODEL
+    name = (checkpoint.meta.get("model") or {}).get("adapter") or "default"
+    adapters = peft.resolve_adapters(PeftConfig.from_pretrained(str(folder)), model, anatomy_of(model), name)
+    # Of which tensors PEFT's file consists, only PEFT knows: it is asked without them.
+    wanted = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    files = peft.adapter_state(model, adapters, model.state_dict(keep_vars=True))
+    state = {file_name: wanted[id(tensor)] for file_name, tensor in files.items()}
+    tensors = _state(checkpoint, model, dtype, list(state.values()))
+    found = {file_name: tensors[name] for file_name, name in state.items()}
+    draft = hub_files.begin(target)
+    peft.write_adapters(found, draft)
+    shutil.copytree(folder, draft, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    for whole in ("config.json", "generation_config.json"):  # with these it would be a model
+        (draft / whole).unlink(missing_ok=True)
+    hub_files.publish(draft, target, last=peft.CONFIG)
+    dtypes = {tensor.dtype for tensor in found.values()}
+    written = str(dtypes.pop() if len(dtypes) == 1 else torch.float32).removeprefix("torch.")
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+    return Exported(checkpoint.path, target, written, 1, num_bytes)
+
+
+def _state(
+    checkpoint: Checkpoint, model: PreTrainedModel, dtype: str, names: Sequence[str] | None = None
+) -> dict[str, Tensor]:
     """The model's tensors by their names in memory, converted one after another."""
     described = checkpoint.meta.get("model") or {}
     state = {}
-    for name in hub_files.saved_names(model, model.state_dict()):
+    for name in hub_files.saved_names(model, model.state_dict()) if names is None else names:
         kinds = checkpoint.kinds(name)
         kind = next((kind for kind in MODEL_KINDS if kind in kinds), None)
         if kind is None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import mmap
 import os
 import pickle
 import re
@@ -215,8 +216,8 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
 def read_digest(path: Path) -> dict[str, Any]:
     """Entry for the manifest of a file that is there."""
     digest = Digest()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    # Not from malloc, which would keep it: every save has a thread of its own, and threads have heaps of their own.
+    with mmap.mmap(-1, CHUNK_BYTES) as memory, memoryview(memory) as buffer, open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.entry()

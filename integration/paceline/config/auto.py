@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from .known import check_objects
 from .section import SECTION, show, value_at
 
 # Where "auto" is a value that DeepSpeed itself understands.
@@ -25,10 +26,6 @@ _DEEPSPEEDS_AUTO = (
     "pipeline.stages",
     "zero_optimization.zenflow.*",
     f"{SECTION}.*",  # refused, with its own remedy, where the section is read
-)
-_OBJECTS = (
-    *("optimizer", "optimizer.params", "scheduler", "scheduler.params"),
-    *("zero_optimization", "fp16", "bf16", "checkpoint"),
 )
 _ADAM = ("adam", "adamw")
 _BATCH = {
@@ -73,11 +70,7 @@ def fill_auto(
     config = copy.deepcopy(dict(ds_config))
     if isinstance(config.get("zero_optimization"), bool):  # the old form
         config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
-    for path in _OBJECTS:
-        parent, _, key = path.rpartition(".")
-        holder = value_at(config, parent) if parent else config
-        if holder and not isinstance(holder.get(key, {}), dict):
-            raise ValueError(f"{path} is {show(holder[key])}: it must be an object; write {{}} or leave it out.")
+    check_objects(config)
     if args is not None:
         explicit = frozenset(given)
         _ask_for_more(config, args, explicit)

@@ -9,7 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from .part import Part
 
 NESTEROV = "nesterov"
-OPTIMIZER_STATES = ("keep", "average", "reset")
+MOST_WAIT_S = 1e8
+"""Three years: more is a mistake, and may be no number of milliseconds any more."""
 
 
 class AveragingConfig(Part):
@@ -70,7 +71,7 @@ class AveragingConfig(Part):
     combine_rounds: Annotated[int, Field(ge=1)] = Field(
         default=1, description="Last rounds whose averages are averaged in the end, for the final model."
     )
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    timeout_s: Annotated[float, Field(gt=0, le=MOST_WAIT_S, allow_inf_nan=False)] = Field(
         default=600.0,
         description="Seconds after which an island gives a round up and trains on alone until the next. An island that "
         "is dead is waited for a few seconds; for those that are alive, see `paceline lighthouse --join-timeout-s`.",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isqrt
 from typing import Any
 
-from .section import whole
+from .section import show, whole
 
 MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH = BATCH_KEYS = (
     "train_micro_batch_size_per_gpu",
@@ -14,6 +15,8 @@ MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH = BATCH_KEYS = (
 )
 # 1F1B idles (stages - 1) / (micro-batches + stages - 1) of the time: under a fifth from here on.
 MICRO_BATCHES_PER_STAGE = 4
+# Samples of a step; beyond, their number is a mistake, and its divisors take long to find.
+MOST_SAMPLES = 2**40
 # Weights are stale in the first round of a step only.
 ROUNDS = 2
 
@@ -28,6 +31,9 @@ def batch_sizes(
             not checked for it here.
     """
     micro, count, train = (None if config.get(key) is None else whole(key, config[key]) for key in BATCH_KEYS)
+    for key, size in zip(BATCH_KEYS, (micro, count, train), strict=True):
+        if size is not None and size > MOST_SAMPLES:
+            raise ValueError(f"{key} is {show(size)}: it must be at most {MOST_SAMPLES}; correct it or leave it out.")
     target = MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
     why_target = f"{MICRO_BATCHES_PER_STAGE} for each of {stages} stages" if stages > 1 else "one stage needs no more"
     a_round, rounds = 1, ""
@@ -77,4 +83,6 @@ def _must_divide(train: int, divisor: int, named: str) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """All of them, rising; takes time as the root of ``number``."""
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]

@@ -44,6 +44,10 @@ def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
     except _Constant as error:
         at = next(token.start() for token in _TOKEN.finditer(text) if token[2])
         raise ValueError(f"{path}, {_place(text, at)}: {error} is not JSON; write a number or null.") from None
+    except RecursionError:
+        raise ValueError(f"{path}: too many brackets inside each other; a DeepSpeed config has a few.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: {error}; write a number that can be meant.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds {type(config).__name__}, a DeepSpeed config is an object {{...}}.")
     return config

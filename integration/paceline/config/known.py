@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from .section import SECTION
+from .section import SECTION, show, value_at
 
 
 def _words(text: str) -> frozenset[str]:
@@ -62,6 +62,30 @@ SECTIONS = {
 }
 
 _CUTOFF = 0.8
+
+
+# Sections whose keys are read here and by Trainer's rules.
+_OBJECTS = (
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params"),
+    *("zero_optimization", "fp16", "bf16", "checkpoint"),
+)
+
+
+def check_objects(ds_config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a section of DeepSpeed's that is no object, or an optimizer or scheduler without a name.
+
+    ``"zero_optimization": true``, the old form, passes.
+    """
+    for path in _OBJECTS:
+        parent, _, key = path.rpartition(".")
+        holder = value_at(ds_config, parent) if parent else ds_config
+        value = holder.get(key, {}) if isinstance(holder, Mapping) else {}
+        if not isinstance(value, Mapping) and not (path == "zero_optimization" and isinstance(value, bool)):
+            raise ValueError(f"{path} is {show(value)}: it must be an object; write {{}} or leave it out.")
+    for path in ("optimizer.type", "scheduler.type"):
+        value = value_at(ds_config, path)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{path} is {show(value)}: it must be a name; correct it, or leave it out.")
 
 
 def near_misses(ds_config: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from ..schedules.directions import num_directions
 from .asynchronous import check_asynchronous
 from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
+from .known import check_objects
 from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, show, value_at
@@ -91,6 +92,7 @@ def resolve(
     """
     config = copy.deepcopy(dict(ds_config))
     chosen: dict[str, Choice] = {}
+    check_objects(config)
 
     stages, why = resolve_stages(
         config, world_size=world_size, num_layers=num_layers, state_bytes=state_bytes, device_bytes=device_bytes

@@ -62,6 +62,12 @@ _METHOD_SCHEMA: dict[str, Any] = {
 }
 
 
+MOST_GIB = 2**40
+"""Of a device: more is a mistake, and its bytes may be no number any more."""
+
+_MOST_SHOWN = 200
+"""Characters of a value in an error message."""
+
 Method: TypeAlias = str | tuple[int, ...] | dict[str, float]
 
 
@@ -142,7 +148,7 @@ class PartitionConfig(Part):
         description="hetero: a file of `paceline profile` with the times of the layers. Left out: they are measured "
         "at the start.",
     )
-    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB, allow_inf_nan=False)] | None = Field(
         default=None,
         description="GiB of each device that a partition chosen by times may count on. Left out: what is free.",
     )
@@ -215,7 +221,7 @@ class ScheduleConfig(Part):
         "samples of a step. Left out: none, since what is defined per micro-batch (dropout, router losses) changes "
         "with it.",
     )
-    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB, allow_inf_nan=False)] | None = Field(
         default=None,
         description="adaptive: GiB that live activations may take on each rank. Left out: nine tenths of what is free.",
     )
@@ -302,6 +308,11 @@ class ReportConfig(Part):
 
     metrics: bool = Field(
         default=True, description="Write metrics every --logging_steps (loss, speed, memory, time per stage)."
+    )
+    html: bool = Field(
+        default=True,
+        description="Write report.html and report.json at the end of the job, and record the steps before and after "
+        "each switch for them.",
     )
     trace_every: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -446,5 +457,9 @@ def value_at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as the JSON has it, for error messages."""
-    return json.dumps(value, default=repr)
+    """A value as the JSON has it, for error messages; of a long one the beginning."""
+    try:
+        text = json.dumps(value, default=repr)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        return f"a {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

@@ -22,13 +22,17 @@ from .stage import CausalLMStage, Cut, prune
 from .weights import causal_config, skeleton
 
 FLOAT_BYTES = 4
+_MOST = {"micro_batch_size": 2**20, "sequence_length": 2**24}
+"""Beyond, the sizes of tensors are no numbers any more."""
 
 
 def check_shape(config: PretrainedConfig, micro_batch_size: int, sequence_length: int) -> None:
-    """Raises ValueError for sizes below 1, and for sequences longer than the model has positions."""
+    """Raises ValueError for sizes below 1 or beyond measure, and for sequences longer than the model's positions."""
     for name, value in (("micro_batch_size", micro_batch_size), ("sequence_length", sequence_length)):
         if value < 1:
             raise ValueError(f"{name} is {value}: give a whole number from 1 upwards.")
+        if value > _MOST[name]:
+            raise ValueError(f"{name} is {value}, too large to count with: give at most {_MOST[name]}.")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and sequence_length > positions:
         raise ValueError(
@@ -96,6 +100,11 @@ def _run(config: PretrainedConfig, cut: Cut, dtype: torch.dtype, stream: Tensor)
                 if cut.last:
                     labels = torch.zeros(stream.shape[:2], dtype=torch.int64, device="meta")
                     stage.loss(output, labels, routing, float(labels.numel()))
+        except (TypeError, ZeroDivisionError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"model type {config.model_type!r} cannot compute with this config ({type(error).__name__}: "
+                f"{(str(error).splitlines() or [''])[0]}); give one that fits together."
+            ) from error
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"model type {config.model_type!r}: what it keeps for the backward cannot be counted without running "

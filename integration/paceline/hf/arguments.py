@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, PretrainedConfig
 
+from ..messages import brief
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
 
 BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet", "txt": "text", "py": "text"}
@@ -26,6 +27,15 @@ BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet",
 
 DEFAULT_SAVE_STEPS = 500
 """TrainingArguments' own."""
+
+ADAPTER_FLAGS = frozenset(
+    ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora", "use_dora",
+     "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+)  # fmt: skip
+"""Without --use_peft they have no sense. Names and defaults are those of TRL's ``ModelConfig``."""
+
+LISTS = frozenset(("lora_target_modules", "lora_modules_to_save"))
+"""Flags with several values."""
 
 AUTO = "auto"
 """Of --resume_from_checkpoint: go on if there is something to go on from."""
@@ -50,11 +60,10 @@ def _check_range(args: Any, low: float, *names: str, below: float = math.inf) ->
 def _check_file(name: str, value: str | None) -> None:
     if value is None:
         return
-    path = Path(value)
-    if not path.is_file():
-        found = "is a directory" if path.is_dir() else "does not exist"
+    if not os.path.isfile(value):  # Path's own fails for names that no file can have
+        found = "is a directory" if os.path.isdir(value) else "does not exist"
         _refuse(name, value, f"must be a file, but {found}", "check the path; each node of the job needs it")
-    if path.stat().st_size == 0:
+    if os.path.getsize(value) == 0:
         _refuse(name, value, "must have content, but is empty", "check the path")
 
 
@@ -74,8 +83,32 @@ class ModelArguments:
     token: str | None = _flag(None, "Hugging Face token. None: the one that `hf auth login` stored.")
     trust_remote_code: bool = _flag(False, "Run code that comes with the tokenizer; models with their own are refused.")
     attn_implementation: str | None = _flag(None, "Attention: eager, sdpa, flash_attention_2, ...")
+    use_peft: bool = _flag(False, "Train adapters (LoRA) and nothing else; they are what is written.")
+    lora_r: int = _flag(16, "LoRA: rank of the adapters.")
+    lora_alpha: int = _flag(32, "LoRA: the adapters are scaled by this over their rank.")
+    lora_dropout: float = _flag(0.05, "LoRA: share of an adapter's inputs that are dropped.")
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "LoRA: modules that get adapters: names, or all-linear. None: PEFT's choice for the model."},
+    )
+    lora_modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "LoRA: modules that are trained whole, beside the adapters."}
+    )
+    use_rslora: bool = _flag(False, "LoRA: scale by lora_alpha over the root of the rank.")
+    use_dora: bool = _flag(False, "LoRA: learn the weights' magnitudes apart (DoRA).")
+    load_in_8bit: bool = _flag(False, "Adapters on weights of 8 bits (bitsandbytes).")
+    load_in_4bit: bool = _flag(False, "Adapters on weights of 4 bits (bitsandbytes; QLoRA).")
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = _flag("nf4", "4 bits: what they stand for.")
+    use_bnb_nested_quant: bool = _flag(False, "4 bits: quantise their scales too.")
 
     def __post_init__(self) -> None:
+        _check_range(self, 1, "lora_r", "lora_alpha")
+        _check_range(self, 0, "lora_dropout", below=1)
+        if self.load_in_8bit and self.load_in_4bit:
+            _refuse("load_in_8bit", True, "weights have 4 bits or 8", "leave one of the two flags out")
+        if self.use_peft and self.model_name_or_path is None:
+            rule = "adapters are to a model that has its weights from somewhere"
+            _refuse("use_peft", True, rule, "add --model_name_or_path, or leave it out")
         if self.config_overrides is None:
             return
         if self.model_name_or_path is not None:
@@ -273,7 +306,7 @@ class TrainArguments:
         if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", self.max_shard_size, re.IGNORECASE):
             rule = "must be a whole number above 0 with KB, MB, GB or TB"
             _refuse("max_shard_size", self.max_shard_size, rule, "write it as 5GB")
-        if Path(self.output_dir).is_file():
+        if os.path.isfile(self.output_dir):
             _refuse("output_dir", self.output_dir, "must be a directory, but is a file", "choose another name")
         _check_file("deepspeed", self.deepspeed)
 
@@ -284,7 +317,7 @@ class TrainArguments:
             self.resume_from_checkpoint = None
         elif value.lower() in ("true", "yes", AUTO):
             self.resume_from_checkpoint = AUTO if value.lower() == AUTO else "true"
-        elif not Path(value).is_dir():
+        elif not os.path.isdir(value):
             rule = "must be a checkpoint's directory, true or auto, but there is no such directory"
             _refuse("resume_from_checkpoint", value, rule, "check the path; each node of the job needs it")
 
@@ -301,7 +334,7 @@ class _Parser(HfArgumentParser):
         if flag and (remedy := VALUE_REMEDIES.get(flag[1])):
             message = f"{message}. Remedy: {remedy}"
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node see the same flags
-            print(f"{self.prog}: {message}", file=sys.stderr)
+            print(f"{self.prog}: {brief(message)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -329,6 +362,11 @@ def parse(
         parser.error(_unknown(unknown, names))
     given = {name: value for name, value in vars(namespace).items() if value is not missing}
     model_args, data_args, train_args = parser.parse_dict(given)
+    if not model_args.use_peft:
+        for name in sorted(given.keys() & ADAPTER_FLAGS):
+            if given[name] not in (False, None):
+                remedy = "add --use_peft, or leave it out"
+                _refuse(name, given[name], "is for adapters, and the whole model is trained", remedy)
     if data_args.streaming and train_args.max_steps < 0:
         _refuse("streaming", True, "a stream has no known end to count epochs by", "--max_steps with a number")
     if data_args.streaming and train_args.eval_strategy == "epoch":
@@ -347,9 +385,15 @@ def _flags_in(path: str) -> list[str]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must be one object with flags as keys, but is a {type(values).__name__}.")
     for name, value in values.items():
-        if isinstance(value, (list, dict)):
+        if isinstance(value, dict) or (isinstance(value, list) and name not in LISTS):
             raise ValueError(f"{path}: {name} must be a number, a string, true, false or null, but is {value}.")
-    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+    flags: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
 
 
 def _unknown(arguments: Sequence[str], names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from .families import NUM_LAYERS, shrink
 from .parity import ROUNDING, check_split
 from .quiet import quiet
 from .router import router_loss_of
-from .sources import config_at
+from .sources import config_at, model_config_at
 from .stage import Cut, tied_weight
 from .weights import causal_config, load_stage, model_class_of, skeleton
 
@@ -97,9 +97,13 @@ def check_source(source: str | Path) -> ModelReport:
     """Report on the model whose config is at ``source``, a directory or a hub name. No weights are read.
 
     Raises:
-        ValueError: there is no config that transformers can read.
+        ValueError: there is no config that transformers can read, or none that a model can be made of.
     """
-    return check_model(config_at(source))
+    try:
+        config = model_config_at(source)
+    except UnsupportedModelError:  # which check_model reports
+        config = config_at(source)
+    return check_model(config)
 
 
 def check_model(config: PretrainedConfig) -> ModelReport:
@@ -154,7 +158,15 @@ def _difference(config: PretrainedConfig) -> float:
         raise UnsupportedModelError(f"{name} cannot be a pipeline: {family.reason}.")
     else:
         difference = family.difference
-    check_stream_identity(config)
+    try:
+        check_stream_identity(config)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # a config whose parts do not fit together, which shows when they meet
+        raise UnsupportedModelError(
+            f"{name} cannot be a pipeline with this config: a stage without layers fails with "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
     return difference
 
 

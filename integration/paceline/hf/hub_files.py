@@ -87,15 +87,20 @@ def begin(target: Path) -> Path:
     return draft
 
 
-def publish(draft: Path, target: Path) -> None:
-    """Move a complete draft into place, over the files of an earlier export."""
-    # The config goes first and comes last: without it the directory is no model.
-    for stale in (target / "config.json", *target.glob("model*.safetensors"), target / SAFE_WEIGHTS_INDEX_NAME):
+def publish(draft: Path, target: Path, last: str = "config.json") -> None:
+    """Move a complete draft into place, over the files of an earlier export.
+
+    Args:
+        last: the config goes first and comes last: without it the directory is no model, or no adapter.
+    """
+    configs = (target / name for name in ("config.json", "adapter_config.json"))
+    weights = (*target.glob("model*.safetensors"), *target.glob("adapter_model*.safetensors"))
+    for stale in (*configs, *weights, target / SAFE_WEIGHTS_INDEX_NAME):
         stale.unlink(missing_ok=True)
-    for path in sorted(draft.iterdir(), key=lambda p: p.name == "config.json"):
+    for path in sorted(draft.iterdir(), key=lambda p: p.name == last):
         if path.is_dir():  # a tokenizer's further chat templates
             shutil.rmtree(target / path.name, ignore_errors=True)
         else:
-            shutil.copymode(draft / "config.json", path)  # safetensors writes files that only their owner can read
+            shutil.copymode(draft / last, path)  # safetensors writes files that only their owner can read
         os.replace(path, target / path.name)
     shutil.rmtree(draft)

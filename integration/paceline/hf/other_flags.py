@@ -16,6 +16,7 @@ ELSEWHERE = {
     "use_fast_tokenizer": "leave it out, the fast tokenizer is taken where there is one",
     "optim": "set the optimizer in the DeepSpeed JSON",
     "optim_args": "set the optimizer in the DeepSpeed JSON",
+    "optim_target_modules": "set the optimizer in the DeepSpeed JSON",
     "optimizer": "set the optimizer in the DeepSpeed JSON",
     "lr_scheduler_kwargs": "set the scheduler in the DeepSpeed JSON",
     "model": "use --model_name_or_path",
@@ -56,7 +57,10 @@ ELSEWHERE = {
     "low_cpu_mem_usage": "leave it out, a rank loads its own stage only",
     "no_cuda": "set DS_ACCELERATOR=cpu in the environment",
     "use_cpu": "set DS_ACCELERATOR=cpu in the environment",
-    "use_peft": "leave it out, all parameters are trained",
+    "lora_task_type": "leave it out, models are causal language models",
+    "lora_bias": "leave it out, adapters have none; give get_peft_model's result to paceline.initialize for others",
+    "bnb_4bit_compute_dtype": "leave it out, weights compute in the dtype of the training (bf16 or fp16)",
+    "bnb_4bit_quant_storage": "leave it out",
 }
 """Flags of other programs -> what to do here."""
 
@@ -66,7 +70,7 @@ ELSEWHERE_BY_PREFIX = {
     "ddp_": "leave it out, replicas are what the stages leave of the ranks",
     "dataloader_": "leave it out, rows are tokenized before training, or with --streaming as they are read",
     "torch_compile": "leave it out, layers run uncompiled",
-    "lora_": "leave it out, all parameters are trained",
+    "lora_": "see --help, or give get_peft_model's result to paceline.initialize in a loop of your own",
     "trackio_": "leave it out, trackers are set in the DeepSpeed JSON (tensorboard, wandb, csv_monitor)",
 }
 

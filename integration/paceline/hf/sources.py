@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers import __version__ as transformers_version
 
+from ..measure.flops import NUM_EXPERTS
+from .anatomy import UnsupportedModelError
 from .quiet import quiet
+from .weights import causal_config, skeleton
+
+MOST_LAYERS = 1024
+_MOST = {"num_hidden_layers": MOST_LAYERS, "hidden_size": 2**20, "head_dim": 2**16, "num_attention_heads": 2**16}
+_MOST |= dict.fromkeys(NUM_EXPERTS, 2**14)
+MOST_SIZE = 2**31
+"""Of any number in a config: with more, the sizes of tensors are no numbers any more, or counting takes minutes."""
 
 
 def config_at(source: str | Path) -> PretrainedConfig:
@@ -20,8 +30,56 @@ def config_at(source: str | Path) -> PretrainedConfig:
         with quiet():
             return AutoConfig.from_pretrained(str(source))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{str(source)!r} has no config that transformers {transformers_version} can read: {reason} Give a "
+            f"{str(source)!r} has no config that transformers {transformers_version} can read: {_reason(error)} Give a "
             "directory with a config.json, or the name of a model on the hub."
         ) from error
+
+
+def model_config_at(source: str | Path) -> PretrainedConfig:
+    """As :func:`config_at`, and of a model that can be: its sizes are some, and transformers makes it of them.
+
+    Raises:
+        UnsupportedModelError: it can be made, and not be cut into stages.
+        ValueError: there is no such config, or no such model.
+    """
+    config = config_at(source)
+    try:
+        text = config.get_text_config()
+        own = vars(text) | {name: getattr(text, name, None) for name in _MOST}
+        _check_sizes(source, own)
+        with quiet():
+            skeleton(causal_config(config))
+    except ValueError as error:
+        if isinstance(error, UnsupportedModelError) or str(error).startswith(repr(str(source))):
+            raise
+        raise _impossible(source, error) from error
+    except Exception as error:  # a family's constructor raises what it likes
+        raise _impossible(source, error) from error
+    return config
+
+
+def _check_sizes(source: str | Path, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        most = _MOST.get(name, MOST_SIZE)
+        if isinstance(value, int | float) and abs(value) > most:
+            raise ValueError(f"{str(source)!r} has a {name} that is too large to count with: give at most {most}.")
+    for name in ("max_position_embeddings", "num_hidden_layers"):
+        value = values.get(name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{str(source)!r} has {name} {value!r}: give a whole number from 1 upwards.")
+    heads, of_keys = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(of_keys, int) and (of_keys < 1 or heads % of_keys):
+        raise ValueError(
+            f"{str(source)!r} has {heads} attention heads and num_key_value_heads {of_keys}: give a divisor of them."
+        )
+
+
+def _impossible(source: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"no model can be made of {str(source)!r}: {_reason(error)} Give a config that fits together.")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, and the next one where it only leads to that."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1]))

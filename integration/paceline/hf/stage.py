@@ -23,6 +23,8 @@ from . import router
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
 
 SIDE_INPUTS = ("attention_mask", "position_ids")
+ADAPTED = ("base_layer", "original_module")
+"""Where PEFT's modules keep those in whose places they are."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ class AddsNothing(nn.Module):
         return torch.zeros((), device=reference.device)
 
 
+def bare(module: nn.Module) -> nn.Module:
+    """``module`` itself, or, of an adapter that stands in its place, what is inside."""
+    while True:
+        inside = next((child for name, child in module.named_children() if name in ADAPTED), None)
+        if inside is None:
+            return module
+        module = inside
+
+
 def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     """Take out of ``model``, in place, everything that ``cut`` does not hold. Works on meta and on real weights.
 
@@ -84,7 +95,7 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
             module = trunk.get_submodule(name)
             if name == anatomy.embedding and cut.last and tied:
                 continue
-            is_position_table = isinstance(module, nn.Embedding) and name != anatomy.embedding
+            is_position_table = isinstance(bare(module), nn.Embedding) and name != anatomy.embedding
             setattr(trunk, name, AddsNothing() if is_position_table or name in adapter.adds else PassThrough())
         for name, value in adapter.neutral.items():
             _neutralise(trunk, name, value)

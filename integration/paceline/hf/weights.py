@@ -12,6 +12,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,22 @@ def load_stage(
     return CausalLMStage(model, cut, anatomies[-1])
 
 
+@contextmanager
+def seeded_by_name(seed: int, name: str) -> Iterator[None]:
+    """Draw from ``seed`` and ``name`` alone; afterwards the generator is where it was."""
+    state = torch.random.get_rng_state()
+    _seed_by_name(seed, name)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def _seed_by_name(seed: int, name: str) -> None:
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    torch.random.default_generator.manual_seed(int.from_bytes(key[:8], "little") >> 1)
+
+
 def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any, allow_empty: bool) -> None:
     """Run transformers' own initialisation with the generator seeded anew for each module, by its name.
 
@@ -143,10 +161,7 @@ def _initialize_by_name(model: PreTrainedModel, seed: int, initialize: Any, allo
     names = {id(module): name for name, module in model.named_modules()}
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     state = torch.random.get_rng_state()
-
-    def seed_for(name: str) -> None:
-        key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        torch.random.default_generator.manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    seed_for = partial(_seed_by_name, seed)
 
     def seeded(owner: PreTrainedModel) -> Any:
         initialize_module = type(owner)._init_weights

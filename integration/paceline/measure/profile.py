@@ -24,6 +24,9 @@ from .memory import room_bytes
 FORMAT = 1
 """Of the file. Another one is refused."""
 
+MOST = 1e60
+"""Of any number in the file; sums and products of such numbers stay numbers."""
+
 FILE_NAME = "profile.json"
 """In a run's output directory: what was measured for its partition, for further runs."""
 
@@ -112,6 +115,8 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not getattr(getattr(torch, self.dtype, None), "is_floating_point", False):
+            raise ValueError(f"dtype is {self.dtype!r}: give one of torch's, such as float32 or bfloat16.")
         for name in ("micro_batch_size", "sequence_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1 upwards.")
@@ -174,6 +179,8 @@ class Profile:
         except json.JSONDecodeError as error:
             at = f"line {error.lineno}, column {error.colno}"
             raise ValueError(f"profile {path}, {at}: {error.msg}; {remedy}.") from None
+        except RecursionError:
+            raise ValueError(f"profile {path}: too many brackets inside each other; {remedy}.") from None
         except ValueError as error:
             raise ValueError(f"profile {path}: {error}; {remedy}.") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -280,6 +287,8 @@ def _value(path: str, kind: str, value: Any) -> Any:
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
         names = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "true or false"}
         raise ValueError(f"{path} is {value!r}: give {names[kind]}.")
+    if kind in ("int", "float") and not abs(value) <= MOST:
+        raise ValueError(f"{path} is too large to be computed with: give at most {MOST:g}, or measure anew.")
     return float(value) if kind == "float" else value
 
 

@@ -33,7 +33,7 @@ class MetricsFile:
             kept = self._kept()
             self._file = self.path.open("w")
             self._file.writelines(kept)
-        print(json.dumps(_finite(record), allow_nan=False), file=self._file, flush=True)
+        print(json.dumps(finite(record), allow_nan=False), file=self._file, flush=True)
 
     def _kept(self) -> list[str]:
         if self.path is None or not self.after_step or not self.path.exists():
@@ -96,7 +96,7 @@ def summarize(
     """
     seconds = max(rank.times["wall_s"] for rank in ranks)
     rate = (tokens - first_tokens) / seconds if seconds else 0.0
-    return _finite(
+    return finite(
         {
             **facts,
             "steps": steps,
@@ -155,11 +155,12 @@ def _si(value: float) -> str:
     return f"{value:.0f} "
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """``value`` with null for every number in it that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -16,18 +16,28 @@ class Progress:
         self.total, self.shown = total_steps, shown
         drawn = shown and bar and sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True) if drawn else None
+        self._running = self._numbers = ""
 
-    def step(self) -> None:
+    def step(self, running: object = "") -> None:
+        """A step is over; ``running`` says how it ran, and shows at once where that has changed."""
+        changed, self._running = str(running) != self._running, str(running)
         if self.bar is not None:
+            if changed:
+                self._show()
             self.bar.update()
 
     def report(self, step: int, values: Mapping[str, Any]) -> None:
         """Show the latest numbers, on the bar or as a line of their own."""
-        text = _text(values)
+        self._numbers = _text(values)
         if self.bar is not None:
-            self.bar.set_postfix_str(text)
+            self._show()
         elif self.shown:
-            self.say(f"step {step}/{self.total}: {text}")
+            self.say(f"step {step}/{self.total}: {' · '.join(filter(None, (self._numbers, self._running)))}")
+
+    def _show(self) -> None:
+        """How it runs first: on a narrow terminal the end is cut off."""
+        assert self.bar is not None
+        self.bar.set_postfix_str(" · ".join(filter(None, (self._running, self._numbers))))
 
     def say(self, text: str) -> None:
         """A line that stays."""

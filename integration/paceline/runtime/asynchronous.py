@@ -252,6 +252,9 @@ class AsynchronousEngine(CausalLMEngine):
         ordered = dict(sorted(names.items(), key=lambda item: (stages[item[0]], item[1])))
         return ordered, counts, apart
 
+    def _trained_stages(self) -> set[int]:
+        return {stage for parameter, stage in self._stage_of.items() if parameter.requires_grad}
+
     @property
     def _stage_of(self) -> dict[nn.Parameter, int]:
         """The stage of each parameter here; of a weight that two share, the first."""
@@ -546,16 +549,16 @@ class AsynchronousEngine(CausalLMEngine):
 
     # -- between steps -------------------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+    def _infer(self, *args: Any) -> Iterator[Any]:
         self.flush()
-        return super().evaluate(batches)
+        yield from super()._infer(*args)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         self.flush()
         self.module.eval()  # who reads depends on it
         return super().eval_batch(*args, **kwargs)
 
-    def prepare_checkpoint(self) -> None:
+    def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
         """Nothing: what is to be saved is under way between steps. The first save takes its memory itself."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:

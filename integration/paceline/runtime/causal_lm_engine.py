@@ -10,7 +10,7 @@ Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-paral
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..checkpoint.format import MODEL
 from ..hf import hub_files
+from ..hf.peft import save_adapter_config
 from ..hf.stage import SIDE_INPUTS
 from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
@@ -39,6 +40,9 @@ def shapes_in(table: Tensor) -> list[MicroBatchShape]:
         for batch, length, bits, *counts, _ in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()
     ]
 
+
+_Seen = tuple[Tensor, Any]
+"""Of a micro-batch: the sum of its losses, and what somebody wanted of its logits."""
 
 NOTHING = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {})
 """A micro-batch without a loss."""
@@ -105,7 +109,6 @@ class CausalLMEngine(PacelineEngine):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Mean loss per label token over all of ``batches``, of all replicas together.
 
@@ -117,35 +120,64 @@ class CausalLMEngine(PacelineEngine):
             ``{"eval_loss", "perplexity", "eval_tokens"}`` on every rank. The router loss is not in it. When a rank is
             asked to stop (``is_stopping``) it ends early, with what there is.
         """
-        self._check_whole()
-        with self._naming_lost_peers():
-            found = self._evaluate(batches)
-        WATCH.idle()
-        return found
-
-    def _evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        was_training = self.module.training
-        self.module.eval()
-        trained_on, self.data_iterator = self.data_iterator, iter(batches) if self._loads else None
         sums = torch.zeros(2, dtype=torch.float64)
-        try:
-            while self._open_step(self.micro_batches, partial=True):
-                self._sum_losses = torch.zeros((), dtype=torch.float64, device=self.device)
-                if self._shapes:  # another replica may have more batches than this one
-                    self._exec_schedule(self._inference_schedule(len(self._shapes)))
-                if self.is_last_stage():
-                    sums += torch.stack([self._sum_losses.cpu(), torch.tensor(self._label_tokens, dtype=torch.float64)])
-                if self.is_stopping:
-                    break
-        finally:
-            self.data_iterator = trained_on
-            self._sum_losses = None
-            self.module.train(was_training)
+        for seen in self._infer(iter(batches), None):
+            if self.is_last_stage():
+                total = torch.stack([loss for loss, _ in seen]).sum() if seen else torch.zeros(())
+                sums += torch.tensor([total.item(), self._label_tokens], dtype=torch.float64)
+            if self.is_stopping:
+                break
         self.control.sum(sums)
         loss = (sums[0] / sums[1]).item() if sums[1] else float("nan")
         return {"eval_loss": loss, "perplexity": float(torch.tensor(loss).exp()), "eval_tokens": int(sums[1])}
 
-    _sum_losses: Tensor | None = None
+    def predict(
+        self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Of each of ``batches`` the mean loss per label token (NaN where it has none), and what ``see`` makes of it.
+
+        Several batches are under way at a time. Collective: all ranks take all that there is, in the same order.
+
+        Args:
+            batches: as for :meth:`evaluate`; replicas have as many each.
+            see: called on the last stage with logits ``[B, S, V]`` and labels ``[B, S]``; what it returns, tensors in
+                tuples, lists or dicts, comes to all stages.
+
+        Yields:
+            On every rank, in order; tensors are on the CPU.
+        """
+        for seen in self._infer(iter(batches), see):
+            counts = [shape.label_tokens for shape in self._shapes]
+            told = [(loss.cpu() / count, kept) for (loss, kept), count in zip(seen, counts, strict=False)]
+            source = self.rank_of_stage(self.num_stages - 1)
+            yield from self.control.over_stages(told, source) if self.is_pipe_parallel else told
+
+    @torch.no_grad()
+    def _infer(self, batches: Iterator[Any], see: Callable[[Tensor, Tensor], Any] | None) -> Iterator[list[_Seen]]:
+        """Pass ``batches`` forward, as many at a time as a step has; what the last stage has seen of them."""
+        self._check_whole()
+        was_training = self.module.training
+        try:
+            while True:
+                trained_on, self.data_iterator = self.data_iterator, batches if self._loads else None
+                self.module.eval()
+                self._see, self._seen = see, []
+                try:
+                    with self._naming_lost_peers():
+                        if not self._open_step(self.micro_batches, partial=True):
+                            return
+                        if self._shapes:  # another replica may have more batches than this one
+                            self._exec_schedule(self._inference_schedule(len(self._shapes)))
+                    WATCH.idle()
+                    seen = self._seen
+                finally:
+                    self.data_iterator, self._see, self._seen = trained_on, None, None
+                yield seen
+        finally:
+            self.module.train(was_training)
+
+    _see: Callable[[Tensor, Tensor], Any] | None = None
+    _seen: list[_Seen] | None = None
 
     @property
     def _loads(self) -> bool:
@@ -267,7 +299,7 @@ class CausalLMEngine(PacelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
         stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
-        with autocast_if_enabled(self):
+        with self._graph(), autocast_if_enabled(self):
             out, routing_out = self.module(stream, side, routing)
         if self.is_last_stage():
             self._keep_loss(buffer_id, out, routing_out, self._shapes[micro_batch])
@@ -276,9 +308,13 @@ class CausalLMEngine(PacelineEngine):
 
     def _keep_loss(self, buffer_id: int, logits: Tensor, routing: Tensor | None, shape: MicroBatchShape) -> None:
         stage, labels = self.module.stage, self.pipe_buffers["labels"][buffer_id]
-        if self._sum_losses is not None:
-            if shape.label_tokens:
-                self._sum_losses += stage.loss(logits, labels, None, 1.0).double()
+        if self._seen is not None:
+            loss = (
+                stage.loss(logits, labels, None, 1.0).double()
+                if shape.label_tokens
+                else torch.zeros((), dtype=torch.float64, device=self.device)
+            )
+            self._seen.append((loss, None if self._see is None else self._see(logits, labels)))
             return
         if self.eval_return_logits:
             self.outputs = logits
@@ -289,6 +325,8 @@ class CausalLMEngine(PacelineEngine):
         self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
 
     def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
+        if not self._runs_backward:
+            return
         out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
         if self.is_last_stage():
             pairs = [(self.optimizer.scale_if_loss(out), None)]
@@ -299,7 +337,8 @@ class CausalLMEngine(PacelineEngine):
         self._start_timers(self.engine_timers.backward_timers)
         self._start_timers(self.engine_timers.backward_inner_timers)
         with self._counting_backwards():
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            if pairs:  # none where no output depends on what is trained
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         self._stop_timers(self.engine_timers.backward_inner_timers)
         self._stop_timers(self.engine_timers.backward_timers)
         self.pipe_buffers["outputs"][buffer_id] = None
@@ -358,7 +397,7 @@ class CausalLMEngine(PacelineEngine):
             packed = more.pop(0)
             side = {name: packed[i].long() for i, name in enumerate(names)}
         routing = more.pop() if more else None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._sends_gradients:
             stream.requires_grad_()
             if routing is not None:
                 routing.requires_grad_()
@@ -384,4 +423,6 @@ class CausalLMEngine(PacelineEngine):
         folder = draft / MODEL
         folder.mkdir(exist_ok=True)
         hub_files.save_config(self.module.stage.model, folder)
+        if self.module.adapters is not None:
+            save_adapter_config(self.module.stage.model, self.module.adapters, folder)
         super()._write_files(draft, more)

@@ -11,6 +11,8 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ..config.section import HETERO
 from ..hf.kinds import layer_kinds
+from ..hf.peft import inject
+from ..hf.quantised import quantisation_of
 from ..hf.quiet import quiet
 from ..hf.stage import take_out
 from ..hf.weights import skeleton
@@ -64,6 +66,11 @@ class CausalLMLayers(Layers):
     def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
         module, model = self.module, self.module.stage.model
         anatomy = module.anatomy
+        if quantisation_of(model.config) is not None:
+            raise ValueError(
+                f"layer {item - 1} cannot move: its weights are quantised, with scales that are no tensors of the "
+                "model; leave the partition as it is."
+            )
         pattern = self._pattern()
         config = model.config
         shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
@@ -80,7 +87,10 @@ class CausalLMLayers(Layers):
         module = self.module
         if not module.pattern:
             with quiet():
-                module.pattern.append(skeleton(module.stage.model.config))
+                pattern = skeleton(module.stage.model.config)
+                if module.adapters is not None:
+                    inject(pattern, module.adapters)
+                module.pattern.append(pattern)
         (pattern,) = module.pattern
         trunks = [module.anatomy.trunk_of(model) for model in (module.stage.model, pattern)]
         if getattr(trunks[0], "_output_capturing_hooks_installed", False):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..checkpoint import Checkpoint, CheckpointError, CheckpointWriter, latest_checkpoint, new_run
+from ..hf.quantised import quantisation_of
 from ..optim.loss_scale import load_scaler_state, scaler_state
 from ..optim.sharded import ShardedOptimizer
 from .state import pieces, place
@@ -53,7 +54,8 @@ class Checkpointing:
             tag: default ``global_step<N>``, as in DeepSpeed.
             client_state: what :meth:`load_checkpoint` gives back: tensors, numbers, strings, lists, dicts.
             save_latest: ``latest`` always names the last complete checkpoint; False is refused.
-            exclude_frozen_parameters: leave out what is not trained.
+            exclude_frozen_parameters: leave out what is not trained: to go on, the model has to be made as at first.
+                Quantised weights are left out in any case.
             wait: return when the checkpoint is there. Otherwise return when everything is copied; training goes on
                 while it is written, and what goes wrong is raised by the next step, save or :meth:`finish_checkpoint`.
             keep: delete older checkpoints beyond so many.
@@ -63,6 +65,7 @@ class Checkpointing:
             ValueError: on every rank: a state that cannot be saved.
             CheckpointError: on every rank: a rank could not write. The checkpoint does not exist then.
         """
+        exclude_frozen_parameters |= self._is_quantised
         if not save_latest:
             raise ValueError("save_latest is False: `latest` always names the last complete checkpoint; leave it out.")
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
@@ -199,11 +202,12 @@ class Checkpointing:
         checkpoint.close()
         return str(path), dict(meta["client_state"])
 
-    def prepare_checkpoint(self: Any) -> None:
+    def prepare_checkpoint(self: Any, *, exclude_frozen_parameters: bool = False) -> None:
         """Take the host memory for a checkpoint now, so that the first save is as quick as the others."""
+        trained_only = exclude_frozen_parameters or self._is_quantised
         writer = self._checkpoint_writer()
         with self.control.together("preparing for checkpoints"):
-            writer.prepare(pieces(self.module, self._sharded, replica=self.replica))
+            writer.prepare(pieces(self.module, self._sharded, replica=self.replica, trained_only=trained_only))
 
     def destroy(self: Any) -> None:
         """As DeepSpeed's; a checkpoint that is being written is finished first. Not collective."""
@@ -213,6 +217,11 @@ class Checkpointing:
             except CheckpointError as error:
                 logger.error("%s", error)
         super().destroy()  # type: ignore[misc]
+
+    @property
+    def _is_quantised(self: Any) -> bool:
+        stage = getattr(self.module, "stage", None)
+        return stage is not None and quantisation_of(stage.model.config) is not None
 
     @property
     def replica(self: Any) -> int:
@@ -242,13 +251,14 @@ class Checkpointing:
         return self._writer
 
     def _meta(self: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        adapters = getattr(self.module, "adapters", None)
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "optimizer": None if self._sharded is None else type(self.basic_optimizer).__name__,
             "loss_scale": {} if self._sharded is None else scaler_state(self._sharded.loss_scaler),
             "client_state": dict(client_state or {}),
             "shape": self._shape(),
-            "model": {"dtype": self._dtype_name()},
+            "model": {"dtype": self._dtype_name(), "adapter": getattr(adapters, "name", None)},
         }
 
     def _dtype_name(self: Any) -> str:

@@ -41,7 +41,7 @@ class Computing:
             inputs = tuple(_Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in inputs)
         elif inputs.requires_grad:
             inputs = _Alias.apply(inputs)
-        with autocast_if_enabled(self):
+        with self._graph(), autocast_if_enabled(self):
             outputs = self.module(inputs)
         if not self.module.training:
             ds_checkpointing.reset()
@@ -70,6 +70,8 @@ class Computing:
             self.total_additional_losses = totals
 
     def _exec_backward_pass(self: Any, buffer_id: int, micro_batch: int) -> None:
+        if not self._runs_backward:
+            return
         outputs = self.pipe_buffers["outputs"][buffer_id]
         # From each tensor of a tuple in turn, as DeepSpeed does, and with reentrant checkpointing (its own) several
         # times through a weight: a gradient is then not finished when it first arrives.
@@ -82,6 +84,7 @@ class Computing:
                 self.optimizer.scale_if_loss(outputs / self.gradient_accumulation_steps()).backward()
             elif isinstance(outputs, tuple):
                 pairs = list(zip((t for t in outputs if t.is_floating_point()), self.grad_layer, strict=True))
+                pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
                 for index, (tensor, gradient) in enumerate(pairs):
                     tensor.backward(gradient=gradient, retain_graph=index < len(pairs) - 1)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import CheckpointError
 
@@ -28,6 +29,14 @@ SHARED = "paceline_is_shared"
 
 def is_shared(error: BaseException) -> bool:
     return getattr(error, SHARED, False)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor comes to."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,18 @@ class ControlPlane:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.world)
         return values[0]
+
+    def over_stages(self, value: Any, source: int) -> Any:
+        """``value`` of the rank ``source``, on every stage of its pipeline: tensors, on the CPU, and more."""
+        own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().contiguous(), value)
+        told = [tree_map_only(Tensor, lambda tensor: _Place(tensor.shape, tensor.dtype), own)]
+        dist.broadcast_object_list(told, src=source, group=self.pipe)
+        if self.rank != source:
+            own = tree_map_only(_Place, lambda place: torch.empty(place.shape, dtype=place.dtype), told[0])
+        for leaf in tree_leaves(own):
+            if torch.is_tensor(leaf):
+                dist.broadcast(leaf, src=source, group=self.pipe)
+        return own
 
     def settle(self, error: BaseException | None, doing: str) -> None:
         """Raise on every rank if any rank failed; call it on all ranks, with the local error or None.

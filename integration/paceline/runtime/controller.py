@@ -23,7 +23,8 @@ from ..schedules.simulate import simulate
 from ..schedules.verify import verify
 from .control import is_shared
 from .knowledge import Knowledge
-from .observer import LayerReport, gather_reports
+from .observer import LayerReport, Report, gather_reports
+from .tracer import record_step
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
@@ -50,6 +51,10 @@ REFUSED_PERIODS = 10
 """Looks until a partition that could not be is thought of again: memory may be free by then."""
 
 KEPT_DECISIONS = 1024
+"""And looks."""
+
+DRAWN = 4096
+"""Stages times micro-batches up to which the steps around a switch are recorded: more take long, and no picture."""
 
 MUCH = 1 << 20
 """A rank that sent so many bytes tells how fast layers can be sent."""
@@ -72,6 +77,14 @@ class Controller:
     current: Candidate = field(init=False)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """On the first rank, the decisions since somebody took them out; the last :data:`KEPT_DECISIONS`."""
+    looks: list[dict[str, Any]] = field(default_factory=list)
+    """Likewise, what was measured of stages and links at each look."""
+    records_switches: bool = False
+    """Whether the last step before each switch, and that before the look after it, are recorded as a tracer's are."""
+    _reports: list[Report] = field(default_factory=list)
+    """On the first rank, of all ranks at the last look."""
+    _has_switched: bool = False
+    """At the last look."""
     _steps: int = 0
     _last_look: dict[str, int] = field(default_factory=dict)
     _switch_s: float = SWITCH_S
@@ -170,6 +183,7 @@ class Controller:
         chosen, parts, instead, is_unknown = self._agree((chosen, parts, instead, is_unknown))
         if is_unknown:
             self._time_at = done + 1
+        self._record(switches=parts is not None or chosen != self.current)
         if parts is not None and self._has_moved(parts, done):
             chosen = instead
         begun = time.perf_counter()
@@ -180,6 +194,27 @@ class Controller:
             self._tell(choice)
         if move is not None:
             self._tell_of_move(move)
+
+    def _record(self, *, switches: bool) -> None:
+        """Before anything is switched: what was measured, and a step to compare with those after the switch."""
+        if not self._decides:
+            return
+        engine, size = self.engine, self.current.micro_batch_size
+        if size in self.knowledge.sizes():
+            costs = self.knowledge.costs(size).to_dict()
+            self.looks.append(
+                {"step": engine.global_steps, "micro_batch_size": size, "partition": list(self.knowledge.parts)}
+                | {"measured_s": self.knowledge.measured_s, "room_bytes": list(self.knowledge.room_bytes), **costs}
+            )
+            del self.looks[:-KEPT_DECISIONS]
+            if (
+                self.records_switches
+                and (switches or self._has_switched)
+                and engine.num_stages * engine.run_micro_batches <= DRAWN
+                and all(report.steps for report in self._reports)
+            ):
+                record_step(engine, self._reports, self.knowledge)
+        self._has_switched, self._reports = switches, []
 
     def _has_moved(self, parts: tuple[int, ...], done: int) -> bool:
         """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""
@@ -301,6 +336,7 @@ class Controller:
         self.engine.recorder.forget()
         if self._decides:
             self.knowledge.update(reports)
+            self._reports = reports
 
     def _agree(self, value: Any) -> Any:
         """The first rank's value, on all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
 from .experts import Experts
+from .frozen import Frozen
 from .islands import Averaging
 from .masters import PipelineMasters
 from .measuring import Measuring
@@ -31,7 +32,7 @@ _Asks = Callable[[nn.Parameter], bool]
 
 
 class PacelineEngine(
-    Experts, Natural, Averaging, Checkpointing, Migrating, Measuring, Scheduling, Computing, PipelineEngine
+    Experts, Natural, Averaging, Checkpointing, Migrating, Measuring, Scheduling, Computing, Frozen, PipelineEngine
 ):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
@@ -72,13 +73,10 @@ class PacelineEngine(
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         parameters = list(model_parameters or ())
         error: Exception | None = None
+        trains = self._find_trained()
         try:
-            is_made = isinstance(client_optimizer, torch.optim.Optimizer)
-            if not any(p.requires_grad for p in _flatten(client_optimizer.param_groups if is_made else parameters)):
-                raise ValueError(
-                    f"stage {self.module.stage_id} has no trainable parameter: train at least one parameter on every "
-                    "stage, or choose another partition."
-                )
+            if not trains:
+                raise ValueError("no stage has a trainable parameter: set requires_grad of those that are to train.")
             if any(getattr(p, "allreduce", True) is False for p in self.module.parameters()):
                 raise ValueError(
                     "the module has experts on different ranks (ep_size > 1): pipelines spread those of Hugging Face "
@@ -94,6 +92,7 @@ class PacelineEngine(
         link_full_access(self.optimizer)
 
     def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+        parameters = parameters or [{"params": []}]  # of a stage that is frozen; torch.optim refuses an empty list
         if isinstance(client_optimizer, torch.optim.Optimizer):
             basic = client_optimizer
         elif client_optimizer is not None:
@@ -145,6 +144,7 @@ class PacelineEngine(
             accumulation_dtype=accumulation_dtype,
             communication_dtype=communication_dtype,
             bucket_numel=int(self.zero_reduce_bucket_size()),
+            device=torch.device(self.device),
             # Concurrent communicators are not safe to assume with NCCL: there the user asks for it.
             overlap=torch.distributed.get_backend() == "gloo" or bool(self.zero_overlap_comm()),
         )
@@ -270,13 +270,3 @@ class PacelineEngine(
 
     def _exec_reduce_grads(self) -> None:
         self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time
-
-
-def _flatten(parameters: Iterable[Any]) -> Iterable[Tensor]:
-    for entry in parameters:
-        if isinstance(entry, dict):
-            yield from entry["params"]
-        elif isinstance(entry, (tuple, list)):
-            yield entry[1]
-        else:
-            yield entry

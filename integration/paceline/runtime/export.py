@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.hf import hub_files
+from paceline.hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
 
 from .control import ControlPlane
 from .module import CausalLMPipeline
@@ -32,6 +33,8 @@ def export(
 ) -> None:
     """Write ``pipeline`` as a Hugging Face checkpoint. Collective: all ranks call it.
 
+    Of a model with adapters these are written, and nothing else, as PEFT does it (``PeftModel.from_pretrained``).
+
     Args:
         directory: on a file system that all nodes share; the files of an earlier export are replaced.
         tokenizer: saved beside the model, if given.
@@ -43,6 +46,9 @@ def export(
     """
     if pipeline.settle is not None:
         pipeline.settle()
+    if pipeline.adapters is not None:
+        _export_adapters(pipeline, pipeline.adapters, Path(directory), control, tokenizer)
+        return
     target = Path(directory)
     draft = target / hub_files.DRAFT
     writes = pipeline._grid.data_parallel_id == 0
@@ -79,6 +85,26 @@ def export(
                     "choose an output_dir on a file system that all nodes share."
                 )
             hub_files.publish(draft, target)
+
+
+def _export_adapters(
+    pipeline: CausalLMPipeline, adapters: Adapters, target: Path, control: ControlPlane, tokenizer: Any
+) -> None:
+    """The adapters of all stages in one file, which PEFT wants; rank 0 has them all for a moment."""
+    state: dict[str, Tensor] = {}
+    with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
+        if pipeline._grid.data_parallel_id == 0:
+            found = adapter_state(pipeline.stage.model, adapters)
+            state = {name: tensor.detach().cpu() for name, tensor in found.items()}
+    states = control.gather_at_first(state)
+    with control.together(f"writing {target}"):
+        if control.rank == 0:
+            draft = hub_files.begin(target)
+            write_adapters({name: tensor for one in states for name, tensor in one.items()}, draft)
+            save_adapter_config(pipeline.stage.model, adapters, draft)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(draft)
+            hub_files.publish(draft, target, last=CONFIG)
 
 
 @torch.no_grad()

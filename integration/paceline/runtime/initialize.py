@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..config import PacelineConfig, Resolved, check_features, read_ds_config, warn_near_misses
 from ..config.section import HETERO
 from ..hf.check import require_supported
+from ..hf.peft import is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class, plain_engine_for
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
@@ -53,7 +54,8 @@ def initialize(
 
     Args:
         model: * a hub name, a directory or a ``PretrainedConfig``: becomes a :class:`CausalLMPipeline`;
-            * a ``PreTrainedModel``: likewise, if the config has ``"paceline": {"pipeline": …}``;
+            * a ``PreTrainedModel``, also one with PEFT's adapters (``get_peft_model``): likewise, if the config has
+              ``"paceline": {"pipeline": …}``;
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
             * any other module: given to DeepSpeed as it is, and run by an engine of ours if the ``"paceline"`` section
               has something for it: ``"moe"``, ``"natural_gradient"``, ``"averaging"``.
@@ -85,7 +87,8 @@ def initialize(
     repair_deepspeed()
     has_section = "pipeline" in ds_config.get("paceline", {})
     boundaries: list[int] | None = None
-    if isinstance(model, (str, Path, PretrainedConfig)) or (isinstance(model, PreTrainedModel) and has_section):
+    is_in_memory = isinstance(model, PreTrainedModel) or is_peft_model(model)
+    if isinstance(model, (str, Path, PretrainedConfig)) or (is_in_memory and has_section):
         model, ds_config = _pipeline(model, ds_config)
     elif isinstance(model, CausalLMPipeline):
         resolved = resolve_for(model, ds_config)
@@ -187,7 +190,7 @@ def _pipeline(
     with control.together("reading the model's config"):
         hf_config = config_of(model)
         require_supported(hf_config)
-    resolved = plan_for(hf_config, ds_config)
+    resolved = plan_for(hf_config, ds_config, has_adapters=is_peft_model(model))
     dtype = dtype_of(resolved.ds_config)
     partition, profile = first_partition(hf_config, resolved, control, dtype=dtype)
     pipeline = pipeline_class(resolved)(

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..config import PacelineConfig
 from ..config.averaging import NESTEROV, AveragingConfig
+from ..messages import brief
 from ..optim.averaging import (
     OuterNesterov,
     Report,
@@ -45,6 +46,7 @@ logger = logging.getLogger("paceline")
 ISLAND = "PACELINE_ISLAND"
 """In the environment: the island's number."""
 
+_MOST_DIGITS = 9
 _POLL_S = 2.0
 
 
@@ -56,8 +58,8 @@ def island_number(section: AveragingConfig) -> tuple[int, int]:
     """
     shares = section.islands or section.min_islands
     written = os.environ.get(ISLAND)
-    if written is None or not written.isdigit():
-        found = "is not set" if written is None else f"is {written!r}"
+    if written is None or not written.isdecimal() or len(written) > _MOST_DIGITS:
+        found = "is not set" if written is None else f"is {brief(repr(written), 100)}"
         raise ValueError(
             f"paceline.averaging is there and {ISLAND} {found}: say which island this is, from 0, with --island N "
             f"or {ISLAND}=N in the environment."
@@ -118,7 +120,7 @@ class Averager:
         basic: torch.optim.Optimizer,
     ) -> None:
         self.section, self.control, self.masters, self.basic = section, control, masters, basic
-        self.island, self.shares = island_number(section)
+        self.island, _ = island_number(section)
         self.is_first = control.rank == 0
         self.names: list[str] = []
         self.parts: list[range] = []
@@ -141,7 +143,9 @@ class Averager:
         self.num_islands = 1
         """In the last average."""
         self._next_tokens = 0.0
-        self._since: list[tuple[Tensor | float, int]] = []
+        self._loss_sum: Tensor | float = 0.0
+        self._since = 0
+        """Tokens since the last exchange began; ``_loss_sum`` is the sum of their losses."""
         self.exchanges: list[dict[str, Any]] = []
         """What each exchange was and cost, on the first rank: of the last 256, or since they were taken away."""
         outer = section.outer == NESTEROV
@@ -197,7 +201,8 @@ class Averager:
     def after_step(self, step: int, loss: Tensor | float, tokens: int) -> None:
         """A step is done: ``tokens`` of all ranks of this island together, and its mean loss."""
         self.tokens += tokens
-        self._since.append((loss, tokens))
+        self._loss_sum = self._loss_sum + loss * tokens
+        self._since += tokens
         if self._pending is not None and step >= self._pending.due:
             self.settle()
         if self.tokens >= self._next_tokens:
@@ -355,7 +360,7 @@ class Averager:
             self._to_take = len(self.parts) - 1 if missed > 0 else 0
         else:
             self._to_take = max(self._to_take - 1, 0)
-            self._since.clear()
+            self._loss_sum, self._since = 0.0, 0
         return outcome or _SOMETHING
 
     def _wait(self, pending: _Pending) -> None:
@@ -467,16 +472,13 @@ class Averager:
 
     # -- what is reported ----------------------------------------------------------------------------------------
 
-    def _loss_since(self) -> tuple[float, int]:
-        """Mean loss over the tokens since the last exchange, and how many they are."""
-        tokens = sum(number for _, number in self._since)
-        total = sum(float(loss) * number for loss, number in self._since)
-        self._since.clear()
-        return (total / tokens if tokens else math.nan), tokens
-
     def _mean_loss(self) -> tuple[float, int]:
-        """:meth:`_loss_since` of all ranks of this island; they have the same tokens, and may have other losses."""
-        loss, tokens = self._loss_since()
+        """Mean loss over the tokens since the last exchange, of which another period begins, and how many they were.
+
+        Of all ranks of this island: they have the same tokens, and may have other losses.
+        """
+        loss, tokens = (float(self._loss_sum) / self._since if self._since else math.nan), self._since
+        self._loss_sum, self._since = 0.0, 0
         told = self.control.sum(torch.tensor([loss, 1.0], dtype=torch.float64))
         return (told[0] / told[1]).item(), tokens
 
@@ -490,7 +492,7 @@ class Averager:
     @property
     def learning_rate_factor(self) -> float:
         """What the scheduled learning rate is multiplied by."""
-        own = sum(number for _, number in self._since) + (0 if self._pending is None else self._pending.tokens)
+        own = self._since + (0 if self._pending is None else self._pending.tokens)
         tokens = self.tokens_of_all + own * self.num_islands
         return learning_rate_factor(tokens, self.section.decay_tokens, self.num_islands, bool(self._scales_rate))
 
@@ -511,11 +513,8 @@ class Averager:
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank, between exchanges: the first rank has the outer optimizer and the last rounds."""
-        loss, tokens = self._loss_since()
-        if tokens:
-            self._since.append((loss, tokens))
         state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
-        state |= {"loss": loss, "since": tokens}
+        state["loss_sum"] = float(self._loss_sum)
         if self.is_first:
             state |= {"last_rounds": self._last_rounds.state_dict(), "average": dict(self._average)}
             if self._outer is not None:
@@ -527,7 +526,7 @@ class Averager:
         state = tree_map_only(Tensor, Tensor.cpu, dict(state))
         for name in _COUNTERS:
             setattr(self, name, state[name])
-        self._since = [(state["loss"], state["since"])] if state["since"] else []
+        self._loss_sum = state["loss_sum"]
         if self.is_first and "last_rounds" in state:
             self._last_rounds.load_state_dict(state["last_rounds"])
             self._average = dict(state["average"])
@@ -541,7 +540,7 @@ def _are_alike(reports: Sequence[Report]) -> bool:
     return len({(report.counts, report.round) for report in reports}) == 1
 
 
-_COUNTERS = ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take")
+_COUNTERS = ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take", "_since")
 
 _SOMETHING: Any = object()
 """What :meth:`Averager.settle` returns on ranks that have no outcome of their own."""

@@ -111,7 +111,7 @@ class Masters(ABC):
         self._carry(held, own, [Wanted(s.name, s.start, s.stop, False) for s in targets], arrived)
         for share, values in zip(targets, arrived, strict=True):
             if add:
-                share.tensor.add_(values.view_as(share.tensor))
+                share.tensor.add_(values.view_as(share.tensor).to(share.tensor.device))
             else:
                 share.tensor.copy_(values.view_as(share.tensor))
         if kind == MASTER:

@@ -200,10 +200,10 @@ class Migrating:
                     self._group_for(note, item)
         stays = [p for p in self.optimizer.parameters if self._item_of(p) not in moving.leaving]
         comes = [note for item in moving.arriving for note in notes[item] if note.group is not None]
-        if moving.concerns_this_stage and not stays and not comes:
+        if moving.concerns_this_stage and not stays and not comes and not self._keeps_parameters(moving, notes):
             raise ValueError(
-                f"partition {_shown(moving.new)} leaves stage {self.stage_id} without a trainable parameter: choose "
-                "one with at least one on every stage."
+                f"partition {_shown(moving.new)} leaves stage {self.stage_id} without a parameter: choose one with at "
+                "least one on every stage."
             )
         self.optimizer.check_dtypes({p.dtype for p in stays} | {note.dtype for note in comes})
         need = self._needed_bytes(moving, notes)
@@ -214,6 +214,13 @@ class Migrating:
                 f"more{_items(moving.arriving)} and has room for {room / 2**20:.1f} MiB; nothing has moved. Leave "
                 "it fewer layers, or lower the micro-batch size."
             )
+
+    def _keeps_parameters(self: Any, moving: _Moving, notes: dict[int, list[TensorNote]]) -> bool:
+        """Whether frozen parameters will be here."""
+        comes = any(note.is_parameter for item in moving.arriving for note in notes[item])
+        leaves = [layer for item in moving.leaving if (layer := self.layers.get(item)) is not None]
+        leaving = {parameter for layer in leaves for parameter in layer.parameters()}
+        return comes or any(parameter not in leaving for parameter in self.module.parameters())
 
     def memory_room(self: Any) -> int:
         """Bytes that this rank may still take."""
@@ -327,6 +334,7 @@ class Migrating:
         link_full_access(self.optimizer)
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._find_trained()
         self.saved_bytes.clear()
         self.recorder.forget()
         self.reset_activation_shape()

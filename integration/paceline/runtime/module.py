@@ -20,6 +20,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..config.section import HETERO, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
+from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
+from ..hf.quantised import check_trainable
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
 from ..hf.weights import load_stage, skeleton
 from ..measure.profile import Profile
@@ -138,7 +140,8 @@ def cut_of(parts: Sequence[int], stage: int) -> Cut:
 
 
 def config_of(source: str | Path | PretrainedConfig | PreTrainedModel, **from_hub: Any) -> PretrainedConfig:
-    """The config of a model that is given by name, by config or in memory."""
+    """The config of a model that is given by name, by config or in memory, with PEFT's adapters or without."""
+    source = unwrapped(source)
     if isinstance(source, PretrainedConfig):
         return source
     if isinstance(source, PreTrainedModel):
@@ -151,12 +154,15 @@ class CausalLMPipeline(PipelineModule):
 
     Args:
         source: hub name or directory of a checkpoint; a config (weights drawn at random, the same for every number
-            of stages); or a model in memory, of which this rank keeps its stage.
+            of stages); or a model in memory, of which this rank keeps its stage, with the adapters that PEFT has put
+            into it.
         num_stages: pipeline stages; divides the world size, at most the number of decoder layers.
         partition: see :func:`partition_items`.
         dtype: of the weights.
         seed: for random weights.
         gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
+        peft_config: of PEFT: adapters that are put into the model, and are all that is trained of it. They are drawn
+            from ``seed`` by name: the same for every number of stages. Not for a model in memory.
         expert_parallel: ranks of a stage that share its experts; divides the number of replicas and that of experts. A
             rank has read, or drawn, its whole stage before it keeps its share of them.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
@@ -179,13 +185,19 @@ class CausalLMPipeline(PipelineModule):
         expert_parallel: int = 1,
         config: PretrainedConfig | None = None,
         timeout: timedelta | None = None,
+        peft_config: Any = None,
         **from_pretrained: Any,
     ) -> None:
+        source = unwrapped(source)
         from_hub = {name: from_pretrained[name] for name in FROM_HUB if name in from_pretrained}
         self.config = config or config_of(source, **from_hub)
         if from_pretrained and isinstance(source, PreTrainedModel):
             raise ValueError(
                 f"{sorted(from_pretrained)} cannot be applied to a model in memory: load it with them or pass its name."
+            )
+        if peft_config is not None and isinstance(source, PreTrainedModel):
+            raise ValueError(
+                "peft_config cannot be applied to a model in memory: give get_peft_model's result, or the model's name."
             )
         self.control = ControlPlane.create(num_stages, timeout)
         # In lists: a model in memory, and the pattern of moving layers, are not to be registered as parts of this one.
@@ -202,6 +214,15 @@ class CausalLMPipeline(PipelineModule):
         """What brings the weights up to date, if something is under way: the engine's. Collective."""
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
         self.anatomy = anatomy_of(whole)
+        self.adapters: Adapters | None
+        """PEFT's, of the whole model; None: the model itself is trained."""
+        if peft_config is not None:
+            check_drawn(peft_config)
+            self.adapters = resolve_adapters(peft_config, whole, self.anatomy)
+        else:
+            self.adapters = adapters_of(whole, self.anatomy)
+        self._injects = peft_config is not None
+        check_trainable(self.config, self.adapters)
         self.items = items_of(whole, self.anatomy)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
         self.is_tied = tied_weight(whole, self.anatomy) is not None
@@ -211,6 +232,12 @@ class CausalLMPipeline(PipelineModule):
                 f"choose at most {self.anatomy.num_layers}."
             )
         if expert_parallel > 1:
+            if self.adapters is not None:
+                raise ValueError(
+                    f"the model has {self.adapters.method} adapters, and expert_parallel.autoep_size is "
+                    f"{expert_parallel}: adapters are trained where every rank of a stage has all its experts; leave "
+                    "expert_parallel out."
+                )
             check_experts(whole, expert_parallel)
         # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -243,10 +270,14 @@ class CausalLMPipeline(PipelineModule):
         """What ``cut`` holds of the model, on the CPU. A model in memory loses the rest."""
         if not isinstance(source, PreTrainedModel):
             directory = None if isinstance(source, PretrainedConfig) else source
-            return load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
+            stage = load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
+            if self._injects:
+                assert self.adapters is not None
+                inject(stage.model, self.adapters, self._seed)
+                cast(stage.model, self._dtype)  # PEFT's own choice is fp32
+            return stage
         prune(source, self.anatomy, cut)
-        for parameter in source.parameters():
-            parameter.data = parameter.data.to(self._dtype)  # not the buffers: rotary tables stay exact
+        cast(source, self._dtype)
         return CausalLMStage(source, cut, self.anatomy)
 
     @property

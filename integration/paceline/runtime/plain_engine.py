@@ -43,6 +43,7 @@ class PlainEngine(Natural, Averaging, DeepSpeedEngine):
         self._max_change = FlatMaxChange(self, limits)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        self._join_islands()  # of a loop that calls the module itself
         if self._max_change is not None:
             self._max_change.before()
         super()._take_model_step(*args, **kwargs)

@@ -34,6 +34,9 @@ logger = logging.getLogger("paceline")
 STATE_BYTES = 16
 """Per parameter under Adam: weight, gradient and two moments in fp32, or their mixed-precision equivalents."""
 
+FROZEN_BYTES = 4
+"""Per parameter of a model of which only adapters are trained: its weight in fp32; the adapters are small."""
+
 
 def plan_for(
     hf_config: PretrainedConfig,
@@ -42,6 +45,7 @@ def plan_for(
     args: Any = None,
     given: Iterable[str] = (),
     num_steps: Callable[[Resolved], int] | None = None,
+    has_adapters: bool = False,
 ) -> Resolved:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once.
 
@@ -49,6 +53,7 @@ def plan_for(
         args: the command line that fills ``"auto"`` values, see :func:`paceline.config.fill_auto`.
         given: names in ``args`` that the user gave.
         num_steps: optimizer steps of the run, once the batch sizes are known.
+        has_adapters: the weights themselves are frozen.
 
     Raises:
         ValueError: stages, batch sizes and world do not fit.
@@ -61,7 +66,7 @@ def plan_for(
     room: dict[str, Any] = {
         "world_size": world_size,
         "num_layers": num_layers,
-        "state_bytes": STATE_BYTES * _parameters_of_rank(model, ds_config),
+        "state_bytes": (FROZEN_BYTES if has_adapters else STATE_BYTES) * _parameters_of_rank(model, ds_config),
         "device_bytes": available_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.

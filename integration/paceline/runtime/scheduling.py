@@ -331,21 +331,28 @@ class Scheduling:
         self._at.set("sending to", self.next_stage)
         value = self._leaving(buffer_id)
         tensors_of(value, f"the last layer of stage {self.stage_id}")  # refuses what cannot be sent
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self._runs_backward):
             # A layer may give out the same memory again, which then has yet to be sent.
             value = tuple(tensor.clone() for tensor in value) if isinstance(value, tuple) else value.clone()
-            self.pipe_buffers["outputs"][buffer_id] = None
+            self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["inputs"][buffer_id] = None
         self._at.activations_out.send(micro_batch, self._activation_key(micro_batch), value)
 
     def _exec_post_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        if not self._runs_backward:
+            return
         self._at.set("receiving from", self.next_stage)
         self._at.gradients_in.post(micro_batch, self._gradient_meta(buffer_id))
 
     def _exec_recv_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        if not self._runs_backward:
+            return
         self._at.set("receiving from", self.next_stage)
         self._gradients_arrived(buffer_id, self._take(self._at.gradients_in, micro_batch))
 
     def _exec_send_grads(self: Any, buffer_id: int, micro_batch: int) -> None:
+        if not self._sends_gradients:
+            self.pipe_buffers["inputs"][buffer_id] = None
+            return
         self._at.set("sending to", self.prev_stage)
         value = self._own(self._leaving_gradients(buffer_id))
         self._at.gradients_out.send(micro_batch, meta_of(value), value)
@@ -396,7 +403,8 @@ class Scheduling:
 
     def _arrived(self: Any, buffer_id: int, micro_batch: int, value: Value) -> None:
         for tensor in value if isinstance(value, tuple) else (value,):
-            tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+            needs = tensor.is_floating_point() and torch.is_grad_enabled() and self._sends_gradients
+            tensor.requires_grad_(needs)
         self.pipe_buffers["inputs"][buffer_id] = value
 
     def _gradient_meta(self: Any, buffer_id: int) -> Meta:

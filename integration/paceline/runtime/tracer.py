@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..report.step_records import StepRecord, write
 from ..schedules.simulate import simulate
 from .knowledge import Knowledge
-from .observer import gather_reports, timeline
+from .observer import Report, gather_reports, timeline
 
 logger = logging.getLogger("paceline")
 
@@ -38,21 +39,30 @@ class Tracer:
         reports = gather_reports(self.engine, self._after)
         if self.engine.global_rank != 0:
             return
-        pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)
-        measured = timeline(pipe)
         self._knowledge.update(reports)
-        schedule = self.engine.schedule
-        predicted = simulate(schedule, self._knowledge.costs(self.engine.cut), timeline=True)
-        times = [report.steps[-1] for report in pipe]
-        record = StepRecord(
-            step=step,
-            schedule=schedule.name,
-            predicted=predicted.timeline,
-            measured=measured,
-            predicted_s=predicted.makespan_s,
-            measured_s=max(time.ended_s - time.begun_s for time in times),
-        )
-        try:
-            write(self.engine.run_dir, record)
-        except OSError as error:  # the run matters more
-            logger.warning("step %d was not recorded: %s", step, error)
+        record_step(self.engine, reports, self._knowledge)
+
+
+def record_step(engine: Any, reports: Sequence[Report], knowledge: Knowledge) -> None:
+    """Write the last step, which ran as the next one is to, into the folder of the run. For the first rank.
+
+    Args:
+        reports: of all ranks, of steps up to this one.
+        knowledge: that has taken them in.
+    """
+    step, schedule = engine.global_steps, engine.schedule
+    pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)
+    predicted = simulate(schedule, knowledge.costs(engine.cut), timeline=True)
+    times = [report.steps[-1] for report in pipe]
+    record = StepRecord(
+        step=step,
+        schedule=schedule.name,
+        predicted=predicted.timeline,
+        measured=timeline(pipe),
+        predicted_s=predicted.makespan_s,
+        measured_s=max(time.ended_s - time.begun_s for time in times),
+    )
+    try:
+        write(engine.run_dir, record)
+    except OSError as error:  # the run matters more
+        logger.warning("step %d was not recorded: %s", step, error)

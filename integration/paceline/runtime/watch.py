@@ -23,6 +23,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..messages import brief
 from .control import PeerError, is_shared
 from .first_cause import EVERYONE, Cause, Doing, Limits, gone, may_follow, raised
 from .lifetime import end_process, wake_siblings
@@ -318,7 +319,7 @@ def is_input(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """``error`` in one line; with its type where the message was not written for users."""
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = brief(" ".join(str(error).split())) or type(error).__name__
     is_for_users = isinstance(error, (ValueError, FileNotFoundError, PeerError))
     return message if is_for_users else f"{type(error).__name__}: {message}"
 

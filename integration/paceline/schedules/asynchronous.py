@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from . import directions
-from .schedule import BACKWARD, FORWARD
+from .schedule import BACKWARD, FORWARD, check_size
 from .stream import UPDATE, Stream, StreamAction
 
 
@@ -31,6 +31,7 @@ def multidirection(num_devices: int, num_micro_batches: int) -> Stream:
         ValueError: there is no such order.
     """
     routes = directions.routes(num_devices)
+    check_size(num_devices, num_micro_batches)
     if num_micro_batches < num_devices or num_micro_batches % num_devices:
         down = max(num_micro_batches // num_devices, 1) * num_devices
         nearest = [down] if num_micro_batches < num_devices else [down, down + num_devices]
@@ -86,6 +87,7 @@ def one_direction(num_stages: int, num_micro_batches: int) -> Stream:
     for name, count in (("num_stages", num_stages), ("num_micro_batches", num_micro_batches)):
         if count < 1:
             raise ValueError(f"{name}={count} must be 1 or more.")
+    check_size(num_stages, num_micro_batches)
     windows = []
     for stage in range(num_stages):
         ahead = num_stages - 1 - stage

@@ -165,6 +165,8 @@ def _known(values: Mapping[str, Any], names: list[str], where: str) -> None:
 def _number(label: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{label} is {value!r}: give a number.")
+    if value and not 1e-60 <= abs(value) <= 1e60:
+        raise ValueError(f"{label} is too large or too small to be computed with: choose units that bring it near 1.")
     return float(value)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import ceil, isfinite
 
-from .schedule import Action, Schedule, backward, forward
+from .schedule import Action, Schedule, backward, check_size, forward
 
 
 def grouped(num_stages: int, num_micro_batches: int, k: int, warmup: Sequence[int], name: str = "") -> Schedule:
@@ -28,6 +28,7 @@ def grouped(num_stages: int, num_micro_batches: int, k: int, warmup: Sequence[in
         ValueError: no schedule has this shape, or it could not be executed.
     """
     _at_least_one(num_stages=num_stages, num_micro_batches=num_micro_batches, k=k)
+    check_size(num_stages, num_micro_batches)
     if len(warmup) != num_stages:
         raise ValueError(
             f"warmup={tuple(warmup)} has {len(warmup)} numbers for {num_stages} stages: give one for each stage."
@@ -59,12 +60,14 @@ def grouped(num_stages: int, num_micro_batches: int, k: int, warmup: Sequence[in
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """1F1B (PipeDream-Flush, arXiv 2006.09503): the fewest live activations that keep every stage busy."""
     _at_least_one(num_stages=num_stages)
+    check_size(num_stages, num_micro_batches)
     return grouped(num_stages, num_micro_batches, 1, range(num_stages - 1, -1, -1), "1f1b")
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """GPipe (arXiv 1811.06965): all forwards, then all backwards."""
     _at_least_one(num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_size(num_stages, num_micro_batches)
     return grouped(num_stages, num_micro_batches, num_micro_batches, (0,) * num_stages, "gpipe")
 
 
@@ -74,6 +77,7 @@ def kfkb(num_stages: int, num_micro_batches: int, k: int) -> Schedule:
     ``k = 1`` is 1F1B and ``k ≥ num_micro_batches`` is GPipe. Stage s keeps min(M, k·(S−s)) activations alive.
     """
     _at_least_one(num_stages=num_stages)
+    check_size(num_stages, num_micro_batches)
     return grouped(num_stages, num_micro_batches, k, range(num_stages - 1, -1, -1), f"kfkb k={k}")
 
 
@@ -84,16 +88,18 @@ def eager(num_stages: int, num_micro_batches: int, slack: float) -> Schedule:
         ValueError: slack is negative or not finite.
     """
     _at_least_one(num_stages=num_stages)
+    check_size(num_stages, num_micro_batches)
     if not (isfinite(slack) and slack >= 0):
         raise ValueError(f"slack={slack} must be a number from 0 upwards: 0 is 1F1B, 1 doubles the warm-up.")
     # The small number undoes rounding: 10 · 1.1 is a little more than 11.
-    warmup = [ceil(later * (1 + slack) - 1e-9) for later in range(num_stages - 1, -1, -1)]
+    warmup = [ceil(min(later * (1 + slack), num_micro_batches) - 1e-9) for later in range(num_stages - 1, -1, -1)]
     return grouped(num_stages, num_micro_batches, 1, warmup, f"eager slack={slack:g}")
 
 
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
     """Evaluation: the forwards of all micro-batches, no backwards."""
     _at_least_one(num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_size(num_stages, num_micro_batches)
     order = tuple(forward(m) for m in range(num_micro_batches))
     return Schedule((order,) * num_stages, num_micro_batches, name="forward only")
 
@@ -107,6 +113,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
         ValueError: ``num_ranks`` does not divide ``num_micro_batches``.
     """
     _at_least_one(num_ranks=num_ranks, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
+    check_size(num_ranks * num_chunks, num_micro_batches)
     if num_micro_batches % num_ranks:
         raise ValueError(
             f"num_micro_batches={num_micro_batches} is no multiple of num_ranks={num_ranks}: interleaving goes round"
@@ -145,6 +152,7 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
         ValueError: there are fewer micro-batches than stages, with which the order does not begin.
     """
     _at_least_one(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    check_size(2 * num_ranks, num_micro_batches)
     if num_micro_batches < 2 * num_ranks:
         raise ValueError(
             f"num_micro_batches={num_micro_batches} is less than 2 · num_ranks={2 * num_ranks}: DualPipeV fills both"

@@ -33,6 +33,19 @@ def backward(micro_batch: int, chunk: int = 0) -> Action:
     return Action(BACKWARD, micro_batch, chunk)
 
 
+MOST_ACTIONS = 2**25
+"""Of a schedule: more take gigabytes and minutes, and are a mistake."""
+
+
+def check_size(num_stages: int, num_micro_batches: int, most: int = MOST_ACTIONS) -> None:
+    """Raise ValueError if a step has more than ``most`` forwards and backwards."""
+    if 2 * num_stages * num_micro_batches > most:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches on {num_stages} stages are more than {most} forwards and backwards a "
+            "step, too many to be planned: give fewer micro-batches, or fewer stages."
+        )
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What every rank of a pipeline computes in one step, in order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 
 class Span(NamedTuple):
@@ -64,10 +64,33 @@ class Timeline:
         """
         try:
             return cls(
-                num_ranks=int(values["num_ranks"]),
-                spans=tuple(Span(*row) for row in values["spans"]),
-                transfers=tuple(Transfer(*row) for row in values.get("transfers", ())),
+                num_ranks=_num_ranks(values["num_ranks"]),
+                spans=tuple(_checked(Span(*row)) for row in values["spans"]),
+                transfers=tuple(_checked(Transfer(*row)) for row in values.get("transfers", ())),
                 name=str(values.get("name", "")),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"this is no timeline ({error!r}): give a file that a run or simulate wrote.") from None
+
+
+MOST_RANKS = 2**12
+"""Of a timeline that is read: each has a row in a picture."""
+
+
+def _num_ranks(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value <= MOST_RANKS:
+        raise TypeError(f"num_ranks is {value!r} and must be a whole number up to {MOST_RANKS}")
+    return value
+
+
+_Event = TypeVar("_Event", Span, Transfer)
+_KINDS: dict[str, Any] = {"kind": str, "micro_batch": int, "chunk": int, "num_bytes": (int, float)}
+
+
+def _checked(event: _Event) -> _Event:
+    """Raise TypeError for what is no name or no number; whoever reads a file checks ranks and times."""
+    for name, kind in _KINDS.items():
+        value = getattr(event, name, 0)
+        if not isinstance(value, kind) or value == "":
+            raise TypeError(f"{name} of a {type(event).__name__.lower()} is {value!r}")
+    return event

@@ -66,6 +66,17 @@ def changed(**changes: Any) -> Any:
         (changed(items__1__saved_bytes=1.5), "items[1].saved_bytes is 1.5: give a whole number."),
         (changed(items__1__saved_bytes=True), "items[1].saved_bytes is True: give a whole number."),
         (changed(items__1__backward_s=-1), "items[1].backward_s is -1.0: give a number from 0 upwards."),
+        (
+            changed(items__1__forward_s=10**400),
+            "items[1].forward_s is too large to be computed with: give at most 1e+60",
+        ),
+        (
+            changed(devices__1__free_bytes=10**400),
+            "devices[1].free_bytes is too large to be computed with: give at most",
+        ),
+        (changed(dtype="float1"), "dtype is 'float1': give one of torch's, such as float32 or bfloat16."),
+        (changed(dtype="int8"), "dtype is 'int8': give one of torch's, such as float32 or bfloat16."),
+        (changed(dtype="nn"), "dtype is 'nn': give one of torch's, such as float32 or bfloat16."),
         (changed(gradient_checkpointing=1), "gradient_checkpointing is 1: give true or false."),
         (changed(micro_batch_size=0), "micro_batch_size is 0: give a whole number from 1 upwards."),
         (changed(items=[]), "items has 0 entries: it needs at least 3."),
@@ -120,6 +131,7 @@ def test_layers_take_time() -> None:
     [
         ("{", "line 1, column 2: Expecting property name"),
         ("[1]", "its format is 'list' and must be 1"),
+        ("[" * 100_000, "too many brackets inside each other; make one with `paceline profile`."),
         ('{"format": NaN}', "NaN is not JSON; make one with `paceline profile`."),
     ],
 )

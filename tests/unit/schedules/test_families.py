@@ -129,6 +129,10 @@ def test_kfkb_between_1f1b_and_gpipe(num_stages, num_micro_batches, k):
     )
 
 
+def test_no_slack_is_too_large():
+    assert families.eager(3, 8, 1e308).orders == families.grouped(3, 8, 1, [8, 8, 0]).orders
+
+
 def test_slack_is_not_rounded_up_twice():
     assert families.eager(11, 40, 0.1).orders[0][:12] == families.one_f_one_b(12, 40).orders[0][:12]
 
@@ -157,6 +161,13 @@ def test_make_gives_the_family_that_is_named():
             lambda: families.grouped(3, 8, 1, [2, 0, 1]),
             r"from 0 on stage 1 to 1 on stage 2: .*lower warmup\[2\] to 0",
         ),
+        (
+            lambda: families.gpipe(4, 2**31),
+            r"^2147483648 micro-batches on 4 stages are more than 33554432 forwards and",
+        ),
+        (lambda: families.eager(2**40, 1, 1.0), r"fewer micro-batches, or fewer stages\.$"),
+        (lambda: families.interleaved(4, 2**24, 4), r"16777216 micro-batches on 16 stages are more than"),
+        (lambda: families.dualpipev(4, 2**30), r"1073741824 micro-batches on 8 stages are more than"),
         (lambda: families.interleaved(4, 6, 2), r"num_micro_batches=6 is no multiple of num_ranks=4"),
         (lambda: make("1F1B", 4, 8), r"schedule type '1F1B' is unknown: choose one of 1f1b, gpipe, kfkb, eager"),
         (lambda: make("gpipe", 4, 8, k=2), r"k=2 has no meaning for the schedule 'gpipe': leave it out"),

@@ -1,0 +1,188 @@
+"""What the main job leaves in its output directory, read back: of a finished run, a killed one, or one under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import step_records
+from .expert_loads import Window
+from .expert_loads import read as read_loads
+from .metrics import finite
+from .step_records import StepRecord
+
+START, METRICS, SUMMARY, LOADS = "run.json", "metrics.jsonl", "summary.json", "expert_loads.jsonl"
+_ISLAND = re.compile(r"island(0|[1-9]\d*)")
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """All that a run has told of itself.
+
+    Args:
+        name: of its directory.
+        start: what was known when training began (:func:`write_start`); empty of older runs.
+        summary: of its end; None if it did not come to it.
+        metrics: lines with a loss.
+        evaluations: lines with a held-out loss.
+        decisions: what was decided at each look, with ``step`` and ``what``.
+        looks: what was measured of stages and links at each look.
+        rounds: exchanges with other islands, each with its ``step``.
+        traces: recorded steps.
+        loads: of experts, by layer.
+        problems: what could not be read, a line each.
+    """
+
+    name: str
+    start: Line
+    summary: Line | None
+    metrics: tuple[Line, ...] = ()
+    evaluations: tuple[Line, ...] = ()
+    decisions: tuple[Line, ...] = ()
+    looks: tuple[Line, ...] = ()
+    rounds: tuple[Line, ...] = ()
+    traces: tuple[StepRecord, ...] = ()
+    loads: Mapping[str, list[Window]] | None = None
+    problems: tuple[str, ...] = ()
+
+
+def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Write ``run.json``; what an earlier run in this directory said of later steps, or of its end, goes.
+
+    Args:
+        facts: with ``first_step``, after which this run goes on.
+    """
+    (run_dir / SUMMARY).unlink(missing_ok=True)
+    for path, step in _traced(run_dir):
+        if step > facts["first_step"]:
+            path.unlink()
+    (run_dir / START).write_text(json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
+
+
+def runs_in(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """The directory itself if it is a run's, else those of the islands in it, by number.
+
+    Raises:
+        ValueError: it holds neither.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no directory: give the output directory of a run.")
+    if _is_run(folder):
+        return [folder]
+    islands = [(int(match[1]), path) for path in folder.iterdir() if (match := _ISLAND.fullmatch(path.name))]
+    found = [path for _, path in sorted(islands) if path.is_dir() and _is_run(path)]
+    if not found:
+        raise ValueError(
+            f"{folder} holds no records of a run ({START}, {METRICS} or {SUMMARY}): give the output directory of one."
+        )
+    return found
+
+
+def read(run_dir: str | os.PathLike[str]) -> RunRecords:
+    """Everything that the run in ``run_dir`` wrote. A last line that was cut off, as by a kill, is left out.
+
+    Raises:
+        ValueError: a file cannot be read, or is not what a run writes.
+    """
+    folder = Path(run_dir)
+    start, summary = (_object(folder / name) for name in (START, SUMMARY))
+    lines = _lines(folder / METRICS)
+    problems: list[str] = []
+    traces: list[StepRecord] = []
+    loads: Mapping[str, list[Window]] | None = None
+    last = max([line["step"] for line in lines], default=0)
+    if summary is not None:
+        last = max(last, _whole(summary.get("steps")))
+    try:
+        traces = step_records.read(folder) if any(_traced(folder)) else []
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        path = folder / str((start or {}).get("expert_loads") or LOADS)
+        loads = read_loads([path]) if path.exists() else None
+    except ValueError as error:
+        problems.append(str(error))
+    return RunRecords(
+        name=folder.resolve().name,
+        start=start or {},
+        summary=summary,
+        metrics=tuple(line for line in lines if "loss" in line),
+        evaluations=tuple(line for line in lines if "eval_loss" in line),
+        decisions=tuple(_inner(lines, "decision")),
+        looks=tuple(_inner(lines, "look")),
+        rounds=tuple(_inner(lines, "averaging")),
+        traces=tuple(trace for trace in traces if trace.step <= last),
+        loads={n: kept for n, w in (loads or {}).items() if (kept := [x for x in w if x.step <= last])} or None,
+        problems=tuple(problems),
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (START, METRICS, SUMMARY))
+
+
+def _traced(folder: Path) -> list[tuple[Path, int]]:
+    found = (folder / step_records.FOLDER).glob("step-*.json")
+    return [(path, int(path.stem[5:])) for path in sorted(found) if path.stem[5:].isdecimal()]
+
+
+def _object(path: Path) -> Line | None:
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(_text(path))
+    except ValueError as error:
+        raise ValueError(f"{path} is not what a run writes ({_one_line(error)}): remove it.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not what a run writes (it is no object): remove it.")
+    return values
+
+
+def _lines(path: Path) -> list[Line]:
+    if not path.exists():
+        return []
+    texts = _text(path).split("\n")
+    found: list[Line] = []
+    for number, text in enumerate(texts[:-1], 1):  # what follows the last line's end was cut off
+        try:
+            values = json.loads(text)
+            if not isinstance(values, dict) or isinstance(values.get("step"), bool):
+                raise ValueError("it is no object with a step")
+            if not isinstance(values.get("step"), int):
+                raise ValueError("it is no object with a step")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not what a run writes ({_one_line(error)}): remove it."
+            ) from None
+        found.append(values)
+    return found
+
+
+def _inner(lines: Iterable[Line], key: str) -> list[Line]:
+    return [{"step": line["step"], **line[key]} for line in lines if isinstance(line.get(key), dict)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"{path} cannot be read ({why}): give the output directory of a run.") from None
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split()).rstrip(".")

@@ -1,0 +1,247 @@
+"""The report of a run: one JSON value, and a page that shows it. The same records give the same bytes.
+
+Keys of the value, :data:`FORMAT` among them; what a run has no data for is null or empty:
+
+==================  ================================================================================================
+``format``          1; another one when a key changes its meaning
+``run``             what ran: model, shape, hardware, versions, the ``"paceline"`` section; ``state`` is ``"finished"``,
+                    or ``"unfinished"`` for one that was killed or is under way
+``headline``        the last loss and held-out loss, tokens a second, the median step, and ``saved``
+                    (:func:`~paceline.report.switches.saved`)
+``loss``            a row a report: step, loss, learning rate, gradient norm
+``evaluation``      a row an evaluation: step, held-out loss, perplexity
+``steps``           a row a report: step, seconds of a step, tokens a second, tokens so far
+``configurations``  steps in a row that ran alike: schedule, micro-batch size, partition, the seconds of each step
+``decisions``       a row a look: what was decided from what to what and why, predicted and measured, the candidates,
+                    what switching cost, and, in ``after``, what was measured until the next look
+``timelines``       for each switch the recorded steps next to it: how long, predicted and measured, idle shares
+``stages``          a row a look: seconds of a forward and a backward, bytes of a message and of live activations
+``links``           a row a look: bytes a second and latency between neighbouring stages, and what each host sends;
+                    null is faster than could be measured
+``experts``         a row a layer: how even the devices were at each look, and where the experts lie at last
+``ranks``           a row a rank: what it holds, peak memory, where its time went
+``islands``         a row a round: who took part, with what loss and weight, bytes sent, seconds waited
+``natural``         a row a report: layers, updates, the share at the floor; the greatest change where it is limited
+``problems``        what could not be read
+==================  ================================================================================================
+
+Times whose name is ``step_s`` or that lie in ``configurations`` are the first rank's, by the host's clock, with loading
+data in them; ``measured_s`` is what the tuner measures, from the first rank's beginning to the last one's end, which is
+what it predicts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .comparison import rank_times
+from .expert_loads import Window, summarize
+from .metrics import finite
+from .run_records import RunRecords, read
+from .step_records import StepRecord
+from .switches import EXPERTS, Configuration, configurations, decisions, saved
+
+FORMAT = 1
+PAGE, VALUE = "report.html", "report.json"
+_FACTS = (
+    *("model_type", "parameters", "stages", "data_parallel", "boundaries", "micro_batches", "micro_batch_size"),
+    *("schedule", "dtype", "hardware", "versions"),
+)
+
+
+def write(run_dir: str | os.PathLike[str], page: str | os.PathLike[str] | None = None) -> tuple[Path, Path]:
+    """Write the page of a run, and its value beside it under the same name with ``.json``.
+
+    Args:
+        page: by default ``report.html`` in the directory of the run.
+
+    Returns:
+        The page and the value.
+
+    Raises:
+        ValueError: the records cannot be read.
+        OSError: the files cannot be written.
+    """
+    from .page import render
+
+    records = read(run_dir)
+    report = make_report(records)
+    path = Path(run_dir) / PAGE if page is None else Path(page)
+    value = path.with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, text in ((value, to_json(report)), (path, render(report, records.traces, records.loads))):
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+    return path, value
+
+
+def to_json(report: Mapping[str, Any]) -> str:
+    """As it is written."""
+    return json.dumps(report, allow_nan=False, indent=1) + "\n"
+
+
+def make_report(records: RunRecords) -> dict[str, Any]:
+    """The value whose keys are those above.
+
+    Raises:
+        ValueError: the records are not what a run writes.
+    """
+    try:
+        return finite(_report(records))
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"{records.name} holds records that no run of this version writes ({type(error).__name__}: {error}): give "
+            "the output directory of another run."
+        ) from None
+
+
+def _report(records: RunRecords) -> dict[str, Any]:
+    first_step = records.start.get("first_step") or 0
+    ran = configurations(records.metrics, first_step)
+    decided = decisions(records.decisions, ran)
+    switched_at = [d["step"] - (d["kind"] == EXPERTS) for d in decided if d["switched"] and d["step"] > first_step]
+    return {
+        "format": FORMAT,
+        "run": _run(records),
+        "headline": {
+            **_headline(records, ran),
+            "saved": saved([one for one in ran if one.first_step > first_step], switched_at),
+        },
+        "loss": [_row(line, "step", "loss", "learning_rate", "grad_norm") for line in records.metrics],
+        "evaluation": [_row(line, "step", "eval_loss", "perplexity") for line in records.evaluations],
+        "steps": [_row(line, "step", "step_s", "tokens_per_s", "tokens") for line in records.metrics],
+        "configurations": [one.to_dict() for one in ran],
+        "decisions": decided,
+        "timelines": _timelines(decided, records.traces),
+        "stages": [
+            _row(look, "step", "partition", "micro_batch_size", "measured_s", "forward_s", "backward_s", "step_s")
+            | _row(look, "message_bytes", "activation_bytes", "room_bytes")
+            for look in records.looks
+        ],
+        "links": [_links(look) for look in records.looks if look.get("down")],
+        "experts": _experts(records.loads or {}),
+        "ranks": list((records.summary or {}).get("ranks") or []),
+        "islands": [dict(line) for line in records.rounds],
+        "natural": [
+            {"step": line["step"], **line["natural_gradient"], "max_change": line.get("max_change")}
+            for line in records.metrics
+            if line.get("natural_gradient")
+        ],
+        "problems": list(records.problems),
+    }
+
+
+def _row(line: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: line.get(key) for key in keys}
+
+
+def _run(records: RunRecords) -> dict[str, Any]:
+    start, summary = records.start, records.summary
+    facts = start if summary is None else summary
+    last = records.metrics[-1] if records.metrics else {}
+    return {
+        "name": records.name,
+        "state": "unfinished" if summary is None else "finished",
+        "started": start.get("started"),
+        "steps": last.get("step", 0) if summary is None else summary.get("steps"),
+        "planned_steps": start.get("planned_steps"),
+        "resumed_from_step": start.get("first_step") or None,
+        "island": start.get("island"),
+        **_row(facts, *_FACTS),
+        "paceline": start.get("paceline"),
+        "tokens": last.get("tokens") if summary is None else summary.get("tokens"),
+        "training_s": (summary or {}).get("training_s"),
+        "model_flop_per_s": (summary or {}).get("model_flop_per_s"),
+    }
+
+
+def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, Any]:
+    summary, lines = records.summary or {}, records.metrics
+    steady = [seconds for one in ran for seconds in one.steady_s]
+    rate = summary.get("tokens_per_s")
+    if rate is None and lines:  # of an unfinished run: from its reports
+        since = records.start.get("first_step") or 0
+        seconds = [(line["step_s"], after - before) for (before, after), line in _spans(lines, since)]
+        tokens = lines[-1]["tokens"] - next((line["tokens"] for line in reversed(lines) if line["step"] <= since), 0)
+        whole_s = sum(each * steps for each, steps in seconds)
+        rate = tokens / whole_s if whole_s else None
+    evaluation = records.evaluations[-1] if records.evaluations else {}
+    return {
+        "loss": lines[-1]["loss"] if lines else summary.get("train_loss"),
+        "eval_loss": evaluation.get("eval_loss", summary.get("eval_loss")),
+        "perplexity": evaluation.get("perplexity", summary.get("perplexity")),
+        "tokens_per_s": rate,
+        "median_step_s": median(steady) if steady else None,
+    }
+
+
+def _spans(lines: Sequence[Mapping[str, Any]], since: int) -> list[tuple[tuple[int, int], Mapping[str, Any]]]:
+    """The lines after step ``since``, each with the steps that it is about."""
+    kept = [line for line in lines if line["step"] > since]
+    return list(zip(pairwise([since, *(line["step"] for line in kept)]), kept, strict=True))
+
+
+def _timelines(decided: Sequence[Mapping[str, Any]], traces: Sequence[StepRecord]) -> list[dict[str, Any]]:
+    """Of each switch the last recorded step before it and the first one after it, with no other switch between."""
+    switches = sorted({d["step"] for d in decided if d["switched"] and d["kind"] != EXPERTS})
+    found = []
+    for number, step in enumerate(switches):
+        since = switches[number - 1] if number else 0
+        until = switches[number + 1] if number + 1 < len(switches) else None
+        before = [trace for trace in traces if since < trace.step <= step]
+        after = [trace for trace in traces if step < trace.step and (until is None or trace.step <= until)]
+        if before or after:
+            pair = (before[-1] if before else None, after[0] if after else None)
+            found.append({"step": step, **dict(zip(("before", "after"), map(_timeline, pair), strict=True))})
+    if not found and traces:
+        found.append({"step": None, "before": None, "after": _timeline(traces[-1])})
+    return found
+
+
+def _timeline(record: StepRecord | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    end_s = record.measured.end_s
+    return {
+        "step": record.step,
+        "schedule": record.schedule,
+        "measured_s": record.measured_s,
+        "predicted_s": record.predicted_s,
+        "idle_shares": [time.idle_s / end_s if end_s else 0.0 for time in rank_times(record.measured)],
+    }
+
+
+def _links(look: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": look["step"],
+        "hosts": look.get("hosts"),
+        "egress_bytes_per_s": look.get("egress_bytes_per_s"),
+        "between": [
+            {"from": source, "to": target, **link}
+            for boundary, pair in enumerate(zip(look["down"], look["up"], strict=True))
+            for (source, target), link in zip(((boundary, boundary + 1), (boundary + 1, boundary)), pair, strict=True)
+        ],
+    }
+
+
+def _experts(loads: Mapping[str, Sequence[Window]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": summary.name,
+            **{key: getattr(summary, key) for key in ("first", "last", "mean", "unmoved", "moves", "moved")},
+            "steps": [window.step for window in windows],
+            "imbalance": [window.imbalance for window in windows],
+            "placement": [list(device) for device in windows[-1].placement.devices],
+        }
+        for summary, windows in zip(summarize(loads), loads.values(), strict=True)
+    ]

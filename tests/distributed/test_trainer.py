@@ -1,0 +1,373 @@
+"""Hugging Face's Trainer with pipelines: the same figures as without, through the same script."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import BATCH, LENGTH, model_config
+from ranks import RankError, launch, run_ranks
+
+SCRIPT = Path(__file__).parents[1] / "clm_script.py"
+TWO_LINES = {
+    "import transformers\n": "import paceline, transformers\n",
+    "transformers.Trainer(": "paceline.PacelineTrainer(",
+}
+ROWS, SEQUENCES = 48, 11
+
+
+def pipeline(stages: int, **keys: Any) -> dict[str, Any]:
+    """accelerate wants ``zero_optimization`` in every DeepSpeed JSON."""
+    return {"zero_optimization": {"stage": 1}, "paceline": {"pipeline": {"stages": stages, **keys}}}
+
+
+def rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Some of them padded, so that tokens and samples are not the same."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        ids = torch.randint(3, 97, (LENGTH,), generator=generator)
+        labels, mask = ids.clone(), torch.ones(LENGTH, dtype=torch.int64)
+        labels[LENGTH - index % 5 :], mask[LENGTH - index % 5 :] = -100, 0
+        found.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    return found
+
+
+def train(
+    directory: str,
+    config: dict[str, Any] | None,
+    *,
+    family: str = "llama",
+    batch: int = BATCH,
+    resume: bool = False,
+    evaluate_first: bool = False,
+    changes: dict[str, Any] | None = None,
+    count: int = ROWS,
+    adapters: bool = False,
+    stop_at: int | None = None,
+) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+    import paceline
+
+    seen: list[str] = []
+
+    class Watching(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(f"step {state.global_step}")
+            if state.global_step == stop_at:
+                control.should_training_stop = True
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            seen.append(f"evaluated {sorted(metrics)[0]}")
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append("saved")
+
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(family))
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": batch,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        **(changes or {}),
+    }
+    args = TrainingArguments(
+        output_dir=directory, deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, seed=0, **options
+    )
+    trainer = (Trainer if config is None else paceline.PacelineTrainer)(
+        model=model,
+        args=args,
+        train_dataset=rows(count),
+        eval_dataset=rows(SEQUENCES, seed=2),
+        compute_metrics=lambda found: {
+            "guess": float((found.predictions[0] == found.label_ids).mean()),
+            "rows": len(found.label_ids),
+        },
+        preprocess_logits_for_metrics=lambda logits, labels: (logits.argmax(-1), logits.double().logsumexp(-1)),
+        callbacks=[Watching()],
+    )
+    first = trainer.evaluate() if evaluate_first else None
+    result = trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{directory}/final")
+    predicted = trainer.predict(rows(5, seed=3))
+    return {
+        "logs": trainer.state.log_history,
+        "first": first,
+        "metrics": result.metrics,
+        "predictions": predicted.predictions,
+        "predicted": predicted.metrics,
+        "seen": seen,
+        "engine": type(trainer.model_wrapped).__name__,
+    }
+
+
+FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_guess", "eval_rows", "epoch", "step", "train_loss")
+
+
+def figures(logs: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in entry.items() if key in FIGURES} for entry in logs]
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 2e-6) -> None:
+    for ours, theirs in zip(figures(found["logs"]), figures(wanted["logs"]), strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=1e-9)
+    assert found["seen"] == wanted["seen"]
+    assert found["metrics"]["train_loss"] == pytest.approx(wanted["metrics"]["train_loss"], rel=tolerance)
+    for ours, theirs in zip(found["predictions"], wanted["predictions"], strict=True):
+        assert ours.shape == theirs.shape
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert found["predicted"]["test_loss"] == pytest.approx(wanted["predicted"]["test_loss"], rel=tolerance)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(directory).state_dict())
+
+
+def assert_same_weights(found: Path, wanted: Path, tolerance: float = 2e-5) -> None:
+    ours, theirs = weights(found), weights(wanted)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_pipeline_trains_as_one_process_does(stages: int, tmp_path: Path) -> None:
+    """Losses, norms, rates, evaluations with metrics, predictions, callbacks, and the model that is saved."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = run_ranks(train, stages, str(ours), pipeline(stages))
+    (wanted,) = run_ranks(train, 1, str(theirs), None)
+    assert {rank["engine"] for rank in found} == {"CausalLMEngine"}
+    for rank in found:
+        assert_same(rank, wanted)
+    assert_same_weights(ours / "final", theirs / "final")
+    assert_same_weights(ours / "checkpoint-3", theirs / "checkpoint-3")
+
+
+def test_adapters_under_the_trainer(tmp_path: Path) -> None:
+    """PEFT's model, its files in every checkpoint, and a run that goes on from one."""
+    from safetensors.torch import load_file
+
+    ours, theirs, halves = tmp_path / "ours", tmp_path / "theirs", tmp_path / "halves"
+    found = run_ranks(train, 2, str(ours), pipeline(2), adapters=True)
+    (wanted,) = run_ranks(train, 1, str(theirs), None, adapters=True)
+    for rank in found:
+        assert_same(rank, wanted)
+    for name in ("final", "checkpoint-3"):
+        files = [load_file(folder / name / "adapter_model.safetensors") for folder in (ours, theirs)]
+        assert files[0].keys() == files[1].keys()
+        for key, tensor in files[1].items():
+            torch.testing.assert_close(files[0][key], tensor, rtol=1e-4, atol=1e-4)
+        assert not (ours / name / "model.safetensors").exists()
+    run_ranks(train, 2, str(halves), pipeline(2), adapters=True, stop_at=3)
+    (resumed, _) = run_ranks(train, 2, str(halves), pipeline(2), adapters=True, resume=True)
+    assert resumed["seen"][0] == "step 4"
+    assert figures(resumed["logs"])[-2] == figures(found[0]["logs"])[-2]
+
+
+def test_replicas_share_the_data_as_data_parallel_processes_do(tmp_path: Path) -> None:
+    """Epochs whose last step is short, and batches that are filled up."""
+    changes = {"max_steps": -1, "num_train_epochs": 2}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = run_ranks(train, 4, str(ours), pipeline(2), changes=changes, count=37, evaluate_first=True)
+    # Not evaluated first: transformers' own data-parallel processes would not reduce their gradients after that.
+    wanted = run_ranks(train, 2, str(theirs), None, changes=changes, count=37)
+    for rank in found:
+        rank["seen"].remove("evaluated epoch") if "evaluated epoch" in rank["seen"][0] else rank["seen"].pop(0)
+        assert_same({**rank, "logs": rank["logs"][1:] if "eval_loss" in rank["logs"][0] else rank["logs"]}, wanted[0])
+        assert 0.9 < rank["first"]["eval_loss"] / wanted[0]["logs"][0]["loss"] < 1.1
+    assert_same_weights(ours / "final", theirs / "final")
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """In every bit, scheduler and order of the data included."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    (wanted, _) = run_ranks(train, 2, str(whole), pipeline(2))
+    run_ranks(train, 2, str(halves), pipeline(2), stop_at=3)
+    (found, _) = run_ranks(train, 2, str(halves), pipeline(2), resume=True)
+    assert found["seen"][0] == "step 4"
+    losses = [[entry["loss"] for entry in run["logs"] if "loss" in entry] for run in (found, wanted)]
+    assert losses[0] == losses[1]
+    ours, theirs = weights(halves / "final"), weights(whole / "final")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    changes = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.3,
+        "max_grad_norm": 0.0,
+    }
+    run_ranks(train, 2, str(tmp_path), pipeline(2), changes=changes)
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"])
+    ours, theirs = weights(tmp_path / "final"), weights(best)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("schedule", ["kfkb", "adaptive", "one_direction", "multidirection"])
+def test_schedules_under_the_trainer(schedule: str, tmp_path: Path) -> None:
+    """Those with a flush as any; those without lose nothing, and evaluate after what is under way."""
+    (found, _) = run_ranks(train, 2, str(tmp_path / "ours"), pipeline(2, schedule=schedule))
+    (wanted,) = run_ranks(train, 1, str(tmp_path / "theirs"), None)
+    if schedule in ("kfkb", "adaptive"):
+        assert_same(found, wanted)
+        return
+    losses = [entry["loss"] for entry in found["logs"] if "loss" in entry]
+    assert len(losses) == 6
+    assert losses[0] == pytest.approx(wanted["logs"][0]["loss"], rel=2e-6)
+    assert losses[1:] == pytest.approx([entry["loss"] for entry in wanted["logs"][1:] if "loss" in entry], rel=0.02)
+    assert found["metrics"]["train_loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
+
+
+def test_other_optimizers_and_precision(tmp_path: Path) -> None:
+    """What the TrainingArguments name, where the JSON names nothing."""
+    changes = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}
+    (found, _) = run_ranks(train, 2, str(tmp_path / "ours"), pipeline(2), changes=changes)
+    (wanted,) = run_ranks(train, 1, str(tmp_path / "theirs"), None, changes=changes)
+    assert_same(found, wanted)
+    (half, _) = run_ranks(train, 2, str(tmp_path / "half"), pipeline(2), changes={"bf16": True})
+    (full,) = run_ranks(train, 1, str(tmp_path / "full"), None)
+    assert figures(half["logs"])[0]["loss"] == pytest.approx(figures(full["logs"])[0]["loss"], rel=2e-2)
+    assert weights(tmp_path / "half" / "final")["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (pipeline(2), {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1 and the JSON has"),
+        (pipeline(2), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
+        (pipeline(2), {"auto_find_batch_size": True}, "auto_find_batch_size is True"),
+        ({**pipeline(2), "gradient_accumulation_steps": 8}, {}, "gradient_accumulation_steps is 8 in the JSON and"),
+        (pipeline(3), {}, "stages is 3"),
+        (pipeline(2, stagess=2), {}, 'did you mean "stages"'),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_said_at_the_start(
+    config: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(train, 2, str(tmp_path), config, changes=changes)
+
+
+def learned_tokenizer(texts: list[str]) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel()
+    specials = ["<end>", "<pad>"]
+    learned.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=97, special_tokens=specials))
+    return PreTrainedTokenizerFast(tokenizer_object=learned, eos_token="<end>", pad_token="<pad>")
+
+
+def fine_tune(directory: str, config: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """As people use TRL: prompts, completions, loss on the latter."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    import paceline
+
+    set_seed(0)
+    asked = [(a, b) for a in range(6) for b in range(8)]
+    samples = [{"prompt": f"what is {a} plus {b}?", "completion": f" {a + b} of course"} for a, b in asked]
+    args = SFTConfig(
+        output_dir=directory,
+        deepspeed=config,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        max_length=32,
+        eval_strategy="steps",
+        eval_steps=4,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    trainer = (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
+        model=AutoModelForCausalLM.from_config(model_config()),
+        args=args,
+        train_dataset=Dataset.from_list(samples[:40]),
+        eval_dataset=Dataset.from_list(samples[40:]),
+        processing_class=learned_tokenizer([sample["prompt"] + sample["completion"] for sample in samples]),
+    )
+    trainer.train()
+    trainer.save_model()
+    return figures(trainer.state.log_history)
+
+
+def test_trl_fine_tunes_with_a_pipeline(tmp_path: Path) -> None:
+    """Losses, norms and weights of TRL's own trainer; its metrics of logits (entropy, accuracy) are left out."""
+    (found, _) = run_ranks(fine_tune, 2, str(tmp_path / "ours"), pipeline(2))
+    (wanted,) = run_ranks(fine_tune, 1, str(tmp_path / "theirs"), None)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-9)
+    assert_same_weights(tmp_path / "ours", tmp_path / "theirs", 2e-3)  # Adam makes steps of rounding, too
+
+
+def test_two_lines_of_a_script(tmp_path: Path) -> None:
+    """Through the launcher: the import, and the JSON on the command line; the same losses and metrics."""
+    text = SCRIPT.read_text()
+    for line, other in TWO_LINES.items():
+        assert text.count(line) == 1
+        text = text.replace(line, other)
+    changed = tmp_path / "script.py"
+    changed.write_text(text)
+    data = tmp_path / "data.txt"
+    data.write_text("\n".join(text.splitlines() * 6))
+    learned_tokenizer([text]).save_pretrained(tmp_path / "tokenizer")
+    model_config().save_pretrained(tmp_path / "model")
+    (tmp_path / "pp2.json").write_text(json.dumps(pipeline(2)))
+    flags = [
+        *("--config_name", str(tmp_path / "model"), "--tokenizer_name", str(tmp_path / "tokenizer")),
+        *("--train_file", str(data), "--max_steps", "6", "--gradient_accumulation_steps", "4", "--logging_steps", "1"),
+        *("--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--eval_strategy", "steps"),
+        *("--eval_steps", "3", "--save_steps", "3", "--report_to", "none", "--use_cpu", "True", "--seed", "3"),
+    ]
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    run = {
+        "theirs": (1, [str(SCRIPT), *flags]),
+        "ours": (2, [str(changed), *flags, "--deepspeed", str(tmp_path / "pp2.json")]),
+    }
+    for name, (num_ranks, arguments) in run.items():
+        job = launch([*arguments, "--output_dir", str(tmp_path / name)], num_ranks, env=environment)
+        assert job.returncode == 0, job.stderr[-3000:]
+    states = [
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("ours", "theirs")
+    ]
+    for ours, theirs in zip(*map(figures, states), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-9)
+    results = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("ours", "theirs")]
+    for key in ("eval_accuracy", "perplexity", "train_loss"):
+        assert results[0][key] == pytest.approx(results[1][key], rel=2e-6)
+    assert os.path.exists(tmp_path / "ours" / "README.md")
+    assert_same_weights(tmp_path / "ours", tmp_path / "theirs")

@@ -1,0 +1,154 @@
+"""The page: well-formed, whole in itself, and no word in it is taken for markup."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.report.comparison import format_duration
+from paceline.report.page import render
+from paceline.report.page_sections import both, count, percent, size
+from paceline.report.run_records import RunRecords, read
+from paceline.report.run_report import make_report
+from pages import check_page
+
+RUNS = Path(__file__).parent / "runs"
+HEADINGS = {
+    "tuned": ["What was decided", "Step time", "Before and after", "Loss", "Ranks", "Stages and links, as measured"],
+    "experts": ["What was decided", "Step time", "Loss", "Ranks", "Experts"],
+    "island0": ["Step time", "Loss", "Ranks", "Islands", "Natural gradient"],
+}
+
+
+def page_of(records: RunRecords) -> str:
+    return render(make_report(records), records.traces, records.loads)
+
+
+@pytest.mark.parametrize("name", HEADINGS)
+def test_sections_with_data_are_there_and_no_others(name: str) -> None:
+    page = check_page(page_of(read(RUNS / name)))
+    assert page.headings == [*HEADINGS[name], "The run"]
+    assert "None" not in page.words
+    assert "nan" not in page.words
+
+
+def test_every_switch_is_there_with_its_numbers_and_its_reason() -> None:
+    records = read(RUNS / "tuned")
+    report, page = make_report(records), check_page(page_of(records))
+    for decision in report["decisions"]:
+        assert decision["why"] in page.words
+        for key in ("predicted_now_s", "predicted_best_s"):
+            number = both(decision["predicted_now_s"], decision["predicted_best_s"])
+            assert number in page.words or format_duration(decision[key]) in page.words
+        if decision["after"] and decision["after"]["measured_s"]:
+            assert format_duration(decision["after"]["measured_s"]) in page.words
+            assert percent(decision["after"]["error"]) in page.words
+    assert "2|8 → 4|6" in page.words
+    assert "44 schedules compared at step 8" in page.words
+    head = report["headline"]
+    for number in (f"{head['loss']:.4g}", f"{head['tokens_per_s']:,.0f}", percent(-head["saved"]["share"])):
+        assert number in page.words
+
+
+def test_timelines_are_drawn() -> None:
+    records = read(RUNS / "tuned")
+    text = page_of(records)
+    page = check_page(text)
+    drawn = [value for name, value in page.attributes if name == "aria-label" and value.startswith(("before", "after"))]
+    assert [value.split(",")[0] for value in drawn] == [
+        *("before: step 8", "after: step 12", "before: step 12", "after: step 48", "before: step 48", "after: step 52")
+    ]
+    trace = next(trace for trace in records.traces if trace.step == 52)
+    assert str(format_duration(trace.measured_s)) in drawn[-1]
+
+
+def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"first_step": 0, "planned_steps": 9}')
+    page = check_page(page_of(read(tmp_path)))
+    assert page.headings == []
+    assert "has not come to its end" in page.words
+    assert "0 of 9 steps" in page.words
+
+
+def test_what_users_name_is_not_markup(tmp_path: Path) -> None:
+    evil = "<script>alert('1')</script>&\"<img src=https://example.org/x onerror=y>"
+    folder = tmp_path / "<b>run"
+    shutil.copytree(RUNS / "tuned", folder)
+    for name in ("run.json", "summary.json"):
+        values = json.loads((folder / name).read_text()) | {"hardware": evil, "model_type": evil, "dtype": evil}
+        values["versions"] = {evil: evil}
+        for rank in values.get("ranks", []):
+            rank["holds"] = evil
+        (folder / name).write_text(json.dumps(values | {"paceline": {evil: evil}, "started": evil}))
+    lines = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        for row in values.get("ran", []):
+            row["schedule"] = evil
+        if "decision" in values:
+            decision = values["decision"] | {"why": evil}
+            if decision["what"] == "schedule":
+                decision |= {"from": evil, "to": evil, "predicted_s": {evil: 1.0}}
+            else:
+                decision["schedule"] = evil
+            values["decision"] = decision
+        lines.append(json.dumps(values) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    for path in (folder / "trace").iterdir():
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"schedule": evil}))
+    shutil.copy(RUNS / "experts" / "expert_loads.jsonl", folder)
+    loads = (folder / "expert_loads.jsonl").read_text().replace("model.layers.0", "<i>&'")
+    (folder / "expert_loads.jsonl").write_text(loads)
+    (folder / "trace" / "step-5.json").write_text("{}")
+    text = page_of(read(folder))
+    page = check_page(text)
+    assert evil in page.words
+    assert "<i>&'" in page.words
+    assert "Not shown: " in page.words
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    """A quarter of a million steps, a switch every hundred."""
+    rows = [
+        {
+            "step": 100 * look + 1,
+            "schedule": f"kfkb k={look % 4 + 1}",
+            "micro_batch_size": 2,
+            "partition": [0, 5, 10],
+            "moves": 0,
+            "seconds": [0.1 + step % 7 / 100 for step in range(100)],
+        }
+        for look in range(2500)
+    ]
+    told = {
+        "what": "schedule",
+        "from": "a",
+        "to": "b",
+        "why": "w",
+        "switch_s": 0.1,
+        "measured_s": 1.0,
+        "predicted_s": {},
+    }
+    told |= {"predicted_now_s": 1.0, "predicted_best_s": 0.9}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for number, row in enumerate(rows, 1):
+            step = 100 * number
+            line = {"step": step, "loss": 1 / number, "step_s": 0.1, "tokens": step, "tokens_per_s": 9.0, "ran": [row]}
+            print(json.dumps(line), file=file)
+            print(
+                json.dumps({"step": step, "decision": {**told, "step": step, "switched": number % 2 == 0}}), file=file
+            )
+    text = page_of(read(tmp_path))
+    check_page(text)
+    assert len(text) < 1_000_000
+
+
+def test_numbers_for_people() -> None:
+    assert (count(1_246_272), count(12)) == ("1.25 M", "12")
+    assert (size(1536), size(9.06e9, "FLOP/s")) == ("1.54 kB", "9.06 GFLOP/s")
+    assert both(1.5692, 0.66) == "1.569 s → 0.660 s"
+    assert both(0.0102, 0.009) == "10.2 ms → 9.0 ms"
+    assert percent(-0.0512) == "\N{MINUS SIGN}5.1 %"

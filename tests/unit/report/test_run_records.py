@@ -1,0 +1,92 @@
+"""Records of a run, read back. Those in ``runs/`` were written by the main job on real ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.report.run_records import read, runs_in, write_start
+
+RUNS = Path(__file__).parent / "runs"
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Path:
+    """A run of two stages whose schedule and layers changed."""
+    return Path(shutil.copytree(RUNS / "tuned", tmp_path / "tuned"))
+
+
+def test_everything_is_read(tuned: Path) -> None:
+    records = read(tuned)
+    lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+    assert (records.name, records.problems) == ("tuned", ())
+    assert [line["loss"] for line in records.metrics] == [line["loss"] for line in lines if "loss" in line]
+    assert [line["step"] for line in records.evaluations] == [0, 20, 40, 60]
+    assert list(records.decisions) == [line["decision"] for line in lines if "decision" in line]
+    assert list(records.looks) == [line["look"] for line in lines if "look" in line]
+    assert len(records.metrics) + len(records.evaluations) + len(records.decisions) + len(records.looks) == len(lines)
+    assert [trace.step for trace in records.traces] == [8, 12, 48, 52]
+    assert records.summary is not None
+    assert records.summary["steps"] == records.start["planned_steps"] == 60
+
+
+def test_a_killed_run_ends_in_the_middle_of_a_line(tuned: Path) -> None:
+    whole = read(tuned)
+    (tuned / "summary.json").unlink()
+    text = (tuned / "metrics.jsonl").read_text()
+    (tuned / "metrics.jsonl").write_text(text[:-20])
+    records = read(tuned)
+    assert records.summary is None
+    assert records.metrics + records.evaluations == (whole.metrics + whole.evaluations)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", '{"step": 1}\n{"step": \n{"step": 2}\n', "metrics.jsonl, line 2 is not what a run writes"),
+        ("metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl, line 1 is not what a run writes (it is no object with a st"),
+        ("metrics.jsonl", '{"step": true}\n', "metrics.jsonl, line 1 is not what a run writes"),
+        ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl, line 1 is not what a run writes (it is nested"),
+        ("summary.json", "[]", "summary.json is not what a run writes (it is no object): remove it."),
+        ("run.json", "{", "run.json is not what a run writes"),
+    ],
+)
+def test_what_no_run_writes_is_one_line(tuned: Path, name: str, content: str, message: str) -> None:
+    (tuned / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        read(tuned)
+    assert "\n" not in str(caught.value)
+
+
+def test_pictures_and_loads_that_cannot_be_read_are_left_out(tuned: Path) -> None:
+    (tuned / "trace" / "step-8.json").write_text("{}")
+    (tuned / "expert_loads.jsonl").write_text("{}\n")
+    records = read(tuned)
+    assert (records.traces, records.loads) == ((), None)
+    assert ["step-8.json is no record" in records.problems[0], "line 1 is no window" in records.problems[1]] == [
+        True
+    ] * 2
+
+
+def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
+    write_start(tuned, {"first_step": 12, "rate": float("inf")})
+    records = read(tuned)
+    assert records.summary is None
+    assert [trace.step for trace in records.traces] == [8, 12]
+    assert records.start == {"first_step": 12, "rate": None}
+
+
+def test_a_run_or_the_islands_in_a_directory(tmp_path: Path) -> None:
+    assert runs_in(RUNS / "tuned") == [RUNS / "tuned"]
+    for number in (10, 2):
+        shutil.copytree(RUNS / "island0", tmp_path / f"island{number}")
+    (tmp_path / "island3").mkdir()  # wrote nothing
+    assert runs_in(tmp_path) == [tmp_path / "island2", tmp_path / "island10"]
+    with pytest.raises(ValueError, match="holds no records of a run"):
+        runs_in(tmp_path / "island3")
+    with pytest.raises(ValueError, match="is no directory"):
+        runs_in(tmp_path / "nowhere")
