@@ -127,7 +127,8 @@ def train_with(
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to the final loss of those that reduce every step, and bytes a step."""
+    """Seconds to the final loss of those that reduce every step, and bytes a step; islands without and with natural
+    gradients, until these have reached what those end with."""
     told: dict[str, Any] = {}
     for suffix in ("", "+ng"):
         every, islands = found.get(f"all-reduce{suffix}"), found.get(f"islands{suffix}")
@@ -144,6 +145,16 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             "bytes_a_step": [round(number) for number in bytes_a_step],
             "bytes_ratio": round(bytes_a_step[0] / bytes_a_step[1], 1),
             "islands_final_loss": islands["curve"][-1]["held_out_loss"],
+        }
+    if "islands" in found and "islands+ng" in found:
+        plain, natural = found["islands"]["curve"][-1], found["islands+ng"]["curve"]
+        there = next((record for record in natural if record["held_out_loss"] <= plain["held_out_loss"]), None)
+        told["islands, without and with natural gradients"] = {
+            "held_out_loss": plain["held_out_loss"],
+            "steps": [plain["step"], there and there["step"]],
+            "seconds": [plain["seconds"], there and there["seconds"]],
+            "seconds_a_step": [round(last["seconds"] / last["step"], 3) for last in (plain, natural[-1])],
+            "final_loss": [plain["held_out_loss"], natural[-1]["held_out_loss"]],
         }
     return told
 
