@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 MOST_PORTS = 65535
+MOST_ISLANDS = 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +40,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: values out of range, or an address that it cannot listen at.
     """
+    from paceline.config.averaging import MOST_WAIT_S
+
     if not 0 <= args.port <= MOST_PORTS:
         raise ValueError(f"--port is {args.port}: give one from 1 to {MOST_PORTS}, or 0.")
-    if args.min_islands < 1:
-        raise ValueError(f"--min-islands is {args.min_islands}: give a whole number of at least 1.")
+    if not 1 <= args.min_islands <= MOST_ISLANDS:
+        raise ValueError(f"--min-islands is {args.min_islands}: give a whole number from 1 to {MOST_ISLANDS}.")
     for flag, value in (("--join-timeout-s", args.join_timeout_s), ("--heartbeat-timeout-s", args.heartbeat_timeout_s)):
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{flag} is {value:g}: give a number of seconds above 0.")
+        if not 0 < value <= MOST_WAIT_S:
+            raise ValueError(f"{flag} is {value:g}: give a number of seconds above 0 and up to {MOST_WAIT_S:g}.")
     stops = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # before the server has threads, which would take them from us
     try:

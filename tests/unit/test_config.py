@@ -91,6 +91,16 @@ def test_frozen():
             "lighthouse` runs.",
         ),
         (
+            {"averaging": {"lighthouse": "node1:29510", "timeout_s": 1e17}},
+            "paceline.averaging.timeout_s is 1e+17: it must be less than or equal to 100000000; leave the key out to "
+            "have it chosen.",
+        ),
+        (
+            {"pipeline": {"partition": {"method": "hetero", "memory_gib": 1e200}}},
+            "paceline.pipeline.partition.memory_gib is 1e+200: it must be less than or equal to 1099511627776; leave "
+            "the key out to have it chosen.",
+        ),
+        (
             {"averaging": {"lighthouse": "node1:29510", "outer": "mean", "outer_momentum": 0.9}},
             'paceline.averaging.outer_momentum is 0.9: it belongs to the outer "nesterov" and the outer is "mean"; '
             'drop it, or write "nesterov".',
