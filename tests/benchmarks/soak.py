@@ -32,7 +32,8 @@ from facts import facts
 
 from lab.hosts import available
 from soaking.episode import run_episode
-from soaking.episodes import LONG, draw
+from soaking.episodes import ACCIDENTS, LONG, draw
+from soaking.flatness import LEAST_SECONDS_OF_MEMORY
 from soaking.inputs import make
 from soaking.run import Inputs
 
@@ -74,16 +75,16 @@ def _only(args: argparse.Namespace, inputs: Inputs, folder: Path) -> bool:
 
 
 def _soak(args: argparse.Namespace, inputs: Inputs, folder: Path) -> bool:
-    """Episodes until the time is full. Returns whether one of them failed."""
+    """Episodes until the time is full. Returns whether one of them, also of those before, failed or too little was
+    seen."""
     episodes: list[dict[str, Any]] = _earlier(args) if args.go_on else []
-    failed = False
     while not _is_full(args, episodes):
         result = _run(args, len(episodes), inputs, folder)
         episodes.append({**result, "commit": facts(args)["commit"]})
-        failed |= bool(result["problems"])
         _write(args, episodes)
-    print(json.dumps(_report(args, episodes)["totals"], indent=1))
-    return failed
+    report = _report(args, episodes)
+    print(json.dumps(report["totals"] | {"lacking": report["lacking"]}, indent=1))
+    return not report["passed"]
 
 
 def _run(args: argparse.Namespace, number: int, inputs: Inputs, folder: Path) -> dict[str, Any]:
@@ -125,7 +126,8 @@ def _write(args: argparse.Namespace, episodes: list[dict[str, Any]]) -> None:
 
 
 def _report(args: argparse.Namespace, episodes: list[dict[str, Any]]) -> dict[str, Any]:
-    """``passed``: the time is full, a long episode is among them, and none has failed."""
+    """``passed``: the time is full, a long episode is among them, none has failed, and nothing is lacking of what shows
+    that there was something to withstand."""
     minutes = _seconds(episodes) / 60
     failed = [episode["number"] for episode in episodes if episode["outcome"] != "passed"]
     accidents = [one for episode in episodes for one in episode.get("accidents", ()) if one["at_step"] != "too late"]
@@ -150,9 +152,19 @@ def _report(args: argparse.Namespace, episodes: list[dict[str, Any]]) -> dict[st
         "largest_growth_mb": max((process["rss_growth_mb"] for process in growths), default=None),
         "longest_watch_s": max((process["seconds"] for process in growths), default=None),
     }
+    switched = [key for episode in episodes for key in episode.get("decisions", {}) if key != "looks"]
+    evidence = {
+        "accidents of every kind": totals["accidents"].keys() >= set(ACCIDENTS),
+        "rates that changed": totals["rate_changes"],
+        "ranks that were slowed down": totals["slowed"],
+        "schedules and partitions that changed": {"schedule", "partition"} <= set(switched),
+        "memory watched for long enough": (totals["longest_watch_s"] or 0) >= LEAST_SECONDS_OF_MEMORY,
+    }
+    lacking = [what for what, is_there in evidence.items() if not is_there]
     return {
-        "passed": _is_full(args, episodes) and not failed,
+        "passed": _is_full(args, episodes) and not failed and not lacking,
         "is_full": _is_full(args, episodes),
+        "lacking": lacking,
         "totals": totals,
         **facts(args, "go_on", "only", "folder"),
         "repeat": f"python tests/benchmarks/soak.py --seed {args.seed} --only NUMBER",

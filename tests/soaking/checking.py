@@ -13,9 +13,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.checkpoint import Checkpoint, CheckpointError, complete_checkpoints, damaged_checkpoints
+from soaking.episodes import SAVES
 
 CLOSE = 1e-5
 BOUND = 0.02
+LEFT_BY_LAUNCHER_S = 30.0
+"""DeepSpeed's launcher kills ranks that have not saved by then."""
 
 
 def training_lines(output: Path, after: int = 0) -> dict[int, dict[str, Any]]:
@@ -96,6 +99,26 @@ def problems_of_checkpoints(output: Path, keep: int, *, is_over: bool) -> Iterat
 def last_step_saved(output: Path) -> int:
     latest = output / "latest"
     return int(latest.read_text().strip().rpartition("-")[2]) if latest.exists() else 0
+
+
+def problems_of_saving(how: str, step: int, saved: int, every: int, took_s: float) -> Iterator[str]:
+    """After an accident at ``step`` (0: before the first one) that took ``took_s`` to end the job.
+
+    What stops a job politely loses no step; nothing loses more than the save that was under way, and the steps since.
+    """
+    if not step:
+        return
+    if how in SAVES and took_s < LEFT_BY_LAUNCHER_S:
+        if saved < step:
+            yield f"{how} at step {step}: step {saved} is the last one saved, and it should be saved where it stopped"
+    elif saved < (step // every - 1) * every:
+        yield f"{how} at step {step}: step {saved} is the last one saved, of saves every {every}"
+
+
+def first_step(output: Path) -> int | None:
+    """That the last start of the job went on from; None: it has not begun to train."""
+    file = output / "run.json"
+    return int(json.loads(file.read_text())["first_step"]) if file.exists() else None
 
 
 def data_step(checkpoint: Path) -> int:

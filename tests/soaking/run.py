@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from lab.hosts import Hosts
-from soaking.checking import last_step_saved, problems_of_checkpoints
+from soaking.checking import first_step, last_step_saved, problems_of_checkpoints, problems_of_saving
 from soaking.disturbing import cause
 from soaking.episodes import BLOCK, LONG, NUM_HOSTS, Accident, Episode, Shape, ds_config, overrides
 from soaking.job import MARK, Broken, Job, kill_all, processes, show_stacks
@@ -109,6 +109,8 @@ class _World:
     is_over: bool = False
     due: float | None = None
     """When the next accident happens."""
+    goes_on_from: int | None = None
+    """What the last accident has left; None: the job has been seen to go on from there."""
     progress: tuple[int, float] = field(default_factory=lambda: (0, time.monotonic()))
     """The last step, and when it was first seen."""
 
@@ -201,6 +203,10 @@ class Run:
     def _look_after(self, world: _World) -> None:
         job, step, now = world.job, world.job.step(), time.monotonic()
         self._begin_watch(world)
+        if step and world.goes_on_from is not None:
+            if (found := first_step(world.output)) != world.goes_on_from:
+                self.problems.append(f"step {world.goes_on_from} was saved, and the next start went on from {found}")
+            world.goes_on_from = None
         if job.has_ended():
             self._end_watch(world)
             if any(job.codes()):
@@ -246,9 +252,12 @@ class Run:
         told |= {"at_step": step, "ended_s": round(took, 1), "codes": codes, "saved": resumes_from}
         self.accidents.append(told)
         self.problems += problems_of_checkpoints(world.output, KEEP, is_over=False)
+        self.problems += problems_of_saving(accident.how, step, resumes_from, self.episode.save_steps, took)
         if not any(codes):
+            self.problems.append(f"after {accident.how} at step {step} the job went on to its end")
             world.is_over = True
             return
+        world.goes_on_from = resumes_from
         shape = world.shapes[world.starts]
         world.job = self._start(world.number, world.places, shape, world.starts)
         world.watcher = None
@@ -280,7 +289,9 @@ class Run:
             cause("stop launcher", world.job, 0, self.output)
         took = self._wait_until_gone(world, since, END_LIMIT_S)
         told = {"how": "stop launcher", "at_step": step, "ended_s": round(took, 1), "codes": world.job.codes()}
-        self.accidents.append({**told, "saved": last_step_saved(world.output)})
+        saved = last_step_saved(world.output)
+        self.accidents.append({**told, "saved": saved})
+        self.problems += problems_of_saving("stop launcher", step, saved, self.episode.save_steps, took)
         world.is_over = True
 
     def _begin_watch(self, world: _World) -> None:

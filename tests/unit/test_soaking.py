@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.config.resolve import resolve
+from soaking.checking import problems_of_saving
 from soaking.episodes import KINDS, LONG, LONG_AT, NUM_HOSTS, SAVES, draw, ds_config, is_flushed_by_saves, undisturbed
 from soaking.flatness import slope, trend
 
@@ -94,6 +95,27 @@ def test_what_must_be_bitwise_has_a_reference_that_can_be() -> None:
             if episode.model.get("attention_dropout"):
                 same = replace(undisturbed(episode), schedule=episode.shapes[0].schedule)
                 assert set(map(repr, episode.shapes)) == {repr(same)}
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "saved", "took_s", "is_right"),
+    [
+        ("stop rank", 47, 47, 3.0, True),
+        ("stop rank", 47, 48, 3.0, True),
+        ("stop rank", 47, 40, 3.0, False),
+        ("kill launcher", 47, 40, 3.0, False),
+        ("stop launcher", 47, 20, 31.0, True),  # the launcher has killed them before they came to it
+        ("stop launcher", 47, 0, 31.0, False),
+        ("kill rank", 47, 40, 3.0, True),
+        ("kill rank", 47, 20, 3.0, True),  # step 40 was being written
+        ("kill rank", 47, 0, 3.0, False),
+        ("full disk", 15, 0, 90.0, True),
+        ("full disk", 47, 0, 90.0, False),
+        ("stop rank", 0, 0, 3.0, True),
+    ],
+)
+def test_what_an_accident_may_lose(how: str, step: int, saved: int, took_s: float, is_right: bool) -> None:
+    assert (not list(problems_of_saving(how, step, saved, 20, took_s))) == is_right
 
 
 def _samples(chance: random.Random, growth: float, level: float = 600e6, seconds: int = 300) -> list[float]:
