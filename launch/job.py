@@ -289,6 +289,7 @@ class Job:
         self.first_step, self.first_tokens, self.tokens = 0, 0, 0
         self.losses: list[torch.Tensor] = []
         self.pending_tokens = 0
+        self.untimed = (0, 0)
         if self.resume_path is None:
             with self.control.together(f"clearing {self.output}"):
                 if self.rank == 0 and self.args.overwrite_output_dir:
@@ -299,9 +300,10 @@ class Job:
         with self.control.together(f"going on from {path}"):
             if self.engine.reads_data:
                 self.batches.load_state_dict(run["data"])
-        self.first_step, self.first_tokens = self.engine.global_steps, run["tokens"]
+        self.first_step, self.first_tokens = self.engine.global_steps, run["tokens"] + run["pending_tokens"]
         self.tokens, self.pending_tokens = run["tokens"], run["pending_tokens"]
         self.losses = [torch.tensor(loss, dtype=torch.float64) for loss in run["losses"]]
+        self.untimed = (len(self.losses), self.pending_tokens)
         if self.rank == 0:
             logger.info("going on from %s, after step %d", path, self.first_step)
 
@@ -322,7 +324,7 @@ class Job:
                 self.pipeline.profile.save(self.output / PROFILE)
             if self.rank == 0 and (self.section.report.metrics or self.section.report.html):
                 write_start(self.output, self._start())
-        self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None, self.first_step)
+        self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None)
         self.progress = Progress(
             self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm, first_step=self.first_step
         )
@@ -404,6 +406,10 @@ class Job:
                 self._save(step)
                 self.engine.finish_checkpoint()
             path = self.output / f"checkpoint-{step}"
+        self._tell_decisions()
+        self._tell_averaging(step)
+        if self.rank == 0 and (ran := self.step_log.take()):
+            self.metrics.write({"step": step, "ran": ran})
         self.progress.close()
         self.metrics.close()
         raise Preempted(step, path, next(reason for reason in reasons if reason))
@@ -418,10 +424,11 @@ class Job:
         self.totals.add(times)
         self.tokens += tokens
         self.train_loss = sum(loss.item() for loss in losses) / len(losses)
-        rate = tokens / times["wall_s"]
+        (steps_before, tokens_before), self.untimed = self.untimed, (0, 0)
+        rate = (tokens - tokens_before) / times["wall_s"]
         norm = self.engine.grad_norm()
         natural = self._natural_gradient()
-        step_s = times["wall_s"] / len(losses)
+        step_s = times["wall_s"] / (len(losses) - steps_before)
         self.progress.report(
             step, {"loss": self.train_loss, "s/step": step_s, "tokens/s": rate, "lr": self.engine.get_lr()[0]}
         )

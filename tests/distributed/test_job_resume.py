@@ -105,10 +105,10 @@ def test_into_another_shape(tmp_path: Path) -> None:
 def asked_to_stop(argv: list[str]) -> tuple[int, str]:
     """Rank 1 alone gets a SIGTERM in the middle of training."""
     if os.environ["RANK"] == "1":
-        metrics = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
+        begun = Path(argv[argv.index("--output_dir") + 1]) / "run.json"
 
         def ask() -> None:
-            while not metrics.exists():
+            while not begun.exists():
                 stop.wait(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -118,7 +118,7 @@ def asked_to_stop(argv: list[str]) -> tuple[int, str]:
 
 
 def test_one_rank_is_asked_and_all_stop_together(tmp_path: Path) -> None:
-    many = {"max_steps": 400, "save_steps": 1000}
+    many = {"max_steps": 400, "save_steps": 1000, "logging_steps": 1000}
     results = run_ranks(asked_to_stop, 2, job(tmp_path / "run", **many))
     assert [code for code, _ in results] == [143, 143]
     assert "stopped by SIGTERM after step" in results[0][1]
@@ -128,6 +128,15 @@ def test_one_rank_is_asked_and_all_stop_together(tmp_path: Path) -> None:
     step = int(checkpoint.name.rpartition("-")[2])
     assert (tmp_path / "run" / "latest").read_text().strip() == checkpoint.name
     run(job(tmp_path / "run", **{**many, "max_steps": step + 2}, resume_from_checkpoint="true"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "ran" in line]
+    assert [(line["step"], "loss" in line) for line in lines] == [(step, False), (step + 2, True)]
+    assert sum(len(ran["seconds"]) for line in lines for ran in line["ran"]) == step + 2
+    (told,) = lines[1:]  # of losses from both parts, and of the second one's time
+    tokens_a_step = told["tokens"] / (step + 2)
+    assert told["tokens_per_s"] * told["step_s"] == pytest.approx(tokens_a_step)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["tokens_per_s"] * summary["training_s"] == pytest.approx(2 * tokens_a_step)
 
 
 def test_every_metric_reaches_the_monitors(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def _read_file(path: Path) -> dict[str, list[Window]]:
         raise ValueError(
             f"{path} cannot be read ({why}): give a file of expert loads that a run has written."
         ) from None
-    if lines[-1] == "":
+    if lines[-1] == "" or _is_cut_off(lines[-1]):
         lines.pop()
     if not lines:
         raise ValueError(f"{path} is empty: a run writes its first line at the first look for better placements.")
@@ -167,6 +167,15 @@ def _read_file(path: Path) -> dict[str, list[Window]]:
                 _check_same_shape(known[-1], window, name, where)
             known.append(window)
     return found
+
+
+def _is_cut_off(last: str) -> bool:
+    """Of what follows the last line's end, as a kill leaves it."""
+    try:
+        json.loads(last)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _windows(values: Any) -> dict[str, Window]:

@@ -16,12 +16,10 @@ TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
 class MetricsFile:
     """``metrics.jsonl`` of one run: a JSON object a line, flushed at once. A path of None writes nothing.
 
-    Args:
-        after_step: a run that goes on keeps the lines up to this step, and drops what came after the checkpoint.
+    It goes on with what is there; :func:`keep_until` is for what an earlier run has left.
     """
 
     path: Path | None
-    after_step: int = 0
     _file: TextIO | None = field(default=None, repr=False)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -30,21 +28,30 @@ class MetricsFile:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = self._kept()
-            self._file = self.path.open("w")
-            self._file.writelines(kept)
+            self._file = self.path.open("a")
         print(json.dumps(finite(record), allow_nan=False), file=self._file, flush=True)
-
-    def _kept(self) -> list[str]:
-        if self.path is None or not self.after_step or not self.path.exists():
-            return []
-        lines = self.path.read_text().splitlines(keepends=True)
-        return [line for line in lines if line.endswith("}\n") and json.loads(line).get("step", 0) <= self.after_step]
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what an earlier run wrote into a file of lines with steps after ``step``, and a line that was cut off.
+
+    With a ``step`` of 0 the file goes: evaluations before the first step are done again.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if step else []
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line).get("step", 0) <= step]
+    if not kept:
+        path.unlink()
+    elif len(kept) < len(lines):
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text("".join(kept))
+        draft.replace(path)
 
 
 def events(record: Mapping[str, Any], samples: int, prefix: str = "Paceline") -> list[tuple[str, float, int]]:

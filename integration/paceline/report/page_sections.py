@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -317,17 +317,22 @@ def _switch_name(step: int) -> str:
 
 
 def _timelines(sources: Sources) -> str:
-    out: list[str] = []
-    boxes, pairs = 0, sources.report["timelines"]
-    for pair in pairs[-_MOST_PAIRS:]:
+    drawn: list[str] = []
+    boxes, too_large, pairs = 0, 0, sources.report["timelines"]
+    for pair in reversed(pairs[-_MOST_PAIRS:]):
+        out: list[str] = []
         shown = [
             (when, pair[when], sources.traces.get(pair[when]["step"])) for when in ("before", "after") if pair[when]
         ]
         steps = [trace.measured for _, _, trace in shown if trace is not None]
-        boxes += sum(len(step.spans) for step in steps)
+        more = sum(len(step.spans) for step in steps)
         end_s = max((step.end_s for step in steps), default=0.0)
-        if boxes > _MOST_BOXES or end_s <= 0:
+        if boxes + more > _MOST_BOXES:
+            too_large += 1
             continue
+        if end_s <= 0:
+            continue
+        boxes += more
         out.append(f"<h3>{'The last recorded step' if pair['step'] is None else _switch_name(pair['step'])}</h3>")
         for when, told, trace in shown:
             if trace is None:
@@ -337,12 +342,17 @@ def _timelines(sources: Sources) -> str:
             if told["predicted_s"] is not None:
                 caption += f" (as simulated from what was measured then {format_duration(told['predicted_s'])})"
             out.append(_figure(timeline(trace.measured, end_s, caption), caption))
-        out.append(timeline_legend(steps))
+        drawn.append("".join([*out, timeline_legend(steps)]))
+    drawn.reverse()
+    if too_large:
+        drawn.append(
+            _paragraph(f"Too large to draw here: {too_large}; `paceline trace --step N` draws a recorded step.")
+        )
     if len(pairs) > _MOST_PAIRS:
-        out.append(
+        drawn.append(
             _paragraph(f"The last {_MOST_PAIRS} of {len(pairs):,} switches; `paceline trace` draws any recorded step.")
         )
-    return "".join(out)
+    return "".join(drawn)
 
 
 # -- devices, links, experts -----------------------------------------------------------------------------------------
@@ -370,8 +380,16 @@ def _ranks(sources: Sources) -> str:
     return f'{table}<p class="legend">{keys}</p>'
 
 
+def _like_the_last(looks: Sequence[Any], kind: Callable[[Any], Any]) -> list[Any]:
+    """Those since the run has had its last number of stages: it may have been resumed with another."""
+    return [*takewhile(lambda look: kind(look) == kind(looks[-1]), reversed(looks))][::-1]
+
+
 def _network(sources: Sources) -> str:
-    stages, links = sources.report["stages"], sources.report["links"]
+    stages = _like_the_last(sources.report["stages"], lambda look: len(look["forward_s"]))
+    links = _like_the_last(
+        sources.report["links"], lambda look: [(edge["from"], edge["to"]) for edge in look["between"]]
+    )
     out = []
     if stages:
         first, last = stages[0], stages[-1]

@@ -13,7 +13,7 @@ from typing import Any
 from . import step_records
 from .expert_loads import Window
 from .expert_loads import read as read_loads
-from .metrics import finite
+from .metrics import finite, keep_until
 from .step_records import StepRecord
 
 START, METRICS, SUMMARY, LOADS = "run.json", "metrics.jsonl", "summary.json", "expert_loads.jsonl"
@@ -31,6 +31,7 @@ class RunRecords:
         start: what was known when training began (:func:`write_start`); empty of older runs.
         summary: of its end; None if it did not come to it.
         metrics: lines with a loss.
+        ran: lines that tell how steps ran.
         evaluations: lines with a held-out loss.
         decisions: what was decided at each look, with ``step`` and ``what``.
         looks: what was measured of stages and links at each look.
@@ -44,6 +45,7 @@ class RunRecords:
     start: Line
     summary: Line | None
     metrics: tuple[Line, ...] = ()
+    ran: tuple[Line, ...] = ()
     evaluations: tuple[Line, ...] = ()
     decisions: tuple[Line, ...] = ()
     looks: tuple[Line, ...] = ()
@@ -54,12 +56,14 @@ class RunRecords:
 
 
 def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Write ``run.json``; what an earlier run in this directory said of later steps, or of its end, goes.
+    """Write ``run.json``; what an earlier run in this directory wrote of later steps, or of its end, goes.
 
     Args:
         facts: with ``first_step``, after which this run goes on.
     """
     (run_dir / SUMMARY).unlink(missing_ok=True)
+    for name in (METRICS, LOADS):
+        keep_until(run_dir / name, facts["first_step"])
     for path, step in _traced(run_dir):
         if step > facts["first_step"]:
             path.unlink()
@@ -106,8 +110,9 @@ def read(run_dir: str | os.PathLike[str]) -> RunRecords:
     except ValueError as error:
         problems.append(str(error))
     try:
-        path = folder / str((start or {}).get("expert_loads") or LOADS)
-        loads = read_loads([path]) if path.exists() else None
+        told = (start or {}).get("expert_loads", LOADS)
+        if told is not None and (path := folder / str(told)).exists():
+            loads = read_loads([path])
     except ValueError as error:
         problems.append(str(error))
     return RunRecords(
@@ -115,6 +120,7 @@ def read(run_dir: str | os.PathLike[str]) -> RunRecords:
         start=start or {},
         summary=summary,
         metrics=tuple(line for line in lines if "loss" in line),
+        ran=tuple(line for line in lines if "ran" in line),
         evaluations=tuple(line for line in lines if "eval_loss" in line),
         decisions=tuple(_inner(lines, "decision")),
         looks=tuple(_inner(lines, "look")),

@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -74,8 +75,14 @@ def write(run_dir: str | os.PathLike[str], page: str | os.PathLike[str] | None =
     report = make_report(records)
     path = Path(run_dir) / PAGE if page is None else Path(page)
     value = path.with_suffix(".json")
+    if value != Path(run_dir) / VALUE and value.exists() and not _is_report(value):
+        raise ValueError(
+            f"{value} would hold the report's numbers, and is there and no report: choose another --output."
+        )
+    with _of_this_version(records.name):
+        html = render(report, records.traces, records.loads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in ((value, to_json(report)), (path, render(report, records.traces, records.loads))):
+    for target, text in ((value, to_json(report)), (path, html)):
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             draft.write_text(text, encoding="utf-8")
@@ -96,18 +103,33 @@ def make_report(records: RunRecords) -> dict[str, Any]:
     Raises:
         ValueError: the records are not what a run writes.
     """
-    try:
+    with _of_this_version(records.name):
         return finite(_report(records))
+
+
+@contextmanager
+def _of_this_version(name: str) -> Iterator[None]:
+    """Name the run whose records are not what they should be."""
+    try:
+        yield
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
-            f"{records.name} holds records that no run of this version writes ({type(error).__name__}: {error}): give "
-            "the output directory of another run."
+            f"{name} holds records that no run of this version writes ({type(error).__name__}: {error}): give the "
+            "output directory of another run."
         ) from None
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"format", "headline", "configurations"} <= values.keys()
 
 
 def _report(records: RunRecords) -> dict[str, Any]:
     first_step = records.start.get("first_step") or 0
-    ran = configurations(records.metrics, first_step)
+    ran = configurations(records.ran, first_step)
     decided = decisions(records.decisions, ran)
     switched_at = [d["step"] - (d["kind"] == EXPERTS) for d in decided if d["switched"] and d["step"] > first_step]
     return {

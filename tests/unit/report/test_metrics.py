@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from paceline.report.metrics import TIMES, MetricsFile, RankTotals, summarize, table
+from paceline.report.metrics import TIMES, MetricsFile, RankTotals, keep_until, summarize, table
 
 
 def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
@@ -21,6 +21,22 @@ def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
 
 def test_no_path_writes_nothing() -> None:
     MetricsFile(None).write({"step": 1})
+
+
+def test_what_a_run_that_goes_on_keeps(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    keep_until(file, 3)
+    assert not file.exists()
+    lines = [f'{{"step": {step}}}\n' for step in (1, 3, 4)]
+    file.write_text("".join(lines) + '{"step": 5')
+    keep_until(file, 3)
+    assert file.read_text() == "".join(lines[:2])
+    metrics = MetricsFile(file)
+    metrics.write({"step": 4})
+    metrics.close()
+    assert file.read_text() == "".join(lines)
+    keep_until(file, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_summary_adds_up() -> None:

@@ -82,7 +82,9 @@ def test_what_users_name_is_not_markup(tmp_path: Path) -> None:
         values["versions"] = {evil: evil}
         for rank in values.get("ranks", []):
             rank["holds"] = evil
-        (folder / name).write_text(json.dumps(values | {"paceline": {evil: evil}, "started": evil}))
+        (folder / name).write_text(
+            json.dumps(values | {"paceline": {evil: evil}, "started": evil, "expert_loads": "expert_loads.jsonl"})
+        )
     lines = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)

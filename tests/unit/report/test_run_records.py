@@ -65,6 +65,8 @@ def test_what_no_run_writes_is_one_line(tuned: Path, name: str, content: str, me
 def test_pictures_and_loads_that_cannot_be_read_are_left_out(tuned: Path) -> None:
     (tuned / "trace" / "step-8.json").write_text("{}")
     (tuned / "expert_loads.jsonl").write_text("{}\n")
+    start = json.loads((tuned / "run.json").read_text())
+    (tuned / "run.json").write_text(json.dumps({**start, "expert_loads": "expert_loads.jsonl"}))
     records = read(tuned)
     assert (records.traces, records.loads) == ((), None)
     assert ["step-8.json is no record" in records.problems[0], "line 1 is no window" in records.problems[1]] == [
@@ -73,11 +75,32 @@ def test_pictures_and_loads_that_cannot_be_read_are_left_out(tuned: Path) -> Non
 
 
 def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
+    cut_off = (tuned / "metrics.jsonl").read_text() + '{"step": 3'
+    (tuned / "metrics.jsonl").write_text(cut_off)
     write_start(tuned, {"first_step": 12, "rate": float("inf")})
     records = read(tuned)
+    assert max(line["step"] for line in (*records.metrics, *records.decisions, *records.looks)) == 12
     assert records.summary is None
     assert [trace.step for trace in records.traces] == [8, 12]
     assert records.start == {"first_step": 12, "rate": None}
+    write_start(tuned, {"first_step": 0})
+    records = read(tuned)
+    assert (records.metrics, records.traces) == ((), ())
+
+
+def test_loads_are_those_of_the_run(tuned: Path) -> None:
+    """Not of an earlier one in the same directory; a line that was cut off is left out."""
+    loads = (RUNS / "experts" / "expert_loads.jsonl").read_text()
+    (tuned / "expert_loads.jsonl").write_text(loads)
+    assert read(tuned).loads is None
+    start = json.loads((tuned / "run.json").read_text())
+    (tuned / "run.json").write_text(json.dumps({**start, "expert_loads": "expert_loads.jsonl"}))
+    whole = read(tuned).loads
+    assert whole
+    (tuned / "expert_loads.jsonl").write_text(loads[:-30])
+    records = read(tuned)
+    assert records.problems == ()
+    assert records.loads == {name: windows[:-1] for name, windows in whole.items()}
 
 
 def test_a_run_or_the_islands_in_a_directory(tmp_path: Path) -> None:

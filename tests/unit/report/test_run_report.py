@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from statistics import median
@@ -120,6 +121,34 @@ def test_the_same_records_give_the_same_bytes(name: str, tmp_path: Path) -> None
     assert written[0] == written[1]
     assert json.loads(written[0][1]) == make_report(read(RUNS / name))
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["page.html", "page.json"]
+
+
+def test_resumed_with_more_stages(tmp_path: Path) -> None:
+    """Stages and links are shown since there are as many; the value has all looks."""
+    shutil.copytree(RUNS / "tuned", tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    at, look = next((n, json.loads(line)) for n, line in enumerate(lines) if '"look"' in line)
+    for values in look["look"].values():  # as if the first one was of a run of one stage
+        if isinstance(values, list) and values:
+            values.pop()
+    lines[at] = json.dumps(look)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    page, value = write(tmp_path / "run")
+    assert [len(row["forward_s"]) for row in json.loads(value.read_text())["stages"]][:2] == [1, 2]
+    looks = [json.loads(line)["step"] for line in lines if '"look"' in line]
+    heads = re.findall(r"<th[^>]*>at step (\d+)</th>", page.read_text())
+    assert heads == [str(looks[1]), str(looks[-1])]
+
+
+@pytest.mark.parametrize("name", ["summary", "run"])
+def test_nothing_else_is_overwritten(name: str, tmp_path: Path) -> None:
+    shutil.copytree(RUNS / "tuned", tmp_path / "run")
+    page = tmp_path / "run" / f"{name}.html"
+    with pytest.raises(ValueError, match=rf"{name}\.json would hold .* choose another --output"):
+        write(tmp_path / "run", page)
+    assert (tmp_path / "run" / f"{name}.json").read_bytes() == (RUNS / "tuned" / f"{name}.json").read_bytes()
+    for _ in range(2):  # a report may be replaced
+        write(tmp_path / "run", tmp_path / "page.html")
 
 
 def test_an_older_run_says_less_and_is_shown(tmp_path: Path) -> None:
