@@ -241,14 +241,15 @@ def verdict(argv: Sequence[str], status: Any, out: str, err: str) -> str:
         return f"prints a traceback: {last[-1][:120] if last else ''}"
     if isinstance(status, bool) or status not in STATUSES:
         return f"status {status!r}"
-    message = re.split(r"^paceline(?: [\w-]+)?: error: ", err, maxsplit=1, flags=re.MULTILINE)[-1]
+    _, *messages = re.split(r"^(?:paceline:|[\w. -]+: error:)", err, flags=re.MULTILINE)
+    message = messages[-1] if messages else ""
     if status == BAD_INPUT and not message.strip():
         return "status 2 without a message"
-    if status == REFUSED and not (err + out).strip():
-        return "status 3 without a message"
+    if status not in (0, BAD_INPUT) and not (err + out).strip():
+        return f"status {status} without a message"
     if status == BAD_INPUT and len(message) > MOST_MESSAGE:
         return "a message of more than 1500 characters"
-    if status == 0 and "--json" in argv and not out.startswith("usage: "):
+    if status != BAD_INPUT and "--json" in argv and (out or not status) and not out.startswith("usage: "):
         try:
             json.loads(out, parse_constant=_no_constant)
         except ValueError as error:
@@ -325,9 +326,10 @@ def _config(case: dict[str, Any]) -> int:
     for call in calls:
         with contextlib.redirect_stderr(io.StringIO()) as err:
             statuses.append(_refused(call))
-        told = err.getvalue() or told
         if verdict([], statuses[-1], "", err.getvalue()):
+            told = err.getvalue()
             break
+        told = err.getvalue() or told
     print(told, file=sys.stderr)
     return max(statuses)
 

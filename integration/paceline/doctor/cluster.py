@@ -22,6 +22,9 @@ SLOW_LINK = 4.0
 SLOW_BYTES_PER_S = 125e6
 _DECISIVE = ("paceline", "torch", "deepspeed", "transformers", "accelerate")
 _OWN = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+_EACH_HOSTS_OWN = ("IFNAME", "DEBUG", "IB_HCA", "TOPO_FILE", "HOSTID")
+"""In names of NCCL's settings that may well differ: adapters and files are called otherwise on other hosts."""
+
 """Variables that are each rank's own."""
 
 
@@ -137,7 +140,7 @@ def _variables(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
         values = {rank: variables.get(name, "(not set)") for rank, variables in known.items()}
         if len(set(values.values())) > 1:
             differ = True
-            is_grave = name.startswith("NCCL_") and "IFNAME" not in name and "DEBUG" not in name
+            is_grave = name.startswith("NCCL_") and not any(part in name for part in _EACH_HOSTS_OWN)
             is_grave = is_grave or name in ("DS_ACCELERATOR", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
             text = _shown(values)
             remedy = f"set {name} to one value on all ranks ({text}); DeepSpeed's launcher takes .deepspeed_env along"

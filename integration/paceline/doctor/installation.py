@@ -298,19 +298,19 @@ def _host_name(
     host, addresses = network["host"], network["addresses"]
     name = next(iter(outward), "eth0")
     remedy = f"write the address of {host} into /etc/hosts, or export GLOO_SOCKET_IFNAME={name}"
+    level = PROBLEM if num_hosts > 1 else NOTE  # on one host gloo then takes the loopback
+    if num_hosts == 1:
+        remedy = f"for jobs over several hosts: {remedy}"
     if gloo:
         yield Finding(OK, "host name", f"{host} leads to {', '.join(addresses) or 'nothing'}; gloo uses {gloo}")
     elif not addresses:
-        yield Finding(PROBLEM, "host name", f"{host} leads to no address, and gloo looks for it", remedy)
+        yield Finding(level, "host name", f"{host} leads to no address, and gloo looks for it", remedy)
     elif not any(address in own or _is_loopback(address) for address in addresses):
         text = f"{host} leads to {', '.join(addresses)}, which no interface of this host has: gloo cannot listen there"
-        yield Finding(PROBLEM, "host name", text, remedy)
+        yield Finding(level, "host name", text, remedy)
     elif all(_is_loopback(address) for address in addresses):
-        text = f"{host} leads to {', '.join(addresses)}, which other hosts cannot reach"
-        if num_hosts > 1:
-            yield Finding(PROBLEM, "host name", f"{text}: gloo tells them to", remedy)
-        else:
-            yield Finding(NOTE, "host name", text, f"for jobs over several hosts: {remedy}")
+        text = f"{host} leads to {', '.join(addresses)}, which other hosts cannot reach: gloo tells them to"
+        yield Finding(level, "host name", text, remedy)
     else:
         yield Finding(OK, "host name", f"{host} leads to {', '.join(addresses)}")
 

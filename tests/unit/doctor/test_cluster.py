@@ -82,10 +82,16 @@ def test_versions_that_differ() -> None:
 
 def test_variables_that_differ() -> None:
     facts = facts_of(2)
-    facts[1]["environment"] |= {"NCCL_IB_DISABLE": "1", "HF_HUB_OFFLINE": "1", "NCCL_DEBUG": "INFO"}
+    facts[1]["environment"] |= {
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_IB_HCA": "mlx5_2",
+        "HF_HUB_OFFLINE": "1",
+        "NCCL_DEBUG": "INFO",
+    }
     levels = {one.check: one.level for one in bad(facts, 2)}
     assert levels == {
         "NCCL_IB_DISABLE differs": PROBLEM,
+        "NCCL_IB_HCA differs": NOTE,
         "HF_HUB_OFFLINE differs": NOTE,
         "NCCL_DEBUG differs": NOTE,
     }
