@@ -241,7 +241,7 @@ def verdict(argv: Sequence[str], status: Any, out: str, err: str) -> str:
         return f"prints a traceback: {last[-1][:120] if last else ''}"
     if isinstance(status, bool) or status not in STATUSES:
         return f"status {status!r}"
-    _, *messages = re.split(r"^(?:paceline:|[\w. -]+: error:)", err, flags=re.MULTILINE)
+    _, *messages = re.split(r"^(?:paceline[\w. -]*:(?: error:)?|[\w. -]+: error:)", err, flags=re.MULTILINE)
     message = messages[-1] if messages else ""
     if status == BAD_INPUT and not message.strip():
         return "status 2 without a message"
