@@ -51,7 +51,9 @@ def train(
     count: int = ROWS,
     adapters: bool = False,
     stop_at: int | None = None,
+    streams: bool = False,
 ) -> dict[str, Any]:
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
     import paceline
@@ -98,7 +100,7 @@ def train(
     trainer = (Trainer if config is None else paceline.PacelineTrainer)(
         model=model,
         args=args,
-        train_dataset=rows(count),
+        train_dataset=Dataset.from_list(rows(count)).to_iterable_dataset(num_shards=3) if streams else rows(count),
         eval_dataset=rows(SEQUENCES, seed=2),
         compute_metrics=lambda found: {
             "guess": float((found.predictions[0] == found.label_ids).mean()),
@@ -111,6 +113,12 @@ def train(
     result = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/final")
     predicted = trainer.predict(rows(5, seed=3))
+    if config is not None and trainer.pipeline.num_stages > 1:
+        for call in (trainer.model.generate, trainer.model.save_pretrained):
+            with pytest.raises(
+                ValueError, match=r"model\.\w+ was called and the model is one stage .* trainer.save_model"
+            ):
+                call("anything")
     return {
         "logs": trainer.state.log_history,
         "first": first,
@@ -201,6 +209,17 @@ def test_replicas_share_the_data_as_data_parallel_processes_do(tmp_path: Path) -
     assert_same_weights(ours / "final", theirs / "final")
 
 
+def test_pipelines_share_a_stream(tmp_path: Path) -> None:
+    """Batch by batch, as Trainer's own processes do, however many files it has; epochs that end in mid-step too."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = run_ranks(train, 2, str(ours), pipeline(1), streams=True)
+    wanted = run_ranks(train, 2, str(theirs), None, streams=True)
+    for rank in found:
+        assert_same(rank, wanted[0])
+    found = run_ranks(train, 2, str(tmp_path / "short"), pipeline(1), streams=True, count=ROWS - 4)
+    assert [entry["step"] for entry in found[0]["logs"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """In every bit, scheduler and order of the data included."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -261,6 +280,14 @@ def test_other_optimizers_and_precision(tmp_path: Path) -> None:
         (pipeline(2), {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1 and the JSON has"),
         (pipeline(2), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         (pipeline(2), {"auto_find_batch_size": True}, "auto_find_batch_size is True"),
+        (pipeline(2), {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type is 'reduce_lr_on_plateau'"),
+        (pipeline(2), {"bf16_full_eval": True}, "bf16_full_eval is True .* in the dtype they train in"),
+        (
+            pipeline(1),
+            {"average_tokens_across_devices": False},
+            "average_tokens_across_devices is False and there are 2",
+        ),
+        (pipeline(2, schedule={"micro_batch_sizes": [1, 2]}), {}, r"micro_batch_sizes is \[1, 2\] under the Trainer"),
         ({**pipeline(2), "gradient_accumulation_steps": 8}, {}, "gradient_accumulation_steps is 8 in the JSON and"),
         (pipeline(3), {}, "stages is 3"),
         (pipeline(2, stagess=2), {}, 'did you mean "stages"'),
@@ -271,6 +298,21 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(
 ) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(train, 2, str(tmp_path), config, changes=changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_loss", "create_optimizer", "create_optimizer_and_scheduler", "training_step", "prediction_step"]
+)
+def test_methods_that_would_never_be_called_are_refused(name: str) -> None:
+    from transformers import Trainer
+
+    from paceline.runtime.trainer import PacelineTrainer, PipelineTraining, _refused_methods
+
+    own = type("Own", (Trainer,), {name: lambda self, *args: None, "__module__": "my_script"})
+    assert f"my_script has a {name} of its own and the JSON has" in _refused_methods(
+        type("OwnPipelines", (PipelineTraining, own), {})
+    )
+    assert _refused_methods(type("Fine", (PacelineTrainer,), {"log": lambda self, *args: None})) == ""
 
 
 def learned_tokenizer(texts: list[str]) -> Any:
@@ -284,7 +326,7 @@ def learned_tokenizer(texts: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=learned, eos_token="<end>", pad_token="<pad>")
 
 
-def fine_tune(directory: str, config: dict[str, Any] | None) -> list[dict[str, Any]]:
+def fine_tune(directory: str, config: dict[str, Any] | None, **changes: Any) -> list[dict[str, Any]]:
     """As people use TRL: prompts, completions, loss on the latter."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, set_seed
@@ -312,6 +354,7 @@ def fine_tune(directory: str, config: dict[str, Any] | None) -> list[dict[str, A
         eval_steps=4,
         bf16=False,
         gradient_checkpointing=False,
+        **changes,
     )
     trainer = (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
         model=AutoModelForCausalLM.from_config(model_config()),
@@ -325,10 +368,11 @@ def fine_tune(directory: str, config: dict[str, Any] | None) -> list[dict[str, A
     return figures(trainer.state.log_history)
 
 
-def test_trl_fine_tunes_with_a_pipeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_trl_fine_tunes_with_a_pipeline(packing: bool, tmp_path: Path) -> None:
     """Losses, norms and weights of TRL's own trainer; its metrics of logits (entropy, accuracy) are left out."""
-    (found, _) = run_ranks(fine_tune, 2, str(tmp_path / "ours"), pipeline(2))
-    (wanted,) = run_ranks(fine_tune, 1, str(tmp_path / "theirs"), None)
+    (found, _) = run_ranks(fine_tune, 2, str(tmp_path / "ours"), pipeline(2), packing=packing)
+    (wanted,) = run_ranks(fine_tune, 1, str(tmp_path / "theirs"), None, packing=packing)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-9)
     assert_same_weights(tmp_path / "ours", tmp_path / "theirs", 2e-3)  # Adam makes steps of rounding, too

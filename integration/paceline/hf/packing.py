@@ -60,7 +60,9 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> tuple[NDAr
     return np.argsort(row_of, kind="stable"), np.cumsum(np.bincount(row_of, minlength=num_rows))
 
 
-def require_packable(config: PretrainedConfig) -> None:
+def require_packable(
+    config: PretrainedConfig, asked: str = "--packing", remedy: str = "leave --packing out, then samples are padded"
+) -> None:
     """Check on a small copy of the model that samples packed into a row are computed as each one alone.
 
     A second or two. Every rank comes to the same answer, without asking the others.
@@ -68,8 +70,8 @@ def require_packable(config: PretrainedConfig) -> None:
     Raises:
         ValueError: they are not, or it cannot be found out.
     """
-    name = f"--packing: model type {config.model_type!r}"
-    remedy = "Remedy: leave --packing out, then samples are padded."
+    name = f"{asked}: model type {config.model_type!r}"
+    remedy = f"Remedy: {remedy}."
     try:
         with quiet(), torch.random.fork_rng(devices=[]):
             leak = packing_leak(config)

@@ -367,5 +367,5 @@ def write_adapters(state: Mapping[str, Tensor], folder: Path) -> None:
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters that are numbers to ``dtype``; not the buffers, rotary tables stay exact, nor what is quantised."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
             parameter.data = parameter.data.to(dtype)

@@ -134,7 +134,7 @@ class CausalLMEngine(PacelineEngine):
     def predict(
         self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
     ) -> Iterator[tuple[Tensor, Any]]:
-        """Of each of ``batches`` the mean loss per label token (NaN where it has none), and what ``see`` makes of it.
+        """Of each of ``batches`` the model's own loss (NaN without a label token), and what ``see`` makes of it.
 
         Several batches are under way at a time. Collective: all ranks take all that there is, in the same order.
 
@@ -310,7 +310,7 @@ class CausalLMEngine(PacelineEngine):
         stage, labels = self.module.stage, self.pipe_buffers["labels"][buffer_id]
         if self._seen is not None:
             loss = (
-                stage.loss(logits, labels, None, 1.0).double()
+                stage.loss(logits, labels, routing, 1.0, router_share=shape.label_tokens).double()
                 if shape.label_tokens
                 else torch.zeros((), dtype=torch.float64, device=self.device)
             )
@@ -319,7 +319,10 @@ class CausalLMEngine(PacelineEngine):
         if self.eval_return_logits:
             self.outputs = logits
         num_losses = len(self._shapes) * self.dp_world_size
-        loss = stage.loss(logits, labels, routing, max(self._step_label_tokens, 1), router_share=1 / num_losses)
+        # What only fills a short step up has no share in the router loss.
+        num_routed = max(1, sum(other.label_tokens > 0 for other in self._shapes)) * self.dp_world_size
+        router_share = 1 / num_routed if shape.label_tokens else 0.0
+        loss = stage.loss(logits, labels, routing, max(self._step_label_tokens, 1), router_share=router_share)
         self.pipe_buffers["outputs"][buffer_id] = (loss, None, None)
         self.fwd_outputs.append(loss.detach() * num_losses)  # eval_batch takes their mean
         self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()

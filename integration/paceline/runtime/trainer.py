@@ -13,21 +13,24 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import recursively_apply
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import seed_worker
 
 from ..config import PacelineConfig, Resolved, read_ds_config
 from ..config.section import value_at
 from ..hf.check import require_supported
-from ..hf.peft import is_peft_model
+from ..hf.packing import require_packable
+from ..hf.peft import is_peft_model, unwrapped
 from ..patches.repairs import repair_deepspeed
 from .control import ControlPlane
 from .export import export
@@ -45,8 +48,11 @@ FEW_MICRO_BATCHES = 2
 """Times the stages: with fewer micro-batches a step, a pipeline idles for more than a third of it."""
 
 _ASKED = 'the JSON has "paceline": {"pipeline": ...}'
-_OWN_LOSS = ("transformers.trainer", "trl.trainer.sft_trainer")
-"""Where a compute_loss comes from whose loss is the model's."""
+_OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
+"""Modules whose methods a pipeline stands in for; their loss is the model's."""
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys of a batch that say again what its position_ids say: where samples that were packed begin."""
 
 _BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -101,6 +107,8 @@ class PipelineTraining:
         with control.together("reading the model's config"):
             hf_config = config_of(model)
             require_supported(hf_config)
+            if getattr(self, "padding_free", False):
+                require_packable(hf_config, "packing or padding_free", "leave them out")
         steps = None if self.train_dataset is None else self._num_steps
         resolved = plan_for(
             hf_config,
@@ -116,7 +124,12 @@ class PipelineTraining:
                 f'{self.args.gradient_accumulation_steps} in the TrainingArguments: write "auto" in the JSON, or the '
                 "same number."
             )
+        if fault := _refused_shape(self.args, resolved):
+            raise ValueError(fault)
         _warn_of_idling(resolved)
+        whole = unwrapped(model)
+        if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
+            whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         recomputes = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
         partition, profile = first_partition(
             hf_config, resolved, control, dtype=dtype_of(resolved.ds_config), gradient_checkpointing=bool(recomputes)
@@ -131,6 +144,9 @@ class PipelineTraining:
             config=hf_config,
         )
         self.pipeline.profile = profile
+        if resolved.stages > 1:
+            for part in (model, whole):
+                part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")
         self._resolved, self._built_of, self._engine = resolved, model, None
         return self.pipeline
 
@@ -192,6 +208,14 @@ class PipelineTraining:
     def _make_optimizer(self: Any, groups: Any) -> torch.optim.Optimizer:
         made, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         options = {key: value for key, value in options.items() if key != "fused"}  # steps masters of its own
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        is_plain = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+        if not is_plain or {"params", "model", "optimizer_dict"} & options.keys() or "schedule_free" in name:
+            raise ValueError(
+                f"optim is {name!r} and {_ASKED}: it is made of the whole model, or told of each training and "
+                "evaluation, and a stage has its own parameters only; choose one of torch.optim's, such as "
+                "adamw_torch, or name one in the JSON."
+            )
         optimizer: torch.optim.Optimizer = made(groups, **options)
         return optimizer
 
@@ -213,21 +237,37 @@ class PipelineTraining:
 
     # -- data: a share for each pipeline, not for each rank ------------------------------------------------------
 
-    def _get_dataloader(self: Any, *args: Any, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(
+        self: Any, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> DataLoader:
         if self.is_pipeline:
-            self._build()
+            grid = self._build()._grid
             self.accelerator.prepare_data_loader = self._prepare_data_loader
             self.accelerator.gather = self._gather
             self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
-        return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+            if isinstance(dataset, IterableDataset) and grid.data_parallel_size > 1:
+                if not (args[1] if len(args) > 1 else kwargs.get("is_training", False)):
+                    raise ValueError(
+                        f"the data for {description.lower()} are a stream and there are {grid.data_parallel_size} "
+                        "pipelines side by side: rows that fill the last batch up would count twice; give data with a "
+                        "length, or as many stages as ranks."
+                    )
+                # Batch by batch: accelerate would give each pipeline files of its own, and not equally many batches.
+                replicas, own = grid.data_parallel_size, grid.data_parallel_id
+                dataset = IterableDatasetShard(dataset, batch_size, num_processes=replicas, process_index=own)
+        return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_data_loader(self: Any, loader: Any, device_placement: Any = None, **kwargs: Any) -> Any:
         """As accelerate's, for as many readers as there are pipelines. Batches stay on the CPU, for the engine."""
         accelerator, grid = self.accelerator, self.pipeline._grid
+        if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
+            workers = self.args.dataloader_num_workers
+            loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=grid.data_parallel_id)
+        is_shared_out = isinstance(loader.dataset, IterableDatasetShard)
         prepared = prepare_data_loader(
             loader,
-            num_processes=grid.data_parallel_size,
-            process_index=grid.data_parallel_id,
+            num_processes=1 if is_shared_out else grid.data_parallel_size,
+            process_index=0 if is_shared_out else grid.data_parallel_id,
             split_batches=accelerator.split_batches,
             put_on_device=False,
             rng_types=accelerator.rng_types.copy(),
@@ -257,8 +297,6 @@ class PipelineTraining:
 
     def _gather_for_metrics(self: Any, data: Any, use_gather_object: bool = False) -> Any:
         """And without what only fills the last batch up."""
-        if use_gather_object:
-            raise ValueError("eval_use_gather_object is True: pipelines gather tensors only; leave it out.")
         data = self._gather(data)
         if not self._rows_at_end:
             return data
@@ -283,6 +321,12 @@ class PipelineTraining:
         batches, self._waiting = self._waiting, []
         engine = self._engine
         engine.module.train()
+        if len(batches) > engine.micro_batches:
+            logger.warning(
+                "step %d: the data of the epoch before ended with %d micro-batches, too few for a step: left out",
+                *(self.state.global_step + 1, len(batches) - engine.micro_batches),
+            )
+            batches = batches[-engine.micro_batches :]
         batches += [EMPTY] * (engine.micro_batches - len(batches))  # the last step of an epoch
         self._rate = engine.get_lr()[0]
         self._losses.append(engine.train_batch(iter(batches)))
@@ -391,15 +435,27 @@ def refused(trainer: Any) -> str:
         (args.neftune_noise_alpha, "neftune_noise_alpha", "the embedding is on one stage only"),
         (args.auto_find_batch_size, "auto_find_batch_size", "stages would run out of memory one by one"),
         (getattr(args, "torch_compile", False), "torch_compile", "stages are not compiled"),
+        (getattr(args, "bf16_full_eval", False), "bf16_full_eval", "stages evaluate in the dtype they train in"),
+        (getattr(args, "fp16_full_eval", False), "fp16_full_eval", "stages evaluate in the dtype they train in"),
+        (args.eval_use_gather_object, "eval_use_gather_object", "pipelines gather tensors only"),
+        (getattr(args, "activation_offloading", False), "activation_offloading", "stages keep what they compute"),
         (args.batch_eval_metrics, "batch_eval_metrics", "several batches are under way at a time"),
         (trainer.model_init, "model_init", "the model is cut once"),
     ]
     for value, name, why in named:
         if value:
             return f"{name} is {value!r} and {_ASKED}: {why}; leave one of them out."
-    home = type(trainer).compute_loss.__module__
-    if home not in _OWN_LOSS:
-        return f"{home} has a compute_loss of its own and {_ASKED}: the loss is the model's own; leave one of them out."
+    chosen = [
+        (args.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", "no metric moves the rate"),
+        (getattr(args, "loss_type", None), ("dft",), "loss_type", "the loss is the model's own"),
+        (getattr(args, "train_sampling_strategy", None), ("batch_rebalance",), "train_sampling_strategy",
+         "it gives each rank other samples, and a pipeline's ranks read the same"),
+    ]  # fmt: skip
+    for value, cannot, name, why in chosen:
+        if value is not None and str(getattr(value, "value", value)) in cannot:
+            return f"{name} is {str(getattr(value, 'value', value))!r} and {_ASKED}: {why}; choose another one."
+    if fault := _refused_methods(type(trainer)):
+        return fault
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         return (
             f"optimizers are given and {_ASKED}: they would be of the whole model, and each stage trains its own part; "
@@ -407,6 +463,53 @@ def refused(trainer: Any) -> str:
             "optimizer_cls_and_kwargs."
         )
     return ""
+
+
+def _refused_methods(kind: type) -> str:
+    """Methods of a Trainer of one's own that a pipeline would never call."""
+    order = kind.__mro__
+    behind = order[order.index(PipelineTraining) + 1 :]
+    asked = (
+        ("compute_loss", order, "the loss is the model's own"),
+        ("create_optimizer", order, "stages have their own parameters (get_decay_parameter_names may be overridden)"),
+        ("create_optimizer_and_scheduler", order, "stages have their own parameters"),
+        ("training_step", behind, "a step's micro-batches are trained on together"),
+        ("prediction_step", behind, "several batches are under way at a time"),
+    )
+    for name, classes, why in asked:
+        home = next((one.__module__ for one in classes if name in vars(one)), _OWN[0])
+        if home not in _OWN:
+            return f"{home} has a {name} of its own and {_ASKED}: {why}; leave one of them out."
+    return ""
+
+
+def _refused_shape(args: TrainingArguments, resolved: Resolved) -> str:
+    """The same, of what is known once ranks are divided into stages and replicas."""
+    if resolved.data_parallel > 1 and not args.average_tokens_across_devices:
+        return (
+            f"average_tokens_across_devices is False and there are {resolved.data_parallel} pipelines side by side: "
+            "all label tokens of a step count alike; leave it at True."
+        )
+    sizes = resolved.schedule.micro_batch_sizes or ()
+    if len(sizes) > 1:
+        return (
+            f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)} under the Trainer, whose steps end short "
+            "where an epoch does: leave it out, or train with paceline.launch.finetune."
+        )
+    return ""
+
+
+class _WholeModelOnly:
+    """In place of a method of the whole model, on a model that is a stage now."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"model.{self._name} was called and the model is one stage of a pipeline: write the whole one with "
+            "trainer.save_model (on all ranks), and load that with from_pretrained."
+        )
 
 
 EMPTY = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "labels": torch.full((1, 1), IGNORED)}
@@ -514,7 +617,12 @@ def _warn_of_idling(resolved: Resolved) -> None:
 
 def _without_extras(batch: Any) -> dict[str, Any]:
     """Of Trainer's batch what concerns the model."""
-    return {name: value for name, value in batch.items() if value is not None and name != "num_items_in_batch"}
+    told_again = _PACKED if "position_ids" in batch else ()
+    return {
+        name: value
+        for name, value in batch.items()
+        if value is not None and name != "num_items_in_batch" and name not in told_again
+    }
 
 
 def _with_labels(batch: dict[str, Any]) -> dict[str, Any]:
