@@ -326,7 +326,9 @@ def learned_tokenizer(texts: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=learned, eos_token="<end>", pad_token="<pad>")
 
 
-def fine_tune(directory: str, config: dict[str, Any] | None, **changes: Any) -> list[dict[str, Any]]:
+def fine_tune(
+    directory: str, config: dict[str, Any] | None, family: str = "llama", count: int = 40, **changes: Any
+) -> list[dict[str, Any]]:
     """As people use TRL: prompts, completions, loss on the latter."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, set_seed
@@ -346,20 +348,18 @@ def fine_tune(directory: str, config: dict[str, Any] | None, **changes: Any) -> 
         seed=0,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
-        max_steps=4,
-        learning_rate=1e-2,
+        **{"max_steps": 4, "learning_rate": 1e-2, **changes},
         logging_steps=1,
         max_length=32,
         eval_strategy="steps",
         eval_steps=4,
         bf16=False,
         gradient_checkpointing=False,
-        **changes,
     )
     trainer = (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
-        model=AutoModelForCausalLM.from_config(model_config()),
+        model=AutoModelForCausalLM.from_config(model_config(family)),
         args=args,
-        train_dataset=Dataset.from_list(samples[:40]),
+        train_dataset=Dataset.from_list(samples[:count]),
         eval_dataset=Dataset.from_list(samples[40:]),
         processing_class=learned_tokenizer([sample["prompt"] + sample["completion"] for sample in samples]),
     )
@@ -376,6 +376,15 @@ def test_trl_fine_tunes_with_a_pipeline(packing: bool, tmp_path: Path) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-9)
     assert_same_weights(tmp_path / "ours", tmp_path / "theirs", 2e-3)  # Adam makes steps of rounding, too
+
+
+def test_the_routers_loss_is_trls(tmp_path: Path) -> None:
+    """With SFTConfig's weight for it; in evaluations, and in an epoch's last step, which is short."""
+    changes = {"family": "mixtral", "count": 36, "max_steps": 6, "router_aux_loss_coef": 0.5, "learning_rate": 1e-3}
+    (found, _) = run_ranks(fine_tune, 2, str(tmp_path / "ours"), pipeline(2), **changes)
+    (wanted,) = run_ranks(fine_tune, 1, str(tmp_path / "theirs"), None, **changes)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
 
 
 def test_two_lines_of_a_script(tmp_path: Path) -> None:

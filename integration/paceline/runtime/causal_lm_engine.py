@@ -26,7 +26,7 @@ from ..hf.stage import SIDE_INPUTS
 from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
 from .lifetime import current
-from .micro_batches import IGNORED, MicroBatch, MicroBatchShape, read_micro_batch, recut
+from .micro_batches import FILLER, MicroBatch, MicroBatchShape, read_micro_batch, recut
 from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
@@ -43,9 +43,6 @@ def shapes_in(table: Tensor) -> list[MicroBatchShape]:
 
 _Seen = tuple[Tensor, Any]
 """Of a micro-batch: the sum of its losses, and what somebody wanted of its logits."""
-
-NOTHING = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {})
-"""A micro-batch without a loss."""
 
 
 class StreamShapes(Shapes):
@@ -233,7 +230,7 @@ class CausalLMEngine(PacelineEngine):
         if self._expert_groups.size > 1:  # replicas that share experts compute in step, each as often as the others
             missing = max(loads) - len(self._shapes)
             self._shapes += [MicroBatchShape(1, 1, (), label_tokens=0, tokens=0)] * missing
-            self._loaded += [NOTHING] * missing
+            self._loaded += [FILLER] * missing
         return sum(loads)
 
     def _read_step(
@@ -320,8 +317,8 @@ class CausalLMEngine(PacelineEngine):
             self.outputs = logits
         num_losses = len(self._shapes) * self.dp_world_size
         # What only fills a short step up has no share in the router loss.
-        num_routed = max(1, sum(other.label_tokens > 0 for other in self._shapes)) * self.dp_world_size
-        router_share = 1 / num_routed if shape.label_tokens else 0.0
+        num_routed = max(1, sum(other.tokens > 0 for other in self._shapes)) * self.dp_world_size
+        router_share = 1 / num_routed if shape.tokens else 0.0
         loss = stage.loss(logits, labels, routing, max(self._step_label_tokens, 1), router_share=router_share)
         self.pipe_buffers["outputs"][buffer_id] = (loss, None, None)
         self.fwd_outputs.append(loss.detach() * num_losses)  # eval_batch takes their mean

@@ -34,15 +34,22 @@ class MicroBatch:
     input_ids: Tensor
     labels: Tensor
     side: dict[str, Tensor]
+    is_filler: bool = False
 
     @property
     def row(self) -> list[int]:
         bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
         mask = self.side.get("attention_mask")
         tokens = self.input_ids.numel() if mask is None else int(mask.sum())
+        if self.is_filler:
+            tokens = 0
         contents = (self.input_ids, self.labels, *self.side.values())
         checksum = zlib.crc32(torch.stack(contents).cpu().numpy().tobytes())
         return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens, checksum]
+
+
+FILLER = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {}, is_filler=True)
+"""What fills a step up that has too few: it counts nowhere."""
 
 
 def count_label_tokens(labels: Tensor) -> int:
@@ -53,9 +60,13 @@ def count_label_tokens(labels: Tensor) -> int:
 def read_micro_batch(batch: Any) -> MicroBatch:
     """A micro-batch from what a data loader yields: a mapping with Hugging Face's names, or ``(inputs, labels)``.
 
+    One that is a :class:`MicroBatch` already is taken as it is.
+
     Raises:
         ValueError: no token ids or labels, unknown keys, or shapes that do not match.
     """
+    if isinstance(batch, MicroBatch):
+        return batch
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         fields = dict(batch)
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:

@@ -35,7 +35,7 @@ from ..patches.repairs import repair_deepspeed
 from .control import ControlPlane
 from .export import export
 from .initialize import dtype_of, initialize, pipeline_class, start_distributed
-from .micro_batches import IGNORED, count_label_tokens
+from .micro_batches import FILLER, IGNORED, count_label_tokens
 from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for
 
@@ -327,7 +327,7 @@ class PipelineTraining:
                 *(self.state.global_step + 1, len(batches) - engine.micro_batches),
             )
             batches = batches[-engine.micro_batches :]
-        batches += [EMPTY] * (engine.micro_batches - len(batches))  # the last step of an epoch
+        batches += [FILLER] * (engine.micro_batches - len(batches))  # the last step of an epoch
         self._rate = engine.get_lr()[0]
         self._losses.append(engine.train_batch(iter(batches)))
         return nothing  # the loss is asked for when it is logged: a pipeline without a flush does not have it yet
@@ -510,10 +510,6 @@ class _WholeModelOnly:
             f"model.{self._name} was called and the model is one stage of a pipeline: write the whole one with "
             "trainer.save_model (on all ranks), and load that with from_pretrained."
         )
-
-
-EMPTY = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "labels": torch.full((1, 1), IGNORED)}
-"""A micro-batch without a loss."""
 
 
 class _Batch(dict[str, Any]):
