@@ -119,7 +119,7 @@ def _timeline(values: Mapping[str, Any]) -> Timeline:
     ranks = [span.rank for span in timeline.spans]
     ranks += [rank for transfer in timeline.transfers for rank in (transfer.source, transfer.target)]
     for rank in ranks:
-        if rank not in range(timeline.num_ranks):
+        if type(rank) is not int or rank not in range(timeline.num_ranks):  # False and 0.0 are in it, too
             raise ValueError(f"rank {rank!r} is not one of {timeline.num_ranks}")
     return timeline
 

@@ -88,6 +88,8 @@ SPAN = [0, "F", 0, 0, 0.0, 1.0]
         ({"measured": {"num_ranks": 1, "spans": [[*SPAN[:4], 2.0, 1.0]]}}, "ends before it starts"),
         ({"measured": {"num_ranks": 1, "spans": [[1, *SPAN[1:]]]}}, "rank 1 is not one of 1"),
         ({"predicted": {"num_ranks": 1, "spans": [[None, *SPAN[1:]]]}}, "rank None is not one of 1"),
+        ({"predicted": {"num_ranks": 1, "spans": [[False, *SPAN[1:]]]}}, "rank False is not one of 1"),
+        ({"predicted": {"num_ranks": 1, "spans": [[0.0, *SPAN[1:]]]}}, "rank 0.0 is not one of 1"),
         ({"measured": {"num_ranks": 1, "spans": [[0, None, *SPAN[2:]]]}}, "kind of a span is None"),
         ({"measured": {"num_ranks": 1, "spans": [[0, "", *SPAN[2:]]]}}, "kind of a span is ''"),
         ({"measured": {"num_ranks": 10**9, "spans": [SPAN]}}, "num_ranks is 1000000000 and must be a whole number up"),
