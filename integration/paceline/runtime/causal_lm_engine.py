@@ -143,22 +143,28 @@ class CausalLMEngine(PacelineEngine):
         Yields:
             On every rank, in order; tensors are on the CPU.
         """
-        for seen in self._infer(iter(batches), see):
+        for seen in self._infer(iter(batches), see, whole_loss=True):
             counts = [shape.label_tokens for shape in self._shapes]
             told = [(loss.cpu() / count, kept) for (loss, kept), count in zip(seen, counts, strict=False)]
             source = self.rank_of_stage(self.num_stages - 1)
             yield from self.control.over_stages(told, source) if self.is_pipe_parallel else told
 
     @torch.no_grad()
-    def _infer(self, batches: Iterator[Any], see: Callable[[Tensor, Tensor], Any] | None) -> Iterator[list[_Seen]]:
-        """Pass ``batches`` forward, as many at a time as a step has; what the last stage has seen of them."""
+    def _infer(
+        self, batches: Iterator[Any], see: Callable[[Tensor, Tensor], Any] | None, whole_loss: bool = False
+    ) -> Iterator[list[_Seen]]:
+        """Pass ``batches`` forward, as many at a time as a step has; what the last stage has seen of them.
+
+        Args:
+            whole_loss: with the router's, where the model has one.
+        """
         self._check_whole()
         was_training = self.module.training
         try:
             while True:
                 trained_on, self.data_iterator = self.data_iterator, batches if self._loads else None
                 self.module.eval()
-                self._see, self._seen = see, []
+                self._see, self._seen, self._sees_whole_loss = see, [], whole_loss
                 try:
                     with self._naming_lost_peers():
                         if not self._open_step(self.micro_batches, partial=True):
@@ -175,6 +181,7 @@ class CausalLMEngine(PacelineEngine):
 
     _see: Callable[[Tensor, Tensor], Any] | None = None
     _seen: list[_Seen] | None = None
+    _sees_whole_loss = False
 
     @property
     def _loads(self) -> bool:
@@ -307,7 +314,9 @@ class CausalLMEngine(PacelineEngine):
         stage, labels = self.module.stage, self.pipe_buffers["labels"][buffer_id]
         if self._seen is not None:
             loss = (
-                stage.loss(logits, labels, routing, 1.0, router_share=shape.label_tokens).double()
+                stage.loss(
+                    logits, labels, routing if self._sees_whole_loss else None, 1.0, router_share=shape.label_tokens
+                ).double()
                 if shape.label_tokens
                 else torch.zeros((), dtype=torch.float64, device=self.device)
             )
