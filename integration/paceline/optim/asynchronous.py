@@ -11,11 +11,9 @@ same order, whatever its model computes. They are the only ones of their groups 
 
 from __future__ import annotations
 
-import atexit
 import math
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -443,8 +441,6 @@ class _Tasks:
         if self._has_thread and self._thread is None and not self._is_stopped:
             self._thread = threading.Thread(target=self._work, name="paceline-updates", daemon=True)
             self._thread.start()
-            # A thread that waits for another rank while the interpreter goes would abort the process.
-            atexit.register(_stop, weakref.ref(self))
         return task
 
     def wait(self, task: _Task) -> None:
@@ -482,11 +478,6 @@ class _Tasks:
             self._error = error
         finally:
             task.is_done.set()
-
-
-def _stop(tasks: weakref.ref[_Tasks]) -> None:
-    if (found := tasks()) is not None:
-        found.stop()
 
 
 def _places(part: DomainBucket, owned: Sequence[Owned], indices: Sequence[int]) -> Iterator[tuple[Owned, int]]:

@@ -145,7 +145,7 @@ def _object(path: Path) -> Line | None:
         return None
     try:
         values = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what a run writes ({_one_line(error)}): remove it.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not what a run writes (it is no object): remove it.")

@@ -122,7 +122,7 @@ def _of_this_version(name: str) -> Iterator[None]:
 def _is_report(path: Path) -> bool:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and {"format", "headline", "configurations"} <= values.keys()
 

@@ -11,10 +11,13 @@ looks at it (:mod:`.later`).
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -97,6 +100,11 @@ class _Place:
     told: dict[str, tuple[str, int | None]]
 
 
+def _leave(engine: weakref.ref[AsynchronousEngine]) -> None:
+    if (found := engine()) is not None:
+        found.leave()
+
+
 class AsynchronousEngine(CausalLMEngine):
     """Runs the schedules ``"multidirection"`` and ``"one_direction"`` for a Hugging Face model.
 
@@ -136,6 +144,7 @@ class AsynchronousEngine(CausalLMEngine):
         self.module.settle = self.flush
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.is_settled = lambda: not self._begun
+        atexit.register(_leave, weakref.ref(self))
 
     # -- what is made at the start -------------------------------------------------------------------------------
 
@@ -573,7 +582,20 @@ class AsynchronousEngine(CausalLMEngine):
             self._is_ahead = None  # data of before
         return super().load_checkpoint(*args, **kwargs)
 
+    def leave(self) -> None:
+        """At the end of the script: finish what is under way, as all other ranks do.
+
+        A thread that waits for a message or an update while the interpreter goes would abort the process. After an
+        exception the others may never come, and nothing is waited for.
+        """
+        if not hasattr(sys, "last_type"):
+            with suppress(Exception):
+                self.flush()
+        if isinstance(self.optimizer, AsynchronousOptimizer):
+            self.optimizer.stop()
+
     def destroy(self) -> None:
+        self._begun = 0
         super().destroy()
         for place in self._places[1:]:
             place.transport.close()

@@ -53,6 +53,7 @@ def test_a_killed_run_ends_in_the_middle_of_a_line(tuned: Path) -> None:
         ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl, line 1 is not what a run writes (it is nested"),
         ("summary.json", "[]", "summary.json is not what a run writes (it is no object): remove it."),
         ("run.json", "{", "run.json is not what a run writes"),
+        ("run.json", "[" * 100_000, "run.json is not what a run writes (it is nested too deeply): remove it."),
     ],
 )
 def test_what_no_run_writes_is_one_line(tuned: Path, name: str, content: str, message: str) -> None:
