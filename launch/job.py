@@ -47,6 +47,7 @@ from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import first_partition, plan_for
 from paceline.runtime.staging import ranks_sharing
+from paceline.runtime.tracer import Tracer, is_drawn
 from paceline.runtime.watch import WATCH
 
 logger = logging.getLogger("paceline")
@@ -331,6 +332,8 @@ class Job:
         self.step_log, self.moves = StepLog(), 0
         if engine.controller is not None:
             engine.controller.records_switches = self.section.report.html
+        elif self.section.report.html and engine.tracer is None and is_drawn(engine):
+            engine.tracer = Tracer(engine, self.num_steps)  # the report shows the last step
         self.evaluation: dict[str, float] | None = None
         self.train_loss = math.nan
         if self.first_step == 0:

@@ -48,6 +48,9 @@ def test_embedded_default_through_the_launcher(tmp_path: Path) -> None:
         assert parts == pytest.approx(rank["wall_s"], rel=0.05)
     assert summary["tokens"] == 24 * 8 * 128
     assert summary["model_flop_per_s"] > 0
+    (pair,) = json.loads((output / "report.json").read_text())["timelines"]
+    assert (pair["step"], (pair["before"] or pair["after"])["step"]) == (None, 24)
+    assert "The last recorded step" in (output / "report.html").read_text()
 
 
 def losses(folder: Path, ranks: int, stages: int, **changes: Any) -> list[float]:

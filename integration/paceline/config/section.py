@@ -311,8 +311,8 @@ class ReportConfig(Part):
     )
     html: bool = Field(
         default=True,
-        description="Write report.html and report.json at the end of the job, and record the steps before and after "
-        "each switch for them.",
+        description="Write report.html and report.json at the end of the job, and record for them the steps before and "
+        "after each switch, or the last step where nothing switches.",
     )
     trace_every: Annotated[int, Field(ge=1)] | None = Field(
         default=None,

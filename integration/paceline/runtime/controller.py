@@ -24,7 +24,7 @@ from ..schedules.verify import verify
 from .control import is_shared
 from .knowledge import Knowledge
 from .observer import LayerReport, Report, gather_reports
-from .tracer import record_step
+from .tracer import is_drawn, record_step
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
@@ -52,9 +52,6 @@ REFUSED_PERIODS = 10
 
 KEPT_DECISIONS = 1024
 """And looks."""
-
-DRAWN = 4096
-"""Stages times micro-batches up to which the steps around a switch are recorded: more take long, and no picture."""
 
 MUCH = 1 << 20
 """A rank that sent so many bytes tells how fast layers can be sent."""
@@ -210,7 +207,7 @@ class Controller:
             if (
                 self.records_switches
                 and (switches or self._has_switched)
-                and engine.num_stages * engine.run_micro_batches <= DRAWN
+                and is_drawn(engine)
                 and all(report.steps for report in self._reports)
             ):
                 record_step(engine, self._reports, self.knowledge)

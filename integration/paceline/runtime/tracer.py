@@ -14,6 +14,14 @@ from .observer import Report, gather_reports, timeline
 
 logger = logging.getLogger("paceline")
 
+DRAWN = 4096
+"""Stages times micro-batches up to which steps are recorded that nobody asked for: more take long, and no picture."""
+
+
+def is_drawn(engine: Any) -> bool:
+    """Whether a step is small enough for a picture."""
+    return bool(engine.num_stages * engine.run_micro_batches <= DRAWN)
+
 
 @dataclass
 class Tracer:
