@@ -230,7 +230,7 @@ def test_hosts_with_limited_links() -> None:
 @pytest.mark.skipif(bool(available()), reason=available())
 def test_hosts_that_meet_and_cannot_connect() -> None:
     """Gloo tells each the other's loopback address."""
-    command = [sys.executable, "-m", "paceline.launch.doctor", "--timeout", "5"]
+    command = [sys.executable, "-m", "paceline.launch.doctor", "--timeout", "20"]  # for starting, too
     with Hosts(2) as hosts, pytest.raises(HostError, match="exit status 1") as error:
         hosts.run(command, env={"GLOO_SOCKET_IFNAME": "lo"}, timeout=runner.PATIENCE_S)
     assert error.value.host == 0
