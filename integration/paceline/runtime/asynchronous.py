@@ -558,9 +558,9 @@ class AsynchronousEngine(CausalLMEngine):
 
     # -- between steps -------------------------------------------------------------------------------------------
 
-    def _infer(self, *args: Any) -> Iterator[Any]:
+    def _infer(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         self.flush()
-        yield from super()._infer(*args)
+        yield from super()._infer(*args, **kwargs)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         self.flush()
