@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,9 @@ from .transport import Transport
 from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
+
+LEAVE_S = timedelta(seconds=30)
+"""Until a rank whose script has ended leaves without the others."""
 
 _MIRROR = "mirror"
 
@@ -586,10 +590,12 @@ class AsynchronousEngine(CausalLMEngine):
         """At the end of the script: finish what is under way, as all other ranks do.
 
         A thread that waits for a message or an update while the interpreter goes would abort the process. After an
-        exception the others may never come, and nothing is waited for.
+        exception the others may never come, and nothing is waited for; they may have died, or go on training without
+        this one, so that they are waited for :data:`LEAVE_S` only. Without them the end is as good as it can be.
         """
-        if not hasattr(sys, "last_type"):
+        if self._begun and not hasattr(sys, "last_type"):
             with suppress(Exception):
+                dist.monitored_barrier(self.control.world, timeout=LEAVE_S)
                 self.flush()
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.stop()
