@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,16 @@ def test_a_script_may_end_while_updates_are_under_way(kind: str, tmp_path: Path)
     done = launch([str(tmp_path / "leaves.py"), kind], 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("saw") == 2
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher starts CPU ranks with gloo on Linux")
+def test_nobody_waits_long_for_one_that_goes_on(tmp_path: Path) -> None:
+    """Rank 1's script ends a step early: the job ends, and does not hang until gloo gives up after half an hour."""
+    early = LEAVES.replace("    loss =", "    if step == 2 and engine.global_rank: sys.exit(0)\n    loss =")
+    assert early != LEAVES
+    (tmp_path / "leaves.py").write_text(early)
+    begun = time.monotonic()
+    done = launch([str(tmp_path / "leaves.py"), "one_direction"], 2, cwd=tmp_path)
+    assert done.returncode != 0
+    assert time.monotonic() - begun < 600

@@ -595,7 +595,10 @@ class AsynchronousEngine(CausalLMEngine):
         """
         if self._begun and not hasattr(sys, "last_type"):
             with suppress(Exception):
-                dist.monitored_barrier(self.control.world, timeout=LEAVE_S)
+                # Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"paceline/leaves/{self.global_rank}", "")
+                store.wait([f"paceline/leaves/{rank}" for rank in range(dist.get_world_size())], LEAVE_S)
                 self.flush()
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.stop()
