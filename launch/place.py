@@ -71,8 +71,10 @@ def _layer(args: argparse.Namespace, loads: Sequence[float], current: Placement)
 
     devices, slots = args.devices, args.slots_per_device
     if args.replicas:
+        # Nothing moves where nothing lies yet: whatever is better is taken then.
+        anew = {} if args.current is not None else {"tolerance": 0.0}
         found = replicated(
-            loads, devices, slots, args.replicas, current, keep_owners=args.keep_owners, nodes=args.nodes
+            loads, devices, slots, args.replicas, current, keep_owners=args.keep_owners, nodes=args.nodes, **anew
         )
     else:
         found = greedy(loads, devices, slots, current, nodes=args.nodes)

@@ -11,9 +11,6 @@ from .copy_state import CopyState
 BETTER = 1e-3
 """How much less the most loaded device must have for the search to count that as better, relatively."""
 
-ENOUGH = 0.01
-"""How far above the mean the most loaded device may stay, relatively: loads change by more from look to look."""
-
 WORSE = 0.2
 """How far above the most loaded device a move may bring another one, relatively, on the way to something better."""
 
@@ -49,10 +46,12 @@ class CopySearch(CopyState):
     A move that leaves an expert without an owner comes with an exchange that finds it one, or is not made.
     """
 
-    @property
-    def enough(self) -> float:
-        """A load of the most loaded device that is as good as any less."""
-        return sum(self.loads) / len(self.total) * (1 + ENOUGH)
+    def is_even(self, tolerance: float) -> bool:
+        """Whether the most loaded device is within ``tolerance`` of the mean, relatively."""
+        return max(self.total) <= self._enough(tolerance)
+
+    def _enough(self, tolerance: float) -> float:
+        return sum(self.loads) / len(self.total) * (1 + tolerance)
 
     def pack(self) -> None:
         """Start with copies of the experts that have the most load a copy; all go, by that load, where there is least.
@@ -72,8 +71,40 @@ class CopySearch(CopyState):
                 self._add(expert, device)
                 total[device] += share[expert]
 
-    def improve(self) -> None:
+    def pack_owners(self) -> None:
+        """Start with the same copies, and owners first: all owners by falling load a copy, then the copies likewise."""
+        devices = range(len(self.held))
+        wanted = _wanted_copies(self.loads, len(devices), len(devices) * self.replicas)
+        share = [load / number for load, number in zip(self.loads, wanted, strict=True)]
+        total = [sum(share[expert] for expert in experts) for experts in self.held]
+        order = sorted(range(len(share)), key=lambda expert: -share[expert])
+        for expert in order:
+            if self.owner[expert] is None:
+                device = min(self._with_room_to_own(), key=total.__getitem__)
+                self._add(expert, device)
+                self._own(expert, device)
+                total[device] += share[expert]
+        for expert in order:
+            for _ in range(wanted[expert] - 1):
+                room = [d for d in devices if self._num_copies(d) < self.replicas and d not in self.holders[expert]]
+                if not room:
+                    break
+                device = min(room, key=total.__getitem__)
+                self._add(expert, device)
+                total[device] += share[expert]
+
+    def deal(self) -> None:
+        """Start without copies: experts by falling load, each to the device with the least, as ``greedy`` does."""
+        for expert in sorted(range(len(self.loads)), key=lambda expert: -self.loads[expert]):
+            if self.owner[expert] is None:
+                device = min(self._with_room_to_own(), key=self.total.__getitem__)
+                self._add(expert, device)
+                self._own(expert, device)
+
+    def improve(self, tolerance: float) -> None:
         """Tabu search: unload the most loaded device by the best move, again and again, and go back to the best state.
+
+        It ends when the devices are even within ``tolerance``, or nothing better is found.
 
         The best move may be one that loads another device more, which is then the next to be unloaded: chains of moves
         go where single ones do not. What was moved stays where it is for some moves, so that the chain goes on.
@@ -81,7 +112,7 @@ class CopySearch(CopyState):
         most, best = max(self.total), self._saved()
         tabu: dict[tuple[int, int], int] = {}
         step = last = 0
-        while step - last < PATIENCE and most > self.enough:
+        while step - last < PATIENCE and most > self._enough(tolerance):
             step += 1
             now_tabu = {place for place, until in tabu.items() if until >= step}
             if not any(

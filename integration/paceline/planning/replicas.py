@@ -14,8 +14,14 @@ from .copy_search import CopySearch
 from .experts import Placement, checked_loads
 from .slots import check_current, checked_shape, in_slots
 
-WORTH_MOVING = 0.01
-"""A placement that has nothing to do with the current one must be better by this, relatively."""
+TOLERANCE = 0.01
+"""Placements whose most loaded devices differ by less are equally good: loads change by more from look to look."""
+
+ROUNDING = 1e-12
+"""Loads this close (relatively) are equal."""
+
+BOTH_IMPROVED = 1 << 16
+"""Up to so many experts times devices the two best starts are improved, else the best one, which takes a minute."""
 
 
 def replicated(
@@ -27,11 +33,13 @@ def replicated(
     *,
     keep_owners: bool = False,
     nodes: int = 1,
+    tolerance: float = TOLERANCE,
 ) -> Placement:
     """A placement with copies whose most loaded device has little load under even splitting: a good one, not the best.
 
-    It starts with copies of the experts that have the most load a copy, packed by falling load, and with ``current``,
-    and takes what local search makes of them. Among devices that could change their roles, each keeps what it has.
+    It starts with copies of the experts that have the most load a copy, packed by falling load, once owners and copies
+    together and once owners first; with greedy's placement, without copies; and with ``current``. It takes the best
+    that local search makes of them. Among devices that could change their roles, each keeps what it has.
 
     A place for a copy stays empty where a copy would be of no use: no expert with load is elsewhere and light enough.
 
@@ -43,6 +51,8 @@ def replicated(
         keep_owners: only copies change, which is cheap, since the optimizer's state stays where it is.
         nodes: groups of neighbouring devices, of equal size: experts are dealt to them first, then to the devices of
             each, and copies stay in the node of their owner.
+        tolerance: the search ends when the most loaded device is so close to the mean, relatively, and a placement that
+            has nothing to do with ``current`` must be better than it by this; 0: look for the best whatever moves.
 
     Raises:
         ValueError: no placement is possible, or ``current`` is not of these experts and devices.
@@ -59,7 +69,7 @@ def replicated(
     node_of = [None if device is None else device // per_node for device in homes]
     if nodes > 1 and not keep_owners:
         held = [[expert for expert, node in enumerate(node_of) if node == number] for number in range(nodes)]
-        node_of = _searched(loads, nodes, slots * per_node, 0, held, node_of, False).owner
+        node_of = _searched(loads, nodes, slots * per_node, 0, held, node_of, False, tolerance).owner
     owned: list[list[int]] = []
     copied: list[list[int]] = []
     for node in range(nodes):
@@ -72,7 +82,7 @@ def replicated(
         ]
         places = {device: index for index, device in enumerate(devices)}
         home = [None if (device := homes[expert]) is None else places.get(device) for expert in members]
-        found = _searched([loads[e] for e in members], per_node, slots, replicas, held, home, keep_owners)
+        found = _searched([loads[e] for e in members], per_node, slots, replicas, held, home, keep_owners, tolerance)
         for device, experts in enumerate(found.held):
             owned.append([members[index] for index in experts if found.owner[index] == device])
             copied.append([members[index] for index in experts if found.owner[index] != device])
@@ -87,6 +97,7 @@ def _searched(
     held: Sequence[Sequence[int]],
     homes: Sequence[int | None],
     keep_owners: bool,
+    tolerance: float,
 ) -> CopySearch:
     """Experts and devices by number; ``homes`` are the owners now, None where they are not one of the devices."""
     fixed = [device for device in homes if device is not None] if keep_owners else None
@@ -95,13 +106,10 @@ def _searched(
         found = CopySearch(loads, num_devices, slots, replicas, fixed)
         found.load(held, homes)
         found.match()
-        found.improve()
-    if found is None or max(found.total) > found.enough:
-        fresh = CopySearch(loads, num_devices, slots, replicas, fixed)
-        fresh.pack()
-        fresh.match()
-        fresh.improve()
-        if found is None or max(fresh.total) < max(found.total) * (1 - WORTH_MOVING):
+        found.improve(tolerance)
+    if found is None or not found.is_even(tolerance):
+        fresh = _searched_anew(loads, num_devices, slots, replicas, fixed, tolerance)
+        if found is None or max(fresh.total) < max(found.total) * (1 - max(tolerance, ROUNDING)):
             found = fresh
             if not keep_owners:
                 found.renumber(_numbers(found, held, homes))
@@ -109,6 +117,29 @@ def _searched(
     if not keep_owners:
         found.prefer(homes)
     return found
+
+
+def _searched_anew(
+    loads: Sequence[float],
+    num_devices: int,
+    slots: int,
+    replicas: int,
+    fixed: Sequence[int] | None,
+    tolerance: float,
+) -> CopySearch:
+    """The best that comes of several starts: none of them is better than it."""
+    starts = []
+    for start in (CopySearch.pack, CopySearch.pack_owners, CopySearch.deal):
+        search = CopySearch(loads, num_devices, slots, replicas, fixed)
+        start(search)
+        search.match()
+        starts.append(search)
+    starts.sort(key=lambda search: max(search.total))
+    for search in starts[: 2 if len(loads) * num_devices <= BOTH_IMPROVED else 1]:
+        search.improve(tolerance)
+        if search.is_even(tolerance):
+            return search
+    return min(starts, key=lambda search: max(search.total))
 
 
 def _numbers(found: CopySearch, held: Sequence[Sequence[int]], homes: Sequence[int | None]) -> list[int]:

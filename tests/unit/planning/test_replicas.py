@@ -179,3 +179,102 @@ def test_trace(num_devices, placed, copied, fresh):
     assert np.mean(greedy_found) == pytest.approx(placed, rel=0.005)
     assert np.mean(even) < copied
     assert np.mean(by_load) < fresh
+
+
+# -- against simpler methods, written from their descriptions ----------------------------------------------------------
+
+
+def numbers_of_copies(loads, num_devices, num_copies):
+    """One more holder, again and again, for the expert with the most load a holder."""
+    holders = [1] * len(loads)
+    for _ in range(num_copies):
+        some = [e for e in range(len(loads)) if holders[e] < num_devices and loads[e]]
+        if some:
+            holders[max(some, key=lambda e: (loads[e] / holders[e], -e))] += 1
+    return holders
+
+
+def least(total, allowed):
+    return min((d for d in range(len(total)) if allowed(d)), key=total.__getitem__, default=None)
+
+
+def owners_then_copies(loads, num_devices, slots, replicas):
+    """Replicate, then pack the owners, then the copies: each to the least loaded device with room, by falling load."""
+    holders = numbers_of_copies(loads, num_devices, num_devices * replicas)
+    share = [load / number for load, number in zip(loads, holders, strict=True)]
+    total, owned, copied = [0.0] * num_devices, [[] for _ in range(num_devices)], [[] for _ in range(num_devices)]
+    order = sorted(range(len(loads)), key=lambda e: -share[e])
+    for e in order:
+        device = least(total, lambda d: len(owned[d]) < slots)
+        owned[device].append(e)
+        total[device] += share[e]
+    for e in order:
+        for _ in range(holders[e] - 1):
+            device = least(total, lambda d, e=e: len(copied[d]) < replicas and e not in owned[d] + copied[d])
+            if device is not None:
+                copied[device].append(e)
+                total[device] += share[e]
+    return Placement(
+        tuple(tuple(own + others) for own, others in zip(owned, copied, strict=True)), tuple(map(len, owned))
+    )
+
+
+def as_eplb(loads, num_devices, slots, replicas):
+    """Replicate, then balanced packing of owners and copies alike; the first that may owns. None if nobody may."""
+    holders = numbers_of_copies(loads, num_devices, num_devices * replicas)
+    share = [load / number for load, number in zip(loads, holders, strict=True)]
+    total, held = [0.0] * num_devices, [[] for _ in range(num_devices)]
+    for e in sorted(range(len(loads)), key=lambda e: -share[e]):
+        for _ in range(holders[e]):
+            device = least(total, lambda d, e=e: len(held[d]) < slots + replicas and e not in held[d])
+            if device is None:
+                return None
+            held[device].append(e)
+            total[device] += share[e]
+    owner = {}
+
+    def finds_owner(expert, seen):
+        for device in range(num_devices):
+            if expert in held[device] and device not in seen:
+                seen.add(device)
+                others = [e for e, d in owner.items() if d == device]
+                if len(others) < slots or any(finds_owner(e, seen) for e in others):
+                    owner[expert] = device
+                    return True
+        return False
+
+    if not all(finds_owner(expert, set()) for expert in range(len(loads))):
+        return None
+    owned = [[e for e in held[d] if owner[e] == d] for d in range(num_devices)]
+    copied = [[e for e in held[d] if owner[e] != d] for d in range(num_devices)]
+    if max(map(len, copied)) > replicas:
+        return None
+    return Placement(
+        tuple(tuple(own + others) for own, others in zip(owned, copied, strict=True)), tuple(map(len, owned))
+    )
+
+
+def heavy_tailed(seed, num_experts):
+    draw = np.random.default_rng(seed)
+    kinds = (draw.pareto(1.1, num_experts) + 1, draw.lognormal(0, 1.5, num_experts), draw.zipf(1.6, num_experts) % 1000)
+    return [float(load) for load in kinds[seed % 3]]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_devices", "slots", "replicas"),
+    [(16, 8, 2, 1), (16, 8, 3, 1), (32, 8, 4, 1), (8, 4, 2, 1), (9, 4, 3, 1)],
+)
+def test_no_simpler_method_is_better(num_experts, num_devices, slots, replicas):
+    compared = 0
+    for seed in range(15):
+        loads = heavy_tailed(seed, num_experts)
+        shape = (loads, num_devices, slots, replicas)
+        others = [owners_then_copies(*shape), as_eplb(*shape), greedy(loads, num_devices, slots)]
+        best = min(most(other, loads) for other in others if other is not None)
+        for current in (None, Placement.contiguous(num_experts, num_devices)):
+            found = replicated(*shape, current, tolerance=0.0)
+            check(found, slots, replicas)
+            assert most(found, loads) <= best * (1 + 1e-9), (seed, current)
+        compared += others[1] is not None
+    if num_experts == num_devices * slots:
+        assert compared >= 8, "half of EPLB's packings can have owners"
