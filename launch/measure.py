@@ -139,8 +139,8 @@ def _state_bytes_per_s(device: Any) -> float:
     from paceline.optim.sharded import sum_of_squares
     from paceline.planning.strategy_costs import state_bytes_per_parameter
 
-    parameter = torch.nn.Parameter(torch.zeros(BUCKET_NUMEL // 1024, 1024, device=device))
-    gradient = parameter.grad = torch.ones_like(parameter)
+    parameter = torch.nn.Parameter(torch.randn(BUCKET_NUMEL // 1024, 1024, device=device))
+    gradient = parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
 
     def step() -> None:

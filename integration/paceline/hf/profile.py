@@ -74,6 +74,7 @@ class Bench:
     gradient_checkpointing: bool = False
     repeats: int = 5
     _measured: dict[str, ItemProfile] = field(default_factory=dict)
+    _gradients: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.config = causal_config(self.config)
@@ -180,9 +181,20 @@ class Bench:
         labels = torch.zeros(output.shape[:2], dtype=torch.int64, device=self.device)
         return stage.loss(output, labels, routing, float(labels.numel())), None
 
-    def _backward(self, output: Tensor, routing: Tensor | None) -> None:
-        roots = [tensor for tensor in (output, routing) if tensor is not None and tensor.requires_grad]
-        torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+    def _backward(self, *outputs: Tensor | None) -> None:
+        roots = [tensor for tensor in outputs if tensor is not None and tensor.requires_grad]
+        torch.autograd.backward(roots, [self._gradient_like(tensor) for tensor in roots])
+
+    def _gradient_like(self, tensor: Tensor) -> Tensor:
+        """Random, as in training: what is multiplied decides on a device's power, and so on its clock.
+
+        Drawn once, in the first warm-up, and not while anything is timed.
+        """
+        key = tensor.shape, tensor.dtype
+        if key not in self._gradients:
+            drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+            self._gradients[key] = drawn.to(self.device, tensor.dtype)
+        return self._gradients[key]
 
 
 def _seconds(start: Any, end: Any) -> float:

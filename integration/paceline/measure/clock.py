@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,29 @@ import torch
 IDLE = ("idle", 0)
 PENDING = 1024
 """Pairs of CUDA events kept before those that are done are summed up."""
+
+
+def host_seconds(now: Callable[[], Any]) -> Callable[[Any], float]:
+    """A function from moments on a device, up to this one, to seconds of the host's clock. Waits for the device.
+
+    The host runs ahead of a GPU: when it records an event, earlier work may still be under way, so its own clock does
+    not tell when that event happens. One event that host and device see together, this one, tells it of all others.
+
+    Args:
+        now: this moment on the device (:meth:`Clock.now`).
+    """
+    last = now()
+    if not isinstance(last, float):
+        last.synchronize()
+    last_s = time.perf_counter()
+
+    def seconds(moment: Any) -> float:
+        if isinstance(moment, float):
+            return moment
+        moment.synchronize()
+        return last_s - float(moment.elapsed_time(last)) / 1e3
+
+    return seconds
 
 
 @dataclass

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .clock import host_seconds
 
 STEPS = 8
 """Steps that are remembered."""
@@ -19,21 +22,17 @@ STEPS = 8
 class StepTimes:
     """One step of one rank. Host clock (monotonic) in seconds; spans are (kind, micro-batch, start, end)."""
 
-    begun_s: float
-    ended_s: float = 0.0
+    begun_s: Any
+    """When the device began with it, behind all that the step before had left to it."""
+    ended_s: Any = 0.0
     spans: list[tuple[str, int, Any, Any]] = field(default_factory=list)
     key: Any = None
     """What the step ran under: times of different keys are not mixed."""
-    origin: Any = None
 
-    def read(self) -> None:
-        """Turn events into seconds."""
-        for index, (kind, micro_batch, start, end) in enumerate(self.spans):
-            if not isinstance(start, float):
-                end.synchronize()
-                moments = (self.begun_s + self.origin.elapsed_time(event) / 1e3 for event in (start, end))
-                self.spans[index] = (kind, micro_batch, *moments)
-        self.origin = None
+    def read(self, seconds: Callable[[Any], float]) -> None:
+        """Turn events into seconds of the host's clock."""
+        self.begun_s, self.ended_s = seconds(self.begun_s), seconds(self.ended_s)
+        self.spans = [(kind, index, seconds(start), seconds(end)) for kind, index, start, end in self.spans]
 
     def typical(self, kind: str) -> float | None:
         """Median seconds of a forward (``"F"``) or backward (``"B"``)."""
@@ -45,20 +44,24 @@ class Recorder:
     """Keeps when the computations of the last steps ran.
 
     Moments are seconds of the host's clock, or, on a GPU, events that are read only when somebody asks.
+
+    Args:
+        now: this moment on the device (:meth:`paceline.measure.clock.Clock.now`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], Any] = time.perf_counter) -> None:
+        self._now = now
         self._steps: deque[StepTimes] = deque(maxlen=STEPS)
         self._current: StepTimes | None = None
 
-    def begin(self, now: Any, key: Any = None) -> None:
-        """A step begins. ``now`` is this moment on the device (:meth:`paceline.measure.clock.Clock.now`)."""
-        self._current = StepTimes(time.perf_counter(), key=key, origin=now)
+    def begin(self, key: Any = None) -> None:
+        """A step begins."""
+        self._current = StepTimes(self._now(), key=key)
 
     def end(self) -> None:
         """The step is over."""
         if self._current is not None:
-            self._current.ended_s = time.perf_counter()
+            self._current.ended_s = self._now()
             self._steps.append(self._current)
             self._current = None
 
@@ -77,8 +80,9 @@ class Recorder:
 
     def steps(self) -> list[StepTimes]:
         """The last steps, oldest first, since the last :meth:`forget`. Waits for the device."""
+        seconds = host_seconds(self._now)
         for step in self._steps:
-            step.read()
+            step.read(seconds)
         return list(self._steps)
 
 

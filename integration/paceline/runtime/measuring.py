@@ -16,7 +16,7 @@ class Measuring:
     """What the controller asks of a rank. Nothing here is collective."""
 
     def _start_measuring(self: Any) -> None:
-        self.recorder = Recorder()
+        self.recorder = Recorder(self.clock.now)
         self.saved_bytes: dict[int, float] = {}
         """What a live micro-batch keeps on this stage, by micro-batch size, as far as it was measured."""
         self.layer_timer: LayerTimer | None = None

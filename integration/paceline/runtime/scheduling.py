@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -170,7 +169,7 @@ class Scheduling:
         self._at.doing = None
         if self.controller is not None:
             self.controller.before_step()
-        self.recorder.begin(self.clock.now(), (self.schedule.name, self.cut))
+        self.recorder.begin((self.schedule.name, self.cut))
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
         gc.disable()
@@ -219,9 +218,9 @@ class Scheduling:
                 run(**arguments)
                 continue
             if "micro_batch" not in arguments:
-                start = time.perf_counter()
+                start = clock.now()
                 run()
-                recorder.add(timed, -1, start, time.perf_counter())
+                recorder.add(timed, -1, start, clock.now())
                 continue
             start = clock.now()
             if timer is not None:

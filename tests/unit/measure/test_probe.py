@@ -34,3 +34,19 @@ def test_it_is_short() -> None:
     begin = time.perf_counter()
     assert probe.device_speed(torch.device("cpu")) > 0
     assert time.perf_counter() - begin < 2
+
+
+def test_it_multiplies_random_numbers_and_draws_none_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The power that a device draws, and so its clock, depends on the numbers: constants flatter it."""
+    multiplied: list[torch.Tensor] = []
+    multiply = torch.mm
+
+    def seen(left: torch.Tensor, right: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        multiplied.extend((left, right))
+        return multiply(left, right, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", seen)
+    before = torch.random.get_rng_state()
+    probe.device_speed(torch.device("cpu"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert min(matrix.float().unique().numel() for matrix in multiplied) > 1000

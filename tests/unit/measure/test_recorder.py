@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ def test_typical_is_the_median_of_a_kind() -> None:
 def test_steps_are_there_oldest_first_until_they_are_known() -> None:
     recorder = Recorder()
     for key in "ab":
-        recorder.begin(0.0, key)
+        recorder.begin(key)
         recorder.add("F", 3, 1.0, 2.0)
         recorder.end()
     steps = recorder.steps()
@@ -41,7 +43,7 @@ def test_steps_are_there_oldest_first_until_they_are_known() -> None:
 def test_only_the_last_steps_are_kept() -> None:
     recorder = Recorder()
     for key in range(STEPS + 3):
-        recorder.begin(0.0, key)
+        recorder.begin(key)
         recorder.end()
     assert [step.key for step in recorder.steps()] == list(range(3, STEPS + 3))
 
@@ -50,7 +52,7 @@ def test_what_runs_outside_of_a_step_or_in_one_that_failed_is_not_kept() -> None
     recorder = Recorder()
     recorder.add("F", 0, 0.0, 1.0)  # an evaluation
     recorder.end()
-    recorder.begin(0.0)
+    recorder.begin()
     recorder.add("F", 0, 0.0, 1.0)
     recorder.drop()
     recorder.add("F", 0, 0.0, 1.0)
@@ -58,29 +60,53 @@ def test_what_runs_outside_of_a_step_or_in_one_that_failed_is_not_kept() -> None
     assert recorder.steps() == []
 
 
-class Event:
-    """As CUDA's, of a stream that runs a second behind the host."""
+class Device:
+    """As CUDA's streams and events: the host runs ahead, and its events happen when the work before them is done."""
 
+    def __init__(self) -> None:
+        self.free_s = time.perf_counter()
+
+    def work(self, seconds: float) -> None:
+        self.free_s = max(self.free_s, time.perf_counter()) + seconds
+
+    def now(self) -> Event:
+        return Event(max(self.free_s, time.perf_counter()))
+
+
+class Event:
     def __init__(self, at_s: float) -> None:
         self.at_s, self.is_done = at_s, False
 
     def synchronize(self) -> None:
+        time.sleep(max(0.0, self.at_s - time.perf_counter()))
         self.is_done = True
 
     def elapsed_time(self, other: Event) -> float:
-        assert other.at_s <= 4.0 or other.is_done, "not waited for"
+        assert self.is_done, "not waited for"
+        assert other.is_done, "not waited for"
         return (other.at_s - self.at_s) * 1e3
 
 
-def test_events_become_seconds_of_the_host() -> None:
-    recorder = Recorder()
-    recorder.begin(Event(1.0))
-    recorder.add("F", 0, Event(2.0), Event(4.5))
+def test_a_step_begins_on_the_device_when_the_update_of_the_step_before_is_done() -> None:
+    device = Device()
+    recorder = Recorder(device.now)
+    device.work(0.2)  # an update that the host has issued and not waited for
+    update_done_s = device.free_s
+    recorder.begin()
+    start = device.now()
+    device.work(0.05)
+    recorder.add("F", 0, start, device.now())
     recorder.add("wait", 0, 7.0, 8.0)  # the host's own clock
     recorder.end()
     (step,) = recorder.steps()
-    begun = step.begun_s
-    assert step.spans == [("F", 0, begun + 1.0, begun + 3.5), ("wait", 0, 7.0, 8.0)]
+    close = pytest.approx(update_done_s, abs=0.05)  # of the host's clock; an event is seen a moment after it happened
+    assert step.begun_s == close
+    assert [span[0] for span in step.spans] == ["F", "wait"]
+    _, _, begun_s, ended_s = step.spans[0]
+    assert begun_s - step.begun_s == pytest.approx(0.0, abs=1e-6)
+    assert ended_s - begun_s == pytest.approx(0.05, abs=1e-6)
+    assert step.ended_s - step.begun_s == pytest.approx(0.05, abs=1e-6)
+    assert step.spans[1] == ("wait", 0, 7.0, 8.0)
     assert recorder.steps()[0].spans == step.spans  # read once, they stay
 
 
