@@ -217,6 +217,15 @@ def test_paired_order_lets_go_of_what_was_sent_by_the_end_of_a_step() -> None:
         assert after == 0
 
 
+def shares_a_group() -> bool:
+    engine = engine_of([Block, Block], order="paired")
+    return all(lane.group is engine.grid.pp_proc_group for lane in engine.transport.lanes().values())
+
+
+def test_paired_order_takes_deepspeeds_group_of_the_pipeline() -> None:
+    assert run_ranks(shares_a_group, 2) == [True, True]
+
+
 # -- shapes and layouts -----------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import CheckpointError
+from .groups import gloo_group
 
 
 class PeerError(RuntimeError):
@@ -58,13 +59,13 @@ class ControlPlane:
                 rank = stage · data-parallel size + replica.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
-        world = dist.new_group(backend="gloo", timeout=timeout)
+        world = gloo_group(timeout=timeout)
         if num_stages == 1:
             return ControlPlane(world, world, rank)  # nothing is summed over one stage
         replicas = size // num_stages
         if pipes is None:
             pipes = [list(range(replica, size, replicas)) for replica in range(replicas)]
-        groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in pipes]
+        groups = [gloo_group(ranks, timeout) for ranks in pipes]
         return ControlPlane(world, next(g for g, ranks in zip(groups, pipes, strict=True) if rank in ranks), rank)
 
     def sum(self, values: Tensor) -> Tensor:

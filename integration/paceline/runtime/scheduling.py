@@ -64,6 +64,8 @@ class Scheduling:
             staging=staging,
             activation_shapes=self._activation_shapes,
             announces=self.dynamic_shape,
+            # DeepSpeed's own, whose other operations come between steps: a communicator costs memory on every GPU.
+            group=self.grid.get_pipe_parallel_group() if pipes else None,
         )
         self._at = Here(**self.transport.lanes())
         section = PacelineConfig.of(self._config._param_dict)

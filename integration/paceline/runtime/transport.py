@@ -3,7 +3,7 @@
 A *lane* is one edge of the pipeline in one direction. Messages on a lane arrive in the order in which they were sent.
 Two orders of communication are proven free of deadlock by :mod:`paceline.schedules.verify`:
 
-* free: every lane has a process group of its own, so that no message waits behind another lane's (gloo);
+* free: a rank has every lane in a process group of its own, so that no message waits behind another lane's (gloo);
 * paired: one group for the pipeline, and both ends of every pair issue their operations in the same order, in batches
   (NCCL, where concurrent communicators are not safe to assume).
 
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .groups import gloo_group
 from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
 from .staging import Staging
 
@@ -345,6 +346,8 @@ class Transport:
         activation_shapes: a new book of shapes for a lane of activations.
         announces: announce every activation: no two need have the same shapes.
         failed: the first error of any lane; shared by transports of which none can go on without the others.
+        group: of this rank's pipeline, for the paired order; None: one is made. Its operations, here and elsewhere,
+            must have one order on both ranks of every pair.
     """
 
     def __init__(
@@ -358,13 +361,14 @@ class Transport:
         activation_shapes: Callable[[], Shapes] = Shapes,
         announces: bool = False,
         failed: list[BaseException] | None = None,
+        group: Any = None,
     ) -> None:
         self.order = order
         self.failed: list[BaseException] = [] if failed is None else failed
         self.staging = staging
         self._batch = _Batch() if order == "paired" else None
         self._lanes: dict[str, Lane] = {}
-        groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes, device)
+        groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes, rank, device, group)
         for pipe in pipes:
             if rank not in pipe:
                 continue
@@ -417,19 +421,29 @@ def lanes_of(stage: int, num_stages: int) -> list[tuple[str, int, int]]:
 
 
 def _free_groups(pipes: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
+    """Four groups a pipeline, however long it is: every other edge has the same two, one for each way.
+
+    No rank has two lanes in one of them, and so no two threads.
+    """
     groups = {}
     for pipe in pipes:
-        for one, other in pairwise(pipe):
-            for edge in ((one, other), (other, one)):
-                groups[edge] = dist.new_group([one, other], backend="gloo", timeout=TIMEOUT)
+        edges = list(pairwise(pipe))
+        for alike in filter(None, (edges[0::2], edges[1::2])):
+            for ways in (alike, [(target, source) for source, target in alike]):
+                groups.update(dict.fromkeys(ways, gloo_group(pipe, TIMEOUT)))
     return groups
 
 
-def _paired_groups(pipes: Sequence[Sequence[int]], device: torch.device) -> dict[tuple[int, int], Any]:
+def _paired_groups(
+    pipes: Sequence[Sequence[int]], rank: int, device: torch.device, given: Any
+) -> dict[tuple[int, int], Any]:
     groups = {}
     for pipe in pipes:
-        group = dist.new_group(list(pipe), timeout=TIMEOUT)
-        if dist.get_rank() in pipe and device.type == "cuda":
+        group = dist.new_group(list(pipe), timeout=TIMEOUT) if given is None else given
+        if rank not in pipe:
+            continue
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+        if device.type == "cuda":
             # A group's first operation must be of all its ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         groups.update({edge: group for a, b in pairwise(pipe) for edge in ((a, b), (b, a))})

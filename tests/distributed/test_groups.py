@@ -1,0 +1,108 @@
+"""Process groups where the default one is bound to a device, as DeepSpeed binds NCCL's: counted on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks
+
+
+class Splits:
+    """In the place of the communicator of NCCL's that torch splits: counts who takes part in how many splits."""
+
+    supports_splitting = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.count += 1
+
+
+def bound_job(splits: Splits) -> Any:
+    """A job of gloo's whose default group says of itself what one of NCCL's says that is bound to a device."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.distributed_c10d._get_split_source = lambda group: splits
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
+    return dist
+
+
+def splits_of_each_rank(stages: int) -> dict[str, Any]:
+    from paceline.runtime.control import ControlPlane
+    from paceline.runtime.shapes import Shapes, meta_of
+    from paceline.runtime.transport import Transport
+
+    splits = Splits()
+    dist = bound_job(splits)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pipes = [list(range(replica, size, size // stages)) for replica in range(size // stages)]
+    calls = 0
+    new_group = dist.new_group
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return new_group(*args, **kwargs)
+
+    dist.new_group = counting
+    control = ControlPlane.create(stages, pipes=pipes)
+    transport = Transport(pipes, rank, order="free", device=torch.device("cpu"), activation_shapes=Shapes)
+    found: dict[str, Any] = {"splits": splits.count, "calls": calls, "bound": str(dist.group.WORLD.bound_device_id)}
+    found["bound groups"] = [str(group.bound_device_id) for group in (control.world, control.pipe)]
+    found["groups"] = len({id(lane.group) for lane in transport.lanes().values()})
+    # Both ways of every edge at once.
+    lanes, value = transport.lanes(), torch.full((3,), float(rank))
+    keys = {"activations": "all", "gradients": meta_of(value)}
+    for name in keys:
+        if f"{name}_out" in lanes:
+            lanes[f"{name}_out"].send(0, keys[name], value)
+    for name in keys:
+        if f"{name}_in" in lanes:
+            lanes[f"{name}_in"].post(0, keys[name])
+            found[name] = lanes[f"{name}_in"].take(0)[0].item()  # type: ignore[union-attr]
+    found["sum"] = control.sum_over_stages(torch.tensor([rank])).item()
+    transport.close()
+    dist.group.WORLD.bound_device_id = None
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "stages"), [(3, 3), (4, 2), (5, 5)])
+def test_ranks_of_a_bound_job_split_nothing_for_groups_of_gloos(num_ranks: int, stages: int) -> None:
+    """Outsiders would, and insiders would not: the job would hang."""
+    found = run_ranks(splits_of_each_rank, num_ranks, stages)
+    assert [one["splits"] for one in found] == [0] * num_ranks
+    assert all(one["bound"] == "cuda:0" for one in found)
+    assert all(one["bound groups"] == ["None", "None"] for one in found)
+
+
+def test_lanes_take_few_groups_and_each_its_own() -> None:
+    found = run_ranks(splits_of_each_rank, 5, 5)
+    assert {one["calls"] for one in found} == {2 + 4}, "a control plane has two"
+    assert [one["groups"] for one in found] == [2, 4, 4, 4, 2]
+    for rank, one in enumerate(found):
+        assert one.get("activations") == (rank - 1 if rank > 0 else None)
+        assert one.get("gradients") == (rank + 1 if rank < 4 else None)
+        assert one["sum"] == 10
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (3, 1), (8, 2), (64, 16)])
+def test_calls_of_new_group_do_not_grow_with_stages(
+    stages: int, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.runtime import transport
+
+    calls: list[Any] = []
+    monkeypatch.setattr(transport, "gloo_group", lambda ranks, timeout: calls.append(ranks) or len(calls))
+    pipes = [list(range(replica, stages * replicas, replicas)) for replica in range(replicas)]
+    groups = transport._free_groups(pipes)
+    assert len(groups) == 2 * (stages - 1) * replicas
+    assert len(calls) == replicas * min(4, 2 * (stages - 1))
+    for pipe in pipes:
+        for rank in pipe:
+            ways = [edge for edge in groups if rank in edge]
+            assert len({groups[edge] for edge in ways}) == len(ways), "no two lanes of a rank share a group"
