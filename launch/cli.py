@@ -9,13 +9,15 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.launch import doctor, fit, lighthouse, loads, partition, place, plan, profile, report, simulate, trace
-from paceline.messages import brief, print_anything
+from paceline.messages import brief, nearest, print_anything
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
 
@@ -44,8 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Says what was probably meant by a flag or a choice that there is not."""
+
     def error(self, message: str) -> NoReturn:
         super().error(brief(message))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Before argparse looks: it would miss a flag that is required rather than name the one that is misspelt.
+        given = list(sys.argv[1:] if args is None else args)
+        own = given if self._subparsers is None else list(takewhile(lambda arg: arg.startswith("-"), given))
+        for arg in takewhile(lambda arg: arg != "--", own):
+            flag = arg.partition("=")[0]
+            if re.fullmatch(r"--?[A-Za-z][\w-]*", flag) and flag not in self._option_string_actions:
+                near = nearest(f"--{flag.lstrip('-')}".replace("_", "-"), self._option_string_actions)
+                remedy = f"did you mean {near}?" if near else f"see `{self.prog} --help`."
+                self.error(f"unknown flag {flag}: {remedy}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            near = nearest(str(value), choices, cutoff=0.6)
+            remedy = f"did you mean {near!r}? There" if near else "there"
+            raise argparse.ArgumentError(action, f"unknown {str(value)!r}: {remedy} are {', '.join(choices)}.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -137,11 +160,12 @@ def _positive(text: str) -> int:
 
 
 def _check_config(args: argparse.Namespace) -> int:
-    from paceline.config import PacelineConfig, near_misses, open_autos, read_ds_config, resolve
+    from paceline.config import PacelineConfig, check_scheduler, near_misses, open_autos, read_ds_config, resolve
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
     config = read_ds_config(args.file)
+    check_scheduler(config)
     for line in near_misses(config):
         print(f"paceline: warning: {line}", file=sys.stderr)
     section = PacelineConfig.of(config)

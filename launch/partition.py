@@ -10,6 +10,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from paceline.launch.simulate import DEFAULTS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -41,8 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("shortest step instead of smallest bottleneck, by simulation")
     step.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
     step.add_argument("--schedule", metavar="TYPE", help="1f1b (default), gpipe, kfkb or eager")
-    step.add_argument("--k", type=int, help="of kfkb: micro-batches in a group")
-    step.add_argument("--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b")
+    step.add_argument("--k", type=int, help="of kfkb: micro-batches in a group (default 2)")
+    step.add_argument(
+        "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,6 +124,7 @@ def _schedule(args: argparse.Namespace, given: _Given) -> tuple[Schedule | None,
 
     options = {name: getattr(args, name) for name in _OF_SCHEDULE if getattr(args, name) is not None}
     if args.micro_batches is not None:
+        options = {**DEFAULTS.get(args.schedule, {}), **options}
         schedule = make(options.pop("schedule", "1f1b"), len(given.devices), args.micro_batches, **options)
         return schedule, verify(schedule, paired=False).peak_activations
     if options:

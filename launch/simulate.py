@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from paceline.schedules.stream import Stream
     from paceline.schedules.timeline import Timeline
 
-_DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack": 1.0}}
+DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack": 1.0}}
+"""Options of a schedule that are left out."""
 _OPTIONS = ("k", "slack", "staleness")
 _SHAPE = ("stages", "micro_batches", "schedule", *_OPTIONS)
 _STEPS_DRAWN = 3
@@ -115,7 +116,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What is left out is as in the config."""
-    defaults = _DEFAULTS.get(args.schedule, {})
+    defaults = DEFAULTS.get(args.schedule, {})
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     return {**defaults, **given}
 

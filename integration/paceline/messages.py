@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import sys
+from collections.abc import Iterable
 
 MOST = 1000
 """Characters of a message."""
@@ -19,6 +21,18 @@ def brief(text: str, most: int = MOST) -> str:
         return text
     head = most * 2 // 5
     return f"{text[:head]}…{text[head + 1 - most :]}"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+    """The one of ``known`` that ``name`` was probably meant to be: the only one that it begins, or the most alike.
+
+    >>> nearest("--stage", ["--stages", "--schedule"]), nearest("sim", ["simulate", "schema"]), nearest("x", ["y"])
+    ('--stages', 'simulate', None)
+    """
+    names = sorted(known)
+    begun = [one for one in names if name.strip("-") and one.startswith(name)]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return near[0] if near else None
 
 
 def print_anything() -> None:

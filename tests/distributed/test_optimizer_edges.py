@@ -330,7 +330,12 @@ def refused(what: str) -> None:
     ("what", "message"),
     [
         ("experts", "the module has experts on different ranks"),
-        ("outsider", r"the optimizer has a parameter of shape \[3\] that is not in the module"),
+        (
+            "outsider",
+            r"the optimizer has a parameter of shape \[3\] that is not in the module, .* SGD was made for: pass a "
+            r"function of the stage's parameters \(optimizer=lambda parameters: .*, or name one under \"optimizer\"",
+        ),
+        ("Lion", "optimizer.type is lion: DeepSpeed has its kernels for GPUs only, .* CPUs; choose one of .*AdamW"),
         ("LBFGS", "a pipeline cannot use it, it evaluates the loss again"),
         ("Muon", "a pipeline cannot use it, it is for matrices only"),
     ],

@@ -281,6 +281,11 @@ def test_other_optimizers_and_precision(tmp_path: Path) -> None:
         (pipeline(2), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         (pipeline(2), {"auto_find_batch_size": True}, "auto_find_batch_size is True"),
         (pipeline(2), {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type is 'reduce_lr_on_plateau'"),
+        (
+            pipeline(2),
+            {"torch_compile": True},
+            "torch_compile is True .* a stage runs .* attn_implementation.*; leave one",
+        ),
         (pipeline(2), {"bf16_full_eval": True}, "bf16_full_eval is True .* in the dtype they train in"),
         (
             pipeline(1),

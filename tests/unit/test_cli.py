@@ -103,6 +103,17 @@ def test_check_config_as_text(ds_json, capsys):
     [
         ({"paceline": {"pipeline": {"stage": 2}}}, [], 'paceline.pipeline.stage is not a key of this version'),
         ('{"a": 1, "a": 2}', [], 'line 1, column 10: duplicate key "a"'),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8},
+            [],
+            '"model_type" is a key of a model\'s config, and none is DeepSpeed\'s: give a DeepSpeed JSON (`paceline '
+            "plan` writes one); whether the model can be a pipeline, `paceline check-model ",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+            [],
+            "scheduler.params.warmup_steps is not a parameter of WarmupLR: write one of warmup_min_lr,",
+        ),
         ({}, ["--world-size", "4"], "--world-size and --num-layers belong together"),
         (
             {"paceline": {"pipeline": {"stages": 3}}},
@@ -264,6 +275,35 @@ def test_check_model_of_an_impossible_config(tmp_path, capsys, changes, message)
     assert err.startswith("paceline: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["simulate", "--stage", "4"], "paceline simulate: error: unknown flag --stage: did you mean --stages?"),
+        (["simulate", "--micro_batches=4"], "unknown flag --micro_batches: did you mean --micro-batches?"),
+        (["partition", "--cost", "a.json"], "unknown flag --cost: did you mean --costs?"),  # which is required
+        (["plan", "-devices", "4"], "unknown flag -devices: "),
+        (["simulate", "--qqq"], "unknown flag --qqq: see `paceline simulate --help`."),
+        (["--versio"], "paceline: error: unknown flag --versio: did you mean --version?"),
+        (["fitt"], "unknown 'fitt': did you mean 'fit'? There are check-config, check-model, schema,"),
+        (["sim"], "unknown 'sim': did you mean 'simulate'?"),
+        (["qqq"], "unknown 'qqq': there are check-config,"),
+        (["export", "a", "b", "--dtype", "floot32"], "argument --dtype: unknown 'floot32': did you mean 'float32'?"),
+    ],
+)
+def test_a_slip_of_the_pen_names_what_was_meant(capsys, argv, line):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert line in capsys.readouterr().err
+
+
+def test_values_and_what_follows_two_dashes_are_no_flags(ds_json, capsys):
+    assert main(["check-config", "--", ds_json({})]) == 0
+    with pytest.raises(SystemExit):
+        main(["simulate", "--stages", "-4", "--micro-batches", "1.5"])
+    assert "argument --micro-batches: invalid int value" in capsys.readouterr().err
 
 
 def test_brief():

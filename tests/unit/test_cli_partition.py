@@ -97,6 +97,7 @@ def test_the_shortest_step(capsys, costs):
     assert (found["bottleneck_s"], found["schedule"], found["micro_batches"]) == (7.0, "1f1b", 1)
     found = answer(capsys, costs(COSTS), "--micro-batches", "8", "--schedule", "kfkb", "--k", "2")
     assert found["schedule"] == "kfkb k=2"
+    assert answer(capsys, costs(COSTS), "--micro-batches", "8", "--schedule", "kfkb") == found  # as in simulate
     assert main(["partition", "--costs", costs(values), "--micro-batches", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "step: 10 s of 1 micro-batches, 1f1b"
 
@@ -173,7 +174,6 @@ def changed(**values):
         (COSTS, ("--k", "2"), "--k is of a step: give --micro-batches too."),
         (COSTS, ("--micro-batches", "0"), "num_micro_batches=0 must be 1 or more."),
         (COSTS, ("--micro-batches", "4", "--schedule", "kfbk"), "schedule type 'kfbk' is unknown"),
-        (COSTS, ("--micro-batches", "4", "--schedule", "kfkb"), "the schedule 'kfkb' needs k"),
         (changed(blocks=[{"work": 1, "live_bytes": 3}] * 24), (), "live_bytes are of each micro-batch that is alive: "),
     ],
 )  # fmt: skip

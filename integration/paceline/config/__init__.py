@@ -5,6 +5,7 @@ from .files import read_ds_config
 from .known import near_misses, warn_near_misses
 from .partitions import PartitionChoice, resolve_partition
 from .resolve import Choice, Resolved, check_features, resolve
+from .schedulers import check_scheduler
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig, ScheduleConfig
 from .stages import choose_stages, resolve_stages
@@ -20,6 +21,7 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleConfig",
     "check_features",
+    "check_scheduler",
     "choose_stages",
     "fill_auto",
     "near_misses",

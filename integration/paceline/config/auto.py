@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .known import check_objects
+from .schedulers import check_scheduler
 from .section import SECTION, show, value_at
 
 # Where "auto" is a value that DeepSpeed itself understands.
@@ -71,6 +72,7 @@ def fill_auto(
     if isinstance(config.get("zero_optimization"), bool):  # the old form
         config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
     check_objects(config)
+    check_scheduler(config)
     if args is not None:
         explicit = frozenset(given)
         _ask_for_more(config, args, explicit)

@@ -50,7 +50,21 @@ def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
         raise ValueError(f"{path}: {error}; write a number that can be meant.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds {type(config).__name__}, a DeepSpeed config is an object {{...}}.")
+    _check_kind(path, config)
     return config
+
+
+def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model's own config, no key of which DeepSpeed would miss or complain of."""
+    from .known import SECTION, TOP_LEVEL
+
+    own = next((key for key in ("model_type", "architectures") if key in config), None)
+    if own is not None and not config.keys() & {*TOP_LEVEL, SECTION}:
+        raise ValueError(
+            f"{path}: \"{own}\" is a key of a model's config, and none is DeepSpeed's: give a DeepSpeed JSON "
+            f"(`paceline plan` writes one); whether the model can be a pipeline, `paceline check-model {path.parent}` "
+            "says."
+        )
 
 
 class _Duplicate(Exception):

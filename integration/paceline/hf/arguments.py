@@ -13,14 +13,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, PretrainedConfig
 
-from ..messages import brief
+from ..messages import brief, nearest
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
+from .paths import is_missing
 
 BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet", "txt": "text", "py": "text"}
 """File extension -> the ``datasets`` builder that reads it."""
@@ -102,6 +102,10 @@ class ModelArguments:
     use_bnb_nested_quant: bool = _flag(False, "4 bits: quantise their scales too.")
 
     def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "config_name", "tokenizer_name"):
+            value = getattr(self, name)
+            if value is not None and is_missing(value):
+                _refuse(name, value, "there is no such directory", "check the path, or name a model on the hub")
         _check_range(self, 1, "lora_r", "lora_alpha")
         _check_range(self, 0, "lora_dropout", below=1)
         if self.load_in_8bit and self.load_in_4bit:
@@ -410,8 +414,8 @@ def _remedy(flag: str, names: Sequence[str]) -> str:
 
 
 def _nearest(name: str, known: Any, otherwise: str, prefix: str = "") -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"did you mean {prefix}{near[0]}?" if near else otherwise
+    near = nearest(name, known)
+    return f"did you mean {prefix}{near}?" if near else otherwise
 
 
 def extension(path: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import __version__ as transformers_version
 
 from ..measure.flops import NUM_EXPERTS
 from .anatomy import UnsupportedModelError
+from .paths import is_missing
 from .quiet import quiet
 from .weights import causal_config, skeleton
 
@@ -26,13 +28,18 @@ def config_at(source: str | Path) -> PretrainedConfig:
     Raises:
         ValueError: there is no config that transformers can read.
     """
+    if is_missing(source):
+        raise ValueError(
+            f"{str(source)!r} does not exist: give a directory with a config.json (or that file), or the name of a "
+            "model on the hub, as in Qwen/Qwen3-0.6B."
+        )
     try:
         with quiet():
             return AutoConfig.from_pretrained(str(source))
     except Exception as error:
         raise ValueError(
-            f"{str(source)!r} has no config that transformers {transformers_version} can read: {_reason(error)} Give a "
-            "directory with a config.json, or the name of a model on the hub."
+            f"{_named(source)} has no config that transformers {transformers_version} can read: {_reason(error)} Give "
+            "a directory with a config.json, or the name of a model on the hub."
         ) from error
 
 
@@ -73,6 +80,11 @@ def _check_sizes(source: str | Path, values: dict[str, Any]) -> None:
         raise ValueError(
             f"{str(source)!r} has {heads} attention heads and num_key_value_heads {of_keys}: give a divisor of them."
         )
+
+
+def _named(source: str | Path) -> str:
+    """``source`` in quotes; of a name that is no file or directory here, that too."""
+    return repr(str(source)) if os.path.exists(source) else f"{str(source)!r}, which is no directory here,"
 
 
 def _impossible(source: str | Path, error: Exception) -> ValueError:

@@ -18,6 +18,9 @@ REFUSED = {
     "SparseAdam": "it is for sparse gradients, which pipelines do not have",
 }
 
+_CUDA_ONLY = frozenset(("lamb", "lion"))
+"""Optimizers of DeepSpeed without kernels for CPUs (but for Lion's with ZeRO-Offload, which pipelines lack)."""
+
 _DEEPSPEEDS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """Parameters that DeepSpeed reads itself."""
 
@@ -40,6 +43,20 @@ def torch_class(name: str | None) -> type[torch.optim.Optimizer] | None:
             f"{', '.join(sorted(ELEMENTWISE))}."
         )
     return found
+
+
+def check_deepspeeds(name: str, device: torch.device) -> None:
+    """Check that DeepSpeed's own optimizer ``name`` can be made for this kind of device.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if device.type == "cpu" and name.lower() in _CUDA_ONLY:
+        raise ValueError(
+            f"optimizer.type is {name}: DeepSpeed has its kernels for GPUs only, and the ranks compute on CPUs; choose "
+            f"one of {', '.join(sorted(ELEMENTWISE))}, or pass initialize a function that makes an optimizer of its "
+            "argument, the stage's parameters."
+        )
 
 
 def make_optimizer(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
-from ..optim.torch_optimizers import make_optimizer, torch_class
+from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
 from .checkpointing import Checkpointing
 from .computing import Computing
 from .control import ControlPlane
@@ -101,6 +101,7 @@ class PacelineEngine(
             device = torch.device(self.device)
             basic = make_optimizer(self.optimizer_name(), parameters, self.optimizer_params() or {}, device)
         else:
+            check_deepspeeds(str(self.optimizer_name()), torch.device(self.device))
             basic = self._configure_basic_optimizer(parameters)  # one of DeepSpeed's own
         for group in basic.param_groups:
             group["params"] = [p for p in group["params"] if p.requires_grad]
@@ -112,8 +113,10 @@ class PacelineEngine(
         outsiders = [p for g in basic.param_groups for p in g["params"] if p not in names]
         if outsiders:
             raise ValueError(
-                f"the optimizer has a parameter of shape {list(outsiders[0].shape)} that is not in the module: give it "
-                "parameters of this rank's stage only."
+                f"the optimizer has a parameter of shape {list(outsiders[0].shape)} that is not in the module, "
+                f"one stage of the model that this {type(basic).__name__} was made for: pass a function of the "
+                "stage's parameters (optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)), or name "
+                'one under "optimizer" in the JSON.'
             )
         scaler = None
         if self.fp16_enabled():

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..config import PacelineConfig, Resolved, check_features, read_ds_config, warn_near_misses
+from ..config import PacelineConfig, Resolved, check_features, check_scheduler, read_ds_config, warn_near_misses
 from ..config.section import HETERO
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
@@ -79,6 +79,7 @@ def initialize(
         raise ValueError("no DeepSpeed config: pass config=PATH or a dict, or args with deepspeed_config.")
     ds_config = read_ds_config(source)
     PacelineConfig.of(ds_config)
+    check_scheduler(ds_config)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     WATCH.start(TIMEOUT_S)
     if dist.get_rank() == 0:

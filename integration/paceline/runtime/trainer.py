@@ -426,6 +426,12 @@ class PacelineTrainer(PipelineTraining, Trainer):
     """
 
 
+_NOT_COMPILED = (
+    "torch.compile takes a forward and its backward as one, and a stage runs the forwards and backwards of several "
+    "micro-batches in an order of its own, layer by layer (fused attention needs no compiling: attn_implementation)"
+)
+
+
 def refused(trainer: Any) -> str:
     """What a script asks for that a pipeline cannot do: value, rule and remedy; empty if there is nothing."""
     args = trainer.args
@@ -434,7 +440,7 @@ def refused(trainer: Any) -> str:
         (trainer.compute_loss_func, "compute_loss_func", "the loss is the model's own"),
         (args.neftune_noise_alpha, "neftune_noise_alpha", "the embedding is on one stage only"),
         (args.auto_find_batch_size, "auto_find_batch_size", "stages would run out of memory one by one"),
-        (getattr(args, "torch_compile", False), "torch_compile", "stages are not compiled"),
+        (getattr(args, "torch_compile", False), "torch_compile", _NOT_COMPILED),
         (getattr(args, "bf16_full_eval", False), "bf16_full_eval", "stages evaluate in the dtype they train in"),
         (getattr(args, "fp16_full_eval", False), "fp16_full_eval", "stages evaluate in the dtype they train in"),
         (args.eval_use_gather_object, "eval_use_gather_object", "pipelines gather tensors only"),

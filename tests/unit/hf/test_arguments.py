@@ -79,6 +79,11 @@ def test_json_file_refused(tmp_path: Path, content: str, message: str) -> None:
             "unknown flag --run_name: set job_name in the DeepSpeed JSON's tensorboard or csv_monitor, or wandb's group"
             "; unknown flag --hub_model_id: leave it out, upload --output_dir afterwards with `hf upload`",
         ),
+        (
+            ["--torch_compile", "true"],
+            "unknown flag --torch_compile: leave it out, a stage runs parts of the model in an "
+            "order of its own and uncompiled; --attn_implementation has fused kernels",
+        ),
         (["--full_determinism"], "unknown flag --full_determinism: see --help"),
         (["corpus.txt"], "unexpected argument 'corpus.txt'; every value follows its --flag"),
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),

@@ -84,6 +84,19 @@ def test_source_is_a_directory_with_a_config(tmp_path: Path) -> None:
     assert (report.model_class, report.verdict, report.num_layers) == ("LlamaForCausalLM", "exact", 3)
 
 
+@pytest.mark.parametrize("name", ["./nowhere", "~/nowhere", "no/such/folder", "nowhere/", "nowhere.json"])
+def test_a_path_that_leads_nowhere_is_not_taken_for_a_name(name: str) -> None:
+    with pytest.raises(ValueError, match=r"does not exist: give a directory with a config\.json") as caught:
+        check_source(name)
+    assert str(caught.value).startswith(repr(name))
+    assert "repo" not in str(caught.value).lower()
+
+
+def test_a_name_may_have_been_meant_as_a_directory() -> None:
+    with pytest.raises(ValueError, match="'no/such', which is no directory here, has no config that transformers"):
+        check_source("no/such")
+
+
 @pytest.mark.parametrize("text", [None, "{", '{"model_type": "no-such-model"}'], ids=["empty", "broken", "unknown"])
 def test_source_without_a_config(tmp_path: Path, text: str | None) -> None:
     if text is not None:
