@@ -217,6 +217,20 @@ def test_paired_order_lets_go_of_what_was_sent_by_the_end_of_a_step() -> None:
         assert after == 0
 
 
+def timed_steps() -> list[int]:
+    """How many times of steps are kept, of all that DeepSpeed times, after each of some steps."""
+    engine = engine_of([Block, Block])
+    kept = []
+    for step in range(3):
+        engine.train_batch(iter(batches(step)))
+        kept.append(sum(len(timer.event_timers) for timer in engine.timers.get_timers().values()))
+    return kept
+
+
+def test_times_that_nobody_prints_are_not_kept() -> None:
+    assert run_ranks(timed_steps, 2) == [[0, 0, 0]] * 2
+
+
 def shares_a_group() -> bool:
     engine = engine_of([Block, Block], order="paired")
     return all(lane.group is engine.grid.pp_proc_group for lane in engine.transport.lanes().values())
