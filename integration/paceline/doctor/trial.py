@@ -25,7 +25,7 @@ from ..runtime.observer import compare_clocks
 from ..runtime.shapes import Meta, Value
 from ..runtime.staging import shares_gpu, staging_for
 from ..runtime.transport import TIMEOUT, Transport
-from ..runtime.watch import EVERYONE, Watch
+from ..runtime.watch import DEVICE, EVERYONE, Watch
 
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Elements of fp32 in a message: from a small activation to a large one."""
@@ -101,7 +101,7 @@ def examine(watch: Watch, device: torch.device, output_dir: str, found: dict[str
         found["output"] = _is_shared(control, Path(output_dir))
     watch.doing("waiting for the others to compute", EVERYONE)
     dist.barrier(group=control.world)
-    watch.doing("computing")
+    watch.doing("computing", DEVICE)
     found["speed"] = device_speed(device)
     found["collectives"] = {}
     for name, act in (("all_reduce", _all_reduce), ("all_to_all", _all_to_all)):

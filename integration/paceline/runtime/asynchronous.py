@@ -53,7 +53,7 @@ from .mirrors import Mirrors
 from .own_random import OwnRandom
 from .scheduling import Here
 from .transport import Transport
-from .watch import EVERYONE, WATCH
+from .watch import DEVICE, EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
 
@@ -195,9 +195,9 @@ class AsynchronousEngine(CausalLMEngine):
             return f"{verb} stage {other}", ranks[other] if 0 <= other < len(ranks) else None
 
         told: dict[str, tuple[str, int | None]] = {
-            LOAD: ("loading a micro-batch", None),
-            RUN_FORWARD: ("computing forward", None),
-            RUN_BACKWARD: ("computing backward", None),
+            LOAD: ("loading a micro-batch", DEVICE),
+            RUN_FORWARD: ("computing forward", DEVICE),
+            RUN_BACKWARD: ("computing backward", DEVICE),
             SEND_ACTIVATION: neighbour("sending activations to", stage + 1),
             POST_ACTIVATION: neighbour("preparing to receive activations from", stage - 1),
             WAIT_ACTIVATION: neighbour("receiving activations from", stage - 1),

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 EVERYONE = -1
 """As a peer: the operation waits for all other ranks."""
 
+DEVICE = -2
+"""As a peer: the operation waits for this rank's device, on which kernels may queue behind those that communicate."""
+
 _LOST_CONNECTION = re.compile(
     r"by peer|timed? ?out|broken pipe|NCCL|remote process|connection (was )?(closed|refused|reset)|lost another rank",
     re.IGNORECASE,
@@ -29,6 +32,7 @@ class Doing:
         age_s: seconds since it began.
         paused: the phase that may take long, if it is in one.
         where: the line of Python that it is at, once it takes long.
+        may_wait: it may wait for any other rank although it has no peer: see :data:`DEVICE`.
     """
 
     step: int = -1
@@ -37,6 +41,12 @@ class Doing:
     age_s: float = 0.0
     paused: str = ""
     where: str = ""
+    may_wait: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for another rank, or may."""
+        return self.peer is not None or self.may_wait
 
     def __str__(self) -> str:
         what = self.paused or self.operation or ("outside of the engine" if self.step >= 0 else "setting up")
@@ -117,7 +127,7 @@ def judge(
     lost = sorted((m.lost_at_s, rank) for rank, m in members.items() if m.lost_at_s is not None)
     failed = sorted((m.failed_at_s, rank) for rank, m in members.items() if m.failed_at_s is not None)
     running = {rank: m for rank, m in members.items() if m.lost_at_s is None and not m.has_left}
-    waiting = {rank: m for rank, m in running.items() if m.doing.peer is not None and not m.doing.paused}
+    waiting = {rank: m for rank, m in running.items() if m.doing.waits and not m.doing.paused}
     if lost:
         at_s, rank = lost[0]
         patient = [r for r, m in waiting.items() if min(m.doing.age_s, now_s - at_s) < limits.lost_s]
@@ -160,9 +170,11 @@ def _stuck(
     if ended := _left(members) or _silent(running, now_s, limits, seen_by):
         return ended
     limit = f"the limit is {limits.progress_s:g} s"
-    busy = sorted((m.doing.step, -m.doing.age_s, rank) for rank, m in running.items() if m.doing.peer is None)
+    busy = sorted(
+        (m.doing.step, m.doing.may_wait, -m.doing.age_s, rank) for rank, m in running.items() if m.doing.peer is None
+    )
     if busy:
-        rank = busy[0][2]
+        rank = busy[0][3]
         doing = running[rank].doing
         where = f" in {doing.where}" if doing.where else ""
         return Cause(f"rank {rank} hangs {doing}: {doing.age_s:.0f} s{where}; {limit}", rank)

@@ -31,7 +31,7 @@ from .shapes import Meta, Shapes, Value, meta_of, tensors_of
 from .staging import Staging, staging_for
 from .tracer import Tracer
 from .transport import Lane, Transport
-from .watch import EVERYONE, WATCH
+from .watch import DEVICE, EVERYONE, WATCH
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
@@ -280,9 +280,9 @@ class Scheduling:
             return f"{verb} stage {stage}", self.rank_of_stage(stage) if there else None
 
         return {
-            instructions.LoadMicroBatch: ("loading a micro-batch", None),
-            instructions.ForwardPass: ("computing forward", None),
-            instructions.BackwardPass: ("computing backward", None),
+            instructions.LoadMicroBatch: ("loading a micro-batch", DEVICE),
+            instructions.ForwardPass: ("computing forward", DEVICE),
+            instructions.BackwardPass: ("computing backward", DEVICE),
             instructions.SendActivation: with_stage("sending activations to", self.next_stage),
             PostActivation: with_stage("preparing to receive activations from", self.prev_stage),
             instructions.RecvActivation: with_stage("receiving activations from", self.prev_stage),

@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from ..messages import brief
 from .control import PeerError, is_shared
-from .first_cause import EVERYONE, Cause, Doing, Limits, gone, may_follow, raised
+from .first_cause import DEVICE, EVERYONE, Cause, Doing, Limits, gone, may_follow, raised
 from .lifetime import end_process, wake_siblings
 from .watch_hub import PERIOD_S, Hub, Lines
 
-__all__ = ["EVERYONE", "WATCH", "Watch"]
+__all__ = ["DEVICE", "EVERYONE", "WATCH", "Watch"]
 
 logger = logging.getLogger("paceline")
 
@@ -47,7 +47,8 @@ class Watch:
 
         WATCH.step = 17
         WATCH.doing("receiving from stage 1", peer=3)    # waits for rank 3; peer=EVERYONE: a collective
-        WATCH.doing("computing")                         # waits for nobody
+        WATCH.doing("computing", peer=DEVICE)            # waits for nobody, unless kernels communicate
+        WATCH.doing("loading data")                      # waits for nobody
         WATCH.idle()                                     # outside of the engine: no limit, but others may name us
         with WATCH.pause("saving the checkpoint"):       # may take long, and others may wait for it
 
@@ -60,6 +61,9 @@ class Watch:
         self.cause: Cause | None = None
         """Why the job ends, once it does."""
         self.rank = 0
+        self.kernels_communicate = False
+        """Whether what a device computes may wait for other ranks, as behind the kernels of NCCL's. With gloo it is the
+        host that waits."""
         self._now: tuple[str, int | None, int] = ("", None, -1)
         self._pauses: list[str] = []
         self._limits = Limits()
@@ -77,7 +81,7 @@ class Watch:
     # -- what a rank does ----------------------------------------------------------------------------------------
 
     def doing(self, operation: str, peer: int | None = None) -> None:
-        """``operation`` (such as ``"loading data"``) begins; with ``peer``, it waits for that rank or EVERYONE."""
+        """``operation`` (such as ``"loading data"``) begins; it waits for ``peer``: a rank, EVERYONE or DEVICE."""
         self._now = (operation, peer, self.step)  # a new object each time: progress is that it is another one
 
     @property
@@ -121,6 +125,7 @@ class Watch:
         self._num_starts += 1
         self._limits = Limits.of(limit_s)
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self.kernels_communicate = dist.get_backend() != dist.Backend.GLOO
         self._lines = self._connect()
         if self._lines is None:
             logger.error("rank %d cannot reach rank 0 beside the tensors' transport: nobody watches it", self.rank)
@@ -268,7 +273,7 @@ class Watch:
     def _look_at_rank_0(self, ended: str, silent_s: float, age_s: float) -> None:
         """Nobody else can tell when it is rank 0, who tells, that is gone."""
         doing = self._doing(age_s)
-        waits_s = age_s if doing.peer is not None and not doing.paused else 0.0
+        waits_s = age_s if doing.waits and not doing.paused else 0.0
         patience_s = self._limits.progress_s if ended == _IN_ORDER else self._limits.lost_s
         if ended and (self._failing or waits_s >= patience_s):
             how = ended
@@ -291,9 +296,12 @@ class Watch:
 
     def _doing(self, age_s: float) -> Doing:
         operation, peer, step = self._now
+        may_wait = peer == DEVICE and self.kernels_communicate
+        peer = None if peer == DEVICE else peer
         paused = self._pauses[-1:]
         where = _where(self._main) if age_s > self._limits.progress_s / 2 and peer is None else ""
-        return Doing(max(step, self.step), operation, peer, round(age_s, 1), paused[0] if paused else "", where)
+        paused_in = paused[0] if paused else ""
+        return Doing(max(step, self.step), operation, peer, round(age_s, 1), paused_in, where, may_wait)
 
     def _conclude(self, cause: Cause) -> None:
         """Take the first cause that is known, say it if it is this rank that says it, and give the process an end."""

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from paceline.runtime.first_cause import EVERYONE, Doing, Limits, Member, is_paused, judge, may_follow
+from paceline.runtime.first_cause import DEVICE, EVERYONE, Doing, Limits, Member, is_paused, judge, may_follow
 from paceline.runtime.watch import Watch
 from paceline.runtime.watch_hub import Hub, Lines
 
@@ -19,7 +19,15 @@ NOW_S = 1000.0
 def rank(
     operation: str = "", peer: int | None = None, age_s: float = 0.0, silent_s: float = 0.0, **more: object
 ) -> Member:
-    doing = Doing(17, operation, peer, age_s, paused=str(more.pop("paused", "")), where=str(more.pop("where", "")))
+    doing = Doing(
+        17,
+        operation,
+        peer,
+        age_s,
+        paused=str(more.pop("paused", "")),
+        where=str(more.pop("where", "")),
+        may_wait=bool(more.pop("may_wait", False)),
+    )
     return Member(NOW_S - silent_s, doing, **more)  # type: ignore[arg-type]
 
 
@@ -52,6 +60,27 @@ CASES: dict[str, tuple[list[Member], str | None]] = {
         [rank("receiving from stage 1", 1, 9), rank("computing", lost_at_s=NOW_S - 3)],
         "rank 1 is gone (its process ended without a word); last heard at step 17, computing; "
         "rank 0 was at step 17, receiving from stage 1 (rank 1)",
+    ),
+    "a rank that may wait behind the kernels of one that ended": (
+        [rank("computing", age_s=3, may_wait=True), rank("computing", lost_at_s=NOW_S - 3)],
+        "rank 1 is gone (its process ended without a word); last heard at step 17, computing; "
+        "rank 0 was at step 17, computing",
+    ),
+    "a rank that may wait, and has begun a moment ago": (
+        [rank("computing", age_s=2.9, may_wait=True), rank("computing", lost_at_s=NOW_S - 3)],
+        None,
+    ),
+    "a rank that saves cannot wait behind kernels": (
+        [rank("computing", age_s=9, may_wait=True, paused="saving"), rank("computing", lost_at_s=NOW_S - 9)],
+        None,
+    ),
+    "who cannot wait hangs before those who may": (
+        [rank("computing", age_s=62, may_wait=True), rank("loading data", age_s=61), rank("x", 1, 60)],
+        "rank 1 hangs at step 17, loading data: 61 s; the limit is 60 s",
+    ),
+    "of those who may wait, the first to stop": (
+        [rank("computing", age_s=61, may_wait=True), rank("computing", age_s=62, may_wait=True)],
+        "rank 1 hangs at step 17, computing: 62 s; the limit is 60 s",
     ),
     "a connection lost to a rank that left": (
         [rank("x", 1, failed_at_s=NOW_S - 2, error="RuntimeError: reset by peer"), rank(has_left=True)],
@@ -134,6 +163,18 @@ def test_a_guest_that_is_no_rank_is_shown_out(said: bytes) -> None:
             assert json.loads(member.recv(100)) == {"gone": []}
     finally:
         hub.close()
+
+
+def test_a_computation_may_wait_where_kernels_communicate() -> None:
+    watch = Watch()
+    watch.doing("computing", DEVICE)
+    assert watch._doing(9.0) == Doing(-1, "computing", None, 9.0)
+    watch.kernels_communicate = True
+    assert watch._doing(9.0) == Doing(-1, "computing", None, 9.0, may_wait=True)
+    watch.doing("loading data")
+    assert not watch._doing(9.0).waits
+    watch.doing("summing", EVERYONE)
+    assert watch._doing(9.0) == Doing(-1, "summing", EVERYONE, 9.0)
 
 
 def test_an_error_keeps_the_phase_that_it_was_raised_in(capsys: pytest.CaptureFixture[str]) -> None:
