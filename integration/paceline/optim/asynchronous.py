@@ -6,7 +6,9 @@ gradients that they were made of until the schedule says that the model takes th
 go to other memory, which is taken only then.
 
 All collectives are issued in the order of a queue, by one thread: every rank of a group issues the same ones in the
-same order, whatever its model computes. They are the only ones of their groups while updates are under way.
+same order, whatever its model computes. They are the only ones of their groups while updates are under way. On a GPU
+the thread has a stream of its own: an update waits for the backwards that its gradients come from, what is computed
+with the new values waits for the update, and nothing else of the one waits for the other.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from .buckets import Buffers, DomainBucket, view_at
 from .corrections import Corrections
 from .sharded import Owned, ShardedOptimizer
+from .side_stream import SideStream
 
 STOP_S = 10.0
 """How long :meth:`AsynchronousOptimizer.stop` waits for a task that is running: it may wait for a rank that is gone."""
@@ -37,6 +40,10 @@ STOP_S = 10.0
 @dataclass(eq=False)
 class _Task:
     run: Callable[[], None]
+    after: Any = None
+    """What the computation had issued to the device when the task was given: the task comes after it."""
+    end: Any = None
+    """What the task has issued to the device itself."""
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -432,11 +439,12 @@ class _Tasks:
         self._has_thread, self._is_stopped = has_thread, False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        # Kernels are issued in the stream that the model computes in, behind those that make what they read.
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._last: Any = None
+        # Without a thread, kernels are issued in the stream that the model computes in, in order.
+        self._side = SideStream(device if has_thread else torch.device("cpu"))
 
     def put(self, run: Callable[[], None]) -> _Task:
-        task = _Task(run)
+        task = _Task(run, after=self._side.mark())
         self._queue.put(task)
         if self._has_thread and self._thread is None and not self._is_stopped:
             self._thread = threading.Thread(target=self._work, name="paceline-updates", daemon=True)
@@ -444,13 +452,14 @@ class _Tasks:
         return task
 
     def wait(self, task: _Task) -> None:
-        """Until ``task`` has been run; what was put in before has been run then too."""
+        """Until ``task`` has been run; what was put in before has been run then too. The device is not waited for."""
         while not self._has_thread and not task.is_done.is_set():
             first = self._queue.get_nowait()
             assert first is not None
             self._run(first)
         task.is_done.wait()
         self.check()
+        self._side.wait(task.end)
 
     def check(self) -> None:
         """Raise what a task has raised."""
@@ -463,17 +472,20 @@ class _Tasks:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(STOP_S)
+            self._side.wait(self._last)  # memory that it has used may be freed
 
     def _work(self) -> None:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._side.entered():
             while (task := self._queue.get()) is not None:
                 self._run(task)
 
     def _run(self, task: _Task) -> None:
         try:
             if self._error is None and not self._is_stopped:
+                self._side.wait(task.after)
                 with torch.no_grad():  # of each thread for itself
                     task.run()
+                self._last = task.end = self._side.mark()
         except BaseException as error:
             self._error = error
         finally:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..config import PacelineConfig
 from ..config.schedules import resolve_schedule
+from ..config.section import value_at
 from ..optim.asynchronous import AsynchronousOptimizer
 from ..optim.buckets import Domain
 from ..optim.corrections import Corrections
@@ -290,6 +291,9 @@ class AsynchronousEngine(CausalLMEngine):
             "model_group": mirrors.model_group,
             "domain": domain,
             "shard": len(self._routes) > 1 or options["shard"],
+            # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
+            "overlap": options["overlap"]
+            or value_at(self._config._param_dict, "zero_optimization.overlap_comm") is not False,
         }
         choice, _ = resolve_schedule(
             PacelineConfig.of(self._config._param_dict),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.measure.clock import Clock
+from paceline.optim import asynchronous
 from paceline.optim.asynchronous import AsynchronousOptimizer
 from paceline.optim.buckets import Domain
+from paceline.optim.side_stream import SideStream
 
 WIDTH = 4
 
@@ -247,6 +252,85 @@ def test_waiting_is_idle_time(made, overlap) -> None:
     spent = clock.read()
     assert spent["compute_s"] > 0
     assert spent["idle_s"] >= 0.02 if overlap else spent["idle_s"] == 0
+
+
+class Streams:
+    """In the place of ``torch.cuda``: what each stream has been given, and what it comes after."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._default: set[str] = set()
+
+    def Stream(self, device: torch.device) -> set[str]:
+        return set()
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        stream = getattr(self._own, "stream", self._default)
+        return SimpleNamespace(known=stream, wait_event=lambda event: stream.update(event.known))
+
+    @contextmanager
+    def stream(self, stream: set[str]) -> Iterator[None]:
+        self._own.stream = stream
+        yield
+
+    def Event(self) -> Any:
+        event = SimpleNamespace(known=set[str]())
+        event.record = lambda stream: event.known.update(stream.known)
+        return event
+
+    def issue(self, what: str) -> set[str]:
+        """To the stream of the thread; what comes before it."""
+        known = self.current_stream().known
+        before = set(known)
+        known.add(what)
+        return before
+
+
+def test_updates_have_a_stream_beside_the_computation(made, monkeypatch) -> None:
+    streams, may_run, before = Streams(), threading.Event(), dict[str, set[str]]()
+    monkeypatch.setattr(asynchronous, "SideStream", lambda device: SideStream(torch.device("cuda"), streams))
+    module, optimizer = make(made, overlap=True)
+    make_update, reduce_closed, survey = optimizer._make, optimizer._reduce_closed, itertools.count()
+
+    def reduce(*args: Any) -> None:
+        assert may_run.wait(60)
+        before["reduce"] = streams.issue("reduce")
+        reduce_closed(*args)
+
+    def making(update: Any) -> None:
+        name = f"update {next(survey)}"
+        before[name] = streams.issue(name)
+        make_update(update)
+
+    optimizer._make, optimizer._reduce_closed = making, reduce
+    for step in range(2):
+        streams.issue(f"backward {step}")
+        module(data(step)).sum().backward()
+        finish(optimizer)
+    before["backward 2"] = streams.issue("backward 2")
+    may_run.set()
+    optimizer.apply()
+    before["values 0"] = streams.issue("values 0")
+    optimizer.apply()
+    before["values 1"] = streams.issue("values 1")
+    assert before["update 0"] == {"backward 0", "reduce"}, "it waits for its gradients, and for nothing else"
+    assert before["update 1"] == {"backward 0", "backward 1", "reduce", "update 0"}
+    assert not before["backward 2"] & {"reduce", "update 0", "update 1"}, "it waits for no update"
+    assert "update 0" in before["values 0"]
+    assert "update 1" in before["values 1"]
+
+
+def test_memory_is_given_back_after_updates_that_nobody_applies(made, monkeypatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(asynchronous, "SideStream", lambda device: SideStream(torch.device("cuda"), streams))
+    module, optimizer = make(made, overlap=True)
+    make_update = optimizer._make
+    optimizer._make = lambda update: (streams.issue("update"), make_update(update))
+    module(data()).sum().backward()
+    finish(optimizer)
+    optimizer._pending[0].task.is_done.wait(60)
+    optimizer.destroy()
+    assert "update" in streams.issue("free")
 
 
 def test_a_rank_without_parameters_takes_part(overlap) -> None:
