@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack": 1.0}}
 """Options of a schedule that are left out."""
-_OPTIONS = ("k", "slack", "staleness")
+_OPTIONS = ("k", "slack", "directions", "staleness")
 _SHAPE = ("stages", "micro_batches", "schedule", *_OPTIONS)
 _STEPS_DRAWN = 3
 """Of a schedule without a flush: its start, a step of the steady state or close to it, its end."""
@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
     )
     shape.add_argument(
+        "--directions",
+        type=int,
+        metavar="P",
+        help="of multidirection: pipelines over the same S devices: 2, for every even S, or S/2, for 2 and multiples of "
+        "4 (default: S/2 where there is that order, otherwise 2)",
+    )
+    shape.add_argument(
         "--staleness",
         type=int,
         metavar="N",
@@ -62,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="side by side: 1f1b, kfkb of k = 2, 4, 8 and so on, eager of slack 1 and 2, gpipe, one_direction, and "
-        "multidirection where there is such an order",
+        "multidirection with all numbers of directions that have an order",
     )
     costs = parser.add_argument_group("costs, in seconds: one number, or several with commas between them")
     costs.add_argument("--forward", type=_numbers, metavar="F", help="forward of a micro-batch; one a stage")
@@ -91,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: flags that do not go together, a file that is none, or no schedule.
     """
+    from paceline.schedules.asynchronous import MULTIDIRECTION
+    from paceline.schedules.stream import Stream
+
     costs = _costs_of_file(args) if args.costs else None
     schedules = _schedules(args, costs)
     if costs is None:
@@ -98,8 +108,9 @@ def run(args: argparse.Namespace) -> int:
     if args.draw or args.trace:
         _draw([_timeline(schedule, costs) for schedule in schedules], args)
     rows = [_facts(schedule, costs) for schedule in schedules]
-    if not args.compare and rows[0]["schedule"] == "multidirection":
-        rows[0]["break_even"] = _break_even(costs, rows[0]["micro_batches"])
+    first = schedules[0]
+    if not args.compare and isinstance(first, Stream) and args.schedule == MULTIDIRECTION:
+        rows[0]["break_even"] = _break_even(costs, first)
     if args.json:
         print(json.dumps(rows if args.compare else rows[0], indent=2))
     else:
@@ -118,7 +129,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What is left out is as in the config."""
     defaults = DEFAULTS.get(args.schedule, {})
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    return {**defaults, **given}
+    return {**given, **{name: value for name, value in defaults.items() if name not in given}}
 
 
 def _refuse_together(args: argparse.Namespace, flag: str, others: tuple[str, ...]) -> None:
@@ -232,14 +243,15 @@ def _schedule(type: str, num_stages: int, num_micro_batches: int, **options: Any
     if type not in (*FAMILIES, *asynchronous.STREAMS):
         known = ", ".join((*FAMILIES, *asynchronous.STREAMS))
         raise ValueError(f"schedule type {type!r} is unknown: choose one of {known}.")
-    staleness = options.pop("staleness", None) if type == asynchronous.MULTIDIRECTION else None
-    if type in FAMILIES and "staleness" not in options:
+    has_directions = type == asynchronous.MULTIDIRECTION
+    staleness, count = (options.pop(name, None) if has_directions else None for name in ("staleness", "directions"))
+    if type in FAMILIES and not {"staleness", "directions"} & options.keys():
         return make(type, num_stages, num_micro_batches, **options)
     for name, value in options.items():
         raise ValueError(f"{name}={value!r} has no meaning for the schedule {type!r}: leave it out.")
     if staleness not in (None, 0, 1):
         raise ValueError(f"staleness={staleness} is not possible: give 1, or 0 for a flush at the end of every step.")
-    stream = asynchronous.make(type, num_stages, num_micro_batches)
+    stream = asynchronous.make(type, num_stages, num_micro_batches, count)
     return _flushed(stream) if staleness == 0 else stream
 
 
@@ -251,6 +263,7 @@ def _flushed(stream: Stream) -> Schedule:
 def _to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule | Stream]:
     from paceline.planning.break_even import exists, group_sizes
     from paceline.schedules import asynchronous, make
+    from paceline.schedules.directions import allowed
 
     schedules: list[Schedule | Stream] = [
         make("1f1b", num_stages, num_micro_batches),
@@ -259,8 +272,9 @@ def _to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule | Stre
         make("gpipe", num_stages, num_micro_batches),
     ]
     if exists(num_stages, num_micro_batches):
-        stream = asynchronous.multidirection(num_stages, num_micro_batches)
-        schedules += [_flushed(stream), stream]
+        for count in reversed(allowed(num_stages)):
+            stream = asynchronous.multidirection(num_stages, num_micro_batches, count)
+            schedules += [_flushed(stream), stream]
     return [*schedules, asynchronous.one_direction(num_stages, num_micro_batches)]
 
 
@@ -335,12 +349,16 @@ def _mismatch(stream: Stream) -> list[int]:
     return most
 
 
-def _break_even(costs: Costs, num_micro_batches: int) -> dict[str, dict[str, Any]]:
+def _break_even(costs: Costs, stream: Stream) -> dict[str, dict[str, Any]]:
     """By schedule with a flush: its step, and up to where multidirection has a shorter one."""
     from paceline.planning.break_even import FLUSHING, break_even
 
+    count = stream.num_micro_batches
     return {
-        name: {"step_s": step_s(costs, num_micro_batches), **break_even(costs, num_micro_batches, name)._asdict()}
+        name: {
+            "step_s": step_s(costs, count),
+            **break_even(costs, count, name, num_directions=len(stream.routes))._asdict(),
+        }
         for name, step_s in FLUSHING.items()
     }
 

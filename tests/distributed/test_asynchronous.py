@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asynchronous_emulator import Emulator, accumulate, cut
 from jobs import model_config, step_batches
-from paceline.schedules import asynchronous
+from paceline.schedules import asynchronous, directions
 from ranks import run_ranks
 
 STEPS = 20
@@ -46,6 +46,7 @@ class Case:
     devices: int
     micro_batches: int
     type: str = "multidirection"
+    directions: int | None = None
     staleness: int = 1
     owners: str = "direction"
     replicas: int = 1
@@ -67,10 +68,16 @@ class Case:
         common = {"type": self.type, "warm_in_steps": self.warm_in_steps, "correction": self.correction}
         if self.type == "one_direction":
             return common
-        return {**common, "staleness": self.staleness, "optimizer_owners": self.owners}
+        own = {"staleness": self.staleness, "optimizer_owners": self.owners, "directions": self.directions}
+        return {**common, **own}
 
     def model(self) -> Any:
         return model_config(self.family, num_hidden_layers=self.devices, tie_word_embeddings=self.tied)
+
+    @property
+    def layers(self) -> list[int] | None:
+        """Boundaries over decoder layers."""
+        return None if self.partition is None else [min(max(item - 1, 0), self.devices) for item in self.partition]
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
         """Of all replicas, one after the other."""
@@ -88,7 +95,9 @@ def train_one(case: Case) -> dict[str, Any]:
     from paceline.runtime.module import CausalLMPipeline
 
     start_distributed()
-    cls = MultiDirectionPipeline if case.type == "multidirection" else CausalLMPipeline
+    cls: Any = CausalLMPipeline
+    if case.type == "multidirection":
+        cls = partial(MultiDirectionPipeline, num_directions=case.directions)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.micro_batches,
@@ -114,8 +123,22 @@ def train_one(case: Case) -> dict[str, Any]:
                 for stage in getattr(engine.module, "stages", None) or [engine.module.stage]
                 for name, parameter in stage.named_parameters()
             }
+    owned = owned_rows(engine.optimizer)
     engine.destroy()
-    return {"losses": [loss.item() for loss in losses], "states": states}
+    return {"losses": [loss.item() for loss in losses], "states": states, "owned": owned}
+
+
+def owned_rows(optimizer: Any) -> dict[str, Any]:
+    """Rows that this rank owns of each parameter, and the elements of its masters and of all optimizer states."""
+    rows: dict[str, list[int]] = {}
+    for one in optimizer.owned:
+        rows.setdefault(f"model.{one.name}", []).extend(range(one.start, one.stop))
+    states = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    return {
+        "rows": rows,
+        "masters": sum(one.master.numel() for one in optimizer.owned),
+        "states": sum(value.numel() for value in states if value.dim()),
+    }
 
 
 def train(cases: tuple[Case, ...]) -> list[dict[str, Any]]:
@@ -157,9 +180,8 @@ class Corrected:
 
 def emulate(case: Case, flushes: Collection[int]) -> dict[str, Any]:
     """What :func:`train_one` should return, with the parameters of all stages, and the norms."""
-    stream = asynchronous.make(case.type, case.devices, case.micro_batches)
-    layers = None if case.partition is None else [min(max(item - 1, 0), case.devices) for item in case.partition]
-    stages = cut(case.model(), case.devices, boundaries=layers, dtype=case.dtype, recompute=case.recompute)
+    stream = asynchronous.make(case.type, case.devices, case.micro_batches, case.directions)
+    stages = cut(case.model(), case.devices, boundaries=case.layers, dtype=case.dtype, recompute=case.recompute)
     emulator = Emulator(
         stream,
         stages,
@@ -205,7 +227,7 @@ def assert_copies_agree(case: Case, ranks: list[dict[str, Any]]) -> None:
             for name, value in rank["states"][step].items():
                 assert torch.equal(value, seen.setdefault(name, value)), f"after step {step}, {name}"
         held = [name for rank in ranks for name in rank["states"][step]]
-    has_copies = case.replicas > 1 or (case.type == "multidirection" and case.devices > 2)
+    has_copies = case.replicas > 1 or (case.type == "multidirection" and (case.directions or case.devices // 2) > 1)
     assert (max(map(held.count, held)) > 1) == (has_copies or case.tied)
 
 
@@ -269,6 +291,12 @@ FOLLOWED = {
     "four, Nesterov's weights": Case(4, 4, owners="mirror", steps=8, correction="nesterov"),
     "two, errors fed back": Case(2, 2, replicas=2, steps=8, correction="error_feedback", warm_in_steps=5),
     "eight": Case(8, 8, owners="mirror", clipping=0.5, steps=3),
+    "two, there and back": Case(2, 4, directions=2, clipping=0.5, tied=True, data="ragged", steps=8, flushes=(0, 4)),
+    "four, there and back": Case(4, 8, directions=2, clipping=0.5, steps=4),
+    "six, there and back": Case(6, 12, clipping=0.5, tied=True, data="ragged", steps=5, flushes=(2,)),
+    "six, by mirror": Case(6, 6, owners="mirror", directions=2, steps=4),
+    "eight, there and back": Case(8, 8, directions=2, clipping=0.5, steps=3),
+    "ten, there and back": Case(10, 10, clipping=0.5, steps=2),
     "one direction, an update a round": Case(4, 4, "one_direction", clipping=0.5, flushes=some_steps(4)),
     "one direction, two updates a round": Case(4, 2, "one_direction", tied=True, recompute=True, data="ragged"),
     "one direction, two replicas": Case(2, 3, "one_direction", replicas=2, clipping=0.5, flushes=some_steps(5)),
@@ -295,6 +323,35 @@ def test_follows_the_emulator_in_every_bit(case: Case) -> None:
     for rank in run(case, IN_EVERY_BIT):
         for name, value in rank["states"][case.steps - 1].items():
             assert torch.equal(value, wanted[name]), name
+
+
+def owners_of(case: Case, stage: int) -> set[int]:
+    """Ranks that may have optimizer states of a stage: those of its device in direction 0, or in any."""
+    routes = [range(case.devices)]
+    if case.type == "multidirection" and case.owners == "mirror":
+        routes = [*directions.routes(case.devices, case.directions)]
+    devices = {route[stage] for route in routes}
+    return {device * case.replicas + replica for device in devices for replica in range(case.replicas)}
+
+
+@pytest.mark.parametrize("case", FOLLOWED.values(), ids=FOLLOWED.keys())
+def test_states_are_with_their_owners_and_with_nobody_else(case: Case) -> None:
+    """Every row has one owner, which is one of its stage's, and the optimizer keeps nothing of other rows."""
+    found = [rank["owned"] for rank in run(case, FOLLOWED)]
+    own = cut(case.model(), case.devices, boundaries=case.layers, dtype=case.dtype)
+    wanted: dict[str, tuple[int, set[int]]] = {}
+    for stage in reversed(range(case.devices)):  # a weight that two share is the first one's
+        rows = {name: len(parameter) for name, parameter in own[stage].named_parameters()}
+        wanted |= {name: (count, owners_of(case, stage)) for name, count in rows.items()}
+    is_copied = case.tied and (case.type != "multidirection" or (case.devices, case.directions) == (2, None))
+    for name, (rows, owners) in wanted.items():
+        holders = {rank: one["rows"][name] for rank, one in enumerate(found) if name in one["rows"]}
+        if is_copied and "embed_tokens" in name:  # each end has one of its own
+            holders = {rank: held for rank, held in holders.items() if rank in owners}
+        assert holders.keys() <= owners, f"{name} is owned by {sorted(holders)}"
+        assert sorted(chain.from_iterable(holders.values())) == [*range(rows)], name
+    num_states = 2 + (case.correction is not None)
+    assert all(one["states"] == num_states * one["masters"] > 0 for one in found)
 
 
 def test_other_weights_would_be_noticed() -> None:

@@ -107,7 +107,7 @@ def test_compare_without_a_flush(capsys):
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("shape", [("4", "6"), ("6", "6"), ("1", "4")])
+@pytest.mark.parametrize("shape", [("4", "6"), ("7", "7"), ("1", "4")])
 def test_compare_leaves_out_what_there_is_not(capsys, shape):
     rows = answer(capsys, "--stages", shape[0], "--micro-batches", shape[1], "--compare", *SECONDS)
     assert [row["schedule"] for row in rows if "direction" in row["schedule"]] == ["one_direction"]
@@ -129,6 +129,22 @@ def test_multidirection(capsys):
     assert list(points) == ["1f1b", "kfkb", "dualpipev"]
     assert points["1f1b"] == {"step_s": 33.0, "micro_batches": 32, "transfer_s": None}
     assert points["kfkb"]["transfer_s"] == pytest.approx(2, abs=0.01)
+
+
+def test_directions(capsys):
+    """Fewer of them hold less and idle more: a fifth instead of a twenty-fifth, with eight devices."""
+    units = ["--forward", "1", "--backward", "2"]
+    shape = ["--stages", "8", "--micro-batches", "8", "--schedule", "multidirection", *units]
+    two, four = (answer(capsys, *shape, "--directions", count) for count in "24")
+    assert two["schedule"] == "multidirection directions=2"
+    assert (two["period_s"], four["period_s"]) == (30, 25)
+    assert two["break_even"]["1f1b"]["micro_batches"] == 24
+    assert four == answer(capsys, *shape)
+    rows = answer(capsys, "--stages", "8", "--micro-batches", "8", "--compare", *units)
+    assert [row["schedule"] for row in rows[-5:]] == [
+        *("multidirection staleness=0", "multidirection"),
+        *("multidirection directions=2 staleness=0", "multidirection directions=2", "one_direction"),
+    ]
 
 
 def test_multidirection_with_a_flush(capsys):
@@ -205,10 +221,14 @@ def test_pictures_and_traces(tmp_path, capsys):
          "schedule type 'kfbk' is unknown: choose one of 1f1b, gpipe, kfkb, eager, multidirection, one_direction."),
         ([*SHAPE, *SECONDS, "--schedule", "kfkb", "--k", "0"], "k"),
         ([*SHAPE, *SECONDS, "--k", "2"], "k=2 has no meaning for the schedule '1f1b'"),
-        (["--stages", "6", "--micro-batches", "6", "--schedule", "multidirection", *SECONDS],
-         "6 devices have no multi-direction order"),
+        (["--stages", "7", "--micro-batches", "7", "--schedule", "multidirection", *SECONDS],
+         "7 devices have no multi-direction order"),
         (["--stages", "4", "--micro-batches", "6", "--schedule", "multidirection", *SECONDS],
          "6 micro-batches a step do not fill rounds of 4, one a device: take 4 or 8."),
+        (["--stages", "8", "--micro-batches", "8", "--schedule", "multidirection", "--directions", "3", *SECONDS],
+         "8 devices have no order of 3 directions"),
+        ([*SHAPE, *SECONDS, "--schedule", "kfkb", "--directions", "2"],
+         "directions=2 has no meaning for the schedule 'kfkb': leave it out."),
         ([*SHAPE, *SECONDS, "--schedule", "multidirection", "--k", "2"],
          "k=2 has no meaning for the schedule 'multidirection': leave it out."),
         ([*SHAPE, *SECONDS, "--schedule", "multidirection", "--staleness", "2"],

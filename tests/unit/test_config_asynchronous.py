@@ -38,7 +38,7 @@ def refused(message, *args, **config):
 def test_everything_left_out():
     got = resolved("multidirection")
     assert (got.stages, got.data_parallel, got.micro_batch_size, got.micro_batches) == (4, 1, 1, 8)
-    assert got.schedule == ScheduleChoice("multidirection", staleness=1, optimizer_owners="direction", warm_in_steps=0)
+    assert got.schedule == ScheduleChoice("multidirection", directions=2, staleness=1, optimizer_owners="direction", warm_in_steps=0)
     told = {path: choice.value for path, choice in got.chosen.items()}
     assert told == {
         "paceline.pipeline.stages": 4,
@@ -46,6 +46,7 @@ def test_everything_left_out():
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8,
         "train_batch_size": 8,
+        "paceline.pipeline.schedule.directions": 2,
         "paceline.pipeline.schedule.staleness": 1,
         "paceline.pipeline.schedule.optimizer_owners": "direction",
         "paceline.pipeline.schedule.warm_in_steps": 0,
@@ -54,6 +55,7 @@ def test_everything_left_out():
     assert all(choice.why for choice in got.chosen.values())
     assert got.schedule.to_dict() == {
         "type": "multidirection",
+        "directions": 2,
         "staleness": 1,
         "optimizer_owners": "direction",
         "warm_in_steps": 0,
@@ -114,7 +116,7 @@ def test_chosen_stages_are_the_most_with_an_order(world_size, num_layers):
         assert resolved("multidirection", world_size, num_layers).stages == max(usable)
     else:
         refused(
-            'paceline.pipeline.schedule.type is "multidirection": it needs 2 stages, or a multiple of 4 up to 32, that '
+            'paceline.pipeline.schedule.type is "multidirection": it needs an even number of stages up to 32, which '
             f"divide the ranks and have a layer each, and {world_size} ranks and {num_layers} decoder layers allow "
             "none; start another number of ranks, or take another schedule.",
             "multidirection",
@@ -124,9 +126,8 @@ def test_chosen_stages_are_the_most_with_an_order(world_size, num_layers):
 
 
 NO_ORDER = (
-    'and paceline.pipeline.schedule.type "multidirection": 6 devices have no multi-direction order (two directions '
-    "would need the same device at the same moment, or leave it idle): take 2 or a multiple of 4 up to 32, such as 4 "
-    "or 8. Here"
+    'and paceline.pipeline.schedule.type "multidirection": 3 devices have no multi-direction order (two directions '
+    "would need the same device at the same moment): take an even number up to 32, such as 2 or 4. Here"
 )
 
 
@@ -135,19 +136,19 @@ NO_ORDER = (
     [
         (
             12,
-            {"stages": 6},
-            f"paceline.pipeline.stages is 6 {NO_ORDER} 12 ranks and 40 decoder layers allow [2, 4, 12].",
+            {"stages": 3},
+            f"paceline.pipeline.stages is 3 {NO_ORDER} 12 ranks and 40 decoder layers allow [2, 4, 6, 12].",
         ),
         (
             6,
-            {"partition": [0, 3, 6, 8, 10, 11, 42]},
-            f"paceline.pipeline.partition has 7 boundaries {NO_ORDER} 6 ranks and 40 decoder layers allow [2].",
+            {"partition": [0, 3, 6, 42]},
+            f"paceline.pipeline.partition has 4 boundaries {NO_ORDER} 6 ranks and 40 decoder layers allow [2, 6].",
         ),
         (
             12,
             {"stages": 8},
             "paceline.pipeline.stages is 8 and there are 12 ranks: stages must divide the ranks; write one of "
-            "[2, 4, 12], or start another number of ranks.",
+            "[2, 4, 6, 12], or start another number of ranks.",
         ),
     ],
 )
@@ -162,9 +163,39 @@ def test_stages_of_a_module_of_ones_own():
         resolve_schedule(section, 3, 6, micro_batch_size=1)
     assert str(error.value) == (
         'paceline.pipeline.schedule.type is "multidirection" for 3 stages: 3 devices have no multi-direction order '
-        "(two directions would need the same device at the same moment, or leave it idle): take 2 or a multiple of 4 "
-        "up to 32, such as 2 or 4."
+        "(two directions would need the same device at the same moment): take an even number up to 32, such as 2 or 4."
     )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "stages", "want"),
+    [(8, 2, None, (8, 2)), (6, 2, None, (6, 2)), (6, None, 6, (6, 2)), (8, None, 8, (8, 4)), (8, 4, None, (8, 4)),
+     (4, 1, None, (2, 1)), (20, 2, None, (20, 2)), (10, None, 10, (10, 2)), (2, 2, None, (2, 2))],
+)  # fmt: skip
+def test_directions(world_size, asked, stages, want):
+    schedule = {"type": "multidirection"} if asked is None else {"type": "multidirection", "directions": asked}
+    got = resolved(schedule, world_size, pipeline={} if stages is None else {"stages": stages})
+    assert (got.stages, got.schedule.directions) == want
+    assert ("paceline.pipeline.schedule.directions" in got.chosen) == (asked is None)
+    assert (got.ds_config.get("zero_optimization") is None) == (want[1] == 1 or "zero_optimization.stage" in got.chosen)
+    assert len(got.schedule.stream(got.stages, got.micro_batches).routes) == want[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "pipeline", "message"),
+    [
+        (3, 6, {}, "paceline.pipeline.schedule.directions is 3: there is no order of so many directions; write 2, half "
+         "the number of stages (of 2 or a multiple of 4), or leave it out."),
+        (4, 6, {}, 'paceline.pipeline.schedule.type is "multidirection" with 4 directions: it needs 8 stages, which '
+         "divide the ranks and have a layer each, and 6 ranks and 40 decoder layers allow none; start another number "
+         "of ranks, or take another schedule."),
+        (4, 16, {"stages": 16}, 'paceline.pipeline.stages is 16 and paceline.pipeline.schedule.type "multidirection": '
+         "16 devices have no order of 4 directions (they would need the same device at the same moment, or leave it "
+         "idle): take 2 or 8. Here 16 ranks and 40 decoder layers allow [8]."),
+    ],
+)  # fmt: skip
+def test_directions_that_there_are_not(asked, world_size, pipeline, message):
+    refused(message, {"type": "multidirection", "directions": asked}, world_size, pipeline=pipeline)
 
 
 def test_one_direction_has_any_stages_and_micro_batches():

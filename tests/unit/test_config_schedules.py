@@ -17,6 +17,7 @@ KEYS = {
     "retune_every": (("adaptive",), 7),
     "micro_batch_sizes": (("adaptive",), [1, 4]),
     "memory_gib": (("adaptive",), 1.5),
+    "directions": (("multidirection",), 2),
     "staleness": (("multidirection",), 0),
     "optimizer_owners": (("multidirection",), "mirror"),
     "warm_in_steps": (BOTH, 20),
@@ -68,7 +69,7 @@ def test_a_key_belongs_to_its_types(key, kind):
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
-         'paceline.pipeline.schedule: "correction", "k", "memory_gib", "micro_batch_sizes", "optimizer_owners", '
+         'paceline.pipeline.schedule: "correction", "directions", "k", "memory_gib", "micro_batch_sizes", "optimizer_owners", '
          '"retune_every", "slack", "staleness", "type", "warm_in_steps", "warmup".'),
         ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
          "chosen."),
@@ -98,7 +99,7 @@ def test_a_key_belongs_to_its_types(key, kind):
         ({"type": "one_direction", "correction": "nesterow"}, ".correction is \"nesterow\": it must be 'nesterov' or "
          "'error_feedback'; leave the key out to have it chosen."),
         ({"type": "multidirection", "stale": 1}, '.stale is not a key of this version of paceline; did you mean '
-         '"staleness"? Valid keys of paceline.pipeline.schedule: "correction", "k", "memory_gib", '
+         '"staleness"? Valid keys of paceline.pipeline.schedule: "correction", "directions", "k", "memory_gib", '
          '"micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", '
          '"warmup".'),
     ],
@@ -131,12 +132,12 @@ def test_refusals(schedule, message):
         ),
         (
             "multidirection",
-            ScheduleChoice("multidirection", staleness=1, optimizer_owners="direction", warm_in_steps=0),
-            {".staleness": 1, ".optimizer_owners": "direction", ".warm_in_steps": 0},
+            ScheduleChoice("multidirection", directions=2, staleness=1, optimizer_owners="direction", warm_in_steps=0),
+            {".directions": 2, ".staleness": 1, ".optimizer_owners": "direction", ".warm_in_steps": 0},
         ),
         (
-            {"type": "multidirection", "staleness": 0, "optimizer_owners": "mirror", "warm_in_steps": 0},
-            ScheduleChoice("multidirection", staleness=0, optimizer_owners="mirror", warm_in_steps=0),
+            {"type": "multidirection", "directions": 2, "staleness": 0, "optimizer_owners": "mirror", "warm_in_steps": 0},
+            ScheduleChoice("multidirection", directions=2, staleness=0, optimizer_owners="mirror", warm_in_steps=0),
             {},
         ),
         ("one_direction", ScheduleChoice("one_direction", warm_in_steps=0), {".warm_in_steps": 0}),

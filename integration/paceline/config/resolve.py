@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..schedules.asynchronous import MULTIDIRECTION
-from ..schedules.directions import num_directions
 from .asynchronous import check_asynchronous
 from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
@@ -125,7 +124,7 @@ def resolve(
         PacelineConfig.of(config), stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH]
     )
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
-    if schedule.has_directions and num_directions(stages) > 1 and not value_at(config, ZERO_STAGE):
+    if (schedule.directions or 1) > 1 and not value_at(config, ZERO_STAGE):
         why = "several directions have optimizer states once among the ranks that hold a stage, with 0 as with 1"
         chosen[ZERO_STAGE] = Choice(1, why)
 

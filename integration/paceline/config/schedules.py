@@ -28,6 +28,7 @@ class ScheduleChoice:
         retune_every: steps from one choice of the tuner to the next.
         micro_batch_sizes: that the tuner may choose from, rising, the configured one among them.
         memory_bytes: what live activations may take on each device; ``None``: what is free.
+        directions: pipelines over the same devices.
         staleness: updates that may come between the forward and the backward of a micro-batch.
         optimizer_owners: of the ranks that hold a stage, which have its optimizer states: ``"direction"``, the one
             that has the stage in the first direction, or ``"mirror"``, all of them, each a part.
@@ -43,6 +44,7 @@ class ScheduleChoice:
     retune_every: int | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     memory_bytes: int | None = None
+    directions: int | None = None
     staleness: int | None = None
     optimizer_owners: str | None = None
     warm_in_steps: int | None = None
@@ -65,7 +67,7 @@ class ScheduleChoice:
             ValueError: there is none of this shape.
         """
         assert self.type in STREAMS, f"{self.type} is flushed at the end of each step"
-        return asynchronous.make(self.type, num_stages, num_micro_batches)
+        return asynchronous.make(self.type, num_stages, num_micro_batches, self.directions)
 
     def first(self, num_stages: int, num_micro_batches: int) -> Schedule:
         """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive.
@@ -125,9 +127,14 @@ def resolve_schedule(
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
         return ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes), chosen
     if kind in STREAMS:
-        staleness = owners = None
+        count = staleness = owners = None
         if kind == MULTIDIRECTION:
-            _check_rounds(num_stages, num_micro_batches)
+            _check_rounds(num_stages, num_micro_batches, schedule.directions)
+            count = directions.num_directions(num_stages, schedule.directions)
+            if schedule.directions is None:
+                why = "half as many as devices idle least"
+                why = why if directions.has_halves(num_stages) else f"the only order of {num_stages} devices"
+                chosen[f"{SCHEDULE}.directions"] = (count, why)
             staleness = pick("staleness", STALENESS, "no flush at the end of a step: at most one update comes between")
             owners = pick("optimizer_owners", OWNERS, "each stage's states whole on one device")
         if staleness == 0:
@@ -135,6 +142,7 @@ def resolve_schedule(
         warm_in_steps = pick("warm_in_steps", 0, "the learning rate as it is scheduled")
         choice = ScheduleChoice(
             kind,
+            directions=count,
             staleness=staleness,
             optimizer_owners=owners,
             warm_in_steps=warm_in_steps,
@@ -144,13 +152,13 @@ def resolve_schedule(
     return ScheduleChoice(kind), chosen
 
 
-def _check_rounds(num_stages: int, num_micro_batches: int) -> None:
+def _check_rounds(num_stages: int, num_micro_batches: int, num_directions: int | None) -> None:
     try:
-        directions.check_devices(num_stages)
+        directions.num_directions(num_stages, num_directions)
     except ValueError as error:
         raise ValueError(f"{SCHEDULE}.type is {show(MULTIDIRECTION)} for {num_stages} stages: {error}") from None
     try:
-        asynchronous.multidirection(num_stages, num_micro_batches)
+        asynchronous.multidirection(num_stages, num_micro_batches, num_directions)
     except ValueError as error:
         raise ValueError(
             f"{MICRO_BATCHES} is {num_micro_batches} and {SCHEDULE}.type {show(MULTIDIRECTION)}: {error}"

@@ -42,6 +42,7 @@ _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
     "retune_every": ("adaptive",),
     "micro_batch_sizes": ("adaptive",),
     "memory_gib": ("adaptive",),
+    "directions": ("multidirection",),
     "staleness": ("multidirection",),
     "optimizer_owners": ("multidirection",),
     "warm_in_steps": ("multidirection", "one_direction"),
@@ -199,7 +200,7 @@ class ScheduleConfig(Part):
         default=None,
         description='"1f1b", "gpipe"; "kfkb": 1F1B over groups of k micro-batches; "eager": 1F1B with a longer warm-up;'
         ' "adaptive": the fastest of them for what the network and the devices do, again and again; "multidirection": '
-        "half as many pipelines as devices, in opposite orders over the same ones, without a flush at the end of a "
+        "several pipelines in opposite orders over the same devices, without a flush at the end of a "
         'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b".',
     )
     k: Annotated[int, Field(ge=1)] | None = Field(
@@ -224,6 +225,12 @@ class ScheduleConfig(Part):
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB, allow_inf_nan=False)] | None = Field(
         default=None,
         description="adaptive: GiB that live activations may take on each rank. Left out: nine tenths of what is free.",
+    )
+    directions: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="multidirection: pipelines P over the d devices of a stage each, so that every device holds P of d "
+        "stages. 2: for every even d, the least weights on a device; d/2: for 2 devices and multiples of 4, the least "
+        "idling. Left out: d/2 where it exists, otherwise 2.",
     )
     staleness: Annotated[int, Field(ge=0, le=1)] | None = Field(
         default=None,

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
-from ..schedules.directions import MOST_DEVICES, check_devices
+from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
 from .batches import divisors
 from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
 TYPE = f"{SECTION}.pipeline.schedule.type"
+DIRECTIONS = f"{SECTION}.pipeline.schedule.directions"
 # Share of a device's memory for weights, gradients and optimizer states; activations live in the rest.
 STATE_SHARE = 0.6
 
@@ -32,10 +33,11 @@ def resolve_stages(
     A schedule with several directions has orders for some numbers only; of these the largest is chosen.
     """
     has_directions = schedule_type(ds_config) == MULTIDIRECTION
+    asked = _directions(ds_config)
     usable = [s for s in divisors(world_size) if s <= num_layers]
     limits = f"{world_size} ranks and {num_layers} decoder layers"
     if has_directions:
-        usable = _with_directions(usable, limits)
+        usable = _with_directions(usable, limits, asked)
     theirs = _deepspeeds(ds_config).get("stages")
     stages, path = _agree(
         PacelineConfig.of(ds_config).pipeline.stages,
@@ -45,7 +47,7 @@ def resolve_stages(
     if stages is None:
         method, path = resolve_method(ds_config)
         if not isinstance(method, tuple) and has_directions:
-            return usable[-1], f"the most for {limits}: the more, the less they idle, with half the model on each"
+            return _most_with_directions(usable, limits, asked)
         if not isinstance(method, tuple):
             stages = choose_stages(world_size, num_layers, state_bytes, device_bytes)
             return stages, _why(stages, world_size, num_layers, state_bytes, device_bytes)
@@ -55,7 +57,7 @@ def resolve_stages(
     else:
         why, value = "", f"{path} is {stages}"
     if has_directions:
-        _check_directions(value, stages, f"{limits} allow {usable}")
+        _check_directions(value, stages, f"{limits} allow {usable}", asked)
     if world_size % stages:
         raise ValueError(
             f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
@@ -104,30 +106,44 @@ def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, dev
     return fitting[0] if fitting else usable[-1]
 
 
-def _with_directions(usable: list[int], limits: str) -> list[int]:
-    fitting = [s for s in usable if _has_order(s)]
-    if not fitting:
+def _directions(ds_config: Mapping[str, Any]) -> int | None:
+    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+    return None if schedule is None else schedule.directions
+
+
+def _with_directions(usable: list[int], limits: str, asked: int | None) -> list[int]:
+    known = allowed_devices(asked)
+    if not known:
         raise ValueError(
-            f"{TYPE} is {show(MULTIDIRECTION)}: it needs 2 stages, or a multiple of 4 up to {MOST_DEVICES}, that "
-            f"divide the ranks and have a layer each, and {limits} allow none; start another number of ranks, or take "
-            "another schedule."
+            f"{DIRECTIONS} is {asked}: there is no order of so many directions; write 2, half the number of stages "
+            "(of 2 or a multiple of 4), or leave it out."
+        )
+    fitting = [stages for stages in usable if stages in known]
+    if not fitting:
+        needs = f"{known[0]} stages" if len(known) == 1 else f"an even number of stages up to {MOST_DEVICES}"
+        written = f"{TYPE} is {show(MULTIDIRECTION)}" + ("" if asked is None else f" with {asked} directions")
+        raise ValueError(
+            f"{written}: it needs {needs}, which divide the ranks and have a layer each, and {limits} allow none; "
+            "start another number of ranks, or take another schedule."
         )
     return fitting
 
 
-def _has_order(stages: int) -> bool:
-    try:
-        check_devices(stages)
-    except ValueError:
-        return False
-    return True
+def _most_with_directions(usable: list[int], limits: str, asked: int | None) -> tuple[int, str]:
+    """Stages of a schedule with several directions, and why: 2 or a multiple of 4 where directions are left out."""
+    if asked is None:
+        # An even number that is not a multiple of 4 has two stages as a divisor, and they have an order too.
+        stages = max(filter(has_halves, usable))
+        return stages, f"the most for {limits}: the more, the less they idle, with half the model on each"
+    stages = usable[-1]
+    return stages, f"the most for {limits}: the more, the less each holds, {asked} of {stages} stages"
 
 
-def _check_directions(value: str, stages: int, allowed: str) -> None:
+def _check_directions(value: str, stages: int, usable: str, asked: int | None) -> None:
     try:
-        check_devices(stages)
+        num_directions(stages, asked)
     except ValueError as error:
-        raise ValueError(f"{value} and {TYPE} {show(MULTIDIRECTION)}: {error} Here {allowed}.") from None
+        raise ValueError(f"{value} and {TYPE} {show(MULTIDIRECTION)}: {error} Here {usable}.") from None
 
 
 def _fits(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeAlias
 
 from ..schedules import directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, multidirection, one_direction
@@ -63,7 +63,9 @@ def _dualpipev(costs: Costs, num_micro_batches: int) -> float | None:
     return simulate(families.dualpipev(num_ranks, num_micro_batches), half_stages(costs)).makespan_s
 
 
-FLUSHING: Mapping[str, Callable[[Costs, int], float | None]] = {
+_StepTime: TypeAlias = Callable[[Costs, int], float | None]
+
+FLUSHING: Mapping[str, _StepTime] = {
     "1f1b": _one_f_one_b,
     "kfkb": _kfkb,
     "dualpipev": _dualpipev,
@@ -92,11 +94,15 @@ def compare(costs: Costs, num_micro_batches: int) -> dict[str, float]:
 
 def exists(num_stages: int, num_micro_batches: int) -> bool:
     """Whether there is a ``"multidirection"`` order of this shape."""
-    return num_stages in directions.ALLOWED and num_micro_batches > 0 and num_micro_batches % num_stages == 0
+    return bool(directions.allowed(num_stages)) and num_micro_batches > 0 and num_micro_batches % num_stages == 0
 
 
 def break_even(
-    costs: Costs, num_micro_batches: int, against: str = "1f1b", most_micro_batches: int = MOST_MICRO_BATCHES
+    costs: Costs,
+    num_micro_batches: int,
+    against: str = "1f1b",
+    most_micro_batches: int = MOST_MICRO_BATCHES,
+    num_directions: int | None = None,
 ) -> BreakEven:
     """Up to how many micro-batches, and up to which transfer times, ``"multidirection"`` is the faster one.
 
@@ -108,16 +114,18 @@ def break_even(
         num_micro_batches: M at which transfer times are tried.
         against: a key of :data:`FLUSHING`.
         most_micro_batches: no larger number is tried.
+        num_directions: of ``"multidirection"``; None: as many as it has by default.
 
     Raises:
         ValueError: there is no such schedule, or no ``"multidirection"`` of this shape.
     """
     if against not in FLUSHING:
         raise ValueError(f"against={against!r} is no schedule with a flush: choose one of {', '.join(FLUSHING)}.")
-    multidirection(len(costs.forward_s), num_micro_batches)  # says what is wrong
+    multidirection(len(costs.forward_s), num_micro_batches, num_directions)  # says what is wrong
+    own_s = partial(_steady_s, num_directions=num_directions)
     return BreakEven(
-        _most_micro_batches(costs, against, most_micro_batches),
-        _longest_transfer(costs, num_micro_batches, against),
+        _most_micro_batches(costs, FLUSHING[against], own_s, most_micro_batches),
+        _longest_transfer(costs, FLUSHING[against], own_s, num_micro_batches),
     )
 
 
@@ -149,24 +157,24 @@ def _halves(values: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(value / 2 for value in values for _ in range(2))
 
 
-def _steady_s(costs: Costs, num_micro_batches: int) -> float:
+def _steady_s(costs: Costs, num_micro_batches: int, num_directions: int | None = None) -> float:
     """Of ``"multidirection"``: the order of a run does not depend on how many rounds make a step."""
     num_stages = len(costs.forward_s)
-    return num_micro_batches // num_stages * _round_s(replace(costs, step_s=0.0)) + costs.step_s
+    return num_micro_batches // num_stages * _round_s(replace(costs, step_s=0.0), num_directions) + costs.step_s
 
 
 @lru_cache(maxsize=2 * _PARTS)
-def _round_s(costs: Costs) -> float:
+def _round_s(costs: Costs, num_directions: int | None) -> float:
     num_stages = len(costs.forward_s)
-    return period(multidirection(num_stages, num_stages), costs)
+    return period(multidirection(num_stages, num_stages, num_directions), costs)
 
 
-def _most_micro_batches(costs: Costs, against: str, most: int) -> int | None:
+def _most_micro_batches(costs: Costs, flushed_s: _StepTime, own_s: _StepTime, most: int) -> int | None:
     num_stages = len(costs.forward_s)
 
     def wins(rounds: int) -> bool:
-        other_s = FLUSHING[against](costs, rounds * num_stages)
-        return other_s is None or _steady_s(costs, rounds * num_stages) < other_s * (1 - TIE)
+        other_s, ours_s = (step_s(costs, rounds * num_stages) for step_s in (flushed_s, own_s))
+        return other_s is None or ours_s is None or ours_s < other_s * (1 - TIE)
 
     low, high = 0, most // num_stages
     if wins(high):
@@ -177,13 +185,13 @@ def _most_micro_batches(costs: Costs, against: str, most: int) -> int | None:
     return low * num_stages
 
 
-def _longest_transfer(costs: Costs, num_micro_batches: int, against: str) -> float | None:
+def _longest_transfer(costs: Costs, flushed_s: _StepTime, own_s: _StepTime, num_micro_batches: int) -> float | None:
     longest_s = MOST_TRANSFER * max(map(sum, zip(costs.forward_s, costs.backward_s, strict=True)))
 
     def wins(part: float) -> bool:
         tried = _with_transfer(costs, part * longest_s)
-        other_s = FLUSHING[against](tried, num_micro_batches)
-        return other_s is None or _steady_s(tried, num_micro_batches) < other_s * (1 - TIE)
+        other_s, ours_s = (step_s(tried, num_micro_batches) for step_s in (flushed_s, own_s))
+        return other_s is None or ours_s is None or ours_s < other_s * (1 - TIE)
 
     high = next((part / _PARTS for part in range(_PARTS + 1) if not wins(part / _PARTS)), None)
     if high is None:

@@ -14,19 +14,22 @@ from .module import REPLICATED, CausalLMPipeline, cut_of
 
 
 class MultiDirectionPipeline(CausalLMPipeline):
-    """As :class:`CausalLMPipeline`; each of the d ranks of a pipeline holds P = d/2 stages, one a direction.
+    """As :class:`CausalLMPipeline`; each of the d ranks of a pipeline holds P stages, one a direction.
 
     In direction 0 rank i has stage i, so that what looks at one stage only (evaluation, export) sees a plain pipeline.
     ``current`` is the direction that computes; :attr:`stage` is the stage of it.
 
-    Args: as of :class:`CausalLMPipeline`.
+    Args:
+        num_directions: P; None: half as many as stages where that has an order, otherwise two.
+
+    The other arguments are those of :class:`CausalLMPipeline`.
 
     Raises:
-        ValueError: there is no order of directions for so many stages.
+        ValueError: there is no such order of directions for so many stages.
     """
 
-    def __init__(self, source: Any, *, num_stages: int, **kwargs: Any) -> None:
-        self.routes = directions.routes(num_stages)
+    def __init__(self, source: Any, *, num_stages: int, num_directions: int | None = None, **kwargs: Any) -> None:
+        self.routes = directions.routes(num_stages, num_directions)
         self.current = 0
         super().__init__(source, num_stages=num_stages, **kwargs)
 

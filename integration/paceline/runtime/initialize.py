@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PacelineConfig, Resolved, check_features, check_scheduler, read_ds_config, warn_near_misses
-from ..config.section import HETERO
+from ..config.section import HETERO, show
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class, plain_engine_for
@@ -22,6 +24,7 @@ from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
 from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
+from ..schedules.directions import num_directions
 from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
 from .directions import MultiDirectionPipeline
@@ -142,6 +145,14 @@ def _engine_for(model: PipelineModule, ds_config: dict[str, Any]) -> type[Paceli
             f"{MULTIDIRECTION!r} goes with MultiDirectionPipeline, and only with that; give the model itself to have "
             "it built."
         )
+    if isinstance(model, MultiDirectionPipeline) and schedule is not None:
+        asked = num_directions(model.num_stages, schedule.directions)
+        if model.num_directions != asked:
+            raise ValueError(
+                f"paceline.pipeline.schedule.directions is {show(schedule.directions)}, which means {asked}, and the "
+                f"pipeline was built with {model.num_directions}: write {model.num_directions}, or give the model "
+                "itself to have it built."
+            )
     if kind in STREAMS:
         from .asynchronous import AsynchronousEngine
 
@@ -163,9 +174,11 @@ def start_distributed(**kwargs: Any) -> None:
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
 
 
-def pipeline_class(resolved: Resolved) -> type[CausalLMPipeline]:
-    """What runs the schedule."""
-    return MultiDirectionPipeline if resolved.schedule.type == MULTIDIRECTION else CausalLMPipeline
+def pipeline_class(resolved: Resolved) -> Callable[..., CausalLMPipeline]:
+    """Builder of the pipeline that runs the schedule; its arguments are those of :class:`CausalLMPipeline`."""
+    if resolved.schedule.has_directions:
+        return partial(MultiDirectionPipeline, num_directions=resolved.schedule.directions)
+    return CausalLMPipeline
 
 
 def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:

@@ -25,7 +25,7 @@ class Mirrors:
     Args:
         ranks: global ranks that hold what this rank holds, rising; this one is among them.
         group: of these; None for one.
-        model_group: ranks that together hold every parameter once; their number is at least two.
+        model_group: ranks that together hold every parameter once; None for one.
         stages: that they hold, rising.
         owners: for each of these stages, positions in ``ranks`` of those that may own rows of it.
     """

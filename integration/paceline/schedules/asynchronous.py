@@ -13,24 +13,26 @@ from .schedule import BACKWARD, FORWARD, check_size
 from .stream import UPDATE, Stream, StreamAction
 
 
-def multidirection(num_devices: int, num_micro_batches: int) -> Stream:
-    """P = d/2 directions over d devices in a static order (AMDP, arXiv 2605.29664).
+def multidirection(num_devices: int, num_micro_batches: int, num_directions: int | None = None) -> Stream:
+    """P directions over d devices in a static order: P = d/2 (AMDP, arXiv 2605.29664), or two, there and back.
 
-    A round of d micro-batches takes 2d slots, in which every direction handles two of them, a and b. In stage s of a
-    direction F_a runs in slot s, B_a in 2d−1−s, F_b in s+2 (1 if s = 0) and B_b in 2d+1−s (2d+2 if s = 0), of which
-    those from 2d on fall into the next round. Devices run their actions in the order of the slots. Since only two
-    micro-batches of a direction are under way, no backward is more than one update away from its forward, at any depth.
+    A round of d micro-batches takes 2d slots, in which every direction handles d/P of them. The k-th, from 0, has its
+    forward in stage s in slot s+2k and its backward in slot 2d−1−s+2k, of which those from 2d on fall into the next
+    round. With P = d/2 directions the second one has them in the slots 1 and 2d+2 of stage 0. Devices run their
+    actions in the order of the slots. A direction has d/P micro-batches under way, and no backward is more than one
+    update away from its forward, at any depth.
 
     Every device has the update of a step before its first backward of the next one.
 
     Args:
-        num_devices: d, 2 or a multiple of 4.
+        num_devices: d, even.
         num_micro_batches: M of a step, a multiple of d.
+        num_directions: P; None: as :func:`.directions.num_directions` chooses.
 
     Raises:
         ValueError: there is no such order.
     """
-    routes = directions.routes(num_devices)
+    routes = directions.routes(num_devices, num_directions)
     check_size(num_devices, num_micro_batches)
     if num_micro_batches < num_devices or num_micro_batches % num_devices:
         down = max(num_micro_batches // num_devices, 1) * num_devices
@@ -39,31 +41,31 @@ def multidirection(num_devices: int, num_micro_batches: int) -> Stream:
             f"{num_micro_batches} micro-batches a step do not fill rounds of {num_devices}, one a device: take "
             f"{' or '.join(map(str, nearest))}."
         )
-    windows = tuple(_window(directions.stages_of(d, routes), num_micro_batches) for d in range(num_devices))
-    name = "multidirection"
+    windows = tuple(
+        _window(directions.stages_of(device, routes), num_devices, num_micro_batches) for device in range(num_devices)
+    )
+    name = MULTIDIRECTION
+    if len(routes) != directions.num_directions(num_devices):
+        name = f"{MULTIDIRECTION} directions={len(routes)}"
     return Stream(windows, num_micro_batches, len(routes), name, routes)
 
 
-def _window(stages: tuple[int, ...], num_micro_batches: int) -> tuple[StreamAction, ...]:
-    """Of a device that holds ``stages``, one a direction."""
-    num_devices = 2 * len(stages)
-    period = 2 * num_devices
+def _window(stages: tuple[int, ...], num_devices: int, num_micro_batches: int) -> tuple[StreamAction, ...]:
+    """Actions of a device that holds ``stages``, one a direction."""
+    num_directions, period = len(stages), 2 * num_devices
     num_slots = period * (num_micro_batches // num_devices)
     slots: dict[int, StreamAction] = {}
     for direction, stage in enumerate(stages):
-        forward_b, backward_b = (stage + 2, period + 1 - stage) if stage else (1, period + 2)
         for start in range(0, num_slots, period):
-            first = start // 2 + direction
-            a, b = first, first + len(stages)
-            for kind, micro_batch, slot in (
-                (FORWARD, a, stage),
-                (BACKWARD, a, period - 1 - stage),
-                (FORWARD, b, forward_b),
-                (BACKWARD, b, backward_b),
-            ):
-                lag, place = divmod(start + slot, num_slots)
-                assert place not in slots, "two actions in a slot"
-                slots[place] = StreamAction(kind, micro_batch, direction, lag)
+            for number in range(num_devices // num_directions):
+                micro_batch = start // 2 + direction + num_directions * number
+                forward, backward = stage + 2 * number, period - 1 - stage + 2 * number
+                if stage == 0 and number == 1 and 2 * num_directions == num_devices:
+                    forward, backward = 1, period + 2
+                for kind, slot in ((FORWARD, forward), (BACKWARD, backward)):
+                    lag, place = divmod(start + slot, num_slots)
+                    assert place not in slots, "two actions in a slot"
+                    slots[place] = StreamAction(kind, micro_batch, direction, lag)
     window = [slots[slot] for slot in sorted(slots)]
     first_own = next(i for i, action in enumerate(window) if action.kind == BACKWARD and not action.lag)
     return (*window[:first_own], StreamAction(UPDATE, -1, -1, 1), *window[first_own:])
@@ -107,12 +109,17 @@ MULTIDIRECTION, ONE_DIRECTION = "multidirection", "one_direction"
 STREAMS: Mapping[str, Callable[[int, int], Stream]] = {MULTIDIRECTION: multidirection, ONE_DIRECTION: one_direction}
 
 
-def make(type: str, num_devices: int, num_micro_batches: int) -> Stream:
+def make(type: str, num_devices: int, num_micro_batches: int, num_directions: int | None = None) -> Stream:
     """The stream that a configuration names.
+
+    Args:
+        num_directions: of ``"multidirection"``; None: as many as :func:`.directions.num_directions` chooses.
 
     Raises:
         ValueError: there is no such type, or none of this shape.
     """
     if type not in STREAMS:
         raise ValueError(f"schedule type {type!r} is unknown: choose one of {', '.join(STREAMS)}.")
+    if type == MULTIDIRECTION:
+        return multidirection(num_devices, num_micro_batches, num_directions)
     return STREAMS[type](num_devices, num_micro_batches)

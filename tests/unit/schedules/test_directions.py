@@ -44,6 +44,29 @@ def test_what_every_order_obeys(num_devices):
         assert [route[stage] for route, stage in zip(routes, stages, strict=True)] == [device] * len(routes)
 
 
+@pytest.mark.parametrize("num_devices", range(2, 33, 2))
+def test_there_and_back(num_devices):
+    """Stages i and d-1-i on each of two devices, in mirror groups of those two."""
+    routes = directions.routes(num_devices, 2)
+    there = tuple(range(num_devices))
+    assert routes == (there, there[::-1])
+    assert list(directions.mirror_groups(routes)) == [(i, num_devices - 1 - i) for i in range(num_devices // 2)]
+    assert 2 in directions.allowed(num_devices)
+    if num_devices % 4 == 2 and num_devices > 2:
+        assert directions.routes(num_devices) == routes
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "asked", "take"),
+    [(2, 3, "1 or 2"), (4, 1, "2"), (6, 3, "2"), (8, 3, "2 or 4"), (8, 8, "2 or 4"), (10, 5, "2"), (12, 1, "2 or 6")],
+)
+def test_other_numbers_of_directions_are_refused(num_devices, asked, take):
+    with pytest.raises(ValueError, match=f"^{num_devices} devices have no order of {asked} directions ") as caught:
+        directions.routes(num_devices, asked)
+    assert str(caught.value).endswith(f": take {take}.")
+    assert all(directions.num_directions(num_devices, int(count)) for count in take.split(" or "))
+
+
 @pytest.mark.parametrize("num_devices", COUNTS)
 def test_mirror_groups_part_the_devices(num_devices):
     routes = directions.routes(num_devices)
@@ -62,11 +85,10 @@ def test_mirror_groups_part_the_devices(num_devices):
         (0, "two directions", "2 or 4"),
         (1, "two directions", "2 or 4"),
         (3, "two directions", "2 or 4"),
-        (6, "two directions", "4 or 8"),
-        (10, "two directions", "8 or 12"),
-        (30, "two directions", "28 or 32"),
-        (34, "checked for up to 32", "28 or 32"),
-        (36, "checked for up to 32", "28 or 32"),
+        (7, "two directions", "6 or 8"),
+        (31, "two directions", "30 or 32"),
+        (34, "checked for up to 32", "30 or 32"),
+        (36, "checked for up to 32", "30 or 32"),
     ],
 )
 def test_refusal_says_why_and_what_to_take(num_devices, why, nearest):
