@@ -161,6 +161,8 @@ def _positive(text: str) -> int:
 
 def _check_config(args: argparse.Namespace) -> int:
     from paceline.config import PacelineConfig, check_scheduler, near_misses, open_autos, read_ds_config, resolve
+    from paceline.config.optimizers import check_optimizer
+    from paceline.config.section import SECTION
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
@@ -169,6 +171,8 @@ def _check_config(args: argparse.Namespace) -> int:
     for line in near_misses(config):
         print(f"paceline: warning: {line}", file=sys.stderr)
     section = PacelineConfig.of(config)
+    if "pipeline" in config.get(SECTION, {}) or args.world_size is not None:
+        check_optimizer(config)
     shown: dict[str, Any] = {"paceline": section.model_dump(mode="json")}
     shown["auto"] = open_autos(config)
     if args.world_size is not None:

@@ -473,8 +473,9 @@ class Job:
         return told
 
     def _stage(self) -> tuple[str, int]:
-        """What this rank's stage holds, in words, and how many parameters that is."""
-        where = self.pipeline.describe()[self.engine.stage_id].partition(": ")[2]
+        """Contents of this rank's stages, in words, and how many parameters those are."""
+        lines = self.pipeline.describe()
+        where = " + ".join(lines[stage].partition(": ")[2] for stage in self.pipeline.held)
         return where, sum(p.numel() for p in self.pipeline.parameters())
 
     def _tell_decisions(self) -> None:

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directions",
         type=int,
         metavar="P",
-        help="of multidirection: pipelines over the same S devices: 2, for every even S, or S/2, for 2 and multiples of "
-        "4 (default: S/2 where there is that order, otherwise 2)",
+        help="of multidirection: pipelines over the same S devices: 2, for every even S, or S/2, for 2 and multiples "
+        "of 4 (default: S/2 where there is that order, otherwise 2)",
     )
     shape.add_argument(
         "--staleness",

@@ -192,9 +192,13 @@ def test_who_owns_what_does_not_matter_to_a_synchronous_step() -> None:
             torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7)
 
 
-def memory(owners: str) -> tuple[int, dict[str, int]]:
+def memory(owners: str) -> tuple[int, dict[str, int], float]:
+    """Bytes of states, the same by stage, and seconds of collectives that were waited for."""
+    from paceline.measure.clock import Clock
+
     dist.init_process_group("gloo")
     module, optimizer = make(True, "adam", "fp32", owners, True)
+    optimizer.clock = Clock(torch.device("cpu"))
     train(module, optimizer, True, False)
     held: dict[str, int] = {}
     for owned in optimizer.owned:
@@ -202,8 +206,9 @@ def memory(owners: str) -> tuple[int, dict[str, int]]:
         tensors = [owned.master, *(value for value in state.values() if value.dim())]
         stage = owned.name.split(".")[0]
         held[stage] = held.get(stage, 0) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    communication_s = optimizer.clock.read()["communication_s"]
     optimizer.destroy()
-    return sum(held.values()), held
+    return sum(held.values()), held, communication_s
 
 
 def test_by_direction_a_rank_has_the_state_of_one_stage() -> None:
@@ -214,12 +219,14 @@ def test_by_direction_a_rank_has_the_state_of_one_stage() -> None:
         copies = 1 if name.endswith("unused") else 3  # a master and two moments, if it was ever stepped
         stage = name.split(".")[0]
         wanted[stage] = wanted.get(stage, 0) + 4 * copies * parameter.numel()
-    (_, first), (_, second) = by_direction = run_ranks(memory, 2, "direction")
+    (_, first, _), (_, second, _) = by_direction = run_ranks(memory, 2, "direction")
     assert first == {"stage0": wanted["stage0"]}
     assert second == {"stage1": wanted["stage1"]}
     by_mirror = run_ranks(memory, 2, "mirror")
-    assert sum(total for total, _ in by_direction) == sum(total for total, _ in by_mirror) == sum(wanted.values())
-    assert all(len(held) == 2 for _, held in by_mirror)
+    totals = [sum(total for total, *_ in ranks) for ranks in (by_direction, by_mirror)]
+    assert totals == [sum(wanted.values())] * 2
+    assert all(len(held) == 2 for _, held, _ in by_mirror)
+    assert all(communication_s > 0 for *_, communication_s in (*by_direction, *by_mirror))
 
 
 def late(most_pending: int, owners: str, kind: str) -> list[Tensor]:

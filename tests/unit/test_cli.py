@@ -80,6 +80,29 @@ def test_check_config(ds_json, capsys):
     assert "auto" in shown
 
 
+def test_check_config_with_boundaries(ds_json, capsys):
+    """They are a list in JSON and a tuple in the section, of which pydantic used to warn."""
+    path = ds_json({"paceline": {"pipeline": {"stages": 2, "partition": [0, 3, 6]}}})
+    assert main(["check-config", path, *CLUSTER[:2], "--num-layers", "4", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    shown = json.loads(out)
+    assert shown["paceline"]["pipeline"]["partition"]["method"] == shown["resolved"]["partition"] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("name", ["Muon", "muon", "LBFGS"])
+def test_check_config_refuses_the_optimizers_that_the_job_refuses(ds_json, capsys, name):
+    from paceline.optim.torch_optimizers import torch_class
+
+    path = ds_json({"optimizer": {"type": name}, "paceline": {"pipeline": {"stages": 2}}})
+    assert main(["check-config", path]) == 2
+    with pytest.raises(ValueError, match="a pipeline cannot use it") as refused:
+        torch_class(name)
+    assert capsys.readouterr().err == f"paceline: {refused.value}\n"
+    assert main(["check-config", ds_json({"optimizer": {"type": name}})]) == 0  # may be for DeepSpeed without pipelines
+    assert main(["check-config", ds_json({"optimizer": {"type": name}}), *CLUSTER]) == 2
+
+
 def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0

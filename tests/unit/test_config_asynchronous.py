@@ -38,7 +38,9 @@ def refused(message, *args, **config):
 def test_everything_left_out():
     got = resolved("multidirection")
     assert (got.stages, got.data_parallel, got.micro_batch_size, got.micro_batches) == (4, 1, 1, 8)
-    assert got.schedule == ScheduleChoice("multidirection", directions=2, staleness=1, optimizer_owners="direction", warm_in_steps=0)
+    assert got.schedule == ScheduleChoice(
+        "multidirection", directions=2, staleness=1, optimizer_owners="direction", warm_in_steps=0
+    )
     told = {path: choice.value for path, choice in got.chosen.items()}
     assert told == {
         "paceline.pipeline.stages": 4,

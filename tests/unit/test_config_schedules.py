@@ -69,8 +69,8 @@ def test_a_key_belongs_to_its_types(key, kind):
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
-         'paceline.pipeline.schedule: "correction", "directions", "k", "memory_gib", "micro_batch_sizes", "optimizer_owners", '
-         '"retune_every", "slack", "staleness", "type", "warm_in_steps", "warmup".'),
+         'paceline.pipeline.schedule: "correction", "directions", "k", "memory_gib", "micro_batch_sizes", '
+         '"optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", "warmup".'),
         ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
          "chosen."),
         ({"type": "kfkb", "k": 2.0}, ".k is 2.0: it must be a valid integer; leave the key out to have it chosen."),
@@ -136,7 +136,13 @@ def test_refusals(schedule, message):
             {".directions": 2, ".staleness": 1, ".optimizer_owners": "direction", ".warm_in_steps": 0},
         ),
         (
-            {"type": "multidirection", "directions": 2, "staleness": 0, "optimizer_owners": "mirror", "warm_in_steps": 0},
+            {
+                "type": "multidirection",
+                "directions": 2,
+                "staleness": 0,
+                "optimizer_owners": "mirror",
+                "warm_in_steps": 0,
+            },
             ScheduleChoice("multidirection", directions=2, staleness=0, optimizer_owners="mirror", warm_in_steps=0),
             {},
         ),

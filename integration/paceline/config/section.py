@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     ValidationError,
     ValidationInfo,
@@ -121,6 +122,11 @@ def _method(value: Any) -> Method | None:
     return None if value is None else check_method(value)
 
 
+def _plain(value: Method | None) -> Any:
+    """As it is: pydantic would warn of boundaries, which are a list in JSON and a tuple here."""
+    return value
+
+
 def _profile_only_with_hetero(schema: dict[str, Any]) -> None:
     with_hetero = {"properties": {"method": {"enum": [HETERO]}}, "required": ["method"]}
     schema["dependentSchemas"] = {"profile": {"anyOf": [{"properties": {"profile": {"type": "null"}}}, with_hetero]}}
@@ -131,7 +137,9 @@ class PartitionConfig(Part):
 
     model_config = ConfigDict(json_schema_extra=_profile_only_with_hetero)
 
-    method: Annotated[Method | None, PlainValidator(_method), WithJsonSchema(_METHOD_SCHEMA)] = Field(
+    method: Annotated[
+        Method | None, PlainValidator(_method), PlainSerializer(_plain), WithJsonSchema(_METHOD_SCHEMA)
+    ] = Field(
         default=None,
         description='"parameters": stages of about equally many parameters; "uniform": of equally many items; '
         '"type:<regex>": of equally many layers whose class name matches; "hetero": of equally much time, from what '

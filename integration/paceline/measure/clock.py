@@ -3,17 +3,17 @@
 On a GPU the kernels run behind the host, so everything is timed with CUDA events on the stream and read later; on a
 CPU with the host's clock. Sends and receives run beside the computation; what a stage waits for them is idle time. A
 collective that took longer than the fastest one of its kind and size waited for its peers, and the excess counts as
-idle: nothing else tells waiting from transferring.
+idle: nothing else tells waiting from transferring. Of collectives beside the computation, what a rank waits for counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,15 @@ def host_seconds(now: Callable[[], Any]) -> Callable[[Any], float]:
         return last_s - float(moment.elapsed_time(last)) / 1e3
 
     return seconds
+
+
+class Transfer(NamedTuple):
+    """A collective, between two moments of the host's clock in seconds."""
+
+    kind: str
+    num_bytes: int
+    begun_s: float
+    ended_s: float
 
 
 @dataclass
@@ -85,6 +94,22 @@ class Clock:
             self._idle_s += end - start
         else:
             self._keep_events(start, end, IDLE)
+
+    def add_wait(self, start: float, end: float, transfers: Iterable[Transfer]) -> None:
+        """Book what lies between two moments of the host: the collectives of another thread in it, and idle time.
+
+        Args:
+            transfers: that have ended. Of each the share counts that the fastest of its kind and size takes of it.
+        """
+        communication_s = 0.0
+        for kind, num_bytes, begun, ended in transfers:
+            seconds, key = ended - begun, (kind, num_bytes)
+            fastest = self._fastest[key] = min(seconds, self._fastest.get(key, seconds))
+            within = min(end, ended) - max(start, begun)
+            if within > 0 and seconds > 0:
+                communication_s += within * fastest / seconds
+        self._communication_s += communication_s
+        self._idle_s += end - start - communication_s
 
     @contextmanager
     def transfer(self, kind: str, num_bytes: int) -> Iterator[None]:

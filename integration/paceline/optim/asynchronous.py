@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..measure.clock import Transfer
 from .buckets import Buffers, DomainBucket, view_at
 from .corrections import Corrections
 from .sharded import Owned, ShardedOptimizer
@@ -147,6 +149,8 @@ class AsynchronousOptimizer(ShardedOptimizer):
         self._num_sets = dict.fromkeys(self._buffers, 1)
         self._unfinished: _Update | None = None
         self._pending: deque[_Update] = deque()
+        self._transfers: deque[Transfer] = deque()
+        """Collectives of the thread that the clock has not been told of."""
         self._tasks = _Tasks(self.device, has_thread=self.overlap)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -289,7 +293,12 @@ class AsynchronousOptimizer(ShardedOptimizer):
         if self.overlap and self.clock is not None:
             start = self.clock.now()
             self._tasks.wait(update.task)
-            self.clock.add_idle(start, self.clock.now())
+            end = self.clock.now()
+            if self.device.type == "cuda":
+                self.clock.add_idle(start, end)
+            else:
+                count = len(self._transfers)  # the thread may add to them meanwhile
+                self.clock.add_wait(start, end, [self._transfers.popleft() for _ in range(count)])
         else:
             self._tasks.wait(update.task)
         self._pending.popleft()
@@ -367,7 +376,16 @@ class AsynchronousOptimizer(ShardedOptimizer):
         return nullcontext() if self.overlap else super()._compute()  # clocks are of one thread
 
     def _transfer(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.overlap else super()._transfer(kind, num_bytes)
+        return self._noted(kind, num_bytes) if self.overlap else super()._transfer(kind, num_bytes)
+
+    @contextmanager
+    def _noted(self, kind: str, num_bytes: int) -> Iterator[None]:
+        """A collective of the thread, for the clock, which is the other thread's."""
+        begun_s = time.perf_counter()
+        yield
+        has_peers = self._domain.size > 1 or kind == "norm"
+        if self.clock is not None and has_peers and self.device.type != "cuda":  # a GPU's runs behind the host
+            self._transfers.append(Transfer(kind, num_bytes, begun_s, time.perf_counter()))
 
     # -- between updates -----------------------------------------------------------------------------------------
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
+from ..config.optimizers import ELEMENTWISE
 from ..measure.clock import Clock
 from .buckets import Buffers, Domain, lay_out
 from .layout import Rows
 from .loss_scale import load_scaler_state, scaler_state
 from .max_change import Changes, Limits, Outcome, Part, sum_of_squares
-from .torch_optimizers import ELEMENTWISE
 
 logger = logging.getLogger("paceline")
 

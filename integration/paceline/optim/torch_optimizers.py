@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 
-ELEMENTWISE = frozenset(
-    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-"""Classes of ``torch.optim`` that treat each element by itself, so that rows of a parameter can be stepped apart."""
-
-REFUSED = {
-    "LBFGS": "it evaluates the loss again and again within a step",
-    "Muon": "it is for matrices only; pass initialize an optimizer of your own that joins it with another",
-    "SparseAdam": "it is for sparse gradients, which pipelines do not have",
-}
+from ..config.optimizers import check_optimizer
 
 _CUDA_ONLY = frozenset(("lamb", "lion"))
 """Optimizers of DeepSpeed without kernels for CPUs (but for Lion's with ZeRO-Offload, which pipelines lack)."""
@@ -36,13 +27,8 @@ def torch_class(name: str | None) -> type[torch.optim.Optimizer] | None:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    found = classes.get(str(name).lower())
-    if found is not None and found.__name__ in REFUSED:
-        raise ValueError(
-            f"optimizer.type is {name}: a pipeline cannot use it, {REFUSED[found.__name__]}; choose one of "
-            f"{', '.join(sorted(ELEMENTWISE))}."
-        )
-    return found
+    check_optimizer({"optimizer": {"type": name}})
+    return classes.get(str(name).lower())
 
 
 def check_deepspeeds(name: str, device: torch.device) -> None:

@@ -10,10 +10,10 @@ from deepspeed import comm as dist
 from torch import nn
 
 from ..config import PacelineConfig
+from ..config.optimizers import ELEMENTWISE
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN
 from ..optim.buckets import Domain
-from ..optim.torch_optimizers import ELEMENTWISE
 from ..planning.experts import Placement
 from .expert_groups import ExpertGroups
 

@@ -319,6 +319,11 @@ class CausalLMPipeline(PipelineModule):
         """Hugging Face's name of a parameter or buffer of this module: the same for every number of stages."""
         return name.removeprefix("stage.model.")
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The stages that this rank holds."""
+        return (self.stage_id,)
+
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""
         lines = []

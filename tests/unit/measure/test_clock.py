@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from paceline.measure.clock import Clock
+from paceline.measure.clock import Clock, Transfer
 
 
 def test_waiting_is_what_exceeds_the_fastest_transfer() -> None:
@@ -33,3 +33,15 @@ def test_reading_starts_anew() -> None:
         time.sleep(0.01)
     assert clock.read()["compute_s"] > 0
     assert clock.read()["compute_s"] == 0
+
+
+def test_of_collectives_beside_the_computation_what_is_waited_for_counts() -> None:
+    """Half of one lies in the wait from 10 to 12; the other, of 1 s within it, takes twice what the fastest takes."""
+    clock = Clock(torch.device("cpu"))
+    clock.add_wait(0.0, 1.0, [Transfer("values", 8, 0.0, 0.5)])
+    read = clock.read()
+    assert (read["communication_s"], read["idle_s"]) == (0.5, 0.5)
+    transfers = [Transfer("gradients", 8, 9.5, 10.5), Transfer("values", 8, 10.5, 11.5), Transfer("norm", 8, 3.0, 4.0)]
+    clock.add_wait(10.0, 12.0, transfers)
+    read = clock.read()
+    assert (read["communication_s"], read["idle_s"]) == (0.5 + 0.5, 1.0)
