@@ -309,6 +309,11 @@ def test_a_killed_job_goes_on_as_if_it_had_not_been(schedule: Any, tmp_path: Pat
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for code, errors in run_ranks(finetune, 4, job(whole, schedule)):
         assert code == 0, errors
+    told = json.loads((whole / "summary.json").read_text())["ranks"]
+    assert all(rank["communication_s"] > 0 for rank in told)
+    is_multi = schedule is MULTI
+    assert [rank["holds"].count(" M parameters)") for rank in told] == [2 if is_multi else 1] * 4
+    assert ("embedding" in told[3]["holds"] and "head" in told[3]["holds"]) == is_multi
     ended = end_of(is_killed_after, job(parts, schedule), 4)
     assert ended.codes[1] == -signal.SIGKILL
     assert not (parts / "model.safetensors").exists()
