@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config.optimizers import check_optimizer
+from ..config.optimizers import ELEMENTWISE, check_optimizer
 
 _CUDA_ONLY = frozenset(("lamb", "lion"))
 """Optimizers of DeepSpeed without kernels for CPUs (but for Lion's with ZeRO-Offload, which pipelines lack)."""
