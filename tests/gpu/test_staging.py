@@ -15,13 +15,14 @@ A_TENTH_OF_A_SECOND = 2 * 10**8
 """In cycles, about."""
 
 
-def test_a_copy_is_of_the_moment_of_the_call_and_another_thread_can_wait_for_it() -> None:
+def test_a_copy_waits_for_what_it_copies_and_another_thread_can_wait_for_it() -> None:
     staging = Staging(torch.device("cuda"))
     tensor = torch.zeros(2**20, device="cuda")
     torch.cuda._sleep(A_TENTH_OF_A_SECOND)
     tensor.fill_(1)
     host, ready = staging.to_host(tensor)
-    tensor.fill_(2)
+    del tensor
+    torch.full((2**20,), 2.0, device="cuda")  # would have the same memory, were it free
     assert not torch.cuda.current_stream().query()  # nothing above has waited
     assert host.is_pinned()
     waiting = Thread(target=ready)
@@ -66,3 +67,15 @@ def test_there_and_back(dtype: torch.dtype) -> None:
     ready()
     assert host.is_contiguous()
     assert torch.equal(staging.to_device(host), tensor)
+
+
+def test_a_copy_that_comes_does_not_wait_for_the_computation() -> None:
+    staging = Staging(torch.device("cuda"))
+    host = staging.host_buffer((2**20,), torch.float32).fill_(3)
+    staging.to_device(host)  # the first time is slow
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_TENTH_OF_A_SECOND)
+    copy = staging.to_device(host)
+    staging._in._stream.synchronize()
+    assert not torch.cuda.current_stream().query()
+    assert torch.equal(copy, torch.full((2**20,), 3.0, device="cuda"))

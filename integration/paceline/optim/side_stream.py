@@ -1,4 +1,4 @@
-"""The order of what a thread beside the computation issues to the device of the computation."""
+"""The order of what is issued to a device beside its computation: by a thread, or to copy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class SideStream:
@@ -26,11 +27,15 @@ class SideStream:
         """Have the calling thread issue to this stream."""
         return nullcontext() if self._stream is None else self._cuda.stream(self._stream)
 
-    def mark(self) -> Any:
-        """All that has been issued to the stream that the calling thread is in."""
+    def mark(self, *, blocking: bool = False) -> Any:
+        """All that has been issued to the stream that the calling thread is in; None on a CPU.
+
+        Args:
+            blocking: a thread that waits for it leaves its core to others.
+        """
         if self._stream is None:
             return None
-        event = self._cuda.Event()
+        event = self._cuda.Event(blocking=blocking)
         event.record(self._cuda.current_stream(self._device))
         return event
 
@@ -38,3 +43,8 @@ class SideStream:
         """Have what is issued from now on, to the stream that the calling thread is in, come after ``mark``."""
         if self._stream is not None and mark is not None:
             self._cuda.current_stream(self._device).wait_event(mark)
+
+    def use(self, tensor: Tensor) -> None:
+        """Keep the memory of ``tensor``, of another stream, until the calling thread's stream is past here."""
+        if self._stream is not None:
+            tensor.record_stream(self._cuda.current_stream(self._device))

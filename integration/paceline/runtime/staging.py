@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.constants import default_pg_timeout
 from torch import Tensor
 
+from ..optim.side_stream import SideStream
 from ..patches.deepspeed_p2p import BY_BROADCAST
 from ..patches.registry import apply
 
@@ -100,30 +102,44 @@ def share_gpu(timeout: timedelta | None = None) -> None:
 class Staging:
     """Copies between one device and host memory that can be sent; pinned memory if the device is a GPU.
 
-    Nothing here waits for the device. Memory that a copy still reads or writes is kept by torch's allocators, which
-    also keep pinned blocks for reuse: a host tensor may be dropped at any time.
+    Each way has a stream of its own, so that copies run beside the computation and beside each other. Nothing here has
+    the host wait. Memory that a copy still reads or writes is kept by torch's allocators, which also keep pinned blocks
+    for reuse: either end of a copy may be dropped at any time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @cached_property
+    def _out(self) -> SideStream:
+        return SideStream(self.device)
+
+    @cached_property
+    def _in(self) -> SideStream:
+        return SideStream(self.device)
+
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Begin to copy ``tensor``, on the current stream.
+        """Begin to copy ``tensor``, once what the current stream has been given is done. Nobody may write to it then.
 
         Returns:
             the copy, contiguous, and what waits until it is there; it may be called on another thread.
         """
-        host = self.host_buffer(tensor.shape, tensor.dtype)
-        host.copy_(tensor.detach(), non_blocking=True)
-        if not tensor.is_cuda:
-            return host, _is_there
-        copied = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
-        copied.record(torch.cuda.current_stream(tensor.device))
-        return host, copied.synchronize
+        host, made = self.host_buffer(tensor.shape, tensor.dtype), self._out.mark()
+        with self._out.entered():
+            self._out.wait(made)
+            host.copy_(tensor.detach(), non_blocking=True)
+            self._out.use(tensor)
+            copied = self._out.mark(blocking=True)
+        return host, _is_there if copied is None else copied.synchronize
 
     def to_device(self, host: Tensor) -> Tensor:
-        """A copy of ``host`` on the device, made in the order of the current stream."""
-        return torch.empty(host.shape, dtype=host.dtype, device=self.device).copy_(host, non_blocking=True)
+        """A copy of ``host`` on the device, for which the current stream waits from here on."""
+        with self._in.entered():
+            tensor = torch.empty(host.shape, dtype=host.dtype, device=self.device).copy_(host, non_blocking=True)
+            copied = self._in.mark()
+        self._in.wait(copied)
+        self._in.use(tensor)
+        return tensor
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory to receive into, not initialised."""

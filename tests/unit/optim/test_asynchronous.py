@@ -7,8 +7,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from paceline.optim import asynchronous
 from paceline.optim.asynchronous import AsynchronousOptimizer
 from paceline.optim.buckets import Domain
 from paceline.optim.side_stream import SideStream
+from streams import Streams
 
 WIDTH = 4
 
@@ -252,38 +251,6 @@ def test_waiting_is_idle_time(made, overlap) -> None:
     spent = clock.read()
     assert spent["compute_s"] > 0
     assert spent["idle_s"] >= 0.02 if overlap else spent["idle_s"] == 0
-
-
-class Streams:
-    """In the place of ``torch.cuda``: what each stream has been given, and what it comes after."""
-
-    def __init__(self) -> None:
-        self._own = threading.local()
-        self._default: set[str] = set()
-
-    def Stream(self, device: torch.device) -> set[str]:
-        return set()
-
-    def current_stream(self, device: torch.device | None = None) -> Any:
-        stream = getattr(self._own, "stream", self._default)
-        return SimpleNamespace(known=stream, wait_event=lambda event: stream.update(event.known))
-
-    @contextmanager
-    def stream(self, stream: set[str]) -> Iterator[None]:
-        self._own.stream = stream
-        yield
-
-    def Event(self) -> Any:
-        event = SimpleNamespace(known=set[str]())
-        event.record = lambda stream: event.known.update(stream.known)
-        return event
-
-    def issue(self, what: str) -> set[str]:
-        """To the stream of the thread; what comes before it."""
-        known = self.current_stream().known
-        before = set(known)
-        known.add(what)
-        return before
 
 
 def test_updates_have_a_stream_beside_the_computation(made, monkeypatch) -> None:

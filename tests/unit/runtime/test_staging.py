@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.measure.memory import available_bytes
+from paceline.optim.side_stream import SideStream
 from paceline.runtime.staging import SharedGPU, Staging, ranks_sharing, shares_gpu
+from streams import Streams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -121,3 +124,29 @@ def test_buffers_have_the_shape_that_is_asked_for() -> None:
         buffer = staging.host_buffer(shape, torch.float16)
         assert (tuple(buffer.shape), buffer.dtype, buffer.device) == (shape, torch.float16, CPU)
         assert not buffer.is_pinned()
+
+
+def test_copies_run_beside_the_computation_and_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, staging = Streams(), Staging(CPU)
+    staging._out, staging._in = SideStream(CUDA, streams), SideStream(CUDA, streams)
+    before: list[set[str]] = []
+    kept: dict[int, set[str]] = {}
+    copy_ = torch.Tensor.copy_
+
+    def copying(place: torch.Tensor, source: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert options == {"non_blocking": True}
+        before.append(streams.issue(f"copy {len(before)}"))
+        return copy_(place, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copying)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: kept.update({t.data_ptr(): stream.known}))
+    tensor = torch.ones(3)
+    streams.issue("forward")
+    host, ready = staging.to_host(tensor)
+    ready()
+    streams.issue("forward of the next")
+    arrived = staging.to_device(host)
+    assert before == [{"forward"}, set()], "one waits for what it copies, the other for nothing"
+    assert kept[tensor.data_ptr()] == {"forward", "copy 0"}, "the memory is the copy's until it is done"
+    assert streams.issue("uses it") == {"forward", "forward of the next", "copy 1"}
+    assert "uses it" in kept[arrived.data_ptr()]
