@@ -48,12 +48,15 @@ from ..schedules.lower import (
 from ..schedules.schedule import BACKWARD, FORWARD, Schedule
 from .ahead import Ahead
 from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
+from .groups import gloo_group
 from .later import LaterTensor
 from .lifetime import current
+from .losses import SummedLosses
 from .mirrors import Mirrors
 from .own_random import OwnRandom
 from .scheduling import Here
-from .transport import Transport
+from .staging import Staging
+from .transport import TIMEOUT, Transport
 from .watch import DEVICE, EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
@@ -144,7 +147,6 @@ class AsynchronousEngine(CausalLMEngine):
         self._is_ahead: Ahead | None = None
         self._last_iterator: Any = None
         self._untold: tuple[Tensor, float, int] | None = None
-        self._works: list[Any] = []
         super().__init__(*args, **kwargs)
         self.module.settle = self.flush
         if isinstance(self.optimizer, AsynchronousOptimizer):
@@ -173,6 +175,11 @@ class AsynchronousEngine(CausalLMEngine):
         own = len(self._routes) > 1
         self._random = OwnRandom(self._device_number, torch.device(self.device)) if own else None
         self._runs = {kind: getattr(self, name) for kind, name in self._METHODS.items()}
+        device = torch.device(self.device)
+        on_host = device.type == "cpu"
+        self._losses = SummedLosses(
+            self.control.world if on_host else gloo_group(timeout=TIMEOUT), None if on_host else Staging(device)
+        )
 
     def _place(self, direction: int) -> _Place:
         """Collective: each direction has process groups of its own."""
@@ -528,18 +535,13 @@ class AsynchronousEngine(CausalLMEngine):
 
     def _loss_of_step(self) -> Tensor:
         """The sum of all micro-batches' shares, of all directions and replicas, on every rank."""
-        total = torch.zeros((), dtype=torch.float64)
-        if self.total_loss is not None:
-            total += self.total_loss.cpu()
-        work = dist.all_reduce(total, group=self.control.world, async_op=True)
-        self._works = [other for other in self._works if not other.is_completed()] + [work]
+        wait = self._losses.add(self.total_loss)
 
         def fetch() -> Tensor:
             with self._naming_lost_peers():
-                work.wait()
-            return total
+                return wait()
 
-        self.agg_train_loss = LaterTensor.of(fetch, total.dtype)
+        self.agg_train_loss = LaterTensor.of(fetch, torch.float64)
         return self.agg_train_loss
 
     def _tell(self, loss: Tensor | None = None) -> None:
@@ -606,10 +608,12 @@ class AsynchronousEngine(CausalLMEngine):
                 self.flush()
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.stop()
+        self._losses.stop()
 
     def destroy(self) -> None:
         self._begun = 0
         super().destroy()
+        self._losses.stop()
         for place in self._places[1:]:
             place.transport.close()
         if isinstance(self.optimizer, AsynchronousOptimizer):

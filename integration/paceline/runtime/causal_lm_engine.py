@@ -26,7 +26,7 @@ from ..hf.stage import SIDE_INPUTS
 from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
 from .lifetime import current
-from .micro_batches import FILLER, MicroBatch, MicroBatchShape, read_micro_batch, recut
+from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut
 from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
@@ -253,7 +253,9 @@ class CausalLMEngine(PacelineEngine):
             loaded = self._load(num_micro_batches, partial)
             if trains and self.cut != self.micro_batch_size:
                 loaded = recut(loaded, self.cut, self.run_micro_batches)
-            return loaded, [len(loaded), *(value for batch in loaded for value in batch.row)], None
+            row = [len(loaded), *(value for batch in loaded for value in batch.row)]
+            on_gpu = torch.device(self.device).type == "cuda"
+            return [pinned(batch) for batch in loaded] if on_gpu else loaded, row, None
         except Exception as caught:
             return [], [], caught
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,16 @@ class MicroBatch:
         contents = (self.input_ids, self.labels, *self.side.values())
         checksum = zlib.crc32(torch.stack(contents).cpu().numpy().tobytes())
         return [*self.input_ids.shape, bits, count_label_tokens(self.labels), tokens, checksum]
+
+
+def pinned(batch: MicroBatch) -> MicroBatch:
+    """``batch`` in memory from which a copy to a GPU runs beside the host."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+    side = {name: moved(tensor) for name, tensor in batch.side.items()}
+    return replace(batch, input_ids=moved(batch.input_ids), labels=moved(batch.labels), side=side)
 
 
 FILLER = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {}, is_filler=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from paceline.runtime.causal_lm_engine import CausalLMEngine
 from paceline.runtime.micro_batches import IGNORED, MicroBatch, count_label_tokens, read_micro_batch, recut
 
 
@@ -102,3 +106,24 @@ def test_a_mask_of_ones_is_no_mask() -> None:
     ids = torch.arange(6).reshape(2, 3)
     read = read_micro_batch({"input_ids": ids, "labels": ids, "attention_mask": ones(2, 3)})
     assert read.side == {}
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cuda:0", True), ("cpu", False)])
+def test_what_goes_to_a_gpu_is_pinned(device: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor.clone())
+        return moved[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = micro_batch(2, 4, 0, attention_mask=ones(2, 4))
+    engine: Any = SimpleNamespace(
+        device=device, checkpoint_error=lambda: None, _loads=True, _load=lambda num, partial: [batch], cut=2
+    )
+    (found,), row, error = CausalLMEngine._read_step(engine, 1, trains=False, partial=False)
+    assert error is None
+    assert row == [1, *batch.row]
+    tensors = [found.input_ids, found.labels, *found.side.values()]
+    assert all(any(tensor is other for other in moved) for tensor in tensors) is is_pinned
+    assert samples([found]) == samples([batch])
