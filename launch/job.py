@@ -37,7 +37,7 @@ from paceline.measure.memory import peak_bytes
 from paceline.measure.profile import FILE_NAME as PROFILE
 from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, table
 from paceline.report.progress import Progress
-from paceline.report.run_records import write_start
+from paceline.report.run_records import LOADS, write_start
 from paceline.report.running import Running, StepLog
 from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
@@ -268,7 +268,7 @@ class Job:
         )
         self.engine.run_dir = self.output
         if (rebalancer := self.engine.rebalancer) is not None and rebalancer.log is None:
-            rebalancer.log = self.output / "expert_loads.jsonl"
+            rebalancer.log = self.output / LOADS
         self.replica = self.engine.grid.data_parallel_id
         self.plan = self._plan(resolved, self.replica)
 
@@ -479,10 +479,10 @@ class Job:
         return where, sum(p.numel() for p in self.pipeline.parameters())
 
     def _tell_decisions(self) -> None:
-        """What was decided since the last time, with its numbers; of experts, for the first stage's."""
+        """What was decided since the last time, with its numbers."""
         if self.rank != 0:
             return
-        for decider in (self.engine.controller, self.engine.rebalancer):
+        for decider in (self.engine.controller, self.engine.expert_looks):
             if decider is None:
                 continue
             decisions, decider.decisions = decider.decisions, []
@@ -497,7 +497,7 @@ class Job:
     def _running(self) -> Running:
         """How the last step ran. On the first rank, which knows what was decided."""
         engine = self.engine
-        untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.rebalancer) if decider)
+        untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.expert_looks) if decider)
         return Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), self.moves + untold)
 
     def _tell_averaging(self, step: int) -> None:
@@ -610,7 +610,9 @@ class Job:
 
     def _start(self) -> dict[str, Any]:
         """What is known when training begins, for the report of a run that does not come to its end."""
-        loads = None if self.engine.rebalancer is None else self.engine.rebalancer.log
+        loads = None  # this rank's stage may have no experts
+        if self.engine.expert_looks is not None and self.section.moe is not None:
+            loads = self.section.moe.loads_file or self.output / LOADS
         return {
             **self._facts(),
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

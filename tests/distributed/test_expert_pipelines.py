@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config, step_batches
+from jobs import BATCH, LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, step_batches
 from paceline.checkpoint import Checkpoint
 from paceline.launch.cli import main
 from ranks import run_ranks
@@ -257,7 +259,10 @@ def train_placed(case: Case, stages: int) -> list[dict[str, Any]]:
             losses += steps(engine, step, 1)
         routed = sum(int(layer.routed.sum()) for layer in engine.expert_layers.values())
         windows = len(engine.rebalancer.windows)
-        found.append({"losses": losses, "state": state(engine), "routed": routed, "windows": windows})
+        decided = [(decision["step"], decision["stage"]) for decision in engine.rebalancer.decisions]
+        found.append(
+            {"losses": losses, "state": state(engine), "routed": routed, "windows": windows, "decided": decided}
+        )
         engine.destroy()
     return found
 
@@ -278,6 +283,37 @@ def test_where_experts_lie_changes_nothing(case: Case) -> None:
     # Each token once for each of its two experts in each of two layers, also where a forward is computed twice.
     assert sum(rank["routed"] for rank in in_order) == STEPS * MICRO_BATCHES * BATCH * LENGTH * 2 * 2
     assert rebalanced[0]["windows"] == STEPS // 2
+    # The first rank has the decisions of both stages.
+    assert [rank["decided"] for rank in rebalanced] == [[(2, 0), (2, 1), (4, 0), (4, 1)], [], [], []]
+
+
+def test_the_job_tells_the_decisions_of_every_stage(tmp_path: Path) -> None:
+    """Also where the first stage, whose rank writes them, has no experts itself."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+    sizes |= {
+        "head_dim": 8,
+        **DEEPSEEK,
+    }  # of the rotary part; known from the others only where a config is made of them
+    overrides = ",".join(f"{name}={value}" for name, value in sizes.items())
+    config = ds_config(
+        expert_parallel={"enabled": True, "autoep_size": 2},
+        paceline={"pipeline": {"stages": 2, "partition": [0, 2, 5]}, "moe": {"rebalance_every": 2}},
+    )
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    values = {**TINY, "model_type": "deepseek_v3", "config_overrides": overrides, "max_steps": 4}
+    values |= {"eval_strategy": "no", "save_strategy": "no", "deepspeed": tmp_path / "ds.json"}
+    ranks = run_ranks(finetune, 4, flags(**values, output_dir=tmp_path / "run"))
+    assert {code for code, _ in ranks} == {0}, ranks
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    decided = [line["decision"] for line in lines if "decision" in line]
+    assert [(decision["step"], decision["stage"]) for decision in decided] == [(2, 1), (4, 1)]
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [(row["step"], row["kind"], row["stage"]) for row in report["decisions"]] == [
+        (2, "experts", 1),
+        (4, "experts", 1),
+    ]
+    assert [layer["layer"] for layer in report["experts"]] == [f"model.layers.{n}.mlp.experts" for n in (1, 2)]
+    assert re.search("stage 1: (experts stay|[0-9]+ experts? moved)", (tmp_path / "run" / "report.html").read_text())
 
 
 FAMILIES = (

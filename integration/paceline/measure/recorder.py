@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..schedules.schedule import BACKWARD, FORWARD
 from .clock import host_seconds
 
 STEPS = 8
@@ -73,6 +74,18 @@ class Recorder:
         """Something ran between two moments."""
         if self._current is not None:
             self._current.spans.append((kind, micro_batch, start, end))
+
+    def computed_s(self) -> float:
+        """Seconds of the forwards and backwards of the step that runs now. Waits for the device."""
+        total = 0.0
+        for kind, _, start, end in self._current.spans if self._current is not None else ():
+            if kind in (FORWARD, BACKWARD):
+                if isinstance(start, float):
+                    total += end - start
+                else:
+                    end.synchronize()
+                    total += start.elapsed_time(end) / 1e3
+        return total
 
     def forget(self) -> None:
         """What was measured so far is known."""

@@ -29,15 +29,13 @@ from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
 from .moving import StatePart, move_experts
+from .stages import KEPT, Looks, Stages
 from .timing import ExpertClock
 
 logger = logging.getLogger("paceline")
 
 EVERY = 50
 """Steps between looks, if the config does not say."""
-
-FIRST_LOOK = 10
-"""Steps until the first look, if there are to be more between looks."""
 
 TIMED_STEPS = 2
 """Before a look in which experts are timed."""
@@ -53,9 +51,6 @@ MUCH = 1 << 18
 
 PROBE_BYTES = (1 << 16, 1 << 20)
 """Sent around the ranks, before the first experts are, to learn how fast that goes."""
-
-KEPT = 1024
-"""Windows and decisions that are kept."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +76,12 @@ class Rebalancer:
         states: what this rank holds of a parameter (:func:`paceline.moe.moving.states_of`).
         group: all ranks that hold these layers: expert-parallel times expert-data-parallel.
         config: the section ``"moe"``.
+        stages: of the pipeline, if these layers are of one stage of several.
         log: file that the first rank of the group appends each window to, a line of JSON, unless the config names one.
 
     Attributes:
-        decisions: on the first rank, what was decided and why; the last :data:`KEPT`.
+        decisions: on the first rank, what was decided and why; the last :data:`KEPT`. In a pipeline on the first rank
+            of the job, of all stages.
         windows: on the first rank, step, loads and placements of each look; the last :data:`KEPT`.
     """
 
@@ -95,19 +92,19 @@ class Rebalancer:
         group: Any,
         config: MoeConfig,
         *,
+        stages: Stages | None = None,
         log: Path | None = None,
     ) -> None:
+        self.stages = stages
         self.layers, self.states, self.group = list(layers), states, group
         self.log = log if config.loads_file is None else Path(config.loads_file)
         self.by_name = {layer.name: layer for layer in self.layers}
         self.num_replicas = config.replicas or 0
-        self.every = EVERY if config.rebalance_every is None else config.rebalance_every
+        self.looks = Looks(looks_every(config))
         self.evens_out = (config.splitting or EVEN) != EVEN
-        self.rule = SwitchRule(max(1, self.every))
-        self.step = 0
+        self.rule = SwitchRule(max(1, self.looks.every))
         self.decisions: list[dict[str, Any]] = []
         self.windows: list[dict[str, Any]] = []
-        self._last_look, self._next_look = 0, min(self.every, FIRST_LOOK)
         self._timed_from = 0
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
@@ -117,6 +114,11 @@ class Rebalancer:
         """Experts that changed owner, and seconds beside sending them, of the last moves."""
         self._start_clocks()
 
+    @property
+    def step(self) -> int:
+        """Steps of the optimizer so far."""
+        return self.looks.step
+
     # -- at step boundaries --------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
@@ -125,28 +127,26 @@ class Rebalancer:
         Raises:
             RuntimeError: a rank was lost.
         """
-        self.step += 1
         for layer in self.layers:
             if layer.replicas is not None:
                 layer.replicas.forget()
-        if self.every and self.step >= self._next_look:
-            self._look(self.step - self._last_look)
-            self._last_look, self._next_look = self.step, self.step + self.every
+        if steps := self.looks.after_step():
+            self._look(steps)
         self._start_clocks()
         self._fetch()
 
     def go_on(self, step: int) -> None:
         """Count from ``step``: of a run that goes on."""
-        self.step = self._last_look = step
-        self._next_look = step + min(self.every, FIRST_LOOK)
+        self.looks.go_on(step)
         for layer in self.layers:
             layer.clock = None
             layer.routed.zero_()
         self._start_clocks()
 
     def _start_clocks(self) -> None:
-        if self.every and self._next_look - self.step <= TIMED_STEPS and self.layers[0].clock is None:
-            self._timed_from = self.step
+        looks = self.looks
+        if looks.every and looks.next - looks.step <= TIMED_STEPS and self.layers[0].clock is None:
+            self._timed_from = looks.step
             for layer in self.layers:
                 layer.clock = ExpertClock(layer.device)
 
@@ -203,17 +203,30 @@ class Rebalancer:
                 found=options,
                 num_replicas=self.num_replicas,
                 evens_out=self.evens_out,
-                horizon_steps=self.every,
+                horizon_steps=self.looks.every,
             )
-            decision = self.rule.consider(proposal.now_s, proposal.best_s, proposal.switch_s, steps)
+        gain_s = self._gain_s(proposal, steps)
+        if proposal is not None:
+            decision = self.rule.consider(proposal.now_s, proposal.now_s - gain_s, proposal.switch_s, steps)
             if decision.switch:
                 found = {movable[place]: placement for place, placement in proposal.placements.items()}
         found = self._from_first(found)
         self._note_window(window, steps)
         before = {number: self.layers[number].placement for number in found or {}}
         took = self._move(found, window.loads) if found else None
-        if decision is not None:
-            self._note_decision(decision, window, before, took)
+        note = None
+        if decision is not None and proposal is not None:
+            note = self._note_of(decision, proposal, window, before, took)
+        notes = [note] * (note is not None) if self.stages is None else self.stages.decisions(note)
+        self.decisions = [*self.decisions, *notes][-KEPT:]
+
+    def _gain_s(self, proposal: Proposal | None, steps: int) -> float:
+        """By how much the step becomes shorter. Collective over all stages."""
+        saved_s = 0.0 if proposal is None else proposal.now_s - proposal.best_s
+        if self.stages is None:
+            return saved_s
+        pays = proposal is not None and self.rule.could_pay(saved_s, proposal.switch_s, steps)
+        return min(saved_s, self.stages.step_saved_s(saved_s, pays))
 
     def _candidates(self, loads: Sequence[LayerLoad]) -> list[list[Placement]]:
         """Of each layer. The ranks share the search, and tell each other."""
@@ -250,7 +263,7 @@ class Rebalancer:
         counts = everyone[:, :, :width].sum(dim=0) / steps
         loads = [row[: layer.num_experts].tolist() for row, layer in zip(counts, self.layers, strict=True)]
         rows, compute_s, travel_s, num_bytes = (everyone[:, :, width + i] for i in range(4))
-        timed = self.step - self._timed_from
+        timed = self.looks.step - self._timed_from
         return Window(loads, _row_s(rows / timed, compute_s / timed, travel_s / timed), num_bytes.amax(dim=0).tolist())
 
     def _expert_bytes(self, layer: ExpertLayer) -> float:
@@ -316,16 +329,22 @@ class Rebalancer:
                 logger.warning("the loads of experts are no longer written: %s", error)
                 self.log = None
 
-    def _note_decision(
-        self, decision: Decision, window: Window, before: Mapping[int, Placement], took: dict[str, Any] | None
-    ) -> None:
-        note = {
+    def _note_of(
+        self,
+        decision: Decision,
+        proposal: Proposal,
+        window: Window,
+        before: Mapping[int, Placement],
+        took: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        note: dict[str, Any] = {
             "what": "experts",
             "step": self.step,
             "switched": decision.switch,
             "why": decision.why,
             "predicted_now_s": decision.now_s,
-            "predicted_best_s": decision.best_s,
+            "predicted_best_s": proposal.best_s,
+            "step_saved_s": decision.now_s - decision.best_s,
             "switch_s": decision.switch_s,
             "suffered_s": decision.suffered_s,
         }
@@ -345,12 +364,17 @@ class Rebalancer:
                 took["seconds"],
                 decision.why,
             )
-        self.decisions = [*self.decisions[-KEPT + 1 :], note]
+        return note
 
     def _imbalance(self, placement: Placement, loads: Sequence[float]) -> float:
         shares = split(placement, loads) if self.evens_out and num_copies(placement) else None
         each = device_loads(placement, loads, shares)
         return max(each) * len(each) / sum(each) if sum(each) else 1.0
+
+
+def looks_every(config: MoeConfig) -> int:
+    """Steps between looks; 0: never."""
+    return EVERY if config.rebalance_every is None else config.rebalance_every
 
 
 def _row_s(rows: Tensor, compute_s: Tensor, travel_s: Tensor) -> float | None:

@@ -86,6 +86,11 @@ class SwitchRule:
             self._forget()
         return Decision(switch, why, now_s, best_s, switch_s, ahead, suffered)
 
+    def could_pay(self, gain_s: float, switch_s: float, steps: int) -> bool:
+        """Whether :meth:`consider` would switch for this gain of a step; nothing is remembered."""
+        suffered = self.suffered_s + (gain_s * steps if self._better_since_last_look else 0.0)
+        return gain_s > 0 and suffered + gain_s * self.horizon_steps > switch_s
+
     def _forget(self) -> None:
         self.suffered_s = 0.0
         self._better_since_last_look = False

@@ -217,12 +217,13 @@ def _change(decision: Mapping[str, Any]) -> tuple[str, str]:
         changed = old["schedule"] not in (None, new["schedule"])
         schedules = f"with {new['schedule']} instead of {old['schedule']}" if changed else ""
         return f"{_cut(old['partition'])} → {_cut(new['partition'])}", schedules
+    stage = "" if decision["stage"] is None else f"stage {decision['stage']}: "
     if not decision["switched"]:
-        return "experts stay", ""
+        return f"{stage}experts stay", ""
     layers = plural(len(new["layers"] or []), "layer")
     worst = f"{max(old['imbalance'] or [1]):.2f} → {max(new['imbalance'] or [1]):.2f}"
     moved = plural(decision["switch"]["experts"] or 0, "expert")
-    return f"{moved} moved", f"{layers}; busiest device {worst} {TIMES} the mean"
+    return f"{stage}{moved} moved", f"{layers}; busiest device {worst} {TIMES} the mean"
 
 
 def _candidates(decision: Mapping[str, Any], decided: Sequence[Mapping[str, Any]]) -> str:

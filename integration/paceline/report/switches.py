@@ -172,6 +172,7 @@ def _decision(told: Mapping[str, Any], history: _History) -> dict[str, Any]:
     return {
         "step": step,
         "kind": kind,
+        "stage": told.get("stage"),
         "switched": switched,
         "from": _from(told, before),
         "to": _to(told),

@@ -189,8 +189,8 @@ class Checkpointing:
             if not load_module_only:
                 for name in COUNTERS:
                     setattr(self, name, meta[name])
-                if self.rebalancer is not None:
-                    self.rebalancer.go_on(self.global_steps)
+                if self.expert_looks is not None:
+                    self.expert_looks.go_on(self.global_steps)
                 if states:
                     self._load_groups(checkpoint)
                     load_scaler_state(self.optimizer.loss_scaler, meta["loss_scale"])

@@ -270,8 +270,8 @@ class PacelineEngine(
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         super()._exec_optimizer_step(lr_kwargs)
-        if self.rebalancer is not None:
-            self.rebalancer.after_step()
+        if self.expert_looks is not None:
+            self.expert_looks.after_step()
 
     def _exec_reduce_grads(self) -> None:
         self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time

@@ -19,6 +19,7 @@ from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
     from ..moe.rebalancer import Rebalancer
+    from ..moe.stages import Bystander
 
 ELEMENTWISE_OF_DEEPSPEED = frozenset(
     ("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
@@ -29,7 +30,9 @@ class Experts:
     """Mixed into the engine, before DeepSpeed's own."""
 
     rebalancer: Rebalancer | None = None
-    """Moves the experts of this stage; called after every step. Its group are the stage's data-parallel ranks."""
+    """Moves the experts of this stage. Its group are the stage's data-parallel ranks."""
+    expert_looks: Rebalancer | Bystander | None = None
+    """Called after every step: the rebalancer, or in a stage without one whatever takes part for it."""
 
     @property
     def expert_layers(self: Any) -> dict[str, HFExpertLayer]:
@@ -56,12 +59,24 @@ class Experts:
                 splitting=(section and section.splitting) or EVEN,
                 is_last_backward=self.is_last_backward,
             )
-        if section is not None and self.expert_layers:
-            from ..moe.moving import states_of
-            from ..moe.rebalancer import Rebalancer
+        if section is None:
+            return
+        from ..moe.moving import states_of
+        from ..moe.rebalancer import Rebalancer, looks_every
+        from ..moe.stages import Bystander, Stages
 
-            layers = list(self.expert_layers.values())
-            self.rebalancer = Rebalancer(layers, states_of(self), self.grid.get_data_parallel_group(), section)
+        stages = None
+        if self.num_stages > 1:
+            stages = Stages(
+                *(self.stage_id, self.num_stages, self.control),
+                computed_s=lambda: float(self.recorder.computed_s()),  # made later
+                num_micro_batches=lambda: self.schedule.num_micro_batches,
+            )
+        if self.expert_layers:
+            layers, group = list(self.expert_layers.values()), self.grid.get_data_parallel_group()
+            self.expert_looks = self.rebalancer = Rebalancer(layers, states_of(self), group, section, stages=stages)
+        elif stages is not None:
+            self.expert_looks = Bystander(looks_every(section), stages)
 
     def _take_placements(self: Any, rank_states: Sequence[Mapping[str, Any]]) -> None:
         """Lay experts as they were in the run that was saved, if they lay on as many ranks: before all else is read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.planning.experts import Placement, device_loads
-from paceline.planning.rebalance import LayerLoad, Times, most_moved, num_copies, overheads, propose
+from paceline.planning.rebalance import LayerLoad, Times, most_moved, num_copies, overheads, propose, step_saved_s
 
 CONTIGUOUS = Placement.contiguous(8, 4)
 SKEWED = (90.0, 80.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
@@ -80,3 +80,24 @@ def test_what_moving_takes_is_learned_from_moves() -> None:
     fixed_s, expert_s = overheads([(5, 0.2), (90, 0.1)], guess)  # a larger move took less: noise
     assert fixed_s / expert_s == pytest.approx(20)
     assert fixed_s + 47.5 * expert_s == pytest.approx(0.15)
+
+
+def test_only_the_slowest_stage_shortens_the_step() -> None:
+    busy = [4.0, 10.0, 4.0]
+    assert step_saved_s(busy, [0.0, 2.0, 0.0], 1, 8) == pytest.approx(2.0)
+    # The others are waited for once in a step: with one of eight micro-batches.
+    assert step_saved_s(busy, [2.0, 0.0, 0.0], 0, 8) == pytest.approx(2.0 / 8)
+    # The slowest one counts until another is slower: seven micro-batches at 4 instead of 10, and one at 1.
+    assert step_saved_s(busy, [0.0, 9.0, 0.0], 1, 8) == pytest.approx(7 / 8 * 6.0 + 9.0 / 8)
+
+
+def test_stages_that_are_equally_slow_count_if_all_of_them_save() -> None:
+    busy = [10.0, 10.0]
+    assert step_saved_s(busy, [2.0, 0.0], 0, 8) == pytest.approx(2.0 / 8)
+    for stage in (0, 1):
+        assert step_saved_s(busy, [2.0, 2.0], stage, 8) == pytest.approx(2.0)
+
+
+def test_one_stage_alone_saves_what_it_saves() -> None:
+    assert step_saved_s([3.0], [1.0], 0, 4) == pytest.approx(1.0)
+    assert step_saved_s([3.0], [0.0], 0, 4) == 0.0

@@ -54,6 +54,17 @@ def test_forgets_after_a_switch():
         assert rule.consider(2.0, 1.5, 12.0, steps=10).switch is expected
 
 
+def test_asking_is_not_deciding():
+    rule = SwitchRule(10)
+    for _ in range(2):
+        asked = [rule.could_pay(0.5, 12.0, steps=10) for _ in range(5)]
+        decided = rule.consider(2.0, 1.5, 12.0, steps=10)
+        assert asked == [decided.switch] * 5 == [False] * 5
+    assert rule.could_pay(0.5, 12.0, steps=10)
+    assert not rule.could_pay(0.0, 0.0, steps=10)
+    assert rule.consider(2.0, 1.5, 12.0, steps=10).switch
+
+
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 1000))
 def test_equal_times_never_switch(now, more, steps):
     rule = SwitchRule(7)

@@ -82,6 +82,16 @@ def test_replicas_count_as_the_slowest_sees_it() -> None:
     assert knowledge.room_bytes == [1e9, 7.0, 1e9 + 2]
 
 
+def test_a_link_is_what_the_looks_at_it_found_on_average() -> None:
+    """One slow look does not make a link slow; each further one brings it closer."""
+    fast, slow = Run(), Run(transfer_s=0.008)
+    s_per_byte = {run: run.transfer_s / 4000 for run in (fast, slow)}
+    once = known(fast.reports(), slow.reports(first_number=9)).costs(2).down[0].bytes_per_s
+    twice = known(fast.reports(), slow.reports(first_number=9), slow.reports(first_number=17)).costs(2).down[0]
+    assert 1 / once == pytest.approx(0.7 * s_per_byte[slow] + 0.3 * s_per_byte[fast])
+    assert 1 / twice.bytes_per_s == pytest.approx(0.91 * s_per_byte[slow] + 0.09 * s_per_byte[fast])
+
+
 def test_the_host_takes_time_beside_each_computation() -> None:
     (report, *others) = Run().reports()
     for step in report.steps:  # a millisecond of Python after each

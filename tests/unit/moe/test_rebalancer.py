@@ -1,0 +1,255 @@
+"""When experts move: the rule, with times and links that are known; the group's other rank does as this one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config.section import MoeConfig
+from paceline.moe import rebalancer
+from paceline.moe.rebalancer import EXPERT_S, FIXED_S, Rebalancer
+from paceline.moe.stages import Bystander, Looks, Stages
+from paceline.planning.experts import Placement, device_loads
+from paceline.planning.rebalance import most_moved
+
+EVERY = 10
+ROW_S = 1e-3
+COMPUTE_S, TRAVEL_S = 0.75 * ROW_S, 0.25 * ROW_S
+"""Of a row."""
+LOADS = [60.0, 50.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
+"""Of both ranks together, in a step: the two hottest experts lie on one rank, and best on two."""
+IN_ORDER = Placement.contiguous(8, 2)
+NOW_S = 130 * ROW_S
+EXPERT_BYTES = 1000
+
+
+class Group:
+    """Two ranks, as seen by the first; the second one's values are the same."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, bytes_per_s: float = 1e9, latency_s: float = 1e-3) -> None:
+        self.bytes_per_s, self.latency_s, self.now_s = bytes_per_s, latency_s, 0.0
+
+    def get_rank(self, group: Any) -> int:
+        return 0
+
+    def get_world_size(self, group: Any) -> int:
+        return 2
+
+    def all_gather(self, gathered: list[torch.Tensor], value: torch.Tensor, group: Any) -> None:
+        for place in gathered:
+            place.copy_(value)
+
+    def all_gather_object(self, told: list[Any], value: Any, group: Any) -> None:
+        told[:] = [value, []]
+
+    def broadcast_object_list(self, values: list[Any], **_: Any) -> None:
+        pass
+
+    def barrier(self, group: Any) -> None:
+        self.now_s += 1.0
+
+    def all_reduce(self, values: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == self.ReduceOp.MAX
+
+    def all_to_all_single(self, arrived: Any, sent: torch.Tensor, received: Any, counts: Any, group: Any) -> None:
+        assert counts == [0, sent.numel()], "to the next rank"
+        self.now_s += self.latency_s + sent.numel() / self.bytes_per_s
+
+
+class Clock:
+    """Of experts whose rows all take the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = 0
+
+    def read(self) -> tuple[float, float]:
+        return self.rows * COMPUTE_S, self.rows * TRAVEL_S
+
+
+class Layer:
+    """What the rebalancer needs of an expert layer."""
+
+    name, num_experts, size, num_slots, replicas = "layer", 8, 2, 4, None
+    device, time_depends_on_load = torch.device("cpu"), True
+    clock: Any = None
+
+    def __init__(self) -> None:
+        self.placement, self.routed = IN_ORDER, torch.zeros(8, dtype=torch.int64)
+
+    def parts(self, slot: int) -> list[Any]:
+        return [SimpleNamespace(parameter="weights")]
+
+    def take_on(self, placement: Placement, loads: Any) -> None:
+        self.placement = placement
+
+    def fetch(self) -> None:
+        pass
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Steps of a rebalancer whose group has links of some speed; the layer afterwards, and what was decided."""
+
+    def ran(steps: int, group: Group, every: int = EVERY, **more: Any) -> tuple[Layer, list[dict[str, Any]]]:
+        layer = Layer()
+        state = SimpleNamespace(tensor=torch.zeros(EXPERT_BYTES * layer.num_slots, dtype=torch.uint8))
+        monkeypatch.setattr(rebalancer, "dist", group)
+        monkeypatch.setattr(rebalancer, "ExpertClock", Clock)
+        monkeypatch.setattr(rebalancer, "time", SimpleNamespace(perf_counter=lambda: group.now_s))
+        moved = SimpleNamespace(num_bytes=0, transfer_s=0.0)
+        monkeypatch.setattr(rebalancer, "move_experts", lambda changes, states, group: moved)
+        config = MoeConfig(rebalance_every=every)
+        one = Rebalancer([layer], lambda _: [state], None, config, **more)  # type: ignore[list-item, arg-type, return-value]
+        for _ in range(steps):
+            layer.routed += torch.tensor(LOADS, dtype=torch.int64) // 2
+            if layer.clock is not None:
+                layer.clock.rows += 130
+            one.after_step()
+        return layer, one.decisions
+
+    return ran
+
+
+def price(bytes_per_s: float, best: Placement) -> float:
+    """Seconds that moving takes."""
+    num_moved = sum(a != b for a, b in zip(IN_ORDER.owners, best.owners, strict=True))
+    return FIXED_S + num_moved * EXPERT_S + most_moved(IN_ORDER, best) * EXPERT_BYTES / bytes_per_s
+
+
+def gain(best: Placement) -> float:
+    """Seconds that a step becomes shorter by."""
+    return NOW_S - max(device_loads(best, LOADS)) * ROW_S
+
+
+def test_a_move_that_pays_within_the_horizon_is_made(run: Any) -> None:
+    fast = Group()
+    layer, (decision,) = run(EVERY, fast)
+    assert decision["switched"]
+    assert layer.placement != IN_ORDER
+    assert decision["predicted_now_s"] == pytest.approx(NOW_S)
+    assert decision["predicted_best_s"] == pytest.approx(NOW_S - gain(layer.placement))
+    assert decision["switch_s"] == pytest.approx(price(1e9, layer.placement))
+
+
+def test_the_horizon_is_until_the_next_look(run: Any) -> None:
+    """What takes longer than one step saves, and less than ten."""
+    best = run(EVERY, Group())[0].placement
+    slow = most_moved(IN_ORDER, best) * EXPERT_BYTES / (5 * gain(best))
+    assert gain(best) < price(slow, best) < EVERY * gain(best)
+    layer, (decision,) = run(EVERY, Group(slow))
+    assert decision["switched"]
+    assert layer.placement == best
+
+
+def test_a_move_that_does_not_pay_is_not_made_until_what_was_lost_pays_for_it(run: Any) -> None:
+    best = run(EVERY, Group())[0].placement
+    slow = most_moved(IN_ORDER, best) * EXPERT_BYTES / (25 * gain(best))
+    layer, decisions = run(2 * EVERY, Group(slow))
+    assert [decision["switched"] for decision in decisions] == [False, False]
+    assert layer.placement == IN_ORDER
+    assert decisions[0]["switch_s"] == pytest.approx(price(slow, best), rel=1e-3)
+    assert decisions[1]["suffered_s"] == pytest.approx(EVERY * gain(best))
+    layer, decisions = run(3 * EVERY, Group(slow))
+    assert [decision["switched"] for decision in decisions] == [False, False, True]
+    assert layer.placement == best
+
+
+def test_travelling_is_part_of_what_a_row_takes() -> None:
+    rows = torch.tensor([[130.0], [70.0]])
+    compute_s, travel_s = rows * COMPUTE_S, torch.tensor([[0.05], [0.02]])
+    found = rebalancer._row_s(rows, compute_s, travel_s)
+    # The rank with fewer rows waits less for itself and more for the other; the least is what travelling takes.
+    assert found == pytest.approx(COMPUTE_S + 0.02 / 130)
+    assert rebalancer._row_s(rows, compute_s, 0 * travel_s) == pytest.approx(COMPUTE_S)
+    assert rebalancer._row_s(0 * rows, compute_s, travel_s) is None
+
+
+def test_what_an_expert_takes_however_few_its_rows_is_not_saved() -> None:
+    rows = torch.tensor([[100.0], [50.0]])
+    found = rebalancer._row_s(rows, 0.01 + rows * COMPUTE_S, 0 * rows)
+    assert found == pytest.approx(COMPUTE_S)
+
+
+def test_the_probe_finds_the_rate_of_the_links_and_not_their_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(bytes_per_s=3e7, latency_s=0.5)
+    monkeypatch.setattr(rebalancer, "dist", group)
+    monkeypatch.setattr(rebalancer, "time", SimpleNamespace(perf_counter=lambda: group.now_s))
+    assert rebalancer._probe(None, torch.device("cpu")) == pytest.approx(3e7)
+
+
+# -- stages of a pipeline ----------------------------------------------------------------------------------------------
+
+
+class Control:
+    """The control plane of a job whose other ranks say what they are told to."""
+
+    def __init__(self, *others: tuple[int, float, float, bool], notes: tuple[dict[str, Any] | None, ...] = ()) -> None:
+        self.others, self.notes = others, notes
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+    def gather_at_first(self, value: Any) -> list[Any]:
+        return [value, *self.notes]
+
+
+def stages(computed_s: float, control: Control, num_micro_batches: int = 8) -> Stages:
+    return Stages(0, 2, control, lambda: computed_s, lambda: num_micro_batches)  # type: ignore[arg-type]
+
+
+def test_what_the_slowest_stage_saves_counts_and_what_another_saves_hardly_does(run: Any) -> None:
+    slowest = stages(1.0, Control((1, 0.5, 0.0, False)))
+    layer, (decision,) = run(EVERY, Group(), stages=slowest)
+    assert decision["step_saved_s"] == pytest.approx(gain(layer.placement))
+    assert (decision["switched"], decision["stage"]) == (True, 0)
+
+    best = layer.placement
+    slow = most_moved(IN_ORDER, best) * EXPERT_BYTES / (5 * gain(best))
+    beside = stages(0.5, Control((1, 1.0, 0.0, False)))
+    layer, (decision,) = run(EVERY, Group(slow), stages=beside)
+    assert decision["step_saved_s"] == pytest.approx(gain(best) / 8)
+    assert decision["predicted_best_s"] == pytest.approx(NOW_S - gain(best)), "of the experts, as they would be"
+    assert (decision["switched"], layer.placement) == (False, IN_ORDER)
+
+
+def test_a_stage_that_will_stay_is_not_counted_on(run: Any) -> None:
+    """Two stages are equally slow: this one's saving counts if the other one saves too."""
+    for would, switched in ((True, True), (False, False)):
+        best = run(EVERY, Group())[0].placement
+        slow = most_moved(IN_ORDER, best) * EXPERT_BYTES / (5 * gain(best))
+        _, (decision,) = run(EVERY, Group(slow), stages=stages(1.0, Control((1, 1.0, gain(best), would))))
+        assert decision["switched"] is switched
+        assert decision["step_saved_s"] == pytest.approx(gain(best) if would else gain(best) / 8)
+
+
+def test_the_first_rank_has_the_decisions_of_all_stages(run: Any) -> None:
+    other = {"what": "experts", "switched": True, "stage": 1}
+    _, decisions = run(EVERY, Group(), stages=stages(1.0, Control((1, 0.5, 0.0, False), notes=(None, other))))
+    assert [decision["stage"] for decision in decisions] == [0, 1]
+    assert decisions[1] == other
+
+
+def test_a_stage_without_experts_takes_part_in_every_look() -> None:
+    other = {"what": "experts", "stage": 1}
+    bystander = Bystander(4, stages(1.0, Control((1, 0.5, 0.2, True), notes=(other,))))
+    told = []
+    for _ in range(12):
+        bystander.after_step()
+        told.append(len(bystander.decisions))
+    assert told == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert bystander.decisions == [other] * 3
+
+
+def test_looks_come_soon_at_first_and_after_a_pause() -> None:
+    looks = Looks(50)
+    found = {step: steps for step in range(1, 121) if (steps := looks.after_step())}
+    assert found == {10: 10, 60: 50, 110: 50}
+    looks.go_on(200)
+    assert [step for step in range(201, 261) if looks.after_step()] == [210, 260]
+    never = Looks(0)
+    assert not any(never.after_step() for _ in range(100))
