@@ -538,7 +538,7 @@ class AsynchronousEngine(CausalLMEngine):
         wait = self._losses.add(self.total_loss)
 
         def fetch() -> Tensor:
-            with self._naming_lost_peers():
+            with self._naming_lost_peers(), WATCH.waiting("waiting for the loss", EVERYONE):
                 return wait()
 
         self.agg_train_loss = LaterTensor.of(fetch, torch.float64)

@@ -94,6 +94,16 @@ class Watch:
         self._now = ("", None, self.step)
 
     @contextlib.contextmanager
+    def waiting(self, operation: str, peer: int) -> Iterator[None]:
+        """Outside of the engine or in the middle of an operation, this rank waits for another."""
+        former, peer_before, _ = self._now
+        self.doing(operation, peer)
+        try:
+            yield
+        finally:
+            self.doing(former, peer_before)
+
+    @contextlib.contextmanager
     def pause(self, phase: str) -> Iterator[None]:
         """A phase that may take longer than the limit; nobody who waits meanwhile counts as hanging either."""
         self._pauses.append(phase)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from paceline.runtime import asynchronous
 from paceline.runtime.asynchronous import AsynchronousEngine
+from paceline.runtime.watch import EVERYONE, WATCH
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,22 @@ def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
     basic = torch.optim.SGD([{"params": []}], lr=0.1)
     AsynchronousEngine._make_sharded(engine, basic, {}, overlap=by_default, shard=False)  # type: ignore[arg-type]
     assert made["overlap"] is overlaps
+
+
+def test_who_looks_at_a_loss_waits_for_everyone() -> None:
+    """Between steps nobody is watched: a loss that never comes would be waited for until the transport gives up."""
+    seen: list[Any] = []
+
+    def wait() -> torch.Tensor:
+        seen.append(WATCH._doing(0.0))
+        return torch.tensor(2.5, dtype=torch.float64)
+
+    engine: Any = SimpleNamespace(
+        total_loss=None, _losses=SimpleNamespace(add=lambda loss: wait), _naming_lost_peers=nullcontext
+    )
+    WATCH.idle()
+    loss = AsynchronousEngine._loss_of_step(engine)
+    assert seen == []
+    assert loss.item() == 2.5
+    assert [(doing.operation, doing.peer) for doing in seen] == [("waiting for the loss", EVERYONE)]
+    assert (WATCH.operation, WATCH._doing(0.0).peer) == ("", None)
