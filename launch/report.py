@@ -59,16 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(report: Mapping[str, Any]) -> str:
-    from paceline.report.comparison import format_duration
+    from paceline.report.comparison import format_duration, format_figure
 
     run, head, decided = report["run"], report["headline"], report["decisions"]
     parts = [f"{run['name']}: {run['steps']:,} steps"]
     if run["state"] != "finished":
         parts[0] += " so far"
     if head["loss"] is not None:
-        parts.append(f"loss {head['loss']:.4g}")
+        parts.append(f"loss {format_figure(head['loss'])}")
     if head["eval_loss"] is not None:
-        parts.append(f"held-out loss {head['eval_loss']:.4g}")
+        parts.append(f"held-out loss {format_figure(head['eval_loss'])}")
     if head["tokens_per_s"] is not None:
         parts.append(f"{head['tokens_per_s']:,.0f} tokens/s")
     if head["median_step_s"] is not None:

@@ -24,7 +24,7 @@ def test_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert err == ""
     first, *wrote = out.splitlines()
-    assert first.startswith("tuned: 60 steps, loss 6.13, held-out loss 6.738, 1,096 tokens/s, a step ")
+    assert first.startswith("tuned: 60 steps, loss 6.130, held-out loss 6.738, 1,096 tokens/s, a step ")
     assert first.endswith(" ms, 4 switches in 14 looks")
     assert wrote == [f"wrote {run_dir / 'report.html'}", f"wrote {run_dir / 'report.json'}"]
     check_page((run_dir / "report.html").read_text())

@@ -57,6 +57,7 @@ def chart(
     zero: bool = True,
     marks: Iterable[float] = (),
     axis: str = "step",
+    height: int = 250,
 ) -> str:
     """Lines over the steps of a run.
 
@@ -66,15 +67,15 @@ def chart(
         zero: whether that begins with zero.
         marks: steps at which an upright line stands.
         axis: what is counted from left to right.
+        height: where the page is 720 wide.
     """
     points = [point for one in series for point in one.points]
     if not points:
         return ""
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
     low_y, high_y = _range([y for _, y in points], zero)
-    ticks_y, ticks_x = _ticks(low_y, high_y, 5), [x for x in _ticks(low_x, high_x, 8) if x == int(x)]
+    ticks_y, ticks_x = _ticks(low_y, high_y, height // 50), [x for x in _ticks(low_x, high_x, 8) if x == int(x)]
     low_y, high_y = min(low_y, ticks_y[0]), max(high_y, ticks_y[-1])
-    height = 250
 
     def at(x: float, y: float) -> Point:
         share_x = (x - low_x) / (high_x - low_x) if high_x > low_x else 0.5

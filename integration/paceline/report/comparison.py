@@ -122,6 +122,16 @@ def time_unit(longest_s: float) -> tuple[float, str]:
     return (1e3, "ms") if longest_s >= 1e-3 else (1e6, "µs")
 
 
+def format_figure(value: float, digits: int = 4) -> str:
+    """With so many digits, zeros at the end too, so that figures beside each other show how well they are known.
+
+    >>> format_figure(2.7), format_figure(11.0), format_figure(0.000812), format_figure(84310.2)
+    ('2.700', '11.00', '0.0008120', '84,310')
+    """
+    is_whole = 10 ** (digits - 1) <= abs(float(f"{value:.{digits}g}")) < 1e12
+    return f"{value:,.0f}" if is_whole else f"{value:#.{digits}g}"
+
+
 def format_duration(seconds: float) -> str:
     """``1.270 s``, ``20.4 ms``, ``3.0 µs``."""
     per_s, unit = time_unit(abs(seconds) or 1e-3)

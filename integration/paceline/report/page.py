@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .comparison import format_duration
+from .comparison import format_duration, format_figure
 from .expert_loads import Window
 from .page_sections import SECTIONS, TIMES, Sources, both, count, percent, plural, size
 from .step_records import StepRecord
@@ -64,6 +64,7 @@ border-top:2px solid var(--main);margin-right:.35rem;vertical-align:.25rem}
 .key.warm::before{border-top:2px dashed var(--warm)}.key.faint::before{border-top-color:var(--faint)}
 details{margin:.4rem 0}summary{cursor:pointer;color:var(--quiet);font-size:.88rem}
 pre{font-size:.8rem;background:var(--shade);padding:.8rem 1rem;overflow-x:auto;border-radius:4px}
+pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
 footer{margin-top:3.5rem;border-top:1px solid var(--rule);padding-top:1rem}
 @media print{:root{color-scheme:light;--paper:#fff;--ink:#000;--quiet:#555;--rule:#ccc;--shade:#f1f1ee;--main:#225f9c;
 --warm:#c4500f;--faint:#aaa}body{padding:0;max-width:none;font-size:11pt}h2{margin-top:1.6rem}
@@ -141,9 +142,9 @@ def _tiles(report: Mapping[str, Any]) -> str:
                 f"<div><dt>{escape(name)}</dt><dd>{escape(show(value))}<small>{escape(more)}</small></dd></div>"
             )
 
-    tile("loss", head["loss"], lambda loss: f"{loss:.4g}", "in training, at last")
-    perplexity = f"perplexity {head['perplexity']:,.4g}" if head["perplexity"] is not None else ""
-    tile("held-out loss", head["eval_loss"], lambda loss: f"{loss:.4g}", perplexity)
+    tile("loss", head["loss"], format_figure, "in training, at last")
+    perplexity = f"perplexity {format_figure(head['perplexity'])}" if head["perplexity"] is not None else ""
+    tile("held-out loss", head["eval_loss"], format_figure, perplexity)
     flops = report["run"]["model_flop_per_s"]
     tile(
         "tokens a second",

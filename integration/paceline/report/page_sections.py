@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from .charts import Series, chart, heat_map, shares, timeline, timeline_legend
-from .comparison import format_duration, time_unit
+from .comparison import format_duration, format_figure, time_unit
 from .expert_loads import Window
 from .step_records import StepRecord
 
@@ -21,6 +21,7 @@ _MOST_PAIRS = 6
 _MOST_BOXES = 24_000
 _MOST_LAYERS = 4
 _MOST_CANDIDATES = 8
+_MARKED = " Upright lines are switches."
 _KINDS = (("compute_s", "compute"), ("communication_s", "communication"), ("idle_s", "idle"), ("other_s", "other"))
 
 
@@ -265,8 +266,8 @@ def _steps(sources: Sources) -> str:
             Series("median while nothing changed", medians),
             *([Series("predicted at a look", predicted, "warm")] if predicted else []),
         ]
-        caption = "Seconds of a step. Upright lines are switches." if switches else "Seconds of a step."
-        out.append(_figure(chart(series, label="seconds of each step", unit=unit, marks=switches), caption))
+        caption = f"Time of a step, in {unit}.{_MARKED * bool(switches)}"
+        out.append(_figure(chart(series, label=f"time of each step, in {unit}", unit=unit, marks=switches), caption))
     if len(ran) > 1:
         rows = [
             [
@@ -285,25 +286,35 @@ def _steps(sources: Sources) -> str:
     speed = [(row["step"], row["tokens_per_s"]) for row in report["steps"] if row["tokens_per_s"] is not None]
     if len(speed) > 1:
         picture = chart([Series("", [speed])], label="tokens a second", unit="tokens/s", marks=switches)
-        out.append(_figure(picture, "Tokens a second, as reported."))
+        caption = f"Tokens a second, between one report and the next.{_MARKED * bool(switches)}"
+        out.append(_figure(picture, caption))
     return "".join(out)
 
 
 def _loss(sources: Sources) -> str:
     report = sources.report
-    trained = [(row["step"], row["loss"]) for row in report["loss"] if row["loss"] is not None]
-    held_out = [(row["step"], row["eval_loss"]) for row in report["evaluation"] if row["eval_loss"] is not None]
+    trained = _over_steps(report["loss"], "loss")
+    held_out = _over_steps(report["evaluation"], "eval_loss")
     series = [Series("training", [trained])] if trained else []
     series += [Series("held out", [held_out], "warm")] if held_out else []
-    if len(trained) + len(held_out) < 2:
-        return ""
-    out = [_figure(chart(series, label="loss over the steps", unit="loss", zero=False))]
-    if held_out:
+    out = []
+    if len(trained) + len(held_out) >= 2:
+        caption = "Loss of a label token, in nats: in training the mean of the steps since the report before"
+        caption += ", held out that of the evaluation data." if held_out else "."
+        out.append(_figure(chart(series, label="loss over the steps", unit="nats", zero=False), caption))
+    for key, unit, caption in (
+        ("learning_rate", "learning rate", "Learning rate, of the first group of parameters."),
+        ("grad_norm", "norm", "Norm of all gradients of a step together, before clipping."),
+    ):
+        points = _over_steps(report["loss"], key)
+        if len(points) > 1:
+            out.append(_figure(chart([Series("", [points])], label=caption[:-1], unit=unit, height=150), caption))
+    if held_out and out:
         rows = [
             [
                 f"{row['step']:,}",
                 f"{row['eval_loss']:.4f}",
-                "" if row["perplexity"] is None else f"{row['perplexity']:,.4g}",
+                "" if row["perplexity"] is None else format_figure(row["perplexity"]),
             ]
             for row in report["evaluation"][-_MOST_ROWS:]
             if row["eval_loss"] is not None
@@ -313,13 +324,22 @@ def _loss(sources: Sources) -> str:
     return "".join(out)
 
 
-def _switch_name(step: int) -> str:
-    return f"The switch after step {step:,}"
+def _over_steps(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[key]) for row in rows if row[key] is not None]
 
 
-def _timelines(sources: Sources) -> str:
+def _last_step(sources: Sources) -> str:
+    """Of a run in which nothing switched."""
+    return _timelines(sources, [pair for pair in sources.report["timelines"] if pair["step"] is None])
+
+
+def _switches(sources: Sources) -> str:
+    return _timelines(sources, [pair for pair in sources.report["timelines"] if pair["step"] is not None])
+
+
+def _timelines(sources: Sources, pairs: Sequence[Mapping[str, Any]]) -> str:
     drawn: list[str] = []
-    boxes, too_large, pairs = 0, 0, sources.report["timelines"]
+    boxes, too_large = 0, 0
     for pair in reversed(pairs[-_MOST_PAIRS:]):
         out: list[str] = []
         shown = [
@@ -334,7 +354,8 @@ def _timelines(sources: Sources) -> str:
         if end_s <= 0:
             continue
         boxes += more
-        out.append(f"<h3>{'The last recorded step' if pair['step'] is None else _switch_name(pair['step'])}</h3>")
+        if pair["step"] is not None:
+            out.append(f"<h3>The switch after step {pair['step']:,}</h3>")
         for when, told, trace in shown:
             if trace is None:
                 continue
@@ -481,7 +502,8 @@ def _experts(sources: Sources) -> str:
                         unit="max / mean",
                         zero=False,
                         marks=moved,
-                    )
+                    ),
+                    "Tokens of the busiest device over the mean." + " Upright lines are moves." * bool(moved),
                 )
             )
         windows = sources.loads.get(layer["layer"])
@@ -515,7 +537,8 @@ def _islands(sources: Sources) -> str:
         for number, (island, points) in enumerate(sorted(by_island.items(), key=lambda item: str(item[0])))
     ]
     if any(len(points) > 1 for points in by_island.values()):
-        out.append(_figure(chart(series, label="loss of the islands by round", unit="loss", zero=False, axis="round")))
+        picture = chart(series, label="loss of the islands by round", unit="nats", zero=False, axis="round")
+        out.append(_figure(picture, "Loss of a label token in training, in nats, as each island had it at a round."))
     rows = [
         [
             one["round"],
@@ -544,7 +567,8 @@ def _natural(sources: Sources) -> str:
     ]
     points = [(row["step"], 100 * row["at_floor"]) for row in rows]
     if len(points) > 1 and any(share for _, share in points):
-        out.append(_figure(chart([Series("", [points])], label="share at the floor", unit="% at the floor")))
+        picture = chart([Series("", [points])], label="share at the floor", unit="%")
+        out.append(_figure(picture, "Of what the matrices learned, the share at their floor, in %."))
     return "".join(out)
 
 
@@ -572,18 +596,25 @@ def _run(sources: Sources) -> str:
     }
     rows = [[name, shown.get(key, str)(run[key])] for key, name in names.items() if run[key] is not None]
     rows += [[name, version] for name, version in (run["versions"] or {}).items()]
-    out = _table(("", ""), rows) if rows else ""
-    if run["paceline"]:
-        section = json.dumps({"paceline": run["paceline"]}, indent=2)
-        out += _folded("What the JSON said", f"<pre>{escape(section)}</pre>")
+    return _table(("", ""), rows) if rows else ""
+
+
+def _started(sources: Sources) -> str:
+    run = sources.report["run"]
+    out = f'<pre class="command">{escape(run["command"])}</pre>' if run["command"] else ""
+    told = run["ds_config"] or ({"paceline": run["paceline"]} if run["paceline"] else None)
+    if told:
+        out += _folded("The DeepSpeed JSON", f"<pre>{escape(json.dumps(told, indent=2))}</pre>")
     return out
 
 
 SECTIONS: tuple[tuple[str, Callable[[Sources], str]], ...] = (
+    ("Loss, learning rate, gradient norm", _loss),
+    ("Command and JSON", _started),
     ("What was decided", _decisions),
     ("Step time", _steps),
-    ("Before and after", _timelines),
-    ("Loss", _loss),
+    ("Before and after", _switches),
+    ("The last recorded step", _last_step),
     ("Ranks", _ranks),
     ("Stages and links, as measured", _network),
     ("Experts", _experts),

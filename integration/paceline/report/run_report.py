@@ -4,8 +4,9 @@ Keys of the value, :data:`FORMAT` among them; what a run has no data for is null
 
 ==================  ================================================================================================
 ``format``          1; another one when a key changes its meaning
-``run``             what ran: model, shape, hardware, versions, the ``"paceline"`` section; ``state`` is ``"finished"``,
-                    or ``"unfinished"`` for one that was killed or is under way
+``run``             what ran: the command, the DeepSpeed JSON as given (``ds_config``), its ``"paceline"`` section,
+                    model, shape, hardware, versions; ``state`` is ``"finished"``, or ``"unfinished"`` for one that
+                    was killed or is under way
 ``headline``        the last loss and held-out loss, tokens a second, the median step, and ``saved``
                     (:func:`~paceline.report.switches.saved`)
 ``loss``            a row a report: step, loss, learning rate, gradient norm
@@ -180,7 +181,7 @@ def _run(records: RunRecords) -> dict[str, Any]:
         "resumed_from_step": start.get("first_step") or None,
         "island": start.get("island"),
         **_row(facts, *_FACTS),
-        "paceline": start.get("paceline"),
+        **_row(start, "command", "ds_config", "paceline"),
         "tokens": last.get("tokens") if summary is None else summary.get("tokens"),
         "training_s": (summary or {}).get("training_s"),
         "model_flop_per_s": (summary or {}).get("model_flop_per_s"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.comparison import format_duration
+from paceline.report.comparison import format_duration, format_figure
 from paceline.report.page import render
 from paceline.report.page_sections import both, count, percent, size
 from paceline.report.run_records import RunRecords, read
@@ -17,9 +17,9 @@ from pages import check_page
 
 RUNS = Path(__file__).parent / "runs"
 HEADINGS = {
-    "tuned": ["What was decided", "Step time", "Before and after", "Loss", "Ranks", "Stages and links, as measured"],
-    "experts": ["What was decided", "Step time", "Loss", "Ranks", "Experts"],
-    "island0": ["Step time", "Loss", "Ranks", "Islands", "Natural gradient"],
+    "tuned": ["What was decided", "Step time", "Before and after", "Ranks", "Stages and links, as measured"],
+    "experts": ["What was decided", "Step time", "Ranks", "Experts"],
+    "island0": ["Step time", "Ranks", "Islands", "Natural gradient"],
 }
 
 
@@ -30,7 +30,8 @@ def page_of(records: RunRecords) -> str:
 @pytest.mark.parametrize("name", HEADINGS)
 def test_sections_with_data_are_there_and_no_others(name: str) -> None:
     page = check_page(page_of(read(RUNS / name)))
-    assert page.headings == [*HEADINGS[name], "The run"]
+    first = ["Loss, learning rate, gradient norm", "Command and JSON"]
+    assert page.headings == [*first, *HEADINGS[name], "The run"]
     assert "None" not in page.words
     assert "nan" not in page.words
 
@@ -49,7 +50,7 @@ def test_every_switch_is_there_with_its_numbers_and_its_reason() -> None:
     assert "2|8 → 4|6" in page.words
     assert "44 schedules compared at step 8" in page.words
     head = report["headline"]
-    for number in (f"{head['loss']:.4g}", f"{head['tokens_per_s']:,.0f}", percent(-head["saved"]["share"])):
+    for number in (format_figure(head["loss"]), f"{head['tokens_per_s']:,.0f}", percent(-head["saved"]["share"])):
         assert number in page.words
 
 
@@ -63,6 +64,47 @@ def test_timelines_are_drawn() -> None:
     ]
     trace = next(trace for trace in records.traces if trace.step == 52)
     assert str(format_duration(trace.measured_s)) in drawn[-1]
+
+
+def test_learning_rate_and_norm_are_drawn_beside_the_loss() -> None:
+    """Each over the steps, with what its upright axis counts in the caption."""
+    records = read(RUNS / "tuned")
+    page = check_page(page_of(records))
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert labels[:3] == [
+        "loss over the steps",
+        "Learning rate, of the first group of parameters",
+        "Norm of all gradients of a step together, before clipping",
+    ]
+    assert "Loss of a label token, in nats: in training the mean of the steps since the report before" in page.words
+    assert "Time of a step, in ms. Upright lines are switches." in page.words
+    seconds = make_report(records)
+    for one in seconds["configurations"]:
+        one["seconds"] = [value * 100 for value in one["seconds"]]
+    assert "Time of a step, in s. Upright lines are switches." in check_page(render(seconds)).words
+
+
+def test_the_command_and_the_json_are_there(tmp_path: Path) -> None:
+    shutil.copytree(RUNS / "tuned", tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    told = {"command": "deepspeed --module x --max_steps 60", "ds_config": {"gradient_clipping": 0.5}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    records = read(tmp_path / "run")
+    assert make_report(records)["run"] | told == make_report(records)["run"]
+    page = check_page(page_of(records))
+    assert "Command and JSON deepspeed --module x --max_steps 60" in page.words
+    assert '"gradient_clipping": 0.5' in page.words
+
+
+def test_before_and_after_is_of_switches_only(tmp_path: Path) -> None:
+    shutil.copytree(RUNS / "tuned", tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines(keepends=True) if "decision" not in json.loads(line)]
+    path.write_text("".join(kept))
+    page = check_page(page_of(read(tmp_path / "run")))
+    assert "The last recorded step" in page.headings
+    assert "Before and after" not in page.headings
+    assert "after: step" not in page.words
 
 
 def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
@@ -153,4 +195,7 @@ def test_numbers_for_people() -> None:
     assert (size(1536), size(9.06e9, "FLOP/s")) == ("1.54 kB", "9.06 GFLOP/s")
     assert both(1.5692, 0.66) == "1.569 s → 0.660 s"
     assert both(0.0102, 0.009) == "10.2 ms → 9.0 ms"
+    assert [format_figure(x) for x in (2.7, 11.0, 8.12e-4, 84310.2, 999.96)] == [
+        *("2.700", "11.00", "0.0008120", "84,310", "1,000")
+    ]
     assert percent(-0.0512) == "\N{MINUS SIGN}5.1 %"
