@@ -15,6 +15,7 @@ import contextlib
 import io
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -101,7 +102,29 @@ def _train(argv: list[str]) -> None:
 
     start_distributed(timeout=timedelta(seconds=train_args.ddp_timeout))
     WATCH.start(train_args.ddp_timeout)
-    Job(model_args, data_args, train_args, given).run()
+    Job(model_args, data_args, train_args, given, _command(argv)).run()
+
+
+def _command(argv: list[str]) -> str:
+    """The command that a report shows; who started the ranks is told from the environment. A token is left out."""
+    size = int(os.environ["WORLD_SIZE"])
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's name, DeepSpeed's
+    nodes = size // int(local or size)
+    if any(arg.startswith(("--local_rank=", "--local-rank=")) for arg in argv):
+        words = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", local or str(size)]
+        words.append("--module")
+    elif size > 1:
+        words = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local or str(size)]
+        words.append("-m")
+    else:
+        words = ["python", "-m"]
+    own = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]
+    for place, arg in enumerate(own):
+        if arg.startswith("--token="):
+            own[place] = "--token=hidden"
+        elif place and own[place - 1] == "--token":
+            own[place] = "hidden"
+    return shlex.join([*words, "paceline.launch.finetune", *own])
 
 
 def _with_embedded_defaults(argv: list[str]) -> list[str]:

@@ -31,7 +31,9 @@ from paceline.hf.quantised import quantised_loading
 from paceline.hf.quiet import quiet
 from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.weights import skeleton
+from paceline.launch.completion import complete
 from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume, remove_earlier_run
+from paceline.launch.trackers import Trackers
 from paceline.measure.flops import flops_per_token
 from paceline.measure.memory import peak_bytes
 from paceline.measure.profile import FILE_NAME as PROFILE
@@ -60,9 +62,15 @@ class Job:
     """The main job on one rank. All ranks call :meth:`run`; a wrong input stops all of them with the same message."""
 
     def __init__(
-        self, model_args: ModelArguments, data_args: DataArguments, args: TrainArguments, given: set[str]
+        self,
+        model_args: ModelArguments,
+        data_args: DataArguments,
+        args: TrainArguments,
+        given: set[str],
+        command: str | None = None,
     ) -> None:
         self.model_args, self.data_args, self.args, self.given = model_args, data_args, args, given
+        self.command = command
         self.rank = dist.get_rank()
         # Ranks wait for each other's small messages as long as it takes: what may take how long, the watch knows.
         self.timeout = timedelta(days=7)
@@ -326,6 +334,8 @@ class Job:
             if self.rank == 0 and (self.section.report.metrics or self.section.report.html):
                 write_start(self.output, self._start())
         self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None)
+        with self.control.together("starting the trackers"):
+            self.trackers = self._start_trackers() if self.rank == 0 and args.report_to else None
         self.progress = Progress(
             self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm, first_step=self.first_step
         )
@@ -360,6 +370,8 @@ class Job:
                 self._stop(step)
             if self._is_save_due(step):
                 self._save(step)
+            if args.sample_every and step % args.sample_every == 0:
+                self._sample_in_pipeline(step)
             if self._is_evaluation_due(step):
                 self._evaluate(step)
                 if engine.is_stopping and step < self.num_steps:
@@ -368,6 +380,29 @@ class Job:
             self._evaluate(self.num_steps)
         engine.finish_checkpoint()
         self.progress.close()
+        self._close_trackers()
+
+    def _start_trackers(self) -> Trackers:
+        flags = vars(self.model_args) | vars(self.data_args) | vars(self.args)
+        flags = {name: value for name, value in flags.items() if name not in ("token", "local_rank")}
+        name = self.args.run_name
+        if name is not None and self.section.averaging is not None:
+            name += f"-island{self.island}"  # all islands are started by the same command
+        flags |= {"output_dir": str(self.output), "run_name": name}
+        return Trackers(self.args.report_to, flags, self.config, self.num_steps)
+
+    def _close_trackers(self) -> None:
+        if self.trackers is not None:
+            self.trackers.close()
+
+    def _sample_in_pipeline(self, step: int) -> None:
+        assert self.args.sample_prompt, "parse() has seen to it"
+        self._take_time()
+        with WATCH.pause("completing a line"):
+            text = complete(self.engine, self.tokenizer, self.args.sample_prompt)
+        self.engine.clock.read()  # it is not training
+        self.progress.say(f"[paceline] step {step}: {self.args.sample_prompt!r} continues as {text!r}")
+        self.metrics.write({"step": step, "sample": {"prompt": self.args.sample_prompt, "completion": text}})
 
     def _is_save_due(self, step: int) -> bool:
         if self.args.save_strategy == "epoch":
@@ -415,6 +450,7 @@ class Job:
             self.metrics.write({"step": step, "ran": ran})
         self.progress.close()
         self.metrics.close()
+        self._close_trackers()
         raise Preempted(step, path, next(reason for reason in reasons if reason))
 
     def _report(self, step: int) -> None:
@@ -433,7 +469,9 @@ class Job:
         natural = self._natural_gradient()
         step_s = times["wall_s"] / (len(losses) - steps_before)
         self.progress.report(
-            step, {"loss": self.train_loss, "s/step": step_s, "tokens/s": rate, "lr": self.engine.get_lr()[0]}
+            step,
+            {"loss": self.train_loss, "grad norm": norm, "s/step": step_s, "tokens/s": rate}
+            | {"lr": self.engine.get_lr()[0]},
         )
         self._tell(
             {
@@ -547,6 +585,8 @@ class Job:
     def _tell(self, record: dict[str, Any]) -> None:
         """To the metrics file, and to DeepSpeed's monitors (TensorBoard, CSV, W&B), by samples as they count."""
         self.metrics.write(record)
+        if self.trackers is not None:
+            self.trackers.log(record)
         if self.rank == 0 and self.engine.monitor.enabled:
             self.engine.monitor.write_events(events(record, self.engine.global_samples))
 
@@ -621,6 +661,8 @@ class Job:
             "island": self.island if self.section.averaging is not None else None,
             "expert_loads": None if loads is None else os.path.relpath(loads, self.output),
             "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
+            "command": self.command,
+            "ds_config": read_ds_config(self.args.deepspeed or {}),
         }
 
     def _facts(self) -> dict[str, Any]:

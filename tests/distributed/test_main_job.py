@@ -22,7 +22,8 @@ def test_embedded_default_through_the_launcher(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output = tmp_path / "model"
-    argv = ["--module", "paceline.launch.finetune", *flags(max_steps=24, eval_steps=12, output_dir=output)]
+    own = flags(max_steps=24, eval_steps=12, sample_every=24, output_dir=output)
+    argv = ["--module", "paceline.launch.finetune", *own]
     done = launch(argv, num_ranks=2)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
@@ -31,7 +32,10 @@ def test_embedded_default_through_the_launcher(tmp_path: Path) -> None:
     perplexities = [float(value) for value in re.findall(r"held-out loss [\d.]+, perplexity ([\d.]+)", told)]
     assert len(perplexities) == 3
     assert perplexities[2] < perplexities[1] < perplexities[0]
-    assert "continues as" in told
+    samples = re.findall(r"('    def .*) continues as (.*)", told)
+    assert len(samples) == 2
+    assert samples[0] == samples[1]  # by the pipeline after its last step, and by what was exported
+    assert re.search(r"step 20/24: loss \d\.\d+, grad norm \d\.?\d*, s/step ", told)
     assert told.count("config: {") == 1
     tokenizer = AutoTokenizer.from_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(output)
@@ -51,6 +55,11 @@ def test_embedded_default_through_the_launcher(tmp_path: Path) -> None:
     (pair,) = json.loads((output / "report.json").read_text())["timelines"]
     assert (pair["step"], (pair["before"] or pair["after"])["step"]) == (None, 24)
     assert "The last recorded step" in (output / "report.html").read_text()
+    report = json.loads((output / "report.json").read_text())
+    assert report["run"]["command"] == f"deepspeed --num_gpus 2 --module paceline.launch.finetune {' '.join(own)}"
+    (row,) = report["samples"]
+    assert (row["step"], repr(row["prompt"]), repr(row["completion"])) == (24, *samples[0])
+    assert [path.name for path in output.glob("model*")] == ["model.safetensors"]
 
 
 def losses(folder: Path, ranks: int, stages: int, **changes: Any) -> list[float]:
@@ -62,7 +71,7 @@ def losses(folder: Path, ranks: int, stages: int, **changes: Any) -> list[float]
     for code, errors in run_ranks(finetune, ranks, argv):
         assert code == 0, errors
     lines = [json.loads(line) for line in (folder / "model" / "metrics.jsonl").read_text().splitlines()]
-    return [line.get("loss", line.get("eval_loss")) for line in lines]
+    return [line.get("loss", line.get("eval_loss")) for line in lines if "sample" not in line]
 
 
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.1, "gradient_checkpointing": True}], ids=["plain", "decay"])
@@ -73,6 +82,11 @@ def test_the_same_run_for_every_number_of_stages_and_replicas(changes: dict[str,
     for ranks, stages in ((2, 2), (2, 1), (4, 2)):
         got = losses(tmp_path / f"{ranks}x{stages}", ranks, stages, **changes)
         assert got == pytest.approx(wanted, rel=1e-5), (ranks, stages)
+
+
+def test_completing_lines_changes_nothing(tmp_path: Path) -> None:
+    wanted = losses(tmp_path / "silent", 2, 2)
+    assert losses(tmp_path / "told", 2, 2, sample_every=1, sample_prompt="    def f(") == wanted
 
 
 def test_an_epoch_and_a_schedule_of_deepspeeds(tmp_path: Path) -> None:

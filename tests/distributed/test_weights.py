@@ -152,6 +152,8 @@ def test_export_loads_as_anybody_loads_it(family: str, stages: int, ranks: int, 
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, whole[name]), name
         assert not (tmp_path / ".export").exists()
+        if shard_size == "5GB":  # all stages' in one, as save_pretrained does it
+            assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
     if family == "mixtral":

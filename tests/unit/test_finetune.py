@@ -10,7 +10,7 @@ import pytest
 
 from paceline.checkpoint import CheckpointError
 from paceline.hf.arguments import parse
-from paceline.launch.finetune import EMBEDDED_MODEL, _fail, _set_up_logging, _train, _with_embedded_defaults
+from paceline.launch.finetune import EMBEDDED_MODEL, _command, _fail, _set_up_logging, _train, _with_embedded_defaults
 
 
 def test_without_flags_the_embedded_model_is_trained() -> None:
@@ -46,6 +46,36 @@ def test_a_json_that_is_a_flags_value_is_no_arguments_file(first: list[str], tmp
     ds_config.write_text("{}")
     model, _, train, _ = parse(_with_embedded_defaults([*first, "--deepspeed", str(ds_config)]))
     assert (model.model_type, train.deepspeed) == ("llama", str(ds_config))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "command"),
+    [
+        (
+            ["--local_rank=0", "--max_steps", "3"],
+            {"WORLD_SIZE": "4", "LOCAL_SIZE": "2"},
+            "deepspeed --num_nodes 2 --num_gpus 2 --module paceline.launch.finetune --max_steps 3",
+        ),
+        (
+            ["--sample_prompt", "to be or"],
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun --nproc_per_node 2 -m paceline.launch.finetune --sample_prompt 'to be or'",
+        ),
+        (
+            ["--token", "hf_x", "--token=hf_x"],
+            {"WORLD_SIZE": "1"},
+            "python -m paceline.launch.finetune --token hidden --token=hidden",
+        ),
+    ],
+)
+def test_the_command_as_a_report_shows_it(
+    argv: list[str], environment: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _command(argv) == command
 
 
 def test_the_quickstart_can_be_run_again() -> None:

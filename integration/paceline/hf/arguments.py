@@ -34,7 +34,7 @@ ADAPTER_FLAGS = frozenset(
 )  # fmt: skip
 """Without --use_peft they have no sense. Names and defaults are those of TRL's ``ModelConfig``."""
 
-LISTS = frozenset(("lora_target_modules", "lora_modules_to_save"))
+LISTS = frozenset(("lora_target_modules", "lora_modules_to_save", "report_to"))
 """Flags with several values."""
 
 AUTO = "auto"
@@ -268,15 +268,22 @@ class TrainArguments:
     deepspeed: str | None = _flag(None, "DeepSpeed JSON file.")
     local_rank: int = _flag(-1, "Given by the launcher.")
     disable_tqdm: bool = _flag(False, "No progress bars.")
-    report_to: Literal["none"] = _flag(
-        "none", "Trackers are set in the DeepSpeed JSON (tensorboard, wandb, csv_monitor)."
+    report_to: list[str] = field(
+        default_factory=lambda: ["none"],
+        metadata={"help": "Trackers, as Trainer has them: none, tensorboard, wandb, ..., or all that are installed."},
     )
+    run_name: str | None = _flag(None, "Name of the run for --report_to.")
     max_shard_size: str = _flag("5GB", "Size of the largest file of weights that is written.")
     sample_prompt: str | None = _flag(None, "A line to complete after the export; rank 0 loads the whole model for it.")
+    sample_every: int | None = _flag(
+        None,
+        "Steps between two completions of sample_prompt while training: a forward of the pipeline a token.",
+    )
 
     def __post_init__(self) -> None:
         one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
         _check_range(self, 1, *one, "logging_steps", "eval_steps", "save_steps", "save_total_limit", "ddp_timeout")
+        _check_range(self, 1, "sample_every")
         _check_range(self, 0, "seed", below=2**63)
         _check_range(self, 0, "island")
         _check_range(self, 0, "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
@@ -307,6 +314,9 @@ class TrainArguments:
             rule = f"cannot stand with --save_strategy {self.save_strategy}"
             _refuse("save_steps", self.save_steps, rule, "leave one of the two out")
         self._check_resume()
+        self._check_trackers()
+        if self.sample_every is not None and not self.sample_prompt:
+            _refuse("sample_every", self.sample_every, "there is no line to complete", "add --sample_prompt")
         if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", self.max_shard_size, re.IGNORECASE):
             rule = "must be a whole number above 0 with KB, MB, GB or TB"
             _refuse("max_shard_size", self.max_shard_size, rule, "write it as 5GB")
@@ -324,6 +334,28 @@ class TrainArguments:
         elif not os.path.isdir(value):
             rule = "must be a checkpoint's directory, true or auto, but there is no such directory"
             _refuse("resume_from_checkpoint", value, rule, "check the path; each node of the job needs it")
+
+    def _check_trackers(self) -> None:
+        """Make ``report_to`` the names of trackers that are known and installed."""
+        names = [name for name in self.report_to if name != "none"]
+        self.report_to = names
+        if not names:
+            return
+        from transformers.integrations import integration_utils as trackers
+
+        installed = trackers.get_available_reporting_integrations()
+        self.report_to = names = installed if "all" in names else names
+        for name in names:
+            if name not in trackers.INTEGRATION_TO_CALLBACK:
+                known = trackers.INTEGRATION_TO_CALLBACK
+                remedy = _nearest(name, known, f"choose from none, all, {', '.join(known)}")
+                _refuse("report_to", name, "is not a tracker that transformers knows", remedy.rstrip("?"))
+            if name not in installed:
+                _refuse("report_to", name, "its package is not installed", f"pip install {name}, or leave it out")
+        uploads = os.environ.get("WANDB_LOG_MODEL", "false")
+        if "wandb" in names and uploads.lower() not in ("false", "0"):
+            rule = f"WANDB_LOG_MODEL is {uploads}, and no rank has the whole model to upload"
+            _refuse("report_to", "wandb", rule, "unset it")
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Warm-up steps of a training of ``num_steps`` steps."""

@@ -7,7 +7,9 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -52,6 +54,43 @@ def shard_names(count: int) -> list[str]:
         return [SAFE_WEIGHTS_NAME]
     stem, _, suffix = SAFE_WEIGHTS_NAME.rpartition(".")
     return [f"{stem}-{i:05d}-of-{count:05d}.{suffix}" for i in range(1, count + 1)]
+
+
+def join(folder: Path, names: Sequence[str]) -> None:
+    """Make one file of the files ``names``, which it replaces; no tensor is held in memory.
+
+    Tensors with large elements come first, as safetensors has it: they stay aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    found: list[tuple[float, str, dict[str, Any], Path, int]] = []
+    for path in (folder / name for name in names):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(length))
+        for key, entry in entries.items():
+            if key != "__metadata__":
+                first, end = entry["data_offsets"]
+                found.append((-(end - first) / max(prod(entry["shape"]), 1), key, entry, path, 8 + length + first))
+    found.sort(key=lambda one: one[:2])
+    size = 0
+    for _, key, entry, _, _ in found:
+        first, end = entry["data_offsets"]
+        header[key] = {**entry, "data_offsets": [size, size := size + end - first]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / SAFE_WEIGHTS_NAME).open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, _, entry, path, start in found:
+            first, end = entry["data_offsets"]
+            with path.open("rb") as file:
+                file.seek(start)
+                left = end - first
+                while left:
+                    piece = file.read(min(left, 2**24))
+                    out.write(piece)
+                    left -= len(piece)
+    for name in names:
+        (folder / name).unlink()
 
 
 def write_index(

@@ -31,8 +31,7 @@ ELSEWHERE = {
     "metric_for_best_model": "leave it out, the last model is written; `paceline export` takes any checkpoint",
     "greater_is_better": "leave it out, the last model is written; `paceline export` takes any checkpoint",
     "push_to_hub": "leave it out, upload --output_dir afterwards with `hf upload`",
-    "run_name": "set job_name in the DeepSpeed JSON's tensorboard or csv_monitor, or wandb's group",
-    "logging_dir": "set output_path in the DeepSpeed JSON's tensorboard or csv_monitor",
+    "logging_dir": "set TENSORBOARD_LOGGING_DIR in the environment",
     "logging_strategy": "leave it out and use --logging_steps",
     "logging_first_step": "leave it out and use --logging_steps",
     "log_level": "leave it out",
@@ -72,13 +71,12 @@ ELSEWHERE_BY_PREFIX = {
     "torch_compile": "leave it out, a stage runs parts of the model in an order of its own and uncompiled; "
     "--attn_implementation has fused kernels",
     "lora_": "see --help, or give get_peft_model's result to paceline.initialize in a loop of your own",
-    "trackio_": "leave it out, trackers are set in the DeepSpeed JSON (tensorboard, wandb, csv_monitor)",
+    "trackio_": "set what trackio reads from the environment, and use --report_to trackio",
 }
 
 WHOLE_STEPS = "a whole number of steps; a share of the training is not taken"
 
 VALUE_REMEDIES = {
-    "report_to": "leave it out, trackers are set in the DeepSpeed JSON (tensorboard, wandb, csv_monitor)",
     "save_strategy": "steps with --save_steps; `paceline export` takes the checkpoint that you find best",
     "eval_strategy": "steps with --eval_steps",
     "save_steps": WHOLE_STEPS,

@@ -64,7 +64,7 @@ border-top:2px solid var(--main);margin-right:.35rem;vertical-align:.25rem}
 .key.warm::before{border-top:2px dashed var(--warm)}.key.faint::before{border-top-color:var(--faint)}
 details{margin:.4rem 0}summary{cursor:pointer;color:var(--quiet);font-size:.88rem}
 pre{font-size:.8rem;background:var(--shade);padding:.8rem 1rem;overflow-x:auto;border-radius:4px}
-pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
+pre.command{white-space:pre-wrap;overflow-wrap:anywhere}.command span{display:inline-block}
 footer{margin-top:3.5rem;border-top:1px solid var(--rule);padding-top:1rem}
 @media print{:root{color-scheme:light;--paper:#fff;--ink:#000;--quiet:#555;--rule:#ccc;--shade:#f1f1ee;--main:#225f9c;
 --warm:#c4500f;--faint:#aaa}body{padding:0;max-width:none;font-size:11pt}h2{margin-top:1.6rem}

@@ -321,6 +321,10 @@ def _loss(sources: Sources) -> str:
         ]
         table = _table(("step", "held-out loss", "perplexity"), rows, (0, 1, 2))
         out.append(_folded(plural(len(held_out), "evaluation"), table))
+    if report["samples"]:
+        told = [[f"{row['step']:,}", row["completion"]] for row in report["samples"][-_MOST_ROWS:]]
+        table = _table(("step", f"{report['samples'][-1]['prompt']!r} continues as"), told, (0,))
+        out.append(_folded(plural(len(report["samples"]), "sample"), table))
     return "".join(out)
 
 
@@ -601,7 +605,8 @@ def _run(sources: Sources) -> str:
 
 def _started(sources: Sources) -> str:
     run = sources.report["run"]
-    out = f'<pre class="command">{escape(run["command"])}</pre>' if run["command"] else ""
+    words = " ".join(f"<span>{escape(word)}</span>" for word in (run["command"] or "").split())
+    out = f'<pre class="command">{words}</pre>' if words else ""
     told = run["ds_config"] or ({"paceline": run["paceline"]} if run["paceline"] else None)
     if told:
         out += _folded("The DeepSpeed JSON", f"<pre>{escape(json.dumps(told, indent=2))}</pre>")

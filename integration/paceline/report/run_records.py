@@ -33,6 +33,7 @@ class RunRecords:
         metrics: lines with a loss.
         ran: lines that tell how steps ran.
         evaluations: lines with a held-out loss.
+        samples: lines that the model completed while it trained.
         decisions: what was decided at each look, with ``step`` and ``what``.
         looks: what was measured of stages and links at each look.
         rounds: exchanges with other islands, each with its ``step``.
@@ -47,6 +48,7 @@ class RunRecords:
     metrics: tuple[Line, ...] = ()
     ran: tuple[Line, ...] = ()
     evaluations: tuple[Line, ...] = ()
+    samples: tuple[Line, ...] = ()
     decisions: tuple[Line, ...] = ()
     looks: tuple[Line, ...] = ()
     rounds: tuple[Line, ...] = ()
@@ -122,6 +124,7 @@ def read(run_dir: str | os.PathLike[str]) -> RunRecords:
         metrics=tuple(line for line in lines if "loss" in line),
         ran=tuple(line for line in lines if "ran" in line),
         evaluations=tuple(line for line in lines if "eval_loss" in line),
+        samples=tuple(_inner(lines, "sample")),
         decisions=tuple(_inner(lines, "decision")),
         looks=tuple(_inner(lines, "look")),
         rounds=tuple(_inner(lines, "averaging")),

@@ -11,6 +11,7 @@ Keys of the value, :data:`FORMAT` among them; what a run has no data for is null
                     (:func:`~paceline.report.switches.saved`)
 ``loss``            a row a report: step, loss, learning rate, gradient norm
 ``evaluation``      a row an evaluation: step, held-out loss, perplexity
+``samples``         a row a sample: step, prompt, completion
 ``steps``           a row a report: step, seconds of a step, tokens a second, tokens so far
 ``configurations``  steps in a row that ran alike: schedule, micro-batch size, partition, the seconds of each step
 ``decisions``       a row a look: what was decided from what to what and why, predicted and measured, the candidates,
@@ -142,6 +143,7 @@ def _report(records: RunRecords) -> dict[str, Any]:
         },
         "loss": [_row(line, "step", "loss", "learning_rate", "grad_norm") for line in records.metrics],
         "evaluation": [_row(line, "step", "eval_loss", "perplexity") for line in records.evaluations],
+        "samples": [dict(line) for line in records.samples],
         "steps": [_row(line, "step", "step_s", "tokens_per_s", "tokens") for line in records.metrics],
         "configurations": [one.to_dict() for one in ran],
         "decisions": decided,

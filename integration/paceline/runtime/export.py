@@ -2,8 +2,8 @@
 
 Each stage writes the shards of its own tensors under their final names (the stages agree on the numbers first), with
 tensors that transformers merged or renamed on loading given back their names of the hub's format. Everything goes into
-a hidden folder until rank 0 has written the index and moves it into place: a killed export leaves nothing that looks
-whole.
+a hidden folder until rank 0 has written the index, or joined what fits into one file, and moves it into place: a
+killed export leaves nothing that looks whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils.hub import convert_file_size_to_int
 
 from paceline.hf import hub_files
 from paceline.hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
@@ -76,14 +77,18 @@ def export(
             hub_files.save_config(pipeline.stage.model, draft)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
-            keys_by_file = [keys for _, files, _ in reports for keys in files]
-            hub_files.write_index(draft, names, keys_by_file, pipeline.total_parameters, sum(r[2] for r in reports))
             missing = [name for name in names if not (draft / name).exists()]
             if missing:
                 raise ValueError(
                     f"rank 0 does not see {missing[0]} that another stage wrote to {target}: "
                     "choose an output_dir on a file system that all nodes share."
                 )
+            total_bytes = sum(r[2] for r in reports)
+            if len(names) > 1 and total_bytes <= convert_file_size_to_int(max_shard_size):
+                hub_files.join(draft, names)  # the stages' files are as many as the stages
+            else:
+                keys_by_file = [keys for _, files, _ in reports for keys in files]
+                hub_files.write_index(draft, names, keys_by_file, pipeline.total_parameters, total_bytes)
             hub_files.publish(draft, target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,9 @@ def test_json_file_refused(tmp_path: Path, content: str, message: str) -> None:
         (["--qqqqqq"], "unknown flag --qqqqqq: see --help"),
         (["--do_train"], "unknown flag --do_train: leave it out, training is what this program does"),
         (
-            ["--run_name", "a", "--hub_model_id", "b"],
-            "unknown flag --run_name: set job_name in the DeepSpeed JSON's tensorboard or csv_monitor, or wandb's group"
-            "; unknown flag --hub_model_id: leave it out, upload --output_dir afterwards with `hf upload`",
+            ["--logging_dir", "a", "--hub_model_id", "b"],
+            "unknown flag --logging_dir: set TENSORBOARD_LOGGING_DIR in the environment; "
+            "unknown flag --hub_model_id: leave it out, upload --output_dir afterwards with `hf upload`",
         ),
         (
             ["--torch_compile", "true"],
@@ -108,7 +109,6 @@ def test_flags_of_the_trainer_are_not_mistaken_for_ours() -> None:
 @pytest.mark.parametrize(
     ("argv", "remedy"),
     [
-        (["--report_to", "tensorboard"], "leave it out, trackers are set in the DeepSpeed JSON"),
         (["--save_steps", "0.1"], "a whole number of steps; a share of the training is not taken"),
         (["--save_strategy", "best"], "steps with --save_steps; `paceline export` takes the checkpoint that you find"),
         (["--resume_from_checkpoint", "--bf16"], "true for the last checkpoint in --output_dir, auto for that or a"),
@@ -120,6 +120,38 @@ def test_values_of_the_trainer_have_a_remedy(argv: list[str], remedy: str, capsy
     error = capsys.readouterr().err
     assert f"Remedy: {remedy}" in error
     assert error.count("\n") == 1
+
+
+def test_trackers_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["tensorboard", "mlflow"])
+    assert parse([])[2].report_to == parse(["--report_to", "none"])[2].report_to == []
+    assert parse(["--report_to", "all"])[2].report_to == ["tensorboard", "mlflow"]
+    train_args = parse(["--report_to", "tensorboard", "mlflow", "--run_name", "first"])[2]
+    assert (train_args.report_to, train_args.run_name) == (["tensorboard", "mlflow"], "first")
+    for name, message in (
+        ("wandb", "--report_to wandb: its package is not installed. Remedy: pip install wandb, or leave it out."),
+        ("tensorbord", "is not a tracker that transformers knows. Remedy: did you mean tensorboard."),
+        ("paper", "Remedy: choose from none, all, azure_ml,"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            parse(["--report_to", name])
+
+
+def test_a_model_in_parts_is_not_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["wandb"])
+    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
+    with pytest.raises(ValueError, match=r"WANDB_LOG_MODEL is end, and no rank has the whole .* Remedy: unset it"):
+        parse(["--report_to", "wandb"])
+
+
+def test_samples_need_a_line_to_complete() -> None:
+    with pytest.raises(ValueError, match=r"--sample_every 5: there is no line to complete\. Remedy: add --sample"):
+        parse(["--sample_every", "5"])
+    assert parse(["--sample_every", "5", "--sample_prompt", "x"])[2].sample_every == 5
 
 
 def test_a_wrong_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,35 @@
+"""Files of a model that stages have written, as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from paceline.hf.hub_files import join
+
+
+def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
+    """Elements of different sizes, odd numbers of them: each tensor stays aligned, as its reader needs it."""
+    torch.manual_seed(0)
+    parts = [
+        {"a": torch.randn(3, dtype=torch.bfloat16), "b": torch.randint(0, 9, (5,), dtype=torch.uint8)},
+        {"c": torch.randn(3, 5, dtype=torch.float64), "d": torch.randn(()), "e": torch.empty(0, 4)},
+        {"f": torch.randn(7, dtype=torch.bfloat16)},
+    ]
+    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, tmp_path / name, metadata={"format": "pt"})
+    join(tmp_path, names)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "model.safetensors"
+    wanted = {key: tensor for part in parts for key, tensor in part.items()}
+    found = load_file(path)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key], tensor), key
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}

@@ -1,0 +1,95 @@
+"""Trackers are told what the Trainer tells them, under its names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from transformers import LlamaConfig, TrainerCallback
+from transformers.integrations import integration_utils
+
+from paceline.hf.arguments import TrainArguments
+from paceline.launch.trackers import Trackers
+
+CONFIG = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+LINES: tuple[dict[str, Any], ...] = (
+    {"step": 2, "loss": 2.5, "learning_rate": 0.1, "grad_norm": None, "epoch": 0.5, "rank0": {"idle_s": 1}, "ran": []},
+    {"step": 4, "eval_loss": 2.25, "perplexity": 9.5},
+)
+
+
+def flags(output_dir: Path) -> dict[str, Any]:
+    return vars(TrainArguments(output_dir=str(output_dir), run_name="first"))
+
+
+class Recorder(TrainerCallback):
+    told: ClassVar[list[Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        assert args.to_dict()["run_name"] == args.run_name == "first"
+        assert (args.process_index, args.load_best_model_at_end) == (0, False)  # flags that are not ours
+        self.told.append(("begin", state.is_world_process_zero, state.max_steps, model.num_parameters()))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.told.append((state.global_step, state.epoch, logs))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.told.append("end")
+
+
+def test_callbacks_are_told_numbers_at_their_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Recorder)
+    monkeypatch.setattr(Recorder, "told", [])
+    trackers = Trackers(["tensorboard"], flags(tmp_path), CONFIG, 6)
+    for line in LINES:
+        trackers.log(line)
+    trackers.close()
+    trackers.close()
+    (_, *begun), *logs, end = Recorder.told
+    assert begun[:2] == [True, 6]
+    assert begun[2] > 2 * 32 * CONFIG.vocab_size  # of the whole model
+    assert logs == [
+        (2, 0.5, {"loss": 2.5, "learning_rate": 0.1, "epoch": 0.5}),
+        (4, 0.5, {"eval_loss": 2.25, "eval_perplexity": 9.5}),
+    ]
+    assert end == "end"
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="a tracker's package: runs where it is installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers(["tensorboard"], flags(tmp_path), CONFIG, 6)
+    for line in LINES:
+        trackers.log(line)
+    trackers.close()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    found = EventAccumulator(str(file))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == {
+        *("train/loss", "train/learning_rate", "train/epoch", "eval/loss", "eval/perplexity")
+    }
+    assert [(event.step, event.value) for event in found.Scalars("eval/loss")] == [(4, 2.25)]
+
+
+def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="a tracker's package: runs where it is installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    trackers = Trackers(["wandb"], flags(tmp_path), CONFIG, 6)
+    assert wandb.run is not None
+    assert wandb.run.name == "first"
+    assert wandb.config["model/num_parameters"] > 0
+    for line in LINES:
+        trackers.log(line)
+    assert wandb.run.summary["eval/loss"] == 2.25
+    assert wandb.run.summary["train/global_step"] == 4
+    trackers.close()
+    wandb.finish()
+    assert list(tmp_path.rglob("*.wandb"))
