@@ -58,15 +58,18 @@ def test_the_job_writes_a_page_and_says_where(tuned: tuple[Path, str]) -> None:
     assert f"report written to {output / 'report.html'}" in told
     assert page.headings == [
         *(
+            "Loss, learning rate, gradient norm",
+            "Command and JSON",
             "What was decided",
             "Step time",
             "Before and after",
-            "Loss",
             "Ranks",
             "Stages and links, as measured",
             "The run",
         )
     ]
+    assert f"--output_dir {output}" in page.words
+    assert f'"retune_every": {EVERY}' in page.words
 
 
 def test_the_page_tells_what_was_decided(tuned: tuple[Path, str]) -> None:
