@@ -58,6 +58,7 @@ def chart(
     marks: Iterable[float] = (),
     axis: str = "step",
     height: int = 250,
+    span: Point | None = None,
 ) -> str:
     """Lines over the steps of a run.
 
@@ -68,13 +69,14 @@ def chart(
         marks: steps at which an upright line stands.
         axis: what is counted from left to right.
         height: where the page is 720 wide.
+        span: first and last step of the axis, so that charts below each other can share it; None: those of the points.
     """
     points = [point for one in series for point in one.points]
     if not points:
         return ""
-    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+    low_x, high_x = span or (min(x for x, _ in points), max(x for x, _ in points))
     low_y, high_y = _range([y for _, y in points], zero)
-    ticks_y, ticks_x = _ticks(low_y, high_y, height // 50), [x for x in _ticks(low_x, high_x, 8) if x == int(x)]
+    ticks_y, ticks_x = _ticks(low_y, high_y, 3 + height // 125), [x for x in _ticks(low_x, high_x, 8) if x == int(x)]
     low_y, high_y = min(low_y, ticks_y[0]), max(high_y, ticks_y[-1])
 
     def at(x: float, y: float) -> Point:

@@ -271,7 +271,7 @@ def _steps(sources: Sources) -> str:
     if len(ran) > 1:
         rows = [
             [
-                f"{one['first_step']:,}{DASH}{one['last_step']:,}",
+                f"{one['first_step']:,}" + f"{DASH}{one['last_step']:,}" * (one["first_step"] < one["last_step"]),
                 one["schedule"],
                 one["micro_batch_size"],
                 _cut(one["partition"]) if len(one["partition"]) > 2 else "",
@@ -297,18 +297,21 @@ def _loss(sources: Sources) -> str:
     held_out = _over_steps(report["evaluation"], "eval_loss")
     series = [Series("training", [trained])] if trained else []
     series += [Series("held out", [held_out], "warm")] if held_out else []
+    steps = [step for step, _ in (*trained, *held_out)]
+    span = (min(steps), max(steps)) if steps else None
     out = []
     if len(trained) + len(held_out) >= 2:
         caption = "Loss of a label token, in nats: in training the mean of the steps since the report before"
         caption += ", held out that of the evaluation data." if held_out else "."
-        out.append(_figure(chart(series, label="loss over the steps", unit="nats", zero=False), caption))
+        out.append(_figure(chart(series, label="loss over the steps", unit="nats", zero=False, span=span), caption))
     for key, unit, caption in (
         ("learning_rate", "learning rate", "Learning rate, of the first group of parameters."),
         ("grad_norm", "norm", "Norm of all gradients of a step together, before clipping."),
     ):
         points = _over_steps(report["loss"], key)
         if len(points) > 1:
-            out.append(_figure(chart([Series("", [points])], label=caption[:-1], unit=unit, height=150), caption))
+            picture = chart([Series("", [points])], label=caption[:-1], unit=unit, height=150, span=span)
+            out.append(_figure(picture, caption))
     if held_out and out:
         rows = [
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,12 @@ def test_learning_rate_and_norm_are_drawn_beside_the_loss() -> None:
         "Learning rate, of the first group of parameters",
         "Norm of all gradients of a step together, before clipping",
     ]
+    text = page_of(records)
+    firsts = [
+        re.search(r'class="line main" d="M([\d.]+)', text[text.index(f'aria-label="{label}"') :])
+        for label in labels[:3]
+    ]
+    assert len({found[1] for found in firsts if found}) == 1  # steps lie below each other
     assert "Loss of a label token, in nats: in training the mean of the steps since the report before" in page.words
     assert "Time of a step, in ms. Upright lines are switches." in page.words
     seconds = make_report(records)
