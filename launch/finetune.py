@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from paceline.messages import brief
+from paceline.runtime.alone import become_a_world, is_alone
 from paceline.runtime.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
 
 logger = logging.getLogger("paceline")
@@ -65,8 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # gloo and datasets threads would fight over the cores that the ranks compute on.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if "RANK" not in os.environ:
-        _be_the_only_rank()
+    if is_alone(os.environ):
+        become_a_world(os.environ)
+    elif "RANK" not in os.environ:
+        text = "RANK is not in the environment, and a launcher of several processes (mpirun, srun) has started this one"
+        print(f"paceline: error: {text}: start with deepspeed or torchrun, or set RANK.", file=sys.stderr, flush=True)
+        return 2
     rank = int(os.environ["RANK"])
     _set_up_logging(rank)
     # Before the imports that take seconds: from here on a launcher that ends takes its ranks with it.
@@ -136,17 +141,6 @@ def _with_embedded_defaults(argv: list[str]) -> list[str]:
     dropped = {OVERRULED[name] for name in named & set(OVERRULED)}
     defaults = {name: value for name, value in EMBEDDED_MODEL.items() if name not in dropped}
     return [*(part for name, value in defaults.items() for part in (f"--{name}", value)), *argv]
-
-
-def _be_the_only_rank() -> None:
-    """Started by plain ``python -m``: the world is this process."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in alone.items()})
 
 
 def _set_up_logging(rank: int) -> None:

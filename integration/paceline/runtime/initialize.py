@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
 from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
 from ..schedules.directions import num_directions
+from .alone import become_a_world, is_alone
 from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
 from .directions import MultiDirectionPipeline
@@ -33,6 +35,8 @@ from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for, resolve_for
 from .staging import share_gpu, shares_gpu
 from .watch import WATCH
+
+logger = logging.getLogger("paceline")
 
 TIMEOUT_S = 1800.0
 """Without progress for so long, a job ends, unless it has called ``WATCH.start`` with another limit before."""
@@ -163,8 +167,12 @@ def _engine_for(model: PipelineModule, ds_config: dict[str, Any]) -> type[Paceli
 def start_distributed(**kwargs: Any) -> None:
     """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU.
 
-    Where this node has more ranks than GPUs, ranks share them, and the backend is gloo.
+    A process that no launcher has started is a world of one rank. Where this node has more ranks than GPUs, ranks share
+    them, and the backend is gloo.
     """
+    if not dist.is_initialized() and is_alone(os.environ):
+        become_a_world(os.environ)
+        logger.info("no launcher has started this process: it is the only rank (torchrun and deepspeed start several)")
     if shares_gpu():
         share_gpu(kwargs.get("timeout"))
     on_cpu = get_accelerator().device_name() == "cpu"

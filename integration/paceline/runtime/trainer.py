@@ -75,6 +75,8 @@ class PipelineTraining:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         repair_deepspeed()
         super().__init__(*args, **kwargs)
+        if self.args.deepspeed and not dist.is_initialized():  # type: ignore[attr-defined]
+            start_distributed()  # or DeepSpeed would look for MPI where one process started itself
         self._engine: Any = None
         self._resolved: Resolved | None = None
         self._waiting: list[Any] = []
