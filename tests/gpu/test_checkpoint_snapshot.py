@@ -17,7 +17,7 @@ def test_a_snapshot_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
     weight = torch.zeros(2**24, device="cuda")
     pieces = [Piece("weight", "master", weight), Piece("count", "value", torch.arange(5))]
     writer.prepare(pieces)
-    assert writer._snapshot._block.is_pinned()
+    assert all(block.is_pinned() for block in writer._snapshot._blocks)
     torch.cuda._sleep(2 * 10**8)  # about a tenth of a second
     weight.fill_(1)
     writer.save(tmp_path, "one", pieces)

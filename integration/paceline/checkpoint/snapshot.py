@@ -1,19 +1,37 @@
-"""The pieces of one rank, copied into one block of host memory that is laid out as the file will be.
+"""The pieces of one rank, copied into blocks of host memory that are, one after another, the file as it will be.
 
-This copy is all that a save costs on the training path. The block, and the names and offsets in it, are kept from one
-save to the next as long as the pieces are the same ones.
+This copy is all that a save costs on the training path. The blocks, and the names and offsets in them, are kept from
+one save to the next as long as the pieces are the same ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .format import DTYPES, Piece
+
+LARGEST_BLOCK = 2**30
+LEAST_BLOCK = 2**20
+"""Bytes of blocks, each a power of two as every size between them. Smaller blocks are as large as they need to be."""
+
+
+def block_sizes(num_bytes: int) -> list[int]:
+    """Sizes of the blocks that hold ``num_bytes``.
+
+    torch rounds pinned memory up to a power of two (33 GiB would take 64): blocks that are one take no more than asked.
+    """
+    sizes = [LARGEST_BLOCK] * (num_bytes // LARGEST_BLOCK)
+    left = num_bytes % LARGEST_BLOCK
+    while left >= LEAST_BLOCK:
+        sizes.append(1 << (left.bit_length() - 1))
+        left -= sizes[-1]
+    return [*sizes, left] if left else sizes
 
 
 class Snapshot:
@@ -22,9 +40,9 @@ class Snapshot:
     def __init__(self) -> None:
         self.header = self.index = b""
         self._layout: list[tuple[Any, ...]] | None = None
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
         self._num_bytes = 0
-        self._places: list[Tensor] = []
+        self._places: list[list[Tensor]] = []
         self._copied: list[torch.cuda.Event] = []
 
     def take(self, pieces: Iterable[Piece]) -> None:
@@ -41,16 +59,26 @@ class Snapshot:
             self._layout = None
             self._lay_out(ordered, pinned=bool(devices))
             self._layout = layout
-        if ordered:
+        if places := list(chain.from_iterable(self._places)):
+            divided = map(_divided, (piece.tensor.detach() for piece in ordered), self._places)
+            sources = list(chain.from_iterable(divided))
             with torch.no_grad():
-                torch._foreach_copy_(self._places, [p.tensor.detach() for p in ordered], non_blocking=bool(devices))
+                torch._foreach_copy_(places, sources, non_blocking=bool(devices))
         self._copied = [_recorded(device) for device in devices]
 
-    def data(self) -> memoryview:
-        """The block, once the copies from GPUs have arrived."""
+    def data(self) -> list[memoryview]:
+        """The blocks, once the copies from GPUs have arrived."""
         for event in self._copied:
             event.synchronize()
-        return memoryview(self._block[: self._num_bytes].numpy().data)
+        return [memoryview(part.numpy().data) for part in self._in_blocks(0, self._num_bytes)]
+
+    def _in_blocks(self, start: int, end: int) -> Iterator[Tensor]:
+        """The bytes ``start`` to ``end`` of the whole, block by block."""
+        ends = accumulate(block.numel() for block in self._blocks)
+        for block, block_end in zip(self._blocks, ends, strict=True):
+            block_start = block_end - block.numel()
+            if start < block_end and block_start < end:
+                yield block[max(start, block_start) - block_start : min(end, block_end) - block_start]
 
     def _lay_out(self, pieces: Sequence[Piece], pinned: bool) -> None:
         header: dict[str, Any] = {}
@@ -74,15 +102,29 @@ class Snapshot:
             for p in pieces
         ]  # fmt: skip
         self.index = json.dumps({"pieces": index}, separators=(",", ":")).encode()
-        if self._block.numel() < offset or (pinned and not self._block.is_pinned()):
-            self._places = []
-            self._block = torch.empty(0, dtype=torch.uint8)  # the old block goes before the new one comes
-            self._block = torch.empty(offset, dtype=torch.uint8, pin_memory=pinned)
+        is_large_enough = sum(block.numel() for block in self._blocks) >= offset
+        if not is_large_enough or (pinned and not all(block.is_pinned() for block in self._blocks)):
+            self._places, self._blocks = [], []  # the old ones go before the new ones come
+            self._blocks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in block_sizes(offset)]
         self._num_bytes = offset
         self._places = [
-            self._block[start:end].view(piece.tensor.dtype).view(piece.tensor.shape)
+            _shaped(list(self._in_blocks(start, end)), piece.tensor)
             for (start, end), piece in zip(spans, pieces, strict=True)
         ]
+
+
+def _shaped(parts: list[Tensor], tensor: Tensor) -> list[Tensor]:
+    """The bytes ``parts`` as elements of ``tensor``; flat if they lie in several blocks."""
+    if len(parts) == 1:
+        return [parts[0].view(tensor.dtype).view(tensor.shape)]
+    return [part.view(tensor.dtype) for part in parts]
+
+
+def _divided(tensor: Tensor, places: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What goes to each of ``places``, as :func:`_shaped` has them."""
+    if len(places) <= 1:  # none for a piece without elements
+        return [tensor][: len(places)]
+    return tensor.reshape(-1).split([place.numel() for place in places])
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event:
