@@ -3,7 +3,8 @@
 # Afterwards $PYTHON is a Python with paceline installed from this repository, and its environment is active.
 #
 # An active virtual environment that has torch is used as it is; otherwise .venv in the repository is, and is made when
-# it is missing. A torch that the Python underneath has is used, never replaced.
+# it is missing. A torch that the Python underneath has is used, never replaced; nor is a paceline of another origin in
+# the environment: this repository's is found before it through PYTHONPATH then, as long as this shell lives.
 #   PACELINE_VENV           use, or make, this virtual environment and no other
 #   PACELINE_TRANSFORMERS   test with this version of transformers
 
@@ -12,7 +13,7 @@ TRANSFORMERS_TO_TEST=5.23.0
 REPOSITORY=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 prepare_environment() { # run|test
-  local venv stamp transformers="" requirement=$REPOSITORY
+  local venv stamp other transformers="" requirement=$REPOSITORY
   if [[ -n ${PACELINE_VENV:-} ]]; then
     venv=$PACELINE_VENV
   elif [[ -n ${VIRTUAL_ENV:-} ]] && _has_usable_torch "$VIRTUAL_ENV/bin/python"; then
@@ -28,7 +29,16 @@ prepare_environment() { # run|test
     requirement+="[test]"
   fi
 
-  if ! [[ -x $venv/bin/python && -f $venv/paceline-stamp && $(<"$venv/paceline-stamp") == "$stamp"* ]]; then
+  other=$(_other_paceline "$venv/bin/python")
+  if [[ -n $other ]]; then
+    if [[ $1 == test && $(_stamp "$venv") != *" ${stamp#"$REPOSITORY "}"* ]]; then
+      _fail "$venv has paceline of $other, and not what the tests of $REPOSITORY need: deactivate it" \
+        "(or set PACELINE_VENV=$REPOSITORY/.venv)"
+      return
+    fi
+    printf 'paceline: %s has paceline of %s, which stays; this run takes that of %s\n' "$venv" "$other" "$REPOSITORY" >&2
+    export PYTHONPATH=$REPOSITORY/integration${PYTHONPATH:+:$PYTHONPATH}
+  elif [[ $(_stamp "$venv") != "$stamp"* ]]; then
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
       _make_venv "$venv" || return
     fi
@@ -44,6 +54,27 @@ prepare_environment() { # run|test
 
   export PYTHON=$venv/bin/python VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
   unset PYTHONHOME
+}
+
+_stamp() { # venv
+  if [[ -x $1/bin/python && -f $1/paceline-stamp ]]; then printf '%s' "$(<"$1/paceline-stamp")"; fi
+}
+
+# Where the paceline that is installed there comes from, if not from this repository.
+_other_paceline() { # python
+  "$1" -I - "$REPOSITORY" 2>/dev/null <<'EOF' || :
+import json
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+found = distribution("paceline")  # an error if there is none
+source = urlsplit(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
+place = Path(unquote(source.path) if source.scheme == "file" else found.locate_file(""))
+if place.exists() and place.resolve() != Path(sys.argv[1]).resolve():
+    print(place)
+EOF
 }
 
 _make_venv() { # venv
@@ -90,7 +121,7 @@ step() { # description command...
   fi
 }
 
-_fail() { # message
-  printf 'paceline: error: %s\n' "$1" >&2
+_fail() { # message...
+  printf 'paceline: error: %s\n' "$*" >&2
   return 1
 }

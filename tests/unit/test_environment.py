@@ -16,7 +16,14 @@ SCRIPT = """
 source "$1"
 pip_install() {
   echo "[pip ${*:2}]"
-  if [[ $2 == torch==* ]]; then add_torch "$("$1/bin/python" -c 'import site; print(site.getsitepackages()[0])')"; fi
+  local packages; packages=$("$1/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+  if [[ $2 == torch==* ]]; then add_torch "$packages"; else add_paceline "$packages"; fi
+}
+add_paceline() {
+  mkdir -p "$1/paceline-0.1.0.dist-info"
+  printf 'Name: paceline\\nVersion: 0.1.0\\n' >"$1/paceline-0.1.0.dist-info/METADATA"
+  printf '{"dir_info": {"editable": true}, "url": "file://%s"}' "${REPOSITORY// /%20}" \\
+    >"$1/paceline-0.1.0.dist-info/direct_url.json"
 }
 add_torch() {
   mkdir "$1/torch-2.13.0.dist-info"
@@ -24,6 +31,7 @@ add_torch() {
 }
 prepare_environment "$2" || exit
 echo "$PYTHON"
+echo "PYTHONPATH=${PYTHONPATH:-}" >&2
 """
 
 
@@ -32,6 +40,7 @@ class Clone:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.said = ""
         (path / "launch").mkdir(parents=True)
         shutil.copy(SOURCE, path / "launch")
         (path / "pyproject.toml").write_text("[project]\n")
@@ -45,6 +54,7 @@ class Clone:
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(done.stderr)
+        self.said = done.stderr
         return re.findall(r"\[pip (.*)\]", done.stderr), done.stdout.strip()
 
     def asked(self, purpose: str, transformers: str = "transformers==5.23.0", venv: Path | None = None) -> str:
@@ -75,9 +85,26 @@ def test_what_is_missing_is_installed_once(clone: Clone) -> None:
     (clone.path / "pyproject.toml").write_text("[project] # changed\n")
     assert clone.prepare("run") == ([clone.asked("run")], python)
 
+
+def test_another_clones_paceline_is_left_as_it_is(clone: Clone) -> None:
+    venv = clone.path / ".venv"
+    clone.prepare("run")
+    before = sorted((path, path.stat().st_mtime_ns) for path in venv.rglob("*") if path.is_file())
     second = Clone(clone.path.parent / "second")
-    assert second.prepare("run", VIRTUAL_ENV=str(venv)) == ([second.asked("run", venv=venv)], python)
+    assert second.prepare("run", VIRTUAL_ENV=str(venv), PYTHONPATH="mine") == ([], str(venv / "bin" / "python"))
+    assert f"PYTHONPATH={second.path / 'integration'}:mine\n" in second.said
+    assert f"{venv} has paceline of {clone.path}, which stays; this run takes that of {second.path}" in second.said
+    with pytest.raises(RuntimeError, match=r"not what the tests of .* need: deactivate it"):
+        second.prepare("test", VIRTUAL_ENV=str(venv))
     assert not (second.path / ".venv").exists()
+    assert sorted((path, path.stat().st_mtime_ns) for path in venv.rglob("*") if path.is_file()) == before
+
+    clone.prepare("test", VIRTUAL_ENV=str(venv))
+    assert second.prepare("test", VIRTUAL_ENV=str(venv))[0] == [], "what the tests need is there"
+    shutil.rmtree(clone.path / "launch")
+    clone.path.rename(clone.path.parent / "moved")
+    moved = second.path.parent / "moved" / ".venv"
+    assert second.prepare("run", VIRTUAL_ENV=str(moved))[0] == [second.asked("run", venv=moved)], "it leads nowhere"
 
 
 @pytest.mark.parametrize(("version", "used"), [("2.11.0+cu128", True), ("2.10.1", False)])
