@@ -33,17 +33,19 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path("tests/benchmarks/results/gpu.json")
-EACH_BY_ITSELF = ("test_capabilities.py", "test_nccl.py")
+ONE_GPU, NCCL = "test_capabilities.py", "test_nccl.py"
 FILES = (
-    "test_capabilities.py",
+    ONE_GPU,
     "test_staging.py",
     "test_checkpoint_snapshot.py",
     "test_natural_gradient.py",
     "test_migration.py",
     "test_single_gpu.py",
-    "test_nccl.py",
+    NCCL,
 )
 """In the order of their value; what a file has first comes first."""
+LONG = (ONE_GPU, "test_migration.py", "test_single_gpu.py", NCCL)
+"""Files whose tests take a process each: what one has found is not lost with the next at the end of a call."""
 FIRST = 8
 """Capabilities that come before the other files."""
 
@@ -51,6 +53,7 @@ TEST_S = 300.0
 """Until a test counts as hanging; ranks are given up on before that, and say where they are."""
 RANKS_S = 120.0
 SOURCES = ("integration/paceline", "patches", "launch", "tests/gpu", "tests/*.py")
+REHEARSAL = "CPU (rehearsal)"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "torchft")
 DETAILS = 4000
@@ -98,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record.tests = _passed(args.previous or args.output, record.about)
     record.write()
     todo = [test for test in collect() if args.only in test]
+    record.add(lacking_gpus(todo, len(record.about["hardware"]["gpus"]), record.about["on"] == REHEARSAL))
     groups = [group for group in grouped(todo) if not all(test in record.tests for test in group)]
     print(f"{len(todo)} tests, {sum(map(len, groups))} to run, {args.parallel} at once", flush=True)
     left = run_all(groups, record, args.parallel, deadline)
@@ -128,19 +132,35 @@ def collect() -> list[str]:
     found = [line for line in told.stdout.splitlines() if line.startswith("tests/gpu/") and "::" in line]
     if told.returncode or not found:
         raise SystemExit(f"the tests cannot be collected:\n{told.stdout}\n{told.stderr}")
-    capabilities = [test for test in found if EACH_BY_ITSELF[0] in test]
-    others = [test for test in found if EACH_BY_ITSELF[0] not in test]
-    early = [test for test in others if EACH_BY_ITSELF[1] not in test]
+    capabilities = [test for test in found if ONE_GPU in test]
+    others = [test for test in found if ONE_GPU not in test]
+    early = [test for test in others if NCCL not in test]
     return [*capabilities[:FIRST], *early, *capabilities[FIRST:], *(test for test in others if test not in early)]
 
 
 def grouped(tests: Sequence[str]) -> list[list[str]]:
-    """What one process runs: a capability, or a file of small tests."""
+    """The tests that one process runs: a long one, or a file of short ones."""
     groups: dict[str, list[str]] = {}
     for test in tests:
         file = test.partition("::")[0]
-        groups.setdefault(test if file.endswith(EACH_BY_ITSELF) else file, []).append(test)
+        groups.setdefault(test if file.endswith(LONG) else file, []).append(test)
     return list(groups.values())
+
+
+def lacking_gpus(tests: Sequence[str], num_gpus: int, is_rehearsal: bool) -> dict[str, dict[str, Any]]:
+    """Tests for which there are too few GPUs, as skipped: no process is started to find that out."""
+    from gpu.capabilities import CAPABILITIES
+
+    found = {}
+    for test in tests:
+        file, _, name = test.partition("::")
+        needed = 0 if is_rehearsal and file.endswith(ONE_GPU) else 1
+        if file.endswith(NCCL):
+            needed = max(2, CAPABILITIES[name.partition("[")[2].removesuffix("]")].ranks)
+        if num_gpus < needed:
+            why = f"needs {needed} GPUs, and there are {num_gpus}: run it on a machine with as many"
+            found[test] = {"outcome": SKIPPED, "seconds": 0.0, "details": why}
+    return found
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -246,7 +266,7 @@ def facts(commit: str | None) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu else []
     return {
         "command": "python tests/gpu/run.py",
-        "on": "CPU (rehearsal)" if os.environ.get("PACELINE_GPU_TESTS_ON") == "cpu" else "GPU",
+        "on": REHEARSAL if os.environ.get("PACELINE_GPU_TESTS_ON") == "cpu" else "GPU",
         "hardware": {"gpus": gpus, "cores": os.cpu_count(), "machine": platform.machine()},
         "versions": {"python": platform.python_version(), **versions},
         "commit": commit or _commit(),
@@ -292,4 +312,5 @@ def _digest() -> str:
 
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "integration")]  # without pytest, from anywhere
     sys.exit(main())

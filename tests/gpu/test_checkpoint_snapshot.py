@@ -16,7 +16,10 @@ def test_a_snapshot_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
     writer = CheckpointWriter(rank=0, world_size=1, run=new_run())
     weight = torch.zeros(2**24, device="cuda")
     pieces = [Piece("weight", "master", weight), Piece("count", "value", torch.arange(5))]
+    torch.cuda._sleep(1)
+    weight.fill_(3)  # what is launched for the first time is loaded, and loading waits for the device
     writer.prepare(pieces)
+    torch.cuda.synchronize()
     assert all(block.is_pinned() for block in writer._snapshot._blocks)
     torch.cuda._sleep(2 * 10**8)  # about a tenth of a second
     weight.fill_(1)

@@ -59,6 +59,7 @@ def test_the_host_does_not_wait_for_the_device() -> None:
     """Not in a backward that updates every estimate: all of it is queued behind a kernel that takes a second."""
     layers = model("cuda")
     x = rows(0).cuda()
+    torch.cuda._sleep(1)
     for _ in range(3):
         backward(layers, x)
     torch.cuda.synchronize()

@@ -18,6 +18,10 @@ A_TENTH_OF_A_SECOND = 2 * 10**8
 def test_a_copy_waits_for_what_it_copies_and_another_thread_can_wait_for_it() -> None:
     staging = Staging(torch.device("cuda"))
     tensor = torch.zeros(2**20, device="cuda")
+    # What is launched for the first time is loaded, and loading waits for the device.
+    torch.cuda._sleep(1)
+    staging.to_host(tensor.fill_(3))[1]()
+    torch.cuda.synchronize()
     torch.cuda._sleep(A_TENTH_OF_A_SECOND)
     tensor.fill_(1)
     host, ready = staging.to_host(tensor)
@@ -34,7 +38,10 @@ def test_a_copy_waits_for_what_it_copies_and_another_thread_can_wait_for_it() ->
 def test_a_host_tensor_may_be_dropped_before_it_is_copied() -> None:
     """Its block goes to nobody else until the copy is done."""
     staging = Staging(torch.device("cuda"))
-    staging.to_device(staging.host_buffer((2**20,), torch.float32))  # the first time is slow
+    torch.cuda._sleep(1)  # the first time is slow
+    for _ in range(8):  # and so is memory that is pinned
+        staging.to_device(staging.host_buffer((2**20,), torch.float32))
+    torch.cuda.synchronize()
     torch.cuda._sleep(A_TENTH_OF_A_SECOND)
     copies = []
     for value in range(8):

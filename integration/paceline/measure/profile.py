@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .. import __version__
 from .memory import room_bytes
 
 FORMAT = 1
@@ -304,7 +305,8 @@ def _from_zero(label: str, entry: ItemProfile | DeviceProfile) -> None:
 
 def versions() -> dict[str, str]:
     """Of the packages that decide how fast a model is here."""
-    return {name: metadata.version(name) for name in ("paceline", "torch", "transformers")}
+    # Found on PYTHONPATH, this package has no metadata.
+    return {"paceline": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}
 
 
 def kinds_of(items: Sequence[ItemProfile]) -> dict[str, list[ItemProfile]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from dataclasses import replace
+from importlib import metadata
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import paceline
+from paceline.measure import profile as profiles
 from paceline.measure.profile import DeviceProfile, ItemProfile, Profile, device_profile, kinds_of
 
 MODEL = {"model_type": "llama", "hidden_size": 64}
@@ -184,3 +187,15 @@ def test_this_machine() -> None:
     assert whole.speed == 1.0
     assert 0 < whole.free_bytes < whole.memory_bytes
     assert half.memory_bytes == whole.memory_bytes // 2
+
+
+def test_versions_without_metadata_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is found on PYTHONPATH, as on machines with a GPU that it is only copied to."""
+
+    def version(name: str) -> str:
+        if name == "paceline":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(profiles.metadata, "version", version)
+    assert profiles.versions() == {"paceline": paceline.__version__, "torch": "1.0", "transformers": "1.0"}
