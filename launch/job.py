@@ -41,6 +41,7 @@ from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summ
 from paceline.report.progress import Progress
 from paceline.report.run_records import LOADS, write_start
 from paceline.report.running import Running, StepLog
+from paceline.runtime.claim import Claim
 from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
@@ -77,8 +78,16 @@ class Job:
         self.control = ControlPlane.create(timeout=self.timeout)
         self.output = Path(args.output_dir)
         self.resume_path: Path | None = None
+        self.claim: Claim | None = None
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            if self.claim is not None:
+                self.claim.release()
+
+    def _run(self) -> None:
         torch.manual_seed(self.args.seed)
         with _deepspeed_warnings_only():
             with self.control.together("reading the configuration"):
@@ -120,8 +129,9 @@ class Job:
         probe = self.output / ".paceline"
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:
-                check_nothing_is_lost(self.output, self.args)
                 self.output.mkdir(parents=True, exist_ok=True)
+                self.claim = Claim(self.output)
+                check_nothing_is_lost(self.output, self.args)
                 probe.touch()
         with self.control.together(f"looking for {self.output}"):
             if not probe.exists():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from ..hf.check import require_supported
 from ..hf.packing import require_packable
 from ..hf.peft import is_peft_model, unwrapped
 from ..patches.repairs import repair_deepspeed
+from .claim import claimed
 from .control import ControlPlane
 from .export import export
 from .initialize import dtype_of, initialize, pipeline_class, start_distributed
@@ -311,6 +313,11 @@ class PipelineTraining:
         return int(self._train_batch_size * args.gradient_accumulation_steps * replicas)
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; another run with the same ``output_dir`` is refused meanwhile."""
+        with claimed(self.args.output_dir) if self.args.deepspeed else nullcontext():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Micro-batches wait for the last of their step; then all of them are trained on."""
