@@ -160,7 +160,15 @@ def _positive(text: str) -> int:
 
 
 def _check_config(args: argparse.Namespace) -> int:
-    from paceline.config import PacelineConfig, check_scheduler, near_misses, open_autos, read_ds_config, resolve
+    from paceline.config import (
+        PacelineConfig,
+        check_scheduler,
+        near_misses,
+        open_autos,
+        read_ds_config,
+        resolve,
+        without_effect,
+    )
     from paceline.config.optimizers import check_optimizer
     from paceline.config.section import SECTION
 
@@ -168,10 +176,11 @@ def _check_config(args: argparse.Namespace) -> int:
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
     config = read_ds_config(args.file)
     check_scheduler(config)
-    for line in near_misses(config):
-        print(f"paceline: warning: {line}", file=sys.stderr)
     section = PacelineConfig.of(config)
-    if "pipeline" in config.get(SECTION, {}) or args.world_size is not None:
+    is_pipeline = "pipeline" in config.get(SECTION, {}) or args.world_size is not None
+    for line in [*near_misses(config), *(without_effect(config) if is_pipeline else ())]:
+        print(f"paceline: warning: {line}", file=sys.stderr)
+    if is_pipeline:
         check_optimizer(config)
     shown: dict[str, Any] = {"paceline": section.model_dump(mode="json")}
     shown["auto"] = open_autos(config)

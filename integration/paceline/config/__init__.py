@@ -1,6 +1,7 @@
 """The DeepSpeed JSON: read strictly, filled from the command line, resolved for a cluster; and our section of it."""
 
 from .auto import fill_auto, open_autos
+from .effects import without_effect
 from .files import read_ds_config
 from .known import near_misses, warn_near_misses
 from .partitions import PartitionChoice, resolve_partition
@@ -32,4 +33,5 @@ __all__ = [
     "resolve_schedule",
     "resolve_stages",
     "warn_near_misses",
+    "without_effect",
 ]

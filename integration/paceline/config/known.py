@@ -89,7 +89,10 @@ def check_objects(ds_config: Mapping[str, Any]) -> None:
 
 
 def near_misses(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each key that DeepSpeed does not read and that looks like one it does, or that it refuses."""
+    """One line for each key that DeepSpeed does not read, with the one that it looks like, or that it refuses.
+
+    Names that begin with ``_``, and ``comment``, are taken for remarks.
+    """
     lines = [
         f'"{key}" was removed from DeepSpeed, which refuses a config that has it; delete it.'
         for key in ds_config
@@ -120,4 +123,6 @@ def _near(
         near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=_CUTOFF)
         if near:
             lines.append(f'"{prefix}{key}" is not a key that DeepSpeed reads; did you mean "{prefix}{near[0]}"?')
+        elif not str(key).startswith("_") and key != "comment":
+            lines.append(f'"{prefix}{key}" is not a key that DeepSpeed reads: it has no effect; delete it.')
     return lines

@@ -178,6 +178,10 @@ def check_features(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
         value = value_at(config, path)
         if value is True or (isinstance(value, int) and value > 1):
             raise ValueError(f"{path} is {show(value)}: this version has no pipelines with it; leave it out.")
+    if config.get("managed_gradient_accumulation") is False:
+        raise ValueError(
+            "managed_gradient_accumulation is false: a pipeline's step has all of its micro-batches; leave it out."
+        )
     if value_at(config, "expert_parallel.enabled"):
         raise ValueError(
             "expert_parallel.enabled is true: a PipelineModule's own layers cannot be spread, those of a Hugging Face "

@@ -415,8 +415,8 @@ def meaning(name: str) -> str:
 
 
 def config(path: str) -> dict[str, Any]:
-    """A DeepSpeed JSON as ``paceline check-config`` reads it: near misses, what is filled in later, or the error."""
-    from ..config import PacelineConfig, near_misses, open_autos, read_ds_config
+    """A DeepSpeed JSON as ``paceline check-config`` reads it: its warnings, what is filled in later, or the error."""
+    from ..config import PacelineConfig, near_misses, open_autos, read_ds_config, without_effect
 
     try:
         found = read_ds_config(path)
@@ -426,7 +426,7 @@ def config(path: str) -> dict[str, Any]:
     return {
         "path": path,
         "error": "",
-        "near_misses": near_misses(found),
+        "near_misses": near_misses(found) + (without_effect(found) if "pipeline" in found.get("paceline", {}) else []),
         "autos": open_autos(found),
         "section": json.dumps(section),
     }
