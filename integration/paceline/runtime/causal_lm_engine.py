@@ -305,7 +305,7 @@ class CausalLMEngine(PacelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
         stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
-        with self._graph(), autocast_if_enabled(self):
+        with self._graph(), autocast_if_enabled(self), self._flops_profiled():
             out, routing_out = self.module(stream, side, routing)
         if self.is_last_stage():
             self._keep_loss(buffer_id, out, routing_out, self._shapes[micro_batch])

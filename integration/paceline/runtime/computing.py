@@ -41,7 +41,7 @@ class Computing:
             inputs = tuple(_Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in inputs)
         elif inputs.requires_grad:
             inputs = _Alias.apply(inputs)
-        with self._graph(), autocast_if_enabled(self):
+        with self._graph(), autocast_if_enabled(self), self._flops_profiled():
             outputs = self.module(inputs)
         if not self.module.training:
             ds_checkpointing.reset()
@@ -93,6 +93,34 @@ class Computing:
             self._stop_timers(self.engine_timers.backward_inner_timers)
             self._stop_timers(self.engine_timers.backward_timers)
         self.pipe_buffers["outputs"][buffer_id] = None
+
+    def flops_profiler_profile_step(self) -> int:
+        """None for DeepSpeed's hooks of the module, which in pipelines begin a profile and never show it."""
+        return -1
+
+    @contextmanager
+    def _flops_profiled(self: Any) -> Iterator[None]:
+        """The forward of a stage, profiled if the JSON asks for it: on the first rank, of one micro-batch."""
+        profiler = getattr(self, "flops_profiler", None)
+        step = self._config.flops_profiler_config.profile_step
+        if profiler is None or self.global_rank != 0 or self.global_steps != step or not self.module.training:
+            yield
+            return
+        self.flops_profiler = None  # once
+        profiler.ds_engine = None  # its report would divide by times of a whole step
+        profiler.start_profile()
+        try:
+            yield
+            profiler.stop_profile()
+            profiler.print_model_profile(
+                profile_step=step,
+                module_depth=self.flops_profiler_module_depth(),
+                top_modules=self.flops_profiler_top_modules(),
+                detailed=self.flops_profiler_detailed(),
+                output_file=self.flops_profiler_output_file(),
+            )
+        finally:
+            profiler.end_profile()
 
     @contextmanager
     def _counting_backwards(self: Any, overlaps: bool = True) -> Iterator[None]:

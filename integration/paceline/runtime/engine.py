@@ -24,11 +24,15 @@ from .masters import PipelineMasters
 from .measuring import Measuring
 from .migration import Migrating
 from .natural import Natural
+from .rate import check_scheduler_object
 from .scheduling import Scheduling
 from .state import is_copy, link_full_access, names_of, tied_weights
 from .watch import WATCH
 
 _Asks = Callable[[nn.Parameter], bool]
+
+TIMES_EVERY = 10
+"""Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
 
 
 class PacelineEngine(
@@ -68,6 +72,11 @@ class PacelineEngine(
         self._start_scheduling()
         self._start_partition()
 
+    def steps_per_print(self) -> int | None:
+        """As the JSON says. DeepSpeed's pipelines cannot report times without it."""
+        every: int | None = super().steps_per_print()
+        return TIMES_EVERY if every is None and self.wall_clock_breakdown() else every
+
     # -- the optimizer -------------------------------------------------------------------------------------------
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -90,6 +99,10 @@ class PacelineEngine(
             error = caught
         self.control.settle(error, "making the optimizer")
         link_full_access(self.optimizer)
+
+    def _configure_lr_scheduler(self) -> None:
+        check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
+        super()._configure_lr_scheduler()
 
     def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
         parameters = parameters or [{"params": []}]  # of a stage that is frozen; torch.optim refuses an empty list

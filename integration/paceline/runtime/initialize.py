@@ -16,7 +16,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..config import PacelineConfig, Resolved, check_features, check_scheduler, read_ds_config, warn_near_misses
+from ..config import (
+    PacelineConfig,
+    Resolved,
+    check_features,
+    check_scheduler,
+    read_ds_config,
+    warn_near_misses,
+    without_effect,
+)
 from ..config.section import HETERO, show
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
@@ -33,6 +41,7 @@ from .directions import MultiDirectionPipeline
 from .engine import PacelineEngine
 from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for, resolve_for
+from .rate import check_scheduler_object
 from .staging import share_gpu, shares_gpu
 from .watch import WATCH
 
@@ -67,6 +76,8 @@ def initialize(
             * any other module: given to DeepSpeed as it is, and run by an engine of ours if the ``"paceline"`` section
               has something for it: ``"moe"``, ``"natural_gradient"``, ``"averaging"``.
         config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
+        lr_scheduler: a function, ``lambda optimizer: StepLR(optimizer, 100)``, called with the optimizer that trains;
+            or a scheduler over ``optimizer``. One over another would never act, and is refused.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
@@ -87,6 +98,7 @@ def initialize(
     ds_config = read_ds_config(source)
     PacelineConfig.of(ds_config)
     check_scheduler(ds_config)
+    check_scheduler_object(lr_scheduler, optimizer)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     WATCH.start(TIMEOUT_S)
     if dist.get_rank() == 0:
@@ -107,6 +119,8 @@ def initialize(
     patches = []
     if isinstance(model, PipelineModule):
         check_features(ds_config)
+        for line in without_effect(ds_config) if dist.get_rank() == 0 else ():
+            logger.warning(line)
         engine = _engine_for(model, ds_config)
         patches = [engine_class(engine)]
         if model_parameters is None:

@@ -18,6 +18,7 @@ from .control import ControlPlane
 from .islands import Averaging
 from .masters import PlainMasters
 from .natural import Natural
+from .rate import check_scheduler_object
 
 OWN_FILE = "paceline_rank_{rank:05d}.pt"
 """In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
@@ -35,6 +36,10 @@ class PlainEngine(Natural, Averaging, DeepSpeedEngine):
         if PacelineConfig.of(self._config._param_dict).averaging is not None:
             self.control = ControlPlane.create()
             self._start_averaging(lambda: PlainMasters(self))
+
+    def _configure_lr_scheduler(self) -> None:
+        check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
+        super()._configure_lr_scheduler()
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self.module.named_parameters()}
