@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from ..runtime.build_locks import extension_folders, locks
 
 OPTIONAL = ("torchft", "peft", "trl")
 """Packages that are at work where they are installed, whether or not they are asked for."""
@@ -273,45 +275,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def extension_folders() -> list[Path]:
-    """Where torch builds C++ extensions."""
-    folders = [Path(os.environ["TORCH_EXTENSIONS_DIR"])] if os.environ.get("TORCH_EXTENSIONS_DIR") else []
-    if not folders:
-        from torch.utils.cpp_extension import get_default_build_root
-
-        folders.append(Path(get_default_build_root()))
-    return folders
-
-
-def locks(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The locks of builds in ``folders``: path, age in seconds, and the process of this machine that holds it.
-
-    A build has its lock open until it is done. One that is killed leaves it, and others wait for it without end.
-    """
-    found = []
-    for folder in folders:
-        for pattern in ("lock", "*/lock", "*/*/lock"):  # with and without a folder for the version of Python
-            for path in sorted(folder.glob(pattern)):
-                with contextlib.suppress(OSError):
-                    status = path.stat()
-                    holder = _holder(status.st_dev, status.st_ino)
-                    age_s = round(max(0.0, time.time() - status.st_mtime))
-                    found.append({"path": str(path), "age_s": age_s, "holder": holder})
-    return found
-
-
-def _holder(device: int, inode: int) -> int | None:
-    """A process of this machine that has the file open, as far as this one may look."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(entry / "fd"):
-                with contextlib.suppress(OSError):
-                    status = os.stat(entry / "fd" / name)
-                    if (status.st_dev, status.st_ino) == (device, inode):
-                        return int(entry.name)
-    return None
 
 
 def disk(output_dir: str = "") -> list[dict[str, Any]]:

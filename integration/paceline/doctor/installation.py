@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..runtime.build_locks import YOUNG_S
 from .facts import meaning
 from .finding import NOTE, OK, PROBLEM, Finding
 
@@ -18,7 +19,6 @@ LEAST_SHARED = GIB // 4
 """Bytes of /dev/shm; Docker's default is a quarter of that."""
 
 LEAST_OPEN_FILES = 4096
-YOUNG_LOCK_S = 60
 _IMPORTING = ("patches", "devices", "locks")
 """Looks that import torch or DeepSpeed."""
 
@@ -140,7 +140,7 @@ def _locks(locks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         path, age = lock["path"], _age(lock["age_s"])
         if lock["holder"] is not None:
             yield Finding(OK, "build", f"process {lock['holder']} builds an extension since {age}: {path}")
-        elif lock["age_s"] < YOUNG_LOCK_S:
+        elif lock["age_s"] < YOUNG_S:
             text = f"{path} is {age} old, and no process that can be seen here holds it: another host may build there"
             yield Finding(NOTE, "build lock", text, "look again in a minute")
         else:

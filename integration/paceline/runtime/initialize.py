@@ -35,6 +35,7 @@ from ..patches.repairs import repair_deepspeed
 from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
 from ..schedules.directions import num_directions
 from .alone import become_a_world, is_alone
+from .build_locks import warn_of_locks
 from .causal_lm_engine import CausalLMEngine
 from .control import ControlPlane
 from .directions import MultiDirectionPipeline
@@ -187,6 +188,8 @@ def start_distributed(**kwargs: Any) -> None:
     if not dist.is_initialized() and is_alone(os.environ):
         become_a_world(os.environ)
         logger.info("no launcher has started this process: it is the only rank (torchrun and deepspeed start several)")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warn_of_locks()
     if shares_gpu():
         share_gpu(kwargs.get("timeout"))
     on_cpu = get_accelerator().device_name() == "cpu"
