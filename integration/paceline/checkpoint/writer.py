@@ -201,7 +201,7 @@ class CheckpointWriter:
 
     def _write_own(self, save: Save, state: bytes) -> None:
         save.draft.mkdir(parents=True, exist_ok=True)
-        contents = {
+        contents: dict[str, tuple[bytes | memoryview, ...]] = {
             "safetensors": (self._snapshot.header, *self._snapshot.data()),
             "json": (self._snapshot.index,),
             "pt": (state,),
