@@ -127,6 +127,11 @@ def run(args: argparse.Namespace) -> int:
     shown = facts(args, config, shape, cluster, ranking)
     if args.write is not None:
         write(Path(args.write), shown, args, shape)
+        if args.capacity_factor is not None:
+            print(
+                "paceline: --capacity-factor is predicted only: experts of the job take all that their router sends.",
+                file=sys.stderr,
+            )
     print(json.dumps(shown, indent=2) if args.json else text(shown))
     if not ranking.plans:
         print(

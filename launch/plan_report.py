@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 JOB = "paceline.launch.finetune"
+REBALANCE_EVERY = 50
+"""Steps from one look at the loads of experts to the next: the job's own default, written for people to see."""
 PATCHED = "paceline.launch.patched YOUR_TRAINER_SCRIPT.py"
 
 
@@ -99,8 +101,12 @@ def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
     return found
 
 
-def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int) -> dict[str, Any]:
-    """The DeepSpeed JSON of a plan of :func:`facts`; what is not the strategy's is filled by the command line."""
+def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: bool = False) -> dict[str, Any]:
+    """The DeepSpeed JSON of a plan of :func:`facts`: all that its prediction stands on. The rest is the command line's.
+
+    Args:
+        rebalanced: experts were predicted as they would be placed, so that the job has to place them.
+    """
     import torch
 
     config: dict[str, Any] = {
@@ -126,10 +132,14 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int) -> dict[str, Any
         return config
     if plan["expert"] > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": plan["expert"]}
-    pipeline: dict[str, Any] = {"stages": plan["pipeline"]}
+    if shape.gradient_checkpointing:
+        config["pipeline"] = {"activation_checkpoint_interval": 1}
+    pipeline: dict[str, Any] = {"stages": plan["pipeline"], "schedule": "1f1b"}
     if plan["pipeline"] > 1:
         pipeline["partition"] = plan["boundaries"]
     config["paceline"] = {"pipeline": pipeline}
+    if rebalanced and plan["expert"] > 1:
+        config["paceline"]["moe"] = {"rebalance_every": REBALANCE_EVERY, "replicas": 0}
     return config
 
 
@@ -140,7 +150,8 @@ def write(directory: Path, shown: dict[str, Any], args: argparse.Namespace, shap
         for plan in shown["plans"]:
             if plan["runs"]:
                 path = directory / f"{plan['name']}.json"
-                path.write_text(json.dumps(ds_config(plan, shape, args.zero), indent=2) + "\n", encoding="utf-8")
+                config = ds_config(plan, shape, args.zero, rebalanced=args.rebalanced)
+                path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
                 plan["file"], plan["command"] = str(path), _command(plan, str(path), args, shown["cluster"])
         (directory / "plans.txt").write_text(text(shown) + "\n", encoding="utf-8")
     except OSError as error:
@@ -157,7 +168,6 @@ def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace, clust
         folder = str(model.parent) if model.name == "config.json" and model.is_file() else args.model
         told += f" --model_name_or_path {shlex.quote(folder)}"
         told += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""
-        told += " --gradient_checkpointing" if args.gradient_checkpointing else ""
     return f"{told} …"
 
 

@@ -76,6 +76,26 @@ def test_it_starts(plans: Any, tmp_path: Path, model: str, name: str) -> None:
         assert held == [whole - (experts // 2 if name.endswith("ep2") else 0)] * 2
 
 
+def test_experts_are_placed_where_the_prediction_took_them_to_be(plans: Any, tmp_path: Path) -> None:
+    folder, _ = plans["mixtral"]
+    (tmp_path / "loads.json").write_text(json.dumps([[10, 8, 1, 1]] * 4))
+    argv = ["--loads", str(tmp_path / "loads.json"), "--rebalanced", "--gradient-checkpointing"]
+    assert main(["plan", str(folder), *CLUSTER, *STEP, *argv, "--write", str(tmp_path / "plans")]) == 0
+    overrides = str(TINY["config_overrides"]) + OVERRIDES["mixtral"]
+    values = {**TINY, "model_type": "mixtral", "config_overrides": overrides, "max_steps": 10}
+    values |= {"eval_strategy": "no", "save_strategy": "no", "deepspeed": tmp_path / "plans" / "tp1_pp1_dp2_ep2.json"}
+    output = tmp_path / "model"
+    ranks = run_ranks(finetune, 2, flags(**values, output_dir=output))
+    assert {code for code, _ in ranks} == {0}, ranks
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    (decision,) = [line["decision"] for line in lines if "decision" in line]
+    assert (decision["what"], decision["step"]) == ("experts", 10)
+    assert decision["predicted_now_s"] > 0
+    ran = json.loads((output / "run.json").read_text())
+    assert (ran["schedule"], ran["stages"], ran["data_parallel"]) == ("1f1b", 1, 2)
+    assert (ran["micro_batch_size"], ran["micro_batches"]) == (2, 2)
+
+
 def test_a_tensor_parallel_plan_starts_under_a_trainer(plans: Any, tmp_path: Path) -> None:
     folder, files = plans["llama"]
     found = tmp_path / "found.json"

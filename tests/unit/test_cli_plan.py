@@ -233,6 +233,49 @@ def test_loads_make_expert_parallelism_slower(plan: Any, tmp_path: Path) -> None
     assert next(found["step_s"] for found in shown["plans"] if found["expert"] == 2) > skewed
 
 
+def test_the_files_say_all_that_their_predictions_stand_on(plan: Any, tmp_path: Path) -> None:
+    from paceline.config import resolve
+
+    (tmp_path / "loads.json").write_text(json.dumps([[10, 8, 1, 1]] * 4))
+    loads = ["--loads", str(tmp_path / "loads.json")]
+    cases: list[tuple[list[str], bool, bool]] = [
+        ([], False, False),
+        ([*loads], False, False),
+        ([*loads, "--rebalanced"], True, False),
+        (["--gradient-checkpointing"], False, True),
+    ]
+    for number, (argv, moves, recomputes) in enumerate(cases):
+        folder = tmp_path / f"plans{number}"
+        more = ["--devices", "4", "--micro-batch-size", "2", "--write", str(folder), "--json"]
+        shown, _ = plan("mixtral", *CLUSTER, *STEP, *argv, *more)
+        found = [row for row in shown["plans"] if row["file"]]
+        assert {(row["pipeline"], row["data"], row["expert"]) for row in found} >= {(2, 2, 2), (1, 4, 4), (4, 1, 1)}
+        for row in found:
+            config = json.loads(Path(row["file"]).read_text())
+            sizes: dict[str, Any] = {"num_layers": 4, "num_items": 6, "state_bytes": None, "device_bytes": None}
+            resolved = resolve(config | {"gradient_clipping": 1.0}, world_size=4, cpu=False, **sizes)
+            assert near_misses(config) == []
+            assert (resolved.stages, resolved.data_parallel) == (row["pipeline"], row["data"])
+            assert resolved.expert_parallel == row["expert"]
+            assert (resolved.micro_batches, resolved.micro_batch_size) == (row["micro_batches"], 2)
+            assert resolved.schedule.type == "1f1b" == config["paceline"]["pipeline"]["schedule"]
+            assert row["pipeline"] == 1 or resolved.partition == row["boundaries"]
+            section = PacelineConfig.of(config).moe
+            if moves and row["expert"] > 1:
+                assert section is not None, "the job would leave experts in order"
+                assert section.rebalance_every, "the job would never look"
+                assert section.replicas == 0, "copies were not predicted"
+            else:
+                assert section is None, "experts in order were predicted"
+            assert config.get("pipeline") == ({"activation_checkpoint_interval": 1} if recomputes else None)
+
+
+def test_a_capacity_factor_is_predicted_only(plan: Any, tmp_path: Path) -> None:
+    argv = [*CLUSTER, *STEP, "--capacity-factor", "1.5"]
+    assert plan("mixtral", *argv)[1] == ""
+    assert plan("mixtral", *argv, "--write", str(tmp_path / "plans"))[1].startswith("paceline: --capacity-factor is ")
+
+
 FILES = {
     "broken.json": "{",
     "list.json": "[]",
