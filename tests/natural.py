@@ -55,6 +55,31 @@ def size(estimates: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value.sum()) for name, value in estimates.items() if ", eigenvalues of" in name}
 
 
+ANY_OPTIMIZER = {
+    "SGD": {"type": "SGD", "params": {"lr": 30.0}},
+    "AdamW": {"type": "AdamW", "params": {"lr": 0.3, "weight_decay": 0.0, "torch_adam": True}},
+}
+"""Without natural gradients, at rates that go too far."""
+
+
+def assert_is_limited(free: Mapping[str, Tensor], limited: Mapping[str, Tensor]) -> None:
+    """The same first update, without limits and with those of ``"max_change": {}``."""
+    squares: dict[str, float] = {}
+    for name, change in free.items():
+        layer = name.rpartition(".")[0]
+        squares[layer] = squares.get(layer, 0.0) + float(change.double().square().sum())
+    factors = {
+        layer: min(1.0, (1.5 if layer == "lm_head" else 0.75) / square**0.5) if square else 1.0
+        for layer, square in squares.items()
+    }
+    total = sum(square * factors[layer] ** 2 for layer, square in squares.items()) ** 0.5
+    assert any(factor < 1 for factor in factors.values())
+    assert total > 2
+    for name, change in free.items():
+        wanted = change * (factors[name.rpartition(".")[0]] * 2 / total)
+        torch.testing.assert_close(limited[name], wanted, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def assert_limited(changes: Mapping[str, Tensor], report: Mapping[str, float]) -> None:
     """A step's change of each parameter obeys the limits that ``"max_change": {}`` stands for."""
     layers: dict[str, float] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from jobs import TINY, ds_config, finetune, flags, model_config, step_batches
 from natural import (
+    ANY_OPTIMIZER,
     AUTOCAST,
     FAST,
     LAYERS,
@@ -24,6 +25,7 @@ from natural import (
     SGD,
     allow_fp16,
     assert_close,
+    assert_is_limited,
     assert_limited,
     learned,
     same,
@@ -88,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped, tied": {"tied": True, "gradient_clipping": 0.3, "zero": 0},
     "gpt2": {"family": "gpt2", "tied": True},
     "mixtral": {"family": "mixtral"},
+    "simple": {"options": {"method": "simple"}},
 }
 
 
@@ -435,6 +438,27 @@ def test_with_max_change_updates_obey_the_limits() -> None:
     for (first, report), (last, same_report) in zip(*run_ranks(limited, 2), strict=True):
         assert report == same_report
         assert_limited(first | last, report)
+
+
+def first_changes() -> dict[str, list[dict[str, Tensor]]]:
+    """Of each optimizer's first step, without limits and with them, and without natural gradients."""
+    found: dict[str, list[dict[str, Tensor]]] = {name: [] for name in ANY_OPTIMIZER}
+    for name, optimizer in ANY_OPTIMIZER.items():
+        for section in ({}, {"max_change": {}}):
+            paceline = {"pipeline": {"stages": 2, "partition": "uniform"}, **section}
+            engine = engine_of(2, options=None, optimizer=optimizer, paceline=paceline)
+            before = values(engine)
+            steps(engine, 0, 1)
+            found[name].append({key: value - before[key] for key, value in values(engine).items()})
+            engine.destroy()
+    return found
+
+
+def test_max_change_of_any_optimizer() -> None:
+    first, last = run_ranks(first_changes, 2)
+    for name in ANY_OPTIMIZER:
+        free, limited = (one | other for one, other in zip(first[name], last[name], strict=True))
+        assert_is_limited(free, limited)
 
 
 # -- any pipeline ----------------------------------------------------------------------------------------------------

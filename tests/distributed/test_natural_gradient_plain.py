@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jobs import flags, model_config, step_batches
 from natural import (
+    ANY_OPTIMIZER,
     AUTOCAST,
     FAST,
     LAYERS,
@@ -22,6 +23,7 @@ from natural import (
     SGD,
     allow_fp16,
     assert_close,
+    assert_is_limited,
     assert_limited,
     learned,
     same,
@@ -253,6 +255,25 @@ def test_with_max_change_updates_obey_the_limits() -> None:
     for (changes, report), (_, same_report) in zip(*run_ranks(limited, 2), strict=True):
         assert report == same_report
         assert_limited(changes, report)
+
+
+def first_changes() -> dict[str, list[dict[str, Tensor]]]:
+    """Of each optimizer's first step, without limits and with them, and without natural gradients."""
+    found: dict[str, list[dict[str, Tensor]]] = {name: [] for name in ANY_OPTIMIZER}
+    for name, optimizer in ANY_OPTIMIZER.items():
+        for section in ({}, {"max_change": {}}):
+            engine = engine_of("llama", 2, None, optimizer=optimizer, paceline=section)
+            before = values(engine)
+            steps(engine, 0, 1)
+            found[name].append({key: value - before[key] for key, value in values(engine).items()})
+            engine.destroy()
+    return found
+
+
+def test_max_change_of_any_optimizer() -> None:
+    for found in run_ranks(first_changes, 2):
+        for free, limited in found.values():
+            assert_is_limited(free, limited)
 
 
 def refused() -> str:

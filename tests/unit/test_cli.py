@@ -62,6 +62,7 @@ def test_check_config(ds_json, capsys):
         "pipeline": {"stages": 2, "partition": None, "schedule": None},
         "moe": None,
         "natural_gradient": None,
+        "max_change": None,
         "averaging": None,
         "report": {"metrics": True, "html": True, "trace_every": None},
     }
@@ -108,7 +109,7 @@ def test_check_config_as_text(ds_json, capsys):
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
         '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null}, '
-        '"moe": null, "natural_gradient": null, "averaging": null, '
+        '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
         "optimizer.params.lr: filled from the command line",
@@ -223,7 +224,7 @@ def test_a_name_that_is_too_long_for_a_file(tmp_path, capsys):
 def test_schema(capsys):
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {"averaging", "moe", "natural_gradient", "pipeline", "report"}
+    assert set(schema["properties"]) == {"averaging", "max_change", "moe", "natural_gradient", "pipeline", "report"}
 
 
 def test_patches(capsys):

@@ -43,7 +43,7 @@ def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> N
             f"{SECTION}.moe is there and {written}: with this schedule experts stay where they are; leave moe out, or "
             "take another schedule."
         )
-    for part in ("natural_gradient", "averaging"):
+    for part in ("natural_gradient", "max_change", "averaging"):
         if getattr(PacelineConfig.of(config), part) is not None:
             raise ValueError(
                 f"{SECTION}.{part} is there and {written}: they have not been made to work together; leave one of them "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from .part import Part
 
+SIMPLE = "simple"
+_OF_ESTIMATES = (
+    *("rank_in", "rank_out", "num_minibatches_history", "num_samples_history", "update_period", "max_rows"),
+)
 _Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -29,6 +33,11 @@ class MaxChangeConfig(Part):
 class NaturalGradientConfig(Part):
     """Weight gradients of linear layers, divided by a running estimate of the Fisher matrix of each (NG-SGD)."""
 
+    method: Literal["online", "simple"] = Field(
+        default="online",
+        description='"online": by a running estimate; "simple": the rows of each micro-batch by the second moment of '
+        "its other rows, which costs more and keeps nothing.",
+    )
     layers: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description='A regular expression that the names of the layers contain, such as "mlp|lm_head". Left out: all '
@@ -60,9 +69,24 @@ class NaturalGradientConfig(Part):
     )
     max_change: MaxChangeConfig | None = Field(
         default=None,
-        description="How far parameters may move in one update; {} for 0.75 a layer, 1.5 the head, 2.0 in all. Left "
-        "out: any distance.",
+        description="As paceline.max_change, where natural gradients are.",
     )
+
+    @field_validator("alpha")
+    @classmethod
+    def _is_enough(cls, value: float, info: ValidationInfo) -> float:
+        if value == 0 and info.data.get("method") == SIMPLE:
+            raise ValueError("the rows of a micro-batch do not span all directions; write more than 0, such as 4.")
+        return value
+
+    @field_validator(*_OF_ESTIMATES)
+    @classmethod
+    def _belongs_to_online(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("method") == SIMPLE:
+            raise ValueError(
+                'it belongs to the method "online" and the method is "simple", which estimates nothing; drop it.'
+            )
+        return value
 
     @field_validator("layers")
     @classmethod

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from .averaging import AveragingConfig
-from .natural_gradient import NaturalGradientConfig
+from .natural_gradient import MaxChangeConfig, NaturalGradientConfig
 from .part import Part
 
 SECTION = "paceline"
@@ -377,10 +377,29 @@ class PacelineConfig(Part):
     natural_gradient: NaturalGradientConfig | None = Field(
         default=None, description="Natural gradients of linear layers. Left out: ordinary ones."
     )
+    max_change: MaxChangeConfig | None = Field(
+        default=None,
+        description="How far parameters may move in one update; {} for 0.75 a layer, 1.5 the head, 2.0 in all. Left "
+        "out: any distance.",
+    )
     averaging: AveragingConfig | None = Field(
         default=None, description="Islands that average their parameters. Left out: the job is alone."
     )
     report: ReportConfig = Field(default=ReportConfig(), description="What a run tells about itself.")
+
+    @field_validator("max_change")
+    @classmethod
+    def _is_said_once(cls, value: MaxChangeConfig | None, info: ValidationInfo) -> MaxChangeConfig | None:
+        natural = info.data.get("natural_gradient")
+        if value is not None and natural is not None and natural.max_change is not None:
+            raise ValueError("natural_gradient.max_change says it too; drop one of them.")
+        return value
+
+    @property
+    def limits(self) -> MaxChangeConfig | None:
+        """How far parameters may move in one update, wherever it is written."""
+        natural = self.natural_gradient
+        return self.max_change or (None if natural is None else natural.max_change)
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> PacelineConfig:

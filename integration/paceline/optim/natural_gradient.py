@@ -370,8 +370,38 @@ class AffineNaturalGradient:
         self.outputs.load_state_dict(state["outputs"])
 
 
+class SimpleAffineNaturalGradient:
+    """As :class:`AffineNaturalGradient`, but by :func:`simple_natural_gradient` of each call's rows; keeps nothing."""
+
+    def __init__(self, bias: bool = True, alpha: float = 4.0) -> None:
+        self.bias, self.alpha = bias, alpha
+
+    @torch.no_grad()
+    def gradients(self, x: Tensor, dy: Tensor, unit: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        """``(dW, db)`` as those of :class:`AffineNaturalGradient`, in the dtype of ``dy``.
+
+        Args:
+            x: what the layer was given, (..., N, D_in).
+            dy: derivatives of the loss, (..., N, D_out).
+            unit: times ``dy`` these are derivatives of a loss *summed* over the rows.
+        """
+        rows = _wide(x)
+        if self.bias:
+            rows = torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1)
+        gradient = (self.divided(_wide(dy), unit).mT @ self.divided(rows)).to(dy.dtype)
+        return (gradient[..., :-1], gradient[..., -1]) if self.bias else (gradient, None)
+
+    @torch.no_grad()
+    def divided(self, rows: Tensor, unit: float = 1.0) -> Tensor:
+        """``rows`` (..., N, D), each by the second moment of the others, with the norm that they had."""
+        if rows.shape[-1] == 1:
+            return rows
+        x_hat, scale = simple_natural_gradient(rows * unit, self.alpha)
+        return x_hat.mul_((scale / unit)[..., None, None]) if x_hat is not rows else rows
+
+
 @torch.no_grad()
-def simple_natural_gradient(x: Tensor, alpha: float = 0.1) -> tuple[Tensor, Tensor]:
+def simple_natural_gradient(x: Tensor, alpha: float = 4.0) -> tuple[Tensor, Tensor]:
     """``(x_hat, scale)``: each row divided by the second moment of the *other* rows of the minibatch, smoothed.
 
     With s = tr(X'X)/N and lambda = alpha s / D row n of ``x_hat`` is x_n (lambda I + sum_{m != n} x_m' x_m / (N-1))^-1.

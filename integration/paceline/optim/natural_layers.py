@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..config.natural_gradient import NaturalGradientConfig
-from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, sample
+from ..config.natural_gradient import SIMPLE, NaturalGradientConfig
+from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, SimpleAffineNaturalGradient, sample
 
 MAX_ROWS = 1024
 """Rows of a micro-batch that are learned from, unless the config says otherwise."""
@@ -55,6 +55,7 @@ class NaturalGradients:
     ) -> None:
         self.options, self.unit, self._name_of = options, unit, name_of
         self.layers: dict[str, AffineNaturalGradient] = {}
+        self.is_simple = options.method == SIMPLE
         """By the name of the weight."""
         self.names: list[str] = []
         """Of the weights that are here."""
@@ -122,6 +123,8 @@ class NaturalGradients:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Estimates of weights that are here; the others of ``state`` are left alone, and those it lacks begin anew."""
         self.layers.clear()
+        if self.is_simple:
+            return
         for name in self.names:
             if name in state:
                 dim_in, dim_out = state[name]["dims"]
@@ -155,8 +158,12 @@ class _NaturalFunction(torch.autograd.Function):
             if not len(x):
                 return dx, torch.zeros_like(weight), dy.sum(0) if ctx.has_bias else None, None
             natural = layer.natural
-            known = natural.of(layer.weight_name, x.shape[-1], dy.shape[-1], ctx.has_bias)
-            dw, db = known.gradients(x, dy, natural.unit(len(x)), natural.max_rows)
+            unit = natural.unit(len(x))
+            if natural.is_simple:
+                dw, db = SimpleAffineNaturalGradient(ctx.has_bias, natural.options.alpha).gradients(x, dy, unit)
+            else:
+                known = natural.of(layer.weight_name, x.shape[-1], dy.shape[-1], ctx.has_bias)
+                dw, db = known.gradients(x, dy, unit, natural.max_rows)
         return dx, (dw.t() if layer.is_transposed else dw).to(weight.dtype), db, None
 
 
@@ -244,10 +251,12 @@ class _ExpertHook:
     def __call__(self, gradient: Tensor) -> Tensor:
         natural = self._layer.natural
         dim_out, dim_in = gradient.shape[1:]
-        known = natural.of(self._name, dim_in, dim_out, False)
         wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
         unit = natural.unit(self._layer.num_rows)
         with _full_precision(gradient):
+            if natural.is_simple:
+                return _simply_divided(wide, unit, natural.options.alpha).to(gradient.dtype)
+            known = natural.of(self._name, dim_in, dim_out, False)
             wide = _divide(known.inputs, wide, unit, natural.max_rows)
             wide = _divide(known.outputs, wide.mT, unit, natural.max_rows).mT
         return wide.to(gradient.dtype)
@@ -260,6 +269,15 @@ def _divide(part: OnlineNaturalGradient, gradient: Tensor, unit: float, max_rows
     rows = gradient.reshape(-1, gradient.shape[-1])
     division = part.observe(sample(rows, max_rows), unit=unit, num_rows=len(rows))
     return division.right(gradient) * division.scale.to(gradient.dtype)
+
+
+def _simply_divided(gradient: Tensor, unit: float, alpha: float) -> Tensor:
+    """A gradient (E, D_out, D_in): its rows by all experts' other rows, then those of its transpose."""
+    simple = SimpleAffineNaturalGradient(bias=False, alpha=alpha)
+    for _ in range(2):
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        gradient = simple.divided(rows, unit).view(gradient.shape).mT
+    return gradient
 
 
 def _full_precision(like: Tensor) -> torch.autocast:

@@ -61,6 +61,7 @@ class PacelineEngine(
         super().__init__(*args, **kwargs)
         self._start_experts()
         self._start_natural_gradient()
+        self._start_max_change()
         if isinstance(self.optimizer, ShardedOptimizer):
             self._start_averaging(lambda: PipelineMasters(self))
         self.clock = Clock(torch.device(self.device))

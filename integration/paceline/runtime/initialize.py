@@ -75,7 +75,7 @@ def initialize(
               ``"paceline": {"pipeline": …}``;
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
             * any other module: given to DeepSpeed as it is, and run by an engine of ours if the ``"paceline"`` section
-              has something for it: ``"moe"``, ``"natural_gradient"``, ``"averaging"``.
+              has something for it: ``"moe"``, ``"natural_gradient"``, ``"max_change"``, ``"averaging"``.
         config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
         lr_scheduler: a function, ``lambda optimizer: StepLR(optimizer, 100)``, called with the optimizer that trains;
             or a scheduler over ``optimizer``. One over another would never act, and is refused.

@@ -1,4 +1,5 @@
-"""The part of the engines that gives a model's layers natural gradients, and keeps what is learned for them."""
+"""The part of the engines that gives a model's layers natural gradients, keeps what is learned for them, and limits how
+far an update moves parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ FEWEST_UPDATES = 100
 
 
 class Natural:
-    """Mixed into an engine; ``_start_natural_gradient`` is called by all ranks together."""
+    """Mixed into an engine; its ``_start_...`` are called by all ranks together."""
 
     natural_gradient: NaturalGradients | None = None
     """None: gradients are ordinary ones."""
@@ -40,17 +41,22 @@ class Natural:
         self.natural_gradient = NaturalGradients(options, self._unit_of_sum, name_of)
         self.natural_gradient.adopt(self.module)
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (len(self.natural_gradient.names), self._heads()))
-        if not any(number for number, _ in told):
+        dist.all_gather_object(told, len(self.natural_gradient.names))
+        if not any(told):
             remedy = "leave it out" if options.layers is None else f"correct layers, {options.layers!r}"
             raise ValueError(
                 "paceline.natural_gradient is for linear layers and experts that are trained, and finds none of them: "
                 f"{remedy}."
             )
-        if options.max_change is not None:
-            limits = options.max_change
-            heads = frozenset(Limits.layer_of(name) for _, names in told for name in names)
-            self._limit_changes(Limits(limits.layer, limits.head, limits.total, heads))
+
+    def _start_max_change(self: Any) -> None:
+        limits = PacelineConfig.of(self._config._param_dict).limits
+        if limits is None:
+            return
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, self._heads())
+        heads = frozenset(Limits.layer_of(name) for names in told for name in names)
+        self._limit_changes(Limits(limits.layer, limits.head, limits.total, heads))
 
     def _heads(self: Any) -> list[str]:
         """Names of the output layer's parameters, where it is here."""

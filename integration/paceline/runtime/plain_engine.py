@@ -31,6 +31,7 @@ class PlainEngine(Natural, Averaging, DeepSpeedEngine):
         self._max_change: FlatMaxChange | None = None
         super().__init__(*args, **kwargs)
         self._start_natural_gradient()
+        self._start_max_change()
         self._tokens = 0
         self._losses: list[torch.Tensor] = []
         if PacelineConfig.of(self._config._param_dict).averaging is not None:

@@ -93,6 +93,52 @@ def test_a_layer_is_as_rows_divided_one_by_one(kind: str) -> None:
             torch.testing.assert_close(layer.bias.grad, wanted[:, 20], rtol=1e-9, atol=1e-12)
 
 
+def divided_by_the_others(rows: Tensor, alpha: float = 4.0) -> Tensor:
+    """Each row times the inverse of the smoothed second moment of the others, with the norm of all restored."""
+    num, dim = rows.shape
+    smoothing = alpha * rows.square().sum() / (num * dim) * torch.eye(dim).to(rows)
+    found = []
+    for i, row in enumerate(rows):
+        others = torch.cat([rows[:i], rows[i + 1 :]])
+        found.append(torch.linalg.solve(smoothing + others.T @ others / (num - 1), row))
+    x_hat = torch.stack(found)
+    return x_hat * rows.norm() / x_hat.norm()
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear without bias", "conv1d"])
+def test_a_layer_by_the_simple_method_is_as_rows_divided_by_the_others(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = Conv1D(12, 20) if kind == "conv1d" else nn.Linear(20, 12, bias=kind == "linear")
+    of = Rows(layer.double())
+    known = natural(of, method="simple")
+    x = torch.randn(5, 8, 20, dtype=torch.float64) @ torch.randn(20, 20, dtype=torch.float64)
+    of(x).square().mean().backward()
+    rows, dy = of.x.reshape(40, 20), of.dy.reshape(40, 12)
+    if layer.bias is not None:
+        rows = torch.cat([rows, torch.ones(40, 1, dtype=torch.float64)], 1)
+    wanted = divided_by_the_others(dy).T @ divided_by_the_others(rows)
+    found = layer.weight.grad.T if kind == "conv1d" else layer.weight.grad
+    torch.testing.assert_close(found, wanted[:, :20], rtol=1e-9, atol=1e-12)
+    if layer.bias is not None:
+        torch.testing.assert_close(layer.bias.grad, wanted[:, 20], rtol=1e-9, atol=1e-12)
+    assert known.state_dict() == {}
+    assert known.updates() == (0, 0)
+
+
+def test_experts_by_the_simple_method() -> None:
+    """The rows of all experts' gradients together, then those of the transpose."""
+    ordinary, model = gradients(make("mixtral")), make("mixtral")
+    natural(model, method="simple", layers="experts")
+    found = gradients(model)
+    for name, gradient in ordinary.items():
+        if gradient.dim() == 3:
+            rows = divided_by_the_others(gradient.reshape(-1, gradient.shape[-1])).view(gradient.shape).mT
+            wanted = divided_by_the_others(rows.reshape(-1, rows.shape[-1])).view(rows.shape).mT
+            torch.testing.assert_close(found[name], wanted, rtol=1e-7, atol=1e-14)
+        else:
+            assert torch.equal(found[name], gradient), name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_much_smoothing_is_the_ordinary_gradient(family: str, tied: bool) -> None:
