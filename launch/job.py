@@ -45,7 +45,7 @@ from paceline.runtime.claim import Claim
 from paceline.runtime.control import ControlPlane, is_shared
 from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
-from paceline.runtime.islands import ISLAND, island_number
+from paceline.runtime.islands import ISLAND, combining_fault, island_number
 from paceline.runtime.lifetime import Preempted, current
 from paceline.runtime.module import CausalLMPipeline
 from paceline.runtime.plan import first_partition, plan_for
@@ -57,6 +57,9 @@ logger = logging.getLogger("paceline")
 
 TOKENIZER_TEXTS = 2_000
 """Rows that a tokenizer is trained on when a model from scratch brings none."""
+
+NO_HELD_OUT = "hold some out with --validation_split_percentage"
+"""The remedy where weights are to be fitted on them."""
 
 
 class Job:
@@ -108,6 +111,9 @@ class Job:
                     has_adapters=self.model_args.use_peft,
                 )
                 self._plan(resolved)  # there is data for a step
+                fault = combining_fault(self.section, self.data.held_out is not None, NO_HELD_OUT)
+                if fault is not None:
+                    raise ValueError(fault)
             self._check_state_to_resume(resolved)
             with WATCH.pause("loading the model"):
                 self._build(resolved)
@@ -371,7 +377,7 @@ class Job:
                 self.progress.step(running)
             if step == self.num_steps:
                 current().finishing()  # the export is next; no signal is to cut it off
-                engine.finish_averaging()
+                engine.finish_averaging(self._held_out_loss)
             if step % args.logging_steps == 0 or step == self.num_steps:
                 self._report(step)
             if step == self.first_step + 1 and args.save_strategy != "no":
@@ -503,21 +509,23 @@ class Job:
         )
 
     def _natural_gradient(self) -> dict[str, Any]:
-        """What natural gradients did, of all stages and replicas together; nothing where they are off. Collective."""
-        own = self.engine.natural_gradient_report()
-        if own is None:
-            return {}
-        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
-        layers, updates, at_floor = self.control.sum(counts).tolist()
-        told: dict[str, Any] = {
-            "natural_gradient": {
-                "layers": round(layers / self.engine.dp_world_size),
-                "updates": int(updates),
-                "at_floor": at_floor / max(updates, 1),
-            }
-        }
+        """What natural gradients and max change did, of all stages and replicas together; nothing where they are off.
+
+        Collective.
+        """
+        told: dict[str, Any] = {}
         if self.engine.optimizer.max_change is not None:
             told["max_change"] = self.engine.optimizer.max_change_report
+        own = self.engine.natural_gradient_report()
+        if own is None:
+            return told
+        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
+        layers, updates, at_floor = self.control.sum(counts).tolist()
+        told["natural_gradient"] = {
+            "layers": round(layers / self.engine.dp_world_size),
+            "updates": int(updates),
+            "at_floor": at_floor / max(updates, 1),
+        }
         return told
 
     def _stage(self) -> tuple[str, int]:
@@ -578,11 +586,8 @@ class Job:
             return
         if step > 0:
             self._take_time()
-        batches = self.data.evaluation_batches(
-            self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
-        )
         with WATCH.pause("evaluating"):
-            found = self.engine.evaluate(batches)
+            found = self.engine.evaluate(self._evaluation_batches())
         self.engine.clock.read()  # evaluating is not training
         if self.engine.is_stopping:
             return  # it was cut short
@@ -591,6 +596,14 @@ class Job:
             f"[paceline] step {step}: held-out loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
         )
         self._tell({"step": step, **found})
+
+    def _evaluation_batches(self) -> Any:
+        return self.data.evaluation_batches(
+            self.args.per_device_eval_batch_size, self.replica, self.resolved.data_parallel
+        )
+
+    def _held_out_loss(self) -> float:
+        return float(self.engine.evaluate(self._evaluation_batches())["eval_loss"])
 
     def _tell(self, record: dict[str, Any]) -> None:
         """To the metrics file, and to DeepSpeed's monitors (TensorBoard, CSV, W&B), by samples as they count."""

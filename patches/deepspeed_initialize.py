@@ -97,7 +97,9 @@ def plain_parts(ds_config: Mapping[str, Any]) -> list[str]:
     from paceline.config import PacelineConfig
 
     section = PacelineConfig.of(ds_config)
-    return [part for part in ("moe", "natural_gradient", "averaging") if getattr(section, part) is not None]
+    return [
+        part for part in ("moe", "natural_gradient", "max_change", "averaging") if getattr(section, part) is not None
+    ]
 
 
 def plain_engine_for(ds_config: Mapping[str, Any]) -> type | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -21,12 +22,12 @@ from torch import Tensor
 import ranks as runner
 from paceline.optim import islands as module
 from paceline.optim.averaging import Report, island_weights
-from paceline.optim.islands import Islands, Outcome
+from paceline.optim.islands import Islands, Left, Outcome
 
 DIGEST = 2**64 - 1
 SMALL_CHUNK = 4096
-COUNTING = Report(0, DIGEST, 0.0, 1.0, 100, counts=True, round=3)
-NEW = replace(COUNTING, counts=False, round=0)
+COUNTING = Report(0, DIGEST, 0.0, 1.0, 100, counts=True, round=3, trained=100)
+NEW = replace(COUNTING, counts=False, round=0, trained=0)
 
 
 def tensors_of(island: int) -> list[Tensor]:
@@ -60,7 +61,9 @@ def serve_lighthouse(port: int, *more: str) -> None:
     os._exit(main(["lighthouse", "--host", "127.0.0.1", "--port", str(port), *more]))
 
 
-def serve_island(pipe: Any, lighthouse: str, island: int, min_islands: int, timeout_s: float, stall_s: float) -> None:
+def serve_island(
+    pipe: Any, lighthouse: str, island: int, min_islands: int, timeout_s: float, stall_s: float, grace_s: float
+) -> None:
     """Does what it is told, and tells what came of it."""
     module.CHUNK_BYTES, module._STALL_S = SMALL_CHUNK, stall_s
     islands: Islands | None = None
@@ -76,9 +79,13 @@ def serve_island(pipe: Any, lighthouse: str, island: int, min_islands: int, time
                     island,
                     min_islands=min_islands,
                     timeout_s=timeout_s,
+                    grace_s=grace_s,
                     weigh=partial(island_weights, first_round="best", difference_threshold=1.0),
                 )
                 result: Any = None
+            elif what == "is called":
+                assert islands is not None
+                result = islands.is_called(*args)
             else:
                 assert islands is not None
                 result = take_part(islands, *args)
@@ -136,9 +143,10 @@ class Sea:
         min_islands: int = 1,
         timeout_s: float = runner.PATIENCE_S,
         stall_s: float = runner.PATIENCE_S,
+        grace_s: float = math.inf,
     ) -> Island:
         ours, theirs = self.context.Pipe()
-        process = self.start(serve_island, theirs, self.address, number, min_islands, timeout_s, stall_s)
+        process = self.start(serve_island, theirs, self.address, number, min_islands, timeout_s, stall_s, grace_s)
         theirs.close()
         return Island(number, process, ours)
 
@@ -351,6 +359,59 @@ def test_one_is_stopped_and_goes_on(sea: Sea) -> None:
         assert outcome.weights == [0.5, 0.5, 0.0]
         assert outcome.round == 5
         assert_same(outcome.tensors, mean_of(0, 1))
+
+
+def test_one_that_does_not_come_is_called_and_then_left_out(sea: Sea) -> None:
+    """Though it is alive; when it comes, it takes the next round's average, and counts from then on."""
+    sea.lighthouse("--heartbeat-timeout-s", "2")
+    islands = sea.islands(3, grace_s=0.5)
+    for island in islands:
+        island.begin(NEW)
+    for island in islands:
+        island.finish()
+    *others, last = islands
+    for island in others:
+        island.begin(round=0)
+    deadline = time.monotonic() + runner.PATIENCE_S
+    is_called = False
+    while not is_called and time.monotonic() < deadline:
+        last.tell("is called", 0)
+        is_called = last.answer()
+    assert is_called
+    for outcome in [island.finish() for island in others]:
+        assert [report.island for report in outcome.reports] == [0, 1]
+        assert (outcome.round, outcome.weights) == (1, [0.0, 1.0]) or outcome.weights == [1.0, 0.0]
+    last.begin(round=0)
+    with pytest.raises(Left, match="island 2 has left the other islands"):
+        last.finish()
+    last.tell("join")
+    last.joined()
+    last.begin(round=0)
+    sea.wait_for_questions(1)
+    for island in others:
+        island.begin(round=1, trained=3)
+    for outcome in [island.finish() for island in islands]:
+        assert (outcome.weights, outcome.round) == ([0.5, 0.5, 0.0], 2)
+        assert_same(outcome.tensors, mean_of(0, 1))
+
+
+def test_nothing_new_is_no_round_and_no_traffic(sea: Sea) -> None:
+    sea.lighthouse()
+    islands = sea.islands(2)
+    for island in islands:
+        island.begin(trained=0)
+    for outcome in [island.finish() for island in islands]:
+        assert (outcome.tensors, outcome.round, outcome.bytes_sent) == (None, 3, 0)
+    islands[0].begin(trained=30)
+    islands[1].begin(trained=10)
+    for outcome in [island.finish() for island in islands]:
+        assert (outcome.weights, outcome.round) == ([0.75, 0.25], 4)
+        assert outcome.tensors is not None
+        for found, one, other in zip(outcome.tensors, tensors_of(0), tensors_of(1), strict=True):
+            wanted = 0.75 * one.double() + 0.25 * other.double()
+            torch.testing.assert_close(
+                found.double(), wanted, rtol=1e-2 if found.dtype == torch.bfloat16 else 1e-6, atol=0
+            )
 
 
 def test_one_that_missed_a_round_weighs_nothing(sea: Sea) -> None:

@@ -49,17 +49,17 @@ def test_frozen():
         (
             {"pipline": {}},
             'paceline.pipline is not a key of this version of paceline; did you mean "pipeline"? Valid keys of '
-            'paceline: "averaging", "moe", "natural_gradient", "pipeline", "report".',
+            'paceline: "averaging", "max_change", "moe", "natural_gradient", "pipeline", "report".',
         ),
         (
             {"stages": 4},
             'paceline.stages is not a key of this version of paceline; did you mean "paceline.pipeline.stages"? Valid '
-            'keys of paceline: "averaging", "moe", "natural_gradient", "pipeline", "report".',
+            'keys of paceline: "averaging", "max_change", "moe", "natural_gradient", "pipeline", "report".',
         ),
         (
             {"quantum_gradient": {"update_period": 4}},
             'paceline.quantum_gradient is not a key of this version of paceline; did you mean "natural_gradient"? '
-            'Valid keys of paceline: "averaging", "moe", "natural_gradient", "pipeline", "report".',
+            'Valid keys of paceline: "averaging", "max_change", "moe", "natural_gradient", "pipeline", "report".',
         ),
         (
             {"natural_gradient": {"alpha": -1}},
@@ -80,6 +80,25 @@ def test_frozen():
             {"natural_gradient": {"max_change": {"totl": 1}}},
             'paceline.natural_gradient.max_change.totl is not a key of this version of paceline; did you mean "total"? '
             'Valid keys of paceline.natural_gradient.max_change: "head", "layer", "total".',
+        ),
+        (
+            {"max_change": {"layer": 1}, "natural_gradient": {"max_change": {}}},
+            'paceline.max_change is {"layer": 1}: natural_gradient.max_change says it too; drop one of them.',
+        ),
+        (
+            {"natural_gradient": {"method": "simple", "update_period": 4}},
+            'paceline.natural_gradient.update_period is 4: it belongs to the method "online" and the method is '
+            '"simple", which estimates nothing; drop it.',
+        ),
+        (
+            {"natural_gradient": {"method": "simple", "alpha": 0}},
+            "paceline.natural_gradient.alpha is 0: the rows of a micro-batch do not span all directions; write more "
+            "than 0, such as 4.",
+        ),
+        (
+            {"averaging": {"lighthouse": "node1:29510", "combine_weights": "held_out"}},
+            'paceline.averaging.combine_weights is "held_out": it says how the models of the last rounds are combined '
+            'and combine_rounds is 1; drop it, or write "combine_rounds": 4.',
         ),
         (
             {"averaging": {}},

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from .part import Part
 
 NESTEROV = "nesterov"
+HELD_OUT = "held_out"
 MOST_WAIT_S = 1e8
 """Three years: more is a mistake, and may be no number of milliseconds any more."""
 
@@ -40,7 +41,7 @@ class AveragingConfig(Part):
     first_round: Literal["best", "mean"] | None = Field(
         default=None,
         description='What the first round takes: "best": the island with the smallest loss; "mean": the average. Left '
-        'out: "best" with the outer "mean", else "mean".',
+        'out: "best" with random weights and the outer "mean", else "mean".',
     )
     difference_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1.0,
@@ -54,7 +55,8 @@ class AveragingConfig(Part):
     )
     scale_learning_rate: bool | None = Field(
         default=None,
-        description="Multiply the learning rate by the number of islands in the last round, as averaged SGD wants it. "
+        description="Multiply the learning rate by the number of islands expected in the next round, whose average "
+        "divides the change of each by that. "
         'Left out: with plain SGD and the outer "mean" only.',
     )
     decay_tokens: Annotated[int, Field(ge=1)] | None = Field(
@@ -69,12 +71,23 @@ class AveragingConfig(Part):
         default=0, description="Steps that training goes on while a part is under way. 0: it waits."
     )
     combine_rounds: Annotated[int, Field(ge=1)] = Field(
-        default=1, description="Last rounds whose averages are averaged in the end, for the final model."
+        default=1, description="Last rounds whose models are combined in the end, to the final model."
+    )
+    combine_weights: Literal["mean", "held_out"] = Field(
+        default="mean",
+        description='How: "mean"; "held_out": with the weights, none negative and 1 in all, that lose least on '
+        "held-out data, which there must be.",
     )
     timeout_s: Annotated[float, Field(gt=0, le=MOST_WAIT_S, allow_inf_nan=False)] = Field(
         default=600.0,
         description="Seconds after which an island gives a round up and trains on alone until the next. An island that "
-        "is dead is waited for a few seconds; for those that are alive, see `paceline lighthouse --join-timeout-s`.",
+        "is dead is waited for a few seconds.",
+    )
+    grace_s: Annotated[float, Field(gt=0, le=MOST_WAIT_S, allow_inf_nan=False)] = Field(
+        default=60.0,
+        description="Seconds that an island waits at a round before it calls the others: they come at the end of their "
+        "step, with weights for the tokens that they have trained on. One that does not come in as long again is left "
+        "out, and takes part in the next round.",
     )
 
     @field_validator("lighthouse")
@@ -91,6 +104,16 @@ class AveragingConfig(Part):
         if value is not None and info.data.get("outer", NESTEROV) != NESTEROV:
             raise ValueError(
                 'it belongs to the outer "nesterov" and the outer is "mean"; drop it, or write "nesterov".'
+            )
+        return value
+
+    @field_validator("combine_weights")
+    @classmethod
+    def _have_several(cls, value: str, info: ValidationInfo) -> str:
+        if value == HELD_OUT and info.data.get("combine_rounds", 2) == 1:
+            raise ValueError(
+                "it says how the models of the last rounds are combined and combine_rounds is 1; drop it, or write "
+                '"combine_rounds": 4.'
             )
         return value
 

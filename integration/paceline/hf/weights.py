@@ -69,6 +69,17 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
         return model_class_of(config)(config)
 
 
+def is_pretrained(source: Any) -> bool:
+    """Whether the weights of a model come from a checkpoint, as far as a name says so: its own, or its config's.
+
+    Args:
+        source: a name or directory, a config (whose weights are drawn), or a model in memory.
+    """
+    if isinstance(source, nn.Module):
+        return bool(getattr(getattr(source, "config", None), "name_or_path", ""))
+    return isinstance(source, (str, os.PathLike))
+
+
 def load_stage(
     source: str | Path | None,
     config: PretrainedConfig,

@@ -10,7 +10,7 @@ arXiv 2311.08105 (outer Nesterov).
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +38,11 @@ class Report:
     """False where it has just started, or come back: its values are worth nothing, it takes the others'."""
     round: int
     """Rounds that it has finished."""
+    trained: int = 0
+    """Tokens that it trained on since the last round of the same tensors: the weight of its values. Differs from
+    ``tokens`` where tensors go by parts."""
+    period: float = 1.0
+    """Share of a regular period that these are: less than 1 at the end of training, and where it was called."""
 
 
 def island_weights(
@@ -45,10 +50,10 @@ def island_weights(
 ) -> list[float]:
     """The weight of each island's values in the average; they sum to 1.
 
-    Islands that count have equal weights, whatever their number of tokens, except that these have none: those that
-    missed a round which others finished; those whose loss is not finite, or is above the best one by more than the
-    threshold. If no loss is finite, nothing tells the islands apart and all that are up to date have equal weights. If
-    no island counts, one of those with the most rounds has weight 1: that with the lowest number.
+    Islands that count have weights in proportion to the tokens that their values were trained on, equal ones where
+    nobody has trained. Without weight are those that missed a round which others finished, and those whose loss is not
+    finite, or is above the best one by more than the threshold; if no loss is finite, it tells no island from another.
+    If no island counts, one of those with the most rounds has weight 1: that with the lowest number.
 
     Args:
         reports: one for each island, at least one, in the order in which the weights are wanted.
@@ -69,7 +74,23 @@ def island_weights(
         if newest == 0 and first_round == "best":
             return _only(_lowest(reports, [i for i in finite if reports[i].loss == best]), len(reports))
         indices = [i for i in finite if reports[i].loss - best <= difference_threshold]
-    return [1 / len(indices) if i in indices else 0.0 for i in range(len(reports))]
+    tokens = [reports[i].trained if i in indices else 0 for i in range(len(reports))]
+    if len({reports[i].trained for i in indices}) == 1:
+        return [1 / len(indices) if i in indices else 0.0 for i in range(len(reports))]
+    return [number / sum(tokens) for number in tokens]
+
+
+def is_no_round(reports: Sequence[Report]) -> bool:
+    """Whether these islands have nothing to tell each other: all were in the same rounds, and have no new tokens."""
+    return len({report.round for report in reports}) == 1 and all(r.counts and not r.trained for r in reports)
+
+
+def period_of(reports: Sequence[Report], weights: Sequence[float]) -> float:
+    """Share of a regular period that an average is of; 0 where nobody whose values are in it has trained."""
+    counted = [(w, r) for w, r in zip(weights, reports, strict=True) if w > 0 and r.counts]
+    if not any(report.trained for _, report in counted):
+        return 0.0
+    return sum(w * r.period for w, r in counted) / sum(w for w, _ in counted)
 
 
 def _lowest(reports: Sequence[Report], indices: Iterable[int]) -> int:
@@ -146,13 +167,19 @@ class OuterNesterov:
         self._buffers: dict[int, Tensor] = {}
 
     def step(
-        self, anchors: Sequence[Tensor], averages: Sequence[Tensor], indices: Sequence[int] | None = None
+        self,
+        anchors: Sequence[Tensor],
+        averages: Sequence[Tensor],
+        indices: Sequence[int] | None = None,
+        period: float = 1.0,
     ) -> list[Tensor]:
         """New anchors; nothing that is given is changed.
 
         Args:
             anchors, averages: the same number, of the same shapes, dtypes and devices.
             indices: which of the model's tensors they are, where a round has only a part of them; else all in order.
+            period: share of a regular period that the averages are of (:func:`period_of`). The momentum moves and
+                fades as much less; g is smaller by itself.
         """
         indices = range(len(anchors)) if indices is None else indices
         stepped = []
@@ -161,8 +188,9 @@ class OuterNesterov:
         ):
             change = anchor - average
             if self.momentum:
-                self._buffers[i] = momentum.mul(self.momentum).add_(change)
-                change = change.add(self._buffers[i], alpha=self.momentum)
+                kept = momentum.mul(self.momentum**period)
+                self._buffers[i] = kept + change
+                change = change.add(kept.mul_(period).add_(change), alpha=self.momentum)
             stepped.append(anchor.add(change, alpha=-self.learning_rate))
         return stepped
 
@@ -189,56 +217,15 @@ def learning_rate_factor(tokens: int, decay_tokens: int | None, num_islands: int
     """What an island's learning rate is multiplied by.
 
     It falls exponentially to a tenth at ``decay_tokens`` and stays there. With ``scale`` it is multiplied by the number
-    of islands, as their average moves only as far as one of them.
+    of islands, since the next average divides the change of each by that.
 
     Args:
         tokens: of all islands together, so far.
         decay_tokens: None for no decay.
-        num_islands: that the last round's average was of.
+        num_islands: that the next round's average is expected to be of.
     """
     decay = 1.0 if decay_tokens is None else 10.0 ** -min(1.0, tokens / decay_tokens)
     return decay * (num_islands if scale else 1)
-
-
-class RunningMean:
-    """The plain average of the models of the last rounds, which is better than the last one.
-
-    It keeps the last ``num_rounds`` models whole: so many times the memory of the tensors given, where they lie.
-
-    Args:
-        num_rounds: at least 1.
-    """
-
-    def __init__(self, num_rounds: int) -> None:
-        assert num_rounds >= 1, num_rounds
-        self._models: deque[list[Tensor]] = deque(maxlen=num_rounds)
-
-    def __len__(self) -> int:
-        return len(self._models)
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """A round's model. It is copied."""
-        self._models.append([tensor.detach().clone() for tensor in tensors])
-
-    def mean(self) -> list[Tensor]:
-        """New tensors of the dtypes that were given, summed in float64. At least one model must have been added."""
-        assert self._models, "no round yet"
-        if len(self._models) == 1:
-            return [tensor.clone() for tensor in self._models[0]]
-        means = []
-        for same in zip(*self._models, strict=True):
-            total = same[0].double()
-            for tensor in same[1:]:
-                total += tensor
-            means.append((total / len(same)).to(same[0].dtype))
-        return means
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"models": list(self._models)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._models.clear()
-        self._models.extend(state["models"])
 
 
 def parts_of(numels: Sequence[int], parts: int) -> list[range]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import queue
 import re
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .averaging import Report, island_weights, refusals
+from .averaging import Report, is_no_round, island_weights, refusals
 
 logger = logging.getLogger("paceline")
 
@@ -44,6 +45,8 @@ _SETTLE_S = 4 * _HEARTBEAT_S
 _PAUSE_S = 1.0
 _SAY_EVERY_S = 60.0
 _LONG_S = 30 * 86400.0
+_CALLED = "paceline/called/{}"
+"""Key in the store of an island that is waited for, by the rounds that are finished."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Outcome:
     """Of all islands in it, in the order of ``weights``."""
     weights: list[float]
     round: int
-    """Rounds finished with this one: the next report's ``round``, of an island that has just come too."""
+    """Rounds finished with this one: the next report's ``round``, of an island that has just come too. One in which
+    nobody had anything new (:func:`~paceline.optim.averaging.is_no_round`) is none."""
     waited_s: float
     """Until all islands were there, failed attempts included."""
     transfer_s: float
@@ -74,6 +78,10 @@ class Outcome:
 
 class _Closed(RuntimeError):
     """:meth:`Islands.close` was called."""
+
+
+class Left(_Closed):
+    """This island did not come when it was called, and the others count it as dead: let another object join them."""
 
 
 class _Again(Exception):
@@ -97,6 +105,9 @@ class Islands:
         timeout_s: how long a round may wait for others that are alive, or fail for whatever reason, before it raises;
             sending tensors does not count. An island whose report says that it does not count waits for the others'
             next round however long it takes.
+        grace_s: how long an island that has come to a round waits before it calls those of the last round that have
+            not (:meth:`is_called`). One that has been called and does not come in as long again is dead to the others
+            from then on, until it comes.
         weigh: the weights of the reports. It must be the same on all islands, so what it depends upon belongs into
             :attr:`Report.digest`.
 
@@ -119,10 +130,11 @@ class Islands:
         *,
         min_islands: int,
         timeout_s: float,
+        grace_s: float = math.inf,
         weigh: Callable[[Sequence[Report]], Sequence[float]] = island_weights,
     ) -> None:
         self.island, self.min_islands, self.timeout_s, self.weigh = island, min_islands, timeout_s, weigh
-        self.lighthouse = lighthouse
+        self.lighthouse, self.grace_s = lighthouse, grace_s
         host, port = _split(lighthouse)
         connect_s = min(30.0, timeout_s)
         self.address = _own_address(lighthouse, host, port, connect_s)
@@ -151,7 +163,56 @@ class Islands:
         self._twins: set[str] = set()
         self._failures = 0
         self._group: _Group | None = None
-        self._closed = False
+        self._closed = self._has_left = False
+        self._others: list[str] = []
+        """Stores of the other islands of the last round."""
+        self._next = 0
+        """Rounds finished, that of the start not counted: of :attr:`Report.round` when it comes again."""
+        self._stays = threading.Lock()
+        """Held as long as a round is under way, and while this island leaves because it is too late for one."""
+        if math.isfinite(grace_s):
+            threading.Thread(target=self._watch, name="paceline-grace", daemon=True).start()
+
+    def is_called(self, finished: int) -> bool:
+        """Whether others wait for this island, which has finished so many rounds, longer than the grace time."""
+        return not self._closed and self._store.check([_CALLED.format(finished)])
+
+    def _call(self, finished: int) -> None:
+        """Say to those of the last round that others wait for them. Those that are gone do not answer."""
+        for address in self._others:
+            try:
+                host, port = _split(address)
+                limit = timedelta(seconds=min(_CONNECT_S, self.grace_s + 1))
+                store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+                store.set(_CALLED.format(finished), "")
+            except RuntimeError as error:
+                logger.info("island %d: %s does not hear that it is waited for (%s)", self.island, address, error)
+
+    def _watch(self) -> None:
+        """Leave when this island has been called and does not come: the others then need not wait for it."""
+        called_at = None
+        while not self._closed:
+            time.sleep(min(_PAUSE_S, self.grace_s / 4))
+            if not self._stays.acquire(blocking=False):
+                called_at = None
+                continue
+            try:
+                if not self.is_called(self._next):
+                    called_at = None
+                elif called_at is None:
+                    called_at = time.monotonic()
+                elif time.monotonic() - called_at > self.grace_s:
+                    logger.warning(
+                        "island %d does not come to round %d, though the others have waited for it for twice "
+                        "averaging.grace_s (%g s): they go on without it, and it takes part in the next one.",
+                        self.island,
+                        self._next + 1,
+                        self.grace_s,
+                    )
+                    self._has_left = True
+                    self.close()
+            finally:
+                self._stays.release()
 
     @property
     def _store_address(self) -> str:
@@ -176,19 +237,24 @@ class Islands:
 
         Raises:
             ValueError: this island cannot take part as it is: another has its number, or another model or settings.
+            Left: it has been left out of a round, as it came too late.
             TimeoutError: no round in ``timeout_s``.
             RuntimeError: :meth:`close` was called meanwhile.
 
         After any error this object is closed, so that the others need not wait for it. Another one may take its place.
         """
-        if self._closed:
-            raise _Closed(f"island {self.island} has left the other islands")
         assert report.island == self.island, report
-        try:
-            return self._round(report, tensors)
-        except BaseException:
-            self.close()
-            raise
+        with self._stays:
+            if self._closed:
+                kind = Left if self._has_left else _Closed
+                raise kind(f"island {self.island} has left the other islands")
+            try:
+                outcome = self._round(report, tensors)
+            except BaseException:
+                self.close()
+                raise
+            self._next = outcome.round - (not any(each.counts for each in outcome.reports))
+            return outcome
 
     def _round(self, report: Report, tensors: Tensors) -> Outcome:
         begun, spent_s, attempts = time.monotonic(), 0.0, 0
@@ -227,7 +293,9 @@ class Islands:
         if lacking := self._lacking(quorum.participants, reports, mine):
             raise _Again(lacking, spent_s)
         weights = [float(weight) for weight in self.weigh(reports)]
-        outcome = Outcome(None, reports, weights, max(each.round for each in reports) + 1, 0.0, 0.0, 0, 0)
+        self._others = [m.store_address for n, m in enumerate(quorum.participants) if n != mine]
+        finished = max(each.round for each in reports) + (not is_no_round(reports))
+        outcome = Outcome(None, reports, weights, finished, 0.0, 0.0, 0, 0)
         if not self._changes(reports):
             return outcome
         stall_s = min(_STALL_S, self.timeout_s)
@@ -284,13 +352,17 @@ class Islands:
 
         # The call cannot be interrupted, and may take hours: an island that has just come waits for a whole round.
         threading.Thread(target=ask, name="paceline-quorum", daemon=True).start()
-        waited_s = 0.0
+        waited_s, calls = 0.0, report.counts and math.isfinite(self.grace_s)
         while True:
+            patience_s = min(_SAY_EVERY_S, self.grace_s - waited_s) if calls else _SAY_EVERY_S
             try:
-                answer = answers.get(timeout=_SAY_EVERY_S)
+                answer = answers.get(timeout=patience_s)
                 break
             except queue.Empty:
-                waited_s += _SAY_EVERY_S
+                waited_s += patience_s
+                if calls and waited_s >= self.grace_s - 1e-6:
+                    calls = False
+                    threading.Thread(target=self._call, args=(report.round,), name="paceline-call", daemon=True).start()
                 logger.info("island %d: waiting for other islands, %.0f s so far", self.island, waited_s)
         if isinstance(answer, Exception):
             raise answer
@@ -339,7 +411,7 @@ class Islands:
         return None
 
     def _changes(self, reports: Sequence[Report]) -> bool:
-        if len(reports) == 1:
+        if len(reports) == 1 or is_no_round(reports):
             return False
         if any(report.counts for report in reports):
             return True

@@ -25,17 +25,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..config import PacelineConfig
-from ..config.averaging import NESTEROV, AveragingConfig
+from ..config.averaging import HELD_OUT, NESTEROV, AveragingConfig
+from ..hf.weights import is_pretrained
 from ..messages import brief
 from ..optim.averaging import (
     OuterNesterov,
     Report,
-    RunningMean,
+    is_no_round,
     island_weights,
     learning_rate_factor,
     parts_of,
+    period_of,
 )
-from ..optim.islands import Islands, Outcome
+from ..optim.combining import RunningMean, fit_weights
+from ..optim.islands import Islands, Left, Outcome
 from .control import SHARED, ControlPlane
 from .lifetime import current
 from .masters import Masters, state_kinds
@@ -79,6 +82,21 @@ def island_share(section: Mapping[str, Any] | AveragingConfig, length: int) -> r
     return range(island, length, shares)
 
 
+def combining_fault(section: PacelineConfig, has_held_out: bool, remedy: str) -> str | None:
+    """Why the last rounds' models could not be combined as ``section`` says, in the end; None: they can be.
+
+    Args:
+        remedy: how to have held-out data, where the one who asks takes them from.
+    """
+    averaging = section.averaging
+    if has_held_out or averaging is None or averaging.combine_weights != HELD_OUT:
+        return None
+    return (
+        f'paceline.averaging.combine_weights is "{HELD_OUT}" and there are no held-out data to fit the weights on: '
+        f'{remedy}, or write "mean".'
+    )
+
+
 @dataclass
 class _Pending:
     """An exchange that is under way."""
@@ -93,6 +111,8 @@ class _Pending:
     overlaps: bool
     """Training goes on meanwhile."""
     tokens: int
+    trained_until: int
+    """Tokens that this island had trained on when it began."""
     sent: list[Tensor] | None = None
     """On the first rank: what this island had when it began; all of it, where it does not count."""
     states: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -110,6 +130,7 @@ class Averager:
         control: between the ranks of this island.
         masters: what is averaged.
         basic: the optimizer of ``torch.optim`` inside, whose learning rate is scaled.
+        is_pretrained: whether the weights at the start are another training's, rather than drawn at random.
     """
 
     def __init__(
@@ -118,7 +139,9 @@ class Averager:
         control: ControlPlane,
         masters: Masters,
         basic: torch.optim.Optimizer,
+        is_pretrained: bool = False,
     ) -> None:
+        self._is_pretrained = is_pretrained
         self.section, self.control, self.masters, self.basic = section, control, masters, basic
         self.island, _ = island_number(section)
         self.is_first = control.rank == 0
@@ -140,8 +163,13 @@ class Averager:
         self.tokens = 0
         """That this island has trained on."""
         self.tokens_of_all = 0
-        self.num_islands = 1
-        """In the last average."""
+        self.num_islands = section.min_islands
+        """Expected in the next average: those of the last round, whatever it made of them."""
+        self._trained_until: dict[int, int] = {}
+        """Tokens at the last round of each part."""
+        self._last_loss = math.nan
+        self._moved = 0.0
+        """Periods that the parts have been averaged over since the last model was kept, all together."""
         self._next_tokens = 0.0
         self._loss_sum: Tensor | float = 0.0
         self._since = 0
@@ -166,7 +194,7 @@ class Averager:
     @property
     def first_round(self) -> Literal["best", "mean"]:
         chosen = self.section.first_round
-        return chosen or ("mean" if self._outer is not None else "best")
+        return chosen or ("mean" if self._outer is not None or self._is_pretrained else "best")
 
     # -- what an engine calls ------------------------------------------------------------------------------------
 
@@ -205,26 +233,66 @@ class Averager:
         self._since += tokens
         if self._pending is not None and step >= self._pending.due:
             self.settle()
-        if self.tokens >= self._next_tokens:
+        is_due = self.tokens >= self._next_tokens
+        if is_due or self._is_called():
             self.settle()
-            self._next_tokens += self.section.every_tokens / len(self.parts)
-            self._begin(step, counts=not self._to_take, overlaps=self.section.overlap_steps > 0)
+            every = self.section.every_tokens / len(self.parts)
+            self._next_tokens = (self._next_tokens if is_due else self.tokens) + every
+            self._begin(step, counts=not self._to_take, overlaps=self.section.overlap_steps > 0, is_early=not is_due)
             if not self.section.overlap_steps:
                 self.settle()
 
-    def finish(self, step: int) -> None:
-        """Training is over: average once more, and take the mean of the last rounds where that is asked for."""
+    def finish(self, step: int, held_out_loss: Callable[[], float] | None = None) -> None:
+        """Training is over: average what is new once more, and combine the last rounds where that is asked for.
+
+        Args:
+            held_out_loss: of the model as it is then, on held-out data. Called by all ranks, which are told the first
+                one's.
+
+        Raises:
+            ValueError: weights are to be fitted, and there are no held-out data.
+        """
         if not self._joined:
             return
+        fits = self.section.combine_weights == HELD_OUT
+        remedy = "give finish_averaging a function that computes the loss on some"
+        if fault := combining_fault(PacelineConfig(averaging=self.section), held_out_loss is not None, remedy):
+            raise ValueError(fault)
         self.settle()
         for _ in self.parts:
-            if self._exchange(step, counts=not self._to_take) is None:
+            if self._exchange(step, counts=not self._to_take, is_early=True) is None:
                 break
         if self.section.combine_rounds > 1:
-            combined = self._last_rounds.mean() if self.is_first and len(self._last_rounds) else None
-            if self.control.from_first(combined is not None):
-                self.masters.scatter(self.names, combined)
+            if self._moved:
+                self._keep_model()
+            if self.control.from_first(len(self._last_rounds) > 0):
+                self._combine(held_out_loss if fits else None)
         self.close()
+
+    def _combine(self, held_out_loss: Callable[[], float] | None) -> None:
+        """Take the mean of the last rounds, or what loses least on held-out data."""
+        weights = self.control.from_first(self._last_rounds.weights() if self.is_first else None)
+        if held_out_loss is not None:
+
+            def take(weights: Sequence[float]) -> float:
+                self._take(weights)
+                return float(self.control.from_first(held_out_loss()))
+
+            weights, loss = fit_weights(take, weights)
+            if self.is_first:
+                told = ", ".join(f"{weight:.3g}" for weight in weights)
+                logger.info("island %d: last rounds' models weigh %s: held-out loss %.5g", self.island, told, loss)
+        self._take(weights)
+
+    def _take(self, weights: Sequence[float]) -> None:
+        self.masters.scatter(self.names, self._last_rounds.mean(weights) if self.is_first else None)
+
+    def _keep_model(self) -> None:
+        """Keep the model as it is, for what the last rounds' are combined to."""
+        if self.is_first and len(self._average) == len(self.names):
+            period = min(1.0, self._moved / len(self.parts))
+            self._last_rounds.add([self._average[i] for i in range(len(self.names))], period)
+        self._moved = 0.0
 
     def close(self) -> None:
         """Leave the others. Not collective."""
@@ -235,14 +303,18 @@ class Averager:
 
     # -- one exchange --------------------------------------------------------------------------------------------
 
-    def _exchange(self, step: int, *, counts: bool, starts: bool = False) -> Outcome | None:
-        self._begin(step, counts=counts, starts=starts)
+    def _exchange(self, step: int, *, counts: bool, starts: bool = False, is_early: bool = False) -> Outcome | None:
+        self._begin(step, counts=counts, starts=starts, is_early=is_early)
         return self.settle()
 
-    def _begin(self, step: int, *, counts: bool, starts: bool = False, overlaps: bool = False) -> None:
-        indices = self.parts[self.round % len(self.parts)]
+    def _begin(
+        self, step: int, *, counts: bool, starts: bool = False, overlaps: bool = False, is_early: bool = False
+    ) -> None:
+        part = self.round % len(self.parts)
+        indices = self.parts[part]
         loss, tokens = self._mean_loss() if counts else (math.nan, 0)
-        pending = _Pending(indices, step + self.section.overlap_steps, counts, starts, overlaps, tokens)
+        due = step + self.section.overlap_steps
+        pending = _Pending(indices, due, counts, starts, overlaps, tokens, self.tokens)
         self._pending = pending
         if counts:
             names = [self.names[i] for i in indices]
@@ -255,30 +327,47 @@ class Averager:
             return
         assert pending.sent is not None
         checksum = math.fsum(tensor.double().sum().item() for tensor in pending.sent) if not counts else 0.0
-        report = Report(self.island, self._digest(), checksum, loss, tokens, counts, self.round)
+        trained = self.tokens - self._trained_until.get(part, 0) if counts else 0
+        period = min(1.0, trained / self.section.every_tokens) if is_early else 1.0
+        report = Report(self.island, self._digest(), checksum, loss, tokens, counts, self.round, trained, period)
         thread = threading.Thread(target=self._run, args=(pending, report), name="paceline-average", daemon=True)
         pending.thread = thread
         thread.start()
 
     def _run(self, pending: _Pending, report: Report) -> None:
         try:
-            islands = self._islands
-            if islands is None:
-                section = self.section
-                islands = Islands(
-                    section.lighthouse,
-                    self.island,
-                    min_islands=section.min_islands,
-                    timeout_s=section.timeout_s,
-                    weigh=self._weigh,
-                )
-                self._islands = islands
-            if pending.is_given_up:
-                islands.close()
-            pending.outcome = islands.round(report, partial(self._to_send, pending))
+            try:
+                pending.outcome = self._round(pending, report)
+            except Left:
+                self._islands = None
+                pending.outcome = self._round(pending, report)
         except BaseException as error:
             self._islands = None
             pending.error = error
+
+    def _round(self, pending: _Pending, report: Report) -> Outcome:
+        islands = self._islands
+        if islands is None:
+            section = self.section
+            islands = Islands(
+                section.lighthouse,
+                self.island,
+                min_islands=section.min_islands,
+                timeout_s=section.timeout_s,
+                grace_s=section.grace_s,
+                weigh=self._weigh,
+            )
+            self._islands = islands
+        if pending.is_given_up:
+            islands.close()
+        return islands.round(report, partial(self._to_send, pending))
+
+    def _is_called(self) -> bool:
+        """Whether others have come to the next round, and waited for this island as long as they do."""
+        if self._pending is not None or self.num_islands == 1:
+            return False
+        called = self.is_first and self._islands is not None and self._islands.is_called(self.round)
+        return bool(self.control.sum(torch.tensor([int(called)])).item())
 
     def _weigh(self, reports: Sequence[Report]) -> list[float]:
         newest = max((report.round for report in reports if report.counts), default=0)
@@ -320,29 +409,36 @@ class Averager:
         self._pending = None
         outcome = None if pending.is_given_up else pending.outcome
         new, replaces, states = None, False, None
-        told = None
-        if self.is_first and outcome is not None:
+        told: Any = None
+        if self.is_first and outcome is not None and is_no_round(outcome.reports):
+            told = _NOTHING_NEW
+        elif self.is_first and outcome is not None:
             new, replaces, states = self._digested(pending, outcome)
             anyone_counts = any(report.counts for report in outcome.reports)
             told = (
                 outcome.round,
-                outcome.num_islands if anyone_counts else len(outcome.reports),
+                len(outcome.reports),
                 self.tokens_of_all + sum(report.tokens for report in outcome.reports if report.counts),
                 new is not None,
                 states is not None,
                 replaces,
                 anyone_counts,
                 self._indices_of(outcome.reports),
+                period_of(outcome.reports, outcome.weights),
             )
         told = self.control.from_first(told)
         if told is None:
             self._alone(pending)
             return None
-        finished, number, tokens_of_all, has_changed, has_states, replaces, anyone_counts, indices = told
+        if told == _NOTHING_NEW:
+            return None
+        finished, number, tokens_of_all, has_changed, has_states, replaces, anyone_counts, indices, period = told
         missed = finished - 1 - self.round
         self.round, self.tokens_of_all = finished, tokens_of_all
-        if anyone_counts or not self.round - 1 or has_changed:  # otherwise all go on from checkpoints
-            self.num_islands = number
+        self.num_islands = number
+        for part, names_of_part in enumerate(self.parts):
+            if indices.start <= names_of_part.start and names_of_part.stop <= indices.stop:
+                self._trained_until[part] = pending.trained_until if pending.counts else self.tokens
         names = [self.names[i] for i in indices]
         if has_changed:
             self.masters.scatter(names, new, add=not replaces)
@@ -356,6 +452,10 @@ class Averager:
             self.round = max(self.round - 1, 0)  # nobody has trained: it was no round
             self._to_take = 0
             return None
+        if anyone_counts:
+            self._moved += period
+            if period and indices.stop == len(self.names):
+                self._keep_model()
         if pending.counts:
             self._to_take = len(self.parts) - 1 if missed > 0 else 0
         else:
@@ -406,9 +506,9 @@ class Averager:
             self._islands = None
 
     def _alone(self, pending: _Pending) -> None:
-        """The exchange came to nothing; the others may have done it."""
+        """The exchange came to nothing; the others may have done it, and will be there again at the next."""
         self.tokens_of_all += pending.tokens
-        self.num_islands = 1
+        self.num_islands = self.section.min_islands
 
     def _digested(self, pending: _Pending, outcome: Outcome) -> tuple[list[Tensor] | None, bool, list[Tensor] | None]:
         """On the first rank: what the masters become, or by how much they change (None for nothing), and the states."""
@@ -431,14 +531,13 @@ class Averager:
             return averages, True, None
         if self._outer is not None:
             anchors = [self._anchors[i] for i in indices]
-            new = self._outer.step(anchors, sent if averages is None else averages, list(indices))
+            period = period_of(outcome.reports, outcome.weights)
+            new = self._outer.step(anchors, sent if averages is None else averages, list(indices), period)
             self._anchors.update(zip(indices, new, strict=True))
         else:
             new = sent if averages is None else averages
         if self.section.combine_rounds > 1:
             self._average.update(zip(indices, new, strict=True))
-            if indices.stop == len(self.names) and len(self._average) == len(self.names):
-                self._last_rounds.add([self._average[i] for i in range(len(self.names))])
         if new is sent:
             return None, False, states
         if not pending.overlaps or not pending.counts:
@@ -475,15 +574,19 @@ class Averager:
     def _mean_loss(self) -> tuple[float, int]:
         """Mean loss over the tokens since the last exchange, of which another period begins, and how many they were.
 
-        Of all ranks of this island: they have the same tokens, and may have other losses.
+        Of all ranks of this island: they have the same tokens, and may have other losses. Where there are none it is
+        that of the period before, whose values are averaged part by part.
         """
-        loss, tokens = (float(self._loss_sum) / self._since if self._since else math.nan), self._since
+        if self._since:
+            self._last_loss = float(self._loss_sum) / self._since
+        loss, tokens = self._last_loss, self._since
         self._loss_sum, self._since = 0.0, 0
         told = self.control.sum(torch.tensor([loss, 1.0], dtype=torch.float64))
         return (told[0] / told[1]).item(), tokens
 
     def _digest(self) -> int:
-        section = self.section.model_dump(exclude={"lighthouse", "min_islands", "islands", "timeout_s", "every_tokens"})
+        own = {"lighthouse", "min_islands", "islands", "timeout_s", "grace_s", "every_tokens"}
+        section = self.section.model_dump(exclude=own) | {"first_round": self.first_round}
         text = repr((sorted(self.masters.numels().items()), sorted(section.items()), self._kinds))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -514,7 +617,7 @@ class Averager:
     def state_dict(self) -> dict[str, Any]:
         """Of this rank, between exchanges: the first rank has the outer optimizer and the last rounds."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
-        state["loss_sum"] = float(self._loss_sum)
+        state |= {"loss_sum": float(self._loss_sum), "trained_until": dict(self._trained_until)}
         if self.is_first:
             state |= {"last_rounds": self._last_rounds.state_dict(), "average": dict(self._average)}
             if self._outer is not None:
@@ -525,8 +628,8 @@ class Averager:
         """Of any rank of an island; the first takes the first's."""
         state = tree_map_only(Tensor, Tensor.cpu, dict(state))
         for name in _COUNTERS:
-            setattr(self, name, state[name])
-        self._loss_sum = state["loss_sum"]
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self._loss_sum, self._trained_until = state["loss_sum"], dict(state.get("trained_until", {}))
         if self.is_first and "last_rounds" in state:
             self._last_rounds.load_state_dict(state["last_rounds"])
             self._average = dict(state["average"])
@@ -540,7 +643,12 @@ def _are_alike(reports: Sequence[Report]) -> bool:
     return len({(report.counts, report.round) for report in reports}) == 1
 
 
-_COUNTERS = ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take", "_since")
+_COUNTERS = (
+    *("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take", "_since"),
+    *("_last_loss", "_moved"),
+)
+
+_NOTHING_NEW = "nothing new"
 
 _SOMETHING: Any = object()
 """What :meth:`Averager.settle` returns on ranks that have no outcome of their own."""
@@ -558,7 +666,8 @@ class Averaging:
             return
         error: Exception | None = None
         try:
-            self.averager = Averager(section, self.control, make_masters(), self.basic_optimizer)
+            known = getattr(self.module, "is_pretrained", is_pretrained(self.module))
+            self.averager = Averager(section, self.control, make_masters(), self.basic_optimizer, known)
         except Exception as caught:
             error = caught
         self.control.settle(error, "beginning to average")
@@ -571,10 +680,18 @@ class Averaging:
         if self.averager is not None:
             self.averager.after_step(self.global_steps, loss, tokens)
 
-    def finish_averaging(self: Any) -> None:
-        """Training is over: average once more with the islands that are there, and leave them."""
+    def finish_averaging(self: Any, held_out_loss: Callable[[], float] | None = None) -> None:
+        """Training is over: average what is new with the islands that are there, and leave them.
+
+        Args:
+            held_out_loss: computes the loss of the model as it is when it is called, on held-out data; for
+                ``"combine_weights": "held_out"``. All ranks call it together.
+
+        Raises:
+            ValueError: weights are to be fitted, and there is no such function.
+        """
         if self.averager is not None:
-            self.averager.finish(self.global_steps)
+            self.averager.finish(self.global_steps, held_out_loss)
 
     def _averaging_state(self: Any) -> dict[str, Any]:
         return {} if self.averager is None else self.averager.state_dict()

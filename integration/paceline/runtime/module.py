@@ -23,7 +23,7 @@ from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
-from ..hf.weights import load_stage, skeleton
+from ..hf.weights import is_pretrained, load_stage, skeleton
 from ..measure.profile import Profile
 from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
@@ -202,6 +202,8 @@ class CausalLMPipeline(PipelineModule):
         self.control = ControlPlane.create(num_stages, timeout)
         # In lists: a model in memory, and the pattern of moving layers, are not to be registered as parts of this one.
         self._source = [source]
+        self.is_pretrained = is_pretrained(source)
+        """Whether training goes on from another one's weights."""
         self.pattern: list[PreTrainedModel] = []
         self.profile: Profile | None = None
         """What was measured for the partition, if anything was."""

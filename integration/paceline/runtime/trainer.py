@@ -37,6 +37,7 @@ from .claim import claimed
 from .control import ControlPlane
 from .export import export
 from .initialize import dtype_of, initialize, pipeline_class, start_distributed
+from .islands import combining_fault
 from .micro_batches import FILLER, IGNORED, count_label_tokens
 from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for
@@ -87,6 +88,14 @@ class PipelineTraining:
         self._rows_at_end = 0
         if self.is_pipeline and (fault := refused(self)):
             raise ValueError(fault)
+        self._check_combining()
+
+    def _check_combining(self: Any) -> None:
+        section = read_ds_config(self.args.deepspeed).get("paceline") if self.args.deepspeed is not None else None
+        if isinstance(section, dict):
+            config = PacelineConfig.of({"paceline": section})
+            if fault := combining_fault(config, self.eval_dataset is not None, "give the Trainer an eval_dataset"):
+                raise ValueError(fault)
 
     @cached_property
     def is_pipeline(self: Any) -> bool:
@@ -360,8 +369,17 @@ class PipelineTraining:
             self._settle_losses(self._tr_loss)
         finish = getattr(self.model_wrapped, "finish_averaging", None)
         if finish is not None:
-            finish()
+            finish(self._held_out_loss if self.eval_dataset is not None else None)
         return super()._finalize_training(*args)  # type: ignore[misc]
+
+    def _held_out_loss(self: Any) -> float:
+        """Of the first evaluation dataset, beside what callbacks and logs see."""
+        dataset = self.eval_dataset
+        if isinstance(dataset, Mapping):
+            dataset = next(iter(dataset.values()))
+        loader = self.get_eval_dataloader(dataset)
+        found = self.evaluation_loop(loader, "Combining the last rounds", prediction_loss_only=True)
+        return float(found.metrics["eval_loss"])
 
     def _clip_grad_norm(self: Any, model: nn.Module) -> Any:
         """Of a pipeline the engine clips, and its norm is asked for when it is logged."""

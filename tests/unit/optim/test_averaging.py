@@ -14,10 +14,11 @@ from torch import Tensor
 from paceline.optim.averaging import (
     OuterNesterov,
     Report,
-    RunningMean,
+    is_no_round,
     island_weights,
     learning_rate_factor,
     parts_of,
+    period_of,
     refusals,
 )
 
@@ -32,7 +33,10 @@ NAN, INF = math.nan, math.inf
 WEIGHTS = {
     "alone": ([{}], [1.0]),
     "alone and failed": ([{"loss": NAN}], [1.0]),
-    "equal, whatever the tokens": ([{"tokens": 1}, {"tokens": 10**6}], [0.5, 0.5]),
+    "by the tokens that they trained on": ([{"trained": 1}, {"trained": 3}, {"tokens": 10**6}], [0.25, 0.75, 0.0]),
+    "equal tokens": ([{"trained": 7}, {"trained": 7}, {"trained": 7}], [1 / 3, 1 / 3, 1 / 3]),
+    "of those left out no token counts": ([{"trained": 4}, {"trained": 4, "loss": 3.0}, {"trained": 1}], [0.8, 0, 0.2]),
+    "nobody has trained": ([{}, {"tokens": 10**6}], [0.5, 0.5]),
     "one has just come": ([{}, {"counts": False, "round": 0, "loss": 0.0}, {}], [0.5, 0.0, 0.5]),
     "one missed a round": ([{}, {"round": 2, "loss": 0.0}], [1.0, 0.0]),
     "failed ones": ([{"loss": NAN}, {}, {"loss": INF}, {"loss": -INF}], [0.0, 1.0, 0.0, 0.0]),
@@ -63,6 +67,7 @@ anyone = st.builds(
     tokens=st.integers(0),
     counts=st.booleans(),
     round=st.integers(0, 2),
+    trained=st.integers(0, 100),
 )
 
 
@@ -74,7 +79,8 @@ def test_weights_obey_the_law(all_of: list[Report], first: str, threshold: float
     all_of = [replace(report, island=i) for i, report in enumerate(all_of)]
     weights = weigh(all_of)
     assert math.isclose(sum(weights), 1.0)
-    assert len({w for w in weights if w > 0}) == 1
+    shares = {w / r.trained if r.trained else 0.0 for w, r in zip(weights, all_of, strict=True) if w > 0}
+    assert max(shares) == pytest.approx(min(shares)) or len({w for w in weights if w > 0}) == 1
     assert all(w == 0 for w, r in zip(weights, all_of, strict=True) if not r.counts) or not any(
         r.counts for r in all_of
     )
@@ -157,31 +163,43 @@ def test_outer_sgd_refuses(rate: float, momentum: float) -> None:
         OuterNesterov(rate, momentum)
 
 
+def test_nothing_new_is_no_round() -> None:
+    assert is_no_round(reports({}, {}))
+    assert not is_no_round(reports({}, {"trained": 1}))
+    assert not is_no_round(reports({}, {"counts": False}))  # it takes the others'
+    assert not is_no_round(reports({}, {"round": 2}))
+
+
+def test_period_of_an_average() -> None:
+    both = reports({"trained": 100, "period": 0.5}, {"trained": 300})
+    assert period_of(both, island_weights(both)) == pytest.approx(0.25 * 0.5 + 0.75)
+    assert period_of(both, [1.0, 0.0]) == 0.5
+    assert period_of(reports({"trained": 9}, {"trained": 9}, {"trained": 9}), [1 / 3] * 3) == 1.0  # in every bit
+    assert period_of(reports({}, {}), [0.5, 0.5]) == 0.0
+    assert period_of(reports({"trained": 5}, {}), [0.0, 1.0]) == 0.0
+
+
+def test_outer_sgd_of_a_short_period() -> None:
+    """Half of a period moves half as far and keeps the momentum's root; none moves nothing."""
+    anchors, averages = tensors(0), tensors(1)
+    for period in (0.0, 0.25, 1.0):
+        outer = OuterNesterov(0.7, 0.9)
+        outer.load_buffers(tensors(2))
+        gradients = [period * (anchor - average) for anchor, average in zip(anchors, averages, strict=True)]
+        stepped = outer.step(anchors, [a - g for a, g in zip(anchors, gradients, strict=True)], period=period)
+        for new, anchor, g, b in zip(stepped, anchors, gradients, tensors(2), strict=True):
+            kept = 0.9**period * b
+            torch.testing.assert_close(new, anchor - 0.7 * (1.9 * g + 0.9 * period * kept))
+        for new, g, b in zip(outer.buffers(anchors), gradients, tensors(2), strict=True):
+            torch.testing.assert_close(new, 0.9**period * b + g)
+
+
 def test_learning_rate_factor() -> None:
     assert learning_rate_factor(10**9, None, 3, scale=False) == 1.0
     assert learning_rate_factor(0, 1000, 3, scale=True) == 3.0
     assert learning_rate_factor(500, 1000, 3, scale=False) == pytest.approx(0.1**0.5)
     assert learning_rate_factor(1000, 1000, 4, scale=True) == pytest.approx(0.4)
     assert learning_rate_factor(5000, 1000, 1, scale=True) == pytest.approx(0.1)
-
-
-def test_running_mean() -> None:
-    running = RunningMean(3)
-    models = [tensors(seed) for seed in range(5)]
-    for number, model in enumerate(models, start=1):
-        running.add(model)
-        model[1].zero_()  # it has its own copy
-        last = [tensors(seed) for seed in range(max(0, number - 3), number)]
-        assert len(running) == len(last)
-        for mean, *same in zip(running.mean(), *last, strict=True):
-            assert mean.dtype == torch.float32
-            torch.testing.assert_close(mean, torch.stack(same).mean(0))
-    copy = RunningMean(3)
-    copy.load_state_dict(running.state_dict())
-    assert all(map(torch.equal, copy.mean(), running.mean()))
-    one = RunningMean(1)
-    one.add(tensors(0))
-    assert all(map(torch.equal, one.mean(), tensors(0)))
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(1, 9))
