@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.config import Resolved
     from paceline.planning.memory import ItemMemory, StageMemory, States
     from paceline.schedules import Schedule
+    from paceline.schedules.stream import Stream
 
 FITS, FITS_NOT = 0, 3
 GIB = 2**30
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.hf.activations import count_items
     from paceline.hf.sources import model_config_at
     from paceline.planning.memory import States
+    from paceline.planning.shared_devices import whole_schedule
+    from paceline.schedules.stream import Stream
 
     if args.world_size < 1:
         raise ValueError(f"--world-size is {args.world_size}: give the number of ranks, from 1 upwards.")
@@ -79,19 +82,13 @@ def run(args: argparse.Namespace) -> int:
         gradient_checkpointing=checkpointing,
     )
     choice = resolved.schedule
-    if choice.has_directions:
-        raise ValueError(
-            f"paceline.pipeline.schedule.type is {choice.type!r}: `paceline fit` counts one stage a device, and here "
-            "are several; name another schedule."
-        )
-    schedule = choice.first(resolved.stages, resolved.micro_batches)
-    if choice.is_asynchronous:  # the steady state may keep more alive than a step that is flushed
-        stream = choice.stream(resolved.stages, resolved.micro_batches)
-        schedule = stream.unrolled(stream.most_lag + 1)
-        states = replace(states, gradient_sets=stream.most_lag + 1)
+    schedule = choice.planned(resolved.stages, resolved.micro_batches)
+    if isinstance(schedule, Stream) and not choice.has_directions:
+        # With several directions no backward comes between the end of a step and its update.
+        states = replace(states, gradient_sets=schedule.most_lag + 1)
     limits = _limits(args, resolved)
     boundaries = _boundaries(config, items, resolved, states, limits, schedule)
-    stages = _stages(items, boundaries, states, schedule, limits)
+    stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners)
     short = [row for row in stages if not row["fits"]]
     shown = {
         "stages": resolved.stages,
@@ -102,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "micro_batches": resolved.micro_batches,
         "sequence_length": length,
         "gradient_checkpointing": checkpointing,
-        "schedule": schedule.name,
+        "schedule": schedule.name if choice.staleness != 0 else f"{schedule.name} staleness=0",
         "partition": list(boundaries),
         "fits": not short,
         "memory": stages,
@@ -222,7 +219,7 @@ def _boundaries(
     resolved: Resolved,
     states: States,
     limits: Sequence[float],
-    schedule: Schedule,
+    schedule: Schedule | Stream,
 ) -> Sequence[int]:
     from paceline.config.section import HETERO
     from paceline.hf.anatomy import anatomy_of
@@ -253,12 +250,13 @@ def _boundaries(
         seconds = [(item.forward_s, item.backward_s) for item in profile.items]
         if len(profile.devices) == resolved.stages:
             speeds = [device.speed for device in profile.devices]
+    owners = resolved.schedule.optimizer_owners
     devices = [Device(speed, limit) for speed, limit in zip(speeds, limits, strict=True)]
     try:
-        return plan_stages(items, seconds, devices, states, schedule).boundaries
+        return plan_stages(items, seconds, devices, states, schedule, owners=owners).boundaries
     except DoesNotFit:  # shown as it would be without limits
         devices = [Device(speed) for speed in speeds]
-        return plan_stages(items, seconds, devices, states, schedule).boundaries
+        return plan_stages(items, seconds, devices, states, schedule, owners=owners).boundaries
 
 
 def _stages(
@@ -267,10 +265,26 @@ def _stages(
     states: States,
     schedule: Schedule,
     limits: Sequence[float],
+    owners: str | None,
 ) -> list[dict[str, Any]]:
+    """A row a stage; a row a device where it holds several."""
     from paceline.planning.memory import stage_memory
+    from paceline.planning.shared_devices import held_by
     from paceline.schedules import verify
 
+    if schedule.num_directions > 1:
+        return [
+            {
+                "stage": device,
+                "stages": list(held.stages),
+                "items": [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages],
+                "live_micro_batches": held.peak,
+                **(need := held.memory(items, boundaries, states)).to_dict(),
+                "limit": round(limit),
+                "fits": need.total <= limit,
+            }
+            for device, (held, limit) in enumerate(zip(held_by(schedule, owners), limits, strict=True))
+        ]
     live = verify(schedule, paired=False).peak_activations
     rows = []
     for stage, limit in enumerate(limits):
@@ -307,17 +321,22 @@ def _remedies(
     return [*found, "shorter samples (--seq-length)"]
 
 
+def _spans(row: dict[str, Any]) -> str:
+    """First and last item of each stage of a row, from 0: ``0-4``, or ``0-4,14-17`` where a device holds two."""
+    return ",".join(f"{first}-{end - 1}" for first, end in (row["items"] if "stages" in row else [row["items"]]))
+
+
 def _text(shown: dict[str, Any]) -> str:
+    width = max(9, *(len(_spans(row)) for row in shown["memory"]))
     lines = [
         f"{shown['stages']} stages x {shown['data_parallel']} data parallel, ZeRO {shown['zero']}, "
         f"{shown['schedule']}, {shown['micro_batches']} micro-batches of {shown['micro_batch_size']} x "
         f"{shown['sequence_length']} tokens; GiB:",
-        f"{'stage':>5} {'items':>9} {'live':>5}" + "".join(f" {name:>11}" for name in (*PARTS, "total", "limit")),
+        f"{'stage':>5} {'items':>{width}} {'live':>5}" + "".join(f" {name:>11}" for name in (*PARTS, "total", "limit")),
     ]
     for row in shown["memory"]:
-        span = "-".join(map(str, (row["items"][0], row["items"][1] - 1)))
         sizes = "".join(f" {row[name] / GIB:>11.3f}" for name in (*PARTS, "total", "limit"))
         told = "" if row["fits"] else "  does not fit"
-        lines.append(f"{row['stage']:>5} {span:>9} {row['live_micro_batches']:>5}{sizes}{told}")
+        lines.append(f"{row['stage']:>5} {_spans(row):>{width}} {row['live_micro_batches']:>5}{sizes}{told}")
     lines.append("it fits" if shown["fits"] else "it does not fit; what helps: " + "; ".join(shown["remedies"]))
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Pipelines without a flush on emulated hosts: how fast their steps are, and whether that is what is predicted.
 
     python tests/benchmarks/asynchronous.py [--quick] [--forward-s 0.04] [--rounds 3] [--output FILE]
+    python tests/benchmarks/asynchronous.py --uneven 1.5 --forward-s 0.02 --output tests/benchmarks/uneven.json
 
 Needs root: every host is a network namespace (tests/lab). Compute is emulated by sleeping, so the cores are free; ours
 without a flush is the real engine with a small Hugging Face model (tests/lab/asynchronous.py), the others have layers
@@ -10,6 +11,9 @@ Predictions are simulated and nothing in them is fitted: compute takes what the 
 there is no limit, and else share what a host can send. So the error of a synchronous contestant also has what its
 engine adds to a schedule. Limited hosts send larger messages, since a limiter lets a burst of 128 KiB through at once
 after each pause, which no prediction knows of. A ratio is another's seconds by the contestant's, of the same round.
+
+With ``--uneven`` the last stage takes so much longer, as a head does that no cut makes shorter; a device of several
+directions has that stage and a short one.
 
 Break-even points are where ``multidirection`` stops being faster. Over micro-batches: where a line through what it
 gains, in seconds a step, meets zero. Over links: between which rates the winner changes.
@@ -43,6 +47,7 @@ from paceline.schedules.steady import period
 HOSTS = 4
 UNLIMITED = ["stock", "dualpipev", "multidirection", "multidirection-clipped", "one_direction"]
 KFKB = "kfkb"
+UNEVEN = ["1f1b", "one_direction", "multidirection"]
 LIMITED = ["1f1b", KFKB, "multidirection", "one_direction"]
 """``kfkb`` stands for those with a k that is predicted to be the fastest at one of the rates."""
 
@@ -65,11 +70,18 @@ def main() -> None:
     parser.add_argument("--limited-message-kib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3, help="one less where links are limited or steps are long")
     parser.add_argument("--steps", type=int, default=2, help="of a contestant in a round")
+    parser.add_argument(
+        "--uneven", type=float, metavar="X", help="8 micro-batches only, the last stage X times as long as the others"
+    )
     parser.add_argument("--quick", action="store_true", help="8 micro-batches only, one round, one rate")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     if reason := available():
         sys.exit(reason)
+    if args.uneven is not None:
+        rows = measure(args, UNEVEN, 8, [])
+        args.output.write_text(json.dumps({"emulated_compute": True, "rows": rows, **facts(args)}, indent=2) + "\n")
+        return
     if args.quick:
         args.micro_batches, args.limited, args.rounds = [8], {"8": [200.0]}, 1
     rows = []
@@ -91,7 +103,7 @@ def main() -> None:
 
 def costs_of(args: argparse.Namespace, mbit: float | None) -> Costs:
     """Of hosts that can send ``mbit`` Mbit/s each; None: messages take no time."""
-    costs = Costs((args.forward_s,) * HOSTS, (2 * args.forward_s,) * HOSTS)
+    costs = Costs(*stages_s(args))
     if mbit is None:
         return costs
     return Costs(
@@ -101,6 +113,12 @@ def costs_of(args: argparse.Namespace, mbit: float | None) -> Costs:
         hosts=tuple(range(HOSTS)),
         egress_bytes_per_s=(mbit * 1e6 / 8 * PAYLOAD_SHARE,) * HOSTS,
     )
+
+
+def stages_s(args: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Forwards and backwards of the stages."""
+    longer = (1.0,) * (HOSTS - 1) + (args.uneven or 1.0,)
+    return tuple(args.forward_s * x for x in longer), tuple(2 * args.forward_s * x for x in longer)
 
 
 def message_bytes(args: argparse.Namespace, mbit: float | None) -> int:
@@ -137,7 +155,7 @@ def measure(
     groups = [f"{KFKB}{k}={json.dumps({'type': 'kfkb', 'k': k})}" for k in sizes]
     contestants = [one for name in names for one in (groups if name == KFKB else [name])]
     size = message_bytes(args, rates[0] if rates else None)
-    emulation = Emulation.of(HOSTS, [args.forward_s], [2 * args.forward_s], size, num_micro_batches)
+    emulation = Emulation.of(HOSTS, *map(list, stages_s(args)), size, num_micro_batches)
     rounds = max(1, args.rounds - 1) if rates or num_micro_batches > LONG else args.rounds
     with Hosts(HOSTS) as hosts:
         records = train(hosts, contestants, emulation, rounds=rounds, steps=args.steps, warmup=1, rates=rates)

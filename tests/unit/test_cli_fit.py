@@ -109,6 +109,35 @@ def test_what_each_remedy_saves(fit: Any) -> None:
     assert need(ds(pipeline={"stages": 6}))["weights"] < plain["weights"]
 
 
+@pytest.mark.parametrize(("owners", "mine"), [("direction", (1, 0)), ("mirror", (0.5, 0.5))])
+def test_several_directions(fit: Any, owners: str, mine: tuple[float, float]) -> None:
+    """A row a device: weights and gradients of both its stages, and the optimizer states that it owns."""
+    schedule = {"type": "multidirection", "optimizer_owners": owners}
+    config = ds(4, {"schedule": schedule, "partition": "uniform"}, train_micro_batch_size_per_gpu=1)
+    argv = ["--world-size", "8", "--device-memory-gib", "1"]
+    shown, _ = fit(config, *argv, "--json")
+    plain, _ = fit(ds(4, {"partition": "uniform"}, train_micro_batch_size_per_gpu=1), *argv, "--json")
+    stages = [row["weights"] for row in plain["memory"]]
+    assert shown["schedule"] == "multidirection"
+    for device, row in enumerate(shown["memory"]):
+        held = [device, 3 - device]
+        assert row["stages"] == held
+        assert row["weights"] == row["gradients"] == sum(stages[stage] for stage in held)
+        owned = sum(share * stages[stage] for share, stage in zip(mine, held, strict=True)) / 2  # two replicas
+        assert (row["masters"], row["moments"]) == (owned, 2 * owned)
+        assert row["total"] == sum(row[name] for name in PARTS)
+    assert [row["live_micro_batches"] for row in shown["memory"]] == [3, 4, 4, 3]
+    text, _ = fit(config, *argv)
+    first, last = shown["memory"][0]["items"]
+    assert f"{first[0]}-{first[1] - 1},{last[0]}-{last[1] - 1}" in text
+    flushed, _ = fit(ds(4, {"schedule": {**schedule, "staleness": 0}, "partition": "uniform"}), *argv, "--json")
+    assert flushed["schedule"] == "multidirection staleness=0"
+    assert all(row["masters"] == 0 for row in flushed["memory"])  # fp32 weights are their own
+    short, err = fit(config, *argv[:-1], "0.0001", "--json", status=3)
+    assert not short["fits"]
+    assert "stage 3 needs" in err
+
+
 def test_auto_is_taken_as_left_out(fit: Any) -> None:
     config = ds(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto")
     shown, err = fit(config, "--world-size", "3", "--device-memory-gib", "1", "--json")

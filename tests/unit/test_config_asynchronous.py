@@ -281,15 +281,9 @@ EXPERTS = {"enabled": True, "autoep_size": 2}
     ("config", "message"),
     [
         (
-            {"pipeline": {"partition": "hetero"}},
-            'paceline.pipeline.partition is "hetero" and {type}: with this schedule the devices count as equal and '
-            "layers stay where they are; write boundaries (`paceline partition` computes them), or take another "
-            "schedule.",
-        ),
-        (
             {"pipeline": {"partition": {"repartition_every": 5}}},
-            "paceline.pipeline.partition.repartition_every is 5 and {type}: with this schedule layers stay where they "
-            "are; write 0, or take another schedule.",
+            "paceline.pipeline.partition.repartition_every is 5 and {type}: with this schedule a layer is on several "
+            "devices, or in steps that are under way, and stays where it is; write 0, or take another schedule.",
         ),
         (
             {"expert_parallel": EXPERTS, "world_size": 4, "pipeline": {"stages": 2}},
@@ -324,9 +318,14 @@ def test_what_does_not_go_with_them(kind, config, message):
         assert resolved("1f1b", **config).schedule.type == "1f1b"
 
 
-def test_deepspeeds_own_key_is_seen():
-    with pytest.raises(ValueError, match=r'^pipeline\.partition is "hetero" and paceline\.pipeline\.schedule\.type'):
-        check_features({"paceline": {"pipeline": {"schedule": "one_direction"}}, "pipeline": {"partition": "hetero"}})
+@pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
+def test_measured_cuts_stay(kind):
+    """Those of the start, by the times of the layers; nothing moves afterwards."""
+    got = resolved(kind, pipeline={"partition": "hetero"})
+    assert (got.partition, got.partition_choice.repartition_every) == ("hetero", 0)
+    assert "paceline.pipeline.partition.repartition_every" in got.chosen
+    assert resolved("1f1b", pipeline={"partition": "hetero"}).partition_choice.repartition_every == 100
+    check_features({"paceline": {"pipeline": {"schedule": kind}}, "pipeline": {"partition": "hetero"}})
 
 
 def test_what_goes_with_them():

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schedules.asynchronous import ONE_DIRECTION, STREAMS
-from .section import HETERO, SECTION, PacelineConfig, PartitionConfig, show, value_at
-from .stages import PARTITION, TYPE, resolve_method, schedule_type
+from .section import SECTION, PacelineConfig, PartitionConfig, show, value_at
+from .stages import PARTITION, TYPE, schedule_type
 
 
 def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
@@ -21,17 +21,11 @@ def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> N
     if kind not in STREAMS:
         return
     written = f"{TYPE} {show(kind)}"
-    method, path = resolve_method(config)
-    if method == HETERO:
-        raise ValueError(
-            f'{path} is "{HETERO}" and {written}: with this schedule the devices count as equal and layers stay where '
-            "they are; write boundaries (`paceline partition` computes them), or take another schedule."
-        )
     every = (PacelineConfig.of(config).pipeline.partition or PartitionConfig()).repartition_every
     if every:
         raise ValueError(
-            f"{PARTITION}.repartition_every is {every} and {written}: with this schedule layers stay where they are; "
-            "write 0, or take another schedule."
+            f"{PARTITION}.repartition_every is {every} and {written}: with this schedule a layer is on several "
+            "devices, or in steps that are under way, and stays where it is; write 0, or take another schedule."
         )
     if expert_parallel > 1:
         raise ValueError(

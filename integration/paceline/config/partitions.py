@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..schedules.asynchronous import STREAMS
 from .section import HETERO, Method, PacelineConfig, PartitionConfig
 from .stages import PARTITION
 
@@ -33,12 +34,13 @@ class PartitionChoice:
 
 
 def resolve_partition(
-    section: PacelineConfig, method: Method | None
+    section: PacelineConfig, method: Method | None, schedule_type: str = "1f1b"
 ) -> tuple[PartitionChoice, dict[str, tuple[Any, str]]]:
     """The partition of a run, and by path what was chosen because its key was left out: the value and why.
 
     Args:
         method: as :func:`~paceline.config.stages.resolve_method` finds it; ``None`` if the JSON has none.
+        schedule_type: without a flush, or with several directions, layers stay where they are.
     """
     config = section.pipeline.partition
     chosen: dict[str, tuple[Any, str]] = {}
@@ -49,7 +51,12 @@ def resolve_partition(
             return PartitionChoice(method), chosen
     config = config or PartitionConfig()
     every = config.repartition_every
-    if every is None:
+    stays = schedule_type in STREAMS
+    if every is None and method == HETERO and stays:
+        every = 0
+        why = "with this schedule a layer is on several devices, or in steps that are under way, and stays"
+        chosen[f"{PARTITION}.repartition_every"] = (every, why)
+    elif every is None:
         follows = method == HETERO
         every = REPARTITION_EVERY if follows else 0
         unasked = f'only "{HETERO}" follows the devices unasked'

@@ -105,7 +105,7 @@ def resolve(
     method, path = resolve_method(config)
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages, num_items)
-    partition, defaults = resolve_partition(PacelineConfig.of(config), method)
+    partition, defaults = resolve_partition(PacelineConfig.of(config), method, schedule_type(config))
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     if expert_parallel > 1 and partition.repartition_every:
         raise ValueError(

@@ -79,6 +79,12 @@ class ScheduleChoice:
         kind = "1f1b" if self.type == "adaptive" else self.type
         return families.make(kind, num_stages, num_micro_batches, k=self.k, slack=self.slack, warmup=self.warmup)
 
+    def planned(self, num_stages: int, num_micro_batches: int) -> Schedule | Stream:
+        """The order that a partition is planned for: the steady state of what has one, else what a run begins with."""
+        if self.is_asynchronous:
+            return self.stream(num_stages, num_micro_batches)
+        return self.first(num_stages, num_micro_batches)
+
     def to_dict(self) -> dict[str, Any]:
         """What applies, for a JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}

@@ -30,6 +30,7 @@ class States:
         num_moments: that the optimizer keeps for each parameter, in fp32.
         beside: updates are made beside the computation: masters have memory of their own whatever the weights are.
         gradient_sets: steps whose gradients are kept at a time.
+        owned: share of the masters and moments that is here, before it is spread over the data-parallel ranks.
     """
 
     weight_bytes: int = MASTER_BYTES
@@ -39,6 +40,7 @@ class States:
     num_moments: int = 2
     beside: bool = False
     gradient_sets: int = 1
+    owned: float = 1.0
 
     @classmethod
     def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
@@ -55,7 +57,8 @@ class States:
             data_parallel=data_parallel,
             shard=(zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero)) == 1,
             num_moments=num_moments(optimizer.get("type"), optimizer.get("params")) + bool(named.get("correction")),
-            beside=named.get("type") == "one_direction",
+            beside=named.get("type") == "one_direction"
+            or (named.get("type") == "multidirection" and named.get("staleness") != 0),
             gradient_sets=2 if named.get("type") == "one_direction" else 1,
         )
 
@@ -65,14 +68,14 @@ class States:
         Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter
         that a rank owns are whole, so a rank may have a little more or less than its share.
         """
-        owners = self.data_parallel if self.shard else 1
+        owned = self.owned * num_parameters / (self.data_parallel if self.shard else 1)
         has_masters = self.beside or self.weight_bytes < MASTER_BYTES
-        masters = MASTER_BYTES * num_parameters / owners if has_masters else 0.0
+        masters = MASTER_BYTES * owned if has_masters else 0.0
         return (
             float(self.weight_bytes * num_parameters),
             float((self.gradient_bytes or MASTER_BYTES) * num_parameters * self.gradient_sets),
             masters,
-            self.num_moments * MASTER_BYTES * num_parameters / owners,
+            self.num_moments * MASTER_BYTES * owned,
         )
 
 

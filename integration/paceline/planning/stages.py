@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log
 
 from ..schedules.costs import Costs
 from ..schedules.schedule import Schedule
-from ..schedules.simulate import simulate
+from ..schedules.stream import Stream
 from ..schedules.verify import verify
 from .blocks import Block, Device, DoesNotFit
 from .memory import ItemMemory, StageMemory, States, stage_memory
 from .order import search_order
 from .partition import partition
 from .refine import refine, stage_costs
+from .shared_devices import budget_of, held_by, loads_s, step_s, whole_schedule
 
 BETTER = 0.05
 """Another order of the devices is worth a word if it makes the bottleneck smaller by this share."""
@@ -29,7 +30,8 @@ class StagePlan:
         boundaries: over items, ``[0, …, len(items)]``.
         step_s: of the schedule, by simulation.
         costs: of each stage, as they were simulated.
-        memory: of each stage.
+        memory: of each stage; of each device, where one holds several.
+        held: stages of each device, one a direction; empty: stage s is on device s.
         better: another order of the devices that would be better, if there is one, and by how much its bottleneck is
             smaller (0 to 1); links are not known for it and count as infinitely fast.
     """
@@ -38,6 +40,7 @@ class StagePlan:
     step_s: float
     costs: Costs
     memory: tuple[StageMemory, ...]
+    held: tuple[tuple[int, ...], ...] = ()
     better: tuple[tuple[int, ...], float] | None = None
 
 
@@ -46,22 +49,31 @@ def plan_stages(
     seconds: Sequence[tuple[float, float]],
     devices: Sequence[Device],
     states: States,
-    schedule: Schedule,
+    schedule: Schedule | Stream,
     links: Sequence[float] = (),
+    *,
+    owners: str | None = None,
 ) -> StagePlan:
     """The boundaries under which a step of ``schedule`` is shortest, of those that fit; each stage has a decoder layer.
+
+    With several directions a device holds several stages, whose sum is balanced by the search; then :attr:`memory` is
+    by device, and the slowest of the links counts for all.
 
     Args:
         items: embedding, decoder layers in order, head with loss.
         seconds: forward and backward of each item, on a device of speed 1.
         devices: in the order of the stages.
         links: bytes a second between neighbouring stages; empty: infinitely fast.
+        owners: with several directions, who holds the optimizer states: ``optimizer_owners`` of a config.
 
     Raises:
         DoesNotFit: nothing fits in memory; names the stage, its need and its limit.
         ValueError: there are more devices than decoder layers, or numbers that cannot be.
     """
-    live = verify(schedule, paired=False).peak_activations
+    whole = whole_schedule(schedule)
+    if whole.num_directions > 1:
+        return _plan_directions(items, seconds, devices, states, schedule, links, owners)
+    live = verify(whole, paired=False).peak_activations
     blocks, forward = _blocks(items, seconds, states)
     beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
     limited = [
@@ -80,10 +92,58 @@ def plan_stages(
         return all(need.total <= device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True))
 
     start = _start(blocks, devices, limited, links, live, fits, beside)
-    cuts, step_s = refine(start, lambda tried: simulate(schedule, costs(tried)).makespan_s, fits=fits)
+    cuts, seconds_ = refine(start, lambda tried: step_s(schedule, costs(tried)), fits=fits, budget=budget_of(schedule))
     most = max(beside)
     better = _better_order(blocks, [d._replace(memory_bytes=max(d.memory_bytes - most, 0.0)) for d in devices], live)
-    return StagePlan(over_items(cuts), step_s, costs(cuts), memory(cuts), better)
+    return StagePlan(over_items(cuts), seconds_, costs(cuts), memory(cuts), better=better)
+
+
+def _plan_directions(
+    items: Sequence[ItemMemory],
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    order: Schedule | Stream,
+    links: Sequence[float],
+    owners: str | None,
+) -> StagePlan:
+    """As :func:`plan_stages`, where devices hold several stages: local searches from the split with the smallest
+    bottleneck, and from one whose devices have sums that are as small as that search finds."""
+    whole = whole_schedule(order)
+    held = held_by(whole, owners)
+    blocks, forward = _blocks(items, seconds, states)
+    alike = [Device()] * len(devices)  # a stage is on several devices; what each of them does, costs say
+    slowest = [min(links)] * (len(devices) - 1) if links else ()
+
+    def costs(cuts: Sequence[int]) -> Costs:
+        own = stage_costs(cuts, blocks, alike, slowest, forward=forward)
+        return replace(own, fixed_bytes=(), speeds=tuple(device.speed for device in devices))
+
+    def memory(cuts: Sequence[int]) -> tuple[StageMemory, ...]:
+        return tuple(one.memory(items, over_items(cuts), states) for one in held)
+
+    def over(cuts: Sequence[int]) -> float:
+        """Bytes of the device with least room for them that it lacks; 0 if all have enough."""
+        return max(0.0, *(need.total - device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True)))
+
+    def fits(cuts: Sequence[int]) -> bool:
+        return not over(cuts)
+
+    start = partition(blocks, alike, slowest).boundaries
+    if not fits(start):
+        start, _ = refine(start, over)
+    if not fits(start):
+        needs = memory(start)
+        worst = max(range(len(devices)), key=lambda number: needs[number].total - devices[number].memory_bytes)
+        why = "its stages' states and live activations, and what it computes and sends with"
+        raise DoesNotFit(worst, worst, needs[worst].total, devices[worst].memory_bytes, why)
+    even, _ = refine(start, lambda cuts: max(loads_s(cuts, blocks, devices, whole.routes)), fits=fits)
+    reached = [
+        refine(cuts, lambda tried: step_s(order, costs(tried)), fits=fits, budget=budget_of(order))
+        for cuts in dict.fromkeys((start, even))
+    ]
+    cuts, found_s = min(reached, key=lambda one: one[1])
+    return StagePlan(over_items(cuts), found_s, costs(cuts), memory(cuts), tuple(one.stages for one in held))
 
 
 def _start(

@@ -132,8 +132,9 @@ def hetero_boundaries(
                 [(item.forward_s, item.backward_s) for item in items],
                 [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
                 states,
-                schedule.first(num_stages, micro_batches),
+                schedule.planned(num_stages, micro_batches),
                 links,
+                owners=schedule.optimizer_owners,
             )
             _tell(plan, measured, "rank 0's" if given is None else "that of the profile")
             found = list(plan.boundaries), measured
@@ -248,13 +249,17 @@ def _memory(config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile]
 
 def _tell(plan: StagePlan, profile: Profile, whose: str) -> None:
     devices = profile.devices
-    for stage, (device, memory) in enumerate(zip(devices, plan.memory, strict=True)):
-        first, last = plan.boundaries[stage], plan.boundaries[stage + 1] - 1
-        names = [profile.items[index].name for index in (first, last)]
-        seconds = plan.costs.forward_s[stage] + plan.costs.backward_s[stage]
+    for number, (device, memory) in enumerate(zip(devices, plan.memory, strict=True)):
+        stages = plan.held[number] if plan.held else (number,)
+        speed = device.speed if plan.held else 1.0  # the costs are of a device of speed 1 where several have a stage
+        spans = [(plan.boundaries[stage], plan.boundaries[stage + 1] - 1) for stage in stages]
         logger.info(
-            "stage %d on %s (speed %.3g): %s to %s, %.4g s a micro-batch, %.3g of %.3g GB",
-            *(stage, device.name, device.speed, *names, seconds, memory.total / 1e9, device.free_bytes / 1e9),
+            "stage %s on %s (speed %.3g): %s, %s s a micro-batch, %.3g of %.3g GB",
+            " and ".join(map(str, stages)),
+            *(device.name, device.speed),
+            " and ".join(f"{profile.items[first].name} to {profile.items[last].name}" for first, last in spans),
+            " and ".join(f"{(plan.costs.forward_s[s] + plan.costs.backward_s[s]) / speed:.4g}" for s in stages),
+            *(memory.total / 1e9, device.free_bytes / 1e9),
         )
     logger.info(
         "partition %s: a step of %.4g s is predicted, of samples of %d tokens; speed 1 is %s",

@@ -115,6 +115,12 @@ def initialize(
         resolved = resolve_for(model, ds_config)
         ds_config = resolved.ds_config
         if resolved.partition_choice.method == HETERO and model.num_stages > 1 and model.profile is None:
+            if resolved.schedule.type in STREAMS:
+                raise ValueError(
+                    f'paceline.pipeline.partition is "{HETERO}", the schedule {resolved.schedule.type!r}, and the '
+                    "pipeline is built already: its layers stay where they are; give the model itself to have it "
+                    "built, or boundaries."
+                )
             boundaries = _measure(model, resolved)
     engine: type | None = None
     patches = []

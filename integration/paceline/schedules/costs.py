@@ -28,7 +28,7 @@ class Costs:
     and each has links of its own. What is empty costs nothing, and so does a boundary within a rank.
 
     Args:
-        forward_s: seconds of one micro-batch's forward, one a stage.
+        forward_s: seconds of one micro-batch's forward, one a stage, on a rank of speed 1.
         backward_s: the same of its backward.
         message_bytes: of an activation over each of the S−1 boundaries; its gradient has as many.
         down: links for activations, one a boundary. Empty: infinitely fast.
@@ -39,6 +39,7 @@ class Costs:
         activation_bytes: what one live micro-batch keeps in memory, one a stage.
         fixed_bytes: all else in memory, one a rank.
         step_s: what a step costs besides its schedule (reduction, optimizer).
+        speeds: of each rank, what divides its forwards and backwards. Empty: all 1.
 
     Raises:
         ValueError: a length does not fit, or a number is negative or not finite where it must be.
@@ -54,6 +55,7 @@ class Costs:
     activation_bytes: tuple[float, ...] = ()
     fixed_bytes: tuple[float, ...] = ()
     step_s: float = 0.0
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -80,6 +82,8 @@ class Costs:
             for index, link in enumerate(getattr(self, name)):
                 _above_zero(f"{name}[{index}].bytes_per_s", link.bytes_per_s)
                 _from_zero(f"{name}[{index}].latency_s", link.latency_s)
+        for rank, speed in enumerate(self.speeds):
+            _above_zero(f"speeds[{rank}]", speed)
         for host, value in enumerate(self.egress_bytes_per_s):
             _above_zero(f"egress_bytes_per_s[{host}]", value)
         _from_zero("step_s", self.step_s)

@@ -47,6 +47,9 @@ class Visits:
         for visit, (rank, chunk) in enumerate(zip(self.rank, self.chunk, strict=True)):
             (self.forward if self.is_forward(visit) else self.backward)[rank][chunk] = visit
         self.duration_s = [*costs.forward_s, *reversed(costs.backward_s)] * num_directions
+        if costs.speeds:
+            pairs = zip(self.duration_s, self.rank, strict=True)
+            self.duration_s = [seconds / costs.speeds[rank] for seconds, rank in pairs]
         sizes = costs.message_bytes or (0.0,) * (num_stages - 1)
         free = (Link(),) * len(sizes)
         self.num_bytes = [*sizes, 0.0, *reversed(sizes), 0.0] * num_directions

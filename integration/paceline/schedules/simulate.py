@@ -94,7 +94,7 @@ def _check_fit(schedule: Schedule, costs: Costs) -> None:
             f"the costs are of {len(costs.forward_s)} stages and the schedule has {schedule.num_stages}: give one value"
             " a stage."
         )
-    for name in ("hosts", "fixed_bytes"):
+    for name in ("hosts", "fixed_bytes", "speeds"):
         given = len(getattr(costs, name))
         if given not in (0, schedule.num_ranks):
             raise ValueError(f"{name} has {given} values and there are {schedule.num_ranks} ranks: give one a rank.")
@@ -122,9 +122,9 @@ def _load(schedule: Schedule, costs: Costs, rank: int) -> tuple[float, int, floa
             held -= kept_bytes[chunk]
     if not any(backwards):
         peak, peak_held = 0, 0.0
-    busy_s = costs.step_s
+    busy_s, speed = costs.step_s, costs.speeds[rank] if costs.speeds else 1.0
     for chunk, stage in enumerate(stages):
-        busy_s += forwards[chunk] * costs.forward_s[stage] + backwards[chunk] * costs.backward_s[stage]
+        busy_s += (forwards[chunk] * costs.forward_s[stage] + backwards[chunk] * costs.backward_s[stage]) / speed
     return busy_s, peak, peak_held + (costs.fixed_bytes[rank] if costs.fixed_bytes else 0.0)
 
 

@@ -1,0 +1,132 @@
+"""Devices that hold several stages, one a direction: what their memory needs, and how fast a cut of the model is there.
+
+Every device holds as many stages as there are directions, so what it has to do is their sum: a stage that takes longer
+than the others is on several devices, and what else they hold can be less. Sums that are alike are a good start; how
+well the static order fits unequal stages, a simulation tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from math import fsum
+
+from ..schedules.costs import Costs
+from ..schedules.directions import mirror_groups, stages_of
+from ..schedules.schedule import FORWARD, Schedule
+from ..schedules.simulate import simulate
+from ..schedules.stream import Stream
+from .blocks import Block, Device
+from .memory import ItemMemory, StageMemory, States, stage_memory
+
+MIRROR = "mirror"
+_BEGUN, _MEASURED = 2, 2
+"""Steps of a stream after which its rhythm is taken to be there, and steps after those that are timed."""
+_LEAST, _MOST, _SEARCHED_ACTIONS = 60, 500, 300_000
+"""Times that a search may simulate, and actions altogether."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The stages of one device.
+
+    Args:
+        stages: by direction.
+        live: all numbers of live micro-batches by direction that it comes to and none of which is within another.
+        owned: of each stage, the share of its optimizer states that is there, data-parallel replicas left aside.
+    """
+
+    stages: tuple[int, ...]
+    live: tuple[tuple[int, ...], ...]
+    owned: tuple[float, ...]
+
+    @property
+    def peak(self) -> int:
+        """Most live micro-batches, of all directions together."""
+        return max(map(sum, self.live))
+
+    def memory(self, items: Sequence[ItemMemory], boundaries: Sequence[int], states: States) -> StageMemory:
+        """Bytes of the device; states that it owns are spread over its data-parallel replicas.
+
+        Args:
+            items: of the whole model.
+            boundaries: over items, ``[0, …, len(items)]``.
+        """
+        each = [
+            stage_memory(items, boundaries, stage, replace(states, shard=True, owned=share), 1)
+            for stage, share in zip(self.stages, self.owned, strict=True)
+        ]
+        sums = {field.name: fsum(getattr(stage, field.name) for stage in each) for field in fields(StageMemory)}
+        sums["working"] = max(stage.working for stage in each)
+        saved = [stage.activations for stage in each]
+        sums["activations"] = max(fsum(n * size for n, size in zip(live, saved, strict=True)) for live in self.live)
+        return StageMemory(**sums)
+
+
+def held_by(schedule: Schedule, owners: str | None) -> tuple[Held, ...]:
+    """By device.
+
+    Args:
+        schedule: with several directions; it tells how many micro-batches are alive.
+        owners: of optimizer states, as ``optimizer_owners`` of a config.
+    """
+    routes = schedule.routes
+    alike = {device: len(group) for group in mirror_groups(routes) for device in group}
+    found = []
+    for device in range(schedule.num_ranks):
+        stages = stages_of(device, routes)
+        in_first = [float(direction == 0) for direction in range(len(routes))]
+        owned = [1 / alike[device]] * len(routes) if owners == MIRROR else in_first
+        found.append(Held(stages, _live(schedule, device), tuple(owned)))
+    return tuple(found)
+
+
+def _live(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    now = [0] * schedule.num_chunks
+    seen: set[tuple[int, ...]] = set()
+    for kind, _, chunk in schedule.orders[rank]:
+        now[chunk] += 1 if kind == FORWARD else -1
+        seen.add(tuple(now))
+    return tuple(
+        sorted(
+            one
+            for one in seen
+            if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in seen)
+        )
+    )
+
+
+def loads_s(
+    boundaries: Sequence[int],
+    blocks: Sequence[Block],
+    devices: Sequence[Device],
+    routes: Sequence[Sequence[int]],
+) -> list[float]:
+    """Seconds of a micro-batch a direction, by device: the sum of its stages."""
+    work = [fsum(block.work for block in blocks[first:end]) for first, end in pairwise(boundaries)]
+    sums = [0.0] * len(devices)
+    for route in routes:
+        for stage, device in enumerate(route):
+            sums[device] += work[stage] / devices[device].speed
+    return sums
+
+
+def step_s(order: Schedule | Stream, costs: Costs) -> float:
+    """Seconds of a step: of a stream, one of the steady state, as nearly as a search needs it."""
+    if isinstance(order, Schedule):
+        return simulate(order, costs).makespan_s
+    begun = order.most_lag + _BEGUN
+    long, short = (simulate(order.unrolled(steps), costs).makespan_s for steps in (begun + _MEASURED, begun))
+    return (long - short) / _MEASURED + costs.step_s
+
+
+def budget_of(order: Schedule | Stream) -> int:
+    """How often a search may take :func:`step_s`: some seconds."""
+    schedules = [order] if isinstance(order, Schedule) else [order.unrolled(1)] * (2 * (order.most_lag + _BEGUN) + 2)
+    return max(_LEAST, min(_MOST, _SEARCHED_ACTIONS // sum(sum(map(len, one.orders)) for one in schedules)))
+
+
+def whole_schedule(order: Schedule | Stream) -> Schedule:
+    """As many steps as may be under way at a time, which keep as many micro-batches alive as a run does."""
+    return order if isinstance(order, Schedule) else order.unrolled(order.most_lag + 1)
