@@ -169,3 +169,30 @@ def test_a_pipeline_that_was_built_beforehand_is_measured_too() -> None:
     assert first == second
     assert first["measured"]
     assert first["parts"] != [0, 2, 8]  # six equal layers are not cut one to five
+
+
+def trains_in_several_directions(profile: str) -> tuple[list[int], float]:
+    import paceline
+
+    section = {
+        "stages": 4,
+        "partition": {"method": "hetero", "profile": profile},
+        "schedule": {"type": "multidirection"},
+    }
+    config = ds_config(gradient_accumulation_steps=8, paceline={"pipeline": section})
+    engine, *_ = paceline.initialize(model=model_config(num_hidden_layers=LAYERS), config=config)
+    loss = engine.train_batch(iter(step_batches(0)))
+    engine.flush()
+    return [int(part) for part in engine.module.parts], loss.item()
+
+
+def test_a_slow_device_of_several_directions_gets_less_in_both_its_stages(tmp_path: Path) -> None:
+    """Device 2 has the stages 2 and 1, which device 1 has too; the same parts on all ranks, and layers stay there."""
+    found = run_ranks(trains_in_several_directions, 4, write_profile(tmp_path / "p.json", (1.0, 1.0, 0.25, 1.0)))
+    parts, loss = found[0]
+    assert found == [(parts, loss)] * 4
+    sizes = [end - first for first, end in zip(parts[:-1], parts[1:], strict=True)]
+    assert sizes[1] + sizes[2] < sizes[0] + sizes[3] - 2  # which have embedding and head besides
+    even, wanted = run_ranks(trains_in_several_directions, 4, write_profile(tmp_path / "q.json", (1.0,) * 4))[0]
+    assert even != parts
+    assert loss == pytest.approx(wanted, rel=1e-5)
