@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_a_slow_device_of_several_directions_gets_less_in_both_its_stages(tmp_pa
     found = run_ranks(trains_in_several_directions, 4, write_profile(tmp_path / "p.json", (1.0, 1.0, 0.25, 1.0)))
     parts, loss = found[0]
     assert found == [(parts, loss)] * 4
-    sizes = [end - first for first, end in zip(parts[:-1], parts[1:], strict=True)]
+    sizes = [end - first for first, end in pairwise(parts)]
     assert sizes[1] + sizes[2] < sizes[0] + sizes[3] - 2  # which have embedding and head besides
     even, wanted = run_ranks(trains_in_several_directions, 4, write_profile(tmp_path / "q.json", (1.0,) * 4))[0]
     assert even != parts

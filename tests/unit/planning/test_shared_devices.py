@@ -90,7 +90,8 @@ def test_live_micro_batches_and_owners(devices: int, count: int) -> None:
     sizes = tuple(1.0 if stage % 3 else 1000.0 for stage in range(devices))
     simulated = simulate(schedule, Costs((1.0,) * devices, (2.0,) * devices, activation_bytes=sizes)).peak_bytes
     for one, most in zip(held, simulated, strict=True):
-        assert max(sum(n * sizes[s] for n, s in zip(live, one.stages, strict=True)) for live in one.live) == most
+        items = [ItemMemory("layer", 0, size, 0) for size in sizes]
+        assert one.memory(items, range(devices + 1), States()).activations == most
     assert [one.stages[0] for one in held] == list(range(devices))  # whose states are there
     assert all(one.owned == (1.0,) + (0.0,) * (count - 1) for one in held)
     mirrored = held_by(schedule, "mirror")
