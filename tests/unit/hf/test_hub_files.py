@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from paceline.hf.hub_files import join
 
 
 def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
-    """Elements of different sizes, odd numbers of them: each tensor stays aligned, as its reader needs it."""
+    """Elements of different sizes, odd numbers of them: each tensor stays aligned, for readers that map the file."""
     torch.manual_seed(0)
     parts = [
         {"a": torch.randn(3, dtype=torch.bfloat16), "b": torch.randint(0, 9, (5,), dtype=torch.uint8)},
@@ -31,5 +32,10 @@ def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
     for key, tensor in wanted.items():
         assert found[key].dtype == tensor.dtype
         assert torch.equal(found[key], tensor), key
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    for key, entry in json.loads(data[8 : 8 + length]).items():
+        assert key == "__metadata__" or entry["data_offsets"][0] % wanted[key].element_size() == 0, key
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
