@@ -155,8 +155,10 @@ class DataArguments:
     train_file: str | None = _flag(None, "Training data: csv, json, jsonl, parquet, txt or py file.")
     validation_file: str | None = _flag(None, "Evaluation data, the same kinds of file.")
     text_column: str | None = _flag(None, "Column with the text. None: `text`, or the first column of strings.")
-    sample_kind: Literal["text", "messages", "prompt_completion"] | None = _flag(
-        None, "What a row is, where its columns allow more than one. None: by its columns."
+    sample_kind: Literal["text", "messages", "prompt_completion", "instruction", "conversations"] | None = _flag(
+        None,
+        "What a row is, where its columns allow more than one: text, messages, prompt_completion (prompt, completion), "
+        "instruction (instruction, input, output), conversations (ShareGPT's). None: by its columns.",
     )
     completion_only_loss: bool = _flag(
         True, "Loss on completions and assistant turns only; without it, on prompts too."

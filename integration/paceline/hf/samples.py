@@ -7,6 +7,8 @@ columns                                sample
 ``line``                               a line of a text file, which continues the one before
 ``messages`` (``tools``)               a conversation through the chat template; the loss is on the assistant's turns
 ``prompt``, ``completion`` (``tools``) strings, or messages; the loss is on the completion
+``instruction``, ``output``            Alpaca's (``input``): a prompt and a completion (:mod:`paceline.hf.instructions`)
+``conversations``                      ShareGPT's (``system``, ``tools``): messages, likewise
 =====================================  ========================================================================
 """
 
@@ -22,11 +24,12 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from . import chat
+from . import chat, instructions
 from .arguments import DataArguments
 from .chat import IGNORED, Sample, messages_sample, pair_sample
+from .instructions import CONVERSATIONS, INPUT, INSTRUCTION, OUTPUT, SYSTEM, messages_of, pair_of
 
-Kind = Literal["text", "line", "messages", "prompt_completion"]
+Kind = Literal["text", "line", "messages", "prompt_completion", "instruction", "conversations"]
 
 TEXT, LINE, MESSAGES, PROMPT, COMPLETION, TOOLS = "text", "line", "messages", "prompt", "completion", "tools"
 
@@ -40,6 +43,10 @@ def kind_of(columns: Iterable[str]) -> Kind:
         return "messages"
     if PROMPT in names:
         return "prompt_completion"
+    if CONVERSATIONS in names:
+        return "conversations"
+    if INSTRUCTION in names:
+        return "instruction"
     return "line" if LINE in names else "text"
 
 
@@ -73,16 +80,32 @@ def choose_columns(what: str, columns: Sequence[str], strings: Sequence[str], ar
         raise ValueError(
             f"{what}: the columns {listed} have no `{missing}`. Remedy: add it, or --text_column to train on a text."
         )
-    kind = kind or (found[0] if found else "text")
+    others: list[Kind] = [other for other in ("conversations", "instruction") if set(_COLUMNS[other][0]) <= there]
+    kind = kind or [*found, *others, "text"][0]
     if kind == "text":
-        return {_text_column(what, columns, strings, args.text_column): TEXT}
-    wanted = [MESSAGES] if kind == "messages" else [PROMPT, COMPLETION]
+        column = _text_column(what, columns, strings, args.text_column)
+        is_chosen = args.sample_kind is not None or args.text_column is not None
+        if not is_chosen and (others or (column != TEXT and len(strings) > 1)):
+            remedy = f"--sample_kind {others[0]} for the others" if others else "--text_column for another one"
+            logger.warning("%s: of the columns %s only %r is learned. Remedy: %s", what, listed, column, remedy)
+        return {column: TEXT}
+    assert kind is not None
+    wanted, more = _COLUMNS[kind]
     if not set(wanted) <= there:
         raise ValueError(
             f"{what}: --sample_kind {kind} needs {' and '.join(wanted)}; the columns are {listed}. "
             "Remedy: rename them, or another --sample_kind."
         )
-    return {name: name for name in (*wanted, *({TOOLS} & there))}
+    return {name: name for name in (*wanted, *(name for name in more if name in there))}
+
+
+_COLUMNS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": ((MESSAGES,), (TOOLS,)),
+    "prompt_completion": ((PROMPT, COMPLETION), (TOOLS,)),
+    "conversations": ((CONVERSATIONS,), (SYSTEM, TOOLS)),
+    "instruction": ((INSTRUCTION, OUTPUT), (INPUT,)),
+}
+"""Of kinds of more than one column: those that there must be, and those that there may be."""
 
 
 def _text_column(what: str, columns: Sequence[str], strings: Sequence[str], column: str | None) -> str:
@@ -106,7 +129,8 @@ def texts_of(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             if isinstance(value, str):
                 yield value
             elif isinstance(value, (list, tuple)):
-                yield from (m["content"] for m in value if isinstance(m, dict) and isinstance(m.get("content"), str))
+                said = (m.get("content") or m.get("value") for m in value if isinstance(m, dict))
+                yield from (text for text in said if isinstance(text, str))
 
 
 def require_text(where: str, column: str, value: Any) -> None:
@@ -125,7 +149,7 @@ def recipe(kind: Kind, tokenizer: PreTrainedTokenizerBase, completion_only: bool
     """
     told = [sorted(tokenizer.get_vocab().items()), list(tokenizer("")["input_ids"]), tokenizer.eos_token_id]
     made: dict[str, str | int] = {"tokenizer": _digest(told)}
-    if kind in ("messages", "prompt_completion"):
+    if kind not in ("text", "line"):
         made["completion_only_loss"] = completion_only
         made["chat_template"] = _digest(tokenizer.chat_template)
     return made
@@ -168,10 +192,13 @@ def sample_maker(
         samples: list[Sample | None] = []
         for row in rows:
             try:
-                if kind == "messages":
-                    ids, labels = messages_sample(tokenizer, row[MESSAGES], row.get(TOOLS), completion_only)
+                if kind in ("messages", "conversations"):
+                    messages = row[MESSAGES] if kind == "messages" else messages_of(row)
+                    ids, labels = messages_sample(tokenizer, messages, row.get(TOOLS), completion_only)
                 else:
-                    ids, labels = pair_sample(tokenizer, row[PROMPT], row[COMPLETION], row.get(TOOLS), completion_only)
+                    is_pair = kind == "prompt_completion"
+                    pair = (row[PROMPT], row[COMPLETION]) if is_pair else pair_of(row, bool(tokenizer.chat_template))
+                    ids, labels = pair_sample(tokenizer, *pair, row.get(TOOLS), completion_only)
             except ValueError as error:
                 raise ValueError(f"{what}: {error} The row: {str(row)[:200]}") from error
             ids, labels = ids[:max_length], labels[:max_length]
@@ -202,7 +229,7 @@ def make_samples(
     kind = kind_of(dataset.column_names)
     columns = list(dataset.column_names)
     make = sample_maker(kind, tokenizer, max_length, completion_only, what)
-    rules = inspect.getsource(chat) + inspect.getsource(sample_maker)
+    rules = inspect.getsource(chat) + inspect.getsource(instructions) + inspect.getsource(sample_maker)
 
     # a closure with the rules' source: datasets hashes it, so that a changed rule makes a new cache entry
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

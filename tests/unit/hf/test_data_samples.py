@@ -204,6 +204,94 @@ def test_samples_are_cached(tmp_path: Path) -> None:
     assert make_samples(given, tokenizer(MARKED), 64).cache_files != first
 
 
+ALPACA = {"instruction": "Add.", "input": "One, please", "output": "two"}
+SHAREGPT = [
+    {"from": role, "value": m["content"]} for role, m in zip(("system", "human", "gpt") * 2, TALK, strict=False)
+]
+SHAREGPT[3:] = [{"from": "human", "value": "And two?"}, {"from": "gpt", "value": "2"}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_instructions_and_sharegpt(streaming: bool, tmp_path: Path) -> None:
+    """As people have them: the loss is on outputs and on the assistant's turns, at once or in a stream."""
+
+    def first(template: str | None, *given: dict[str, Any]) -> tuple[str, str]:
+        made = tokenizer(template)
+        args = DataArguments(
+            train_file=rows(tmp_path, *given), validation_split_percentage=0, streaming=streaming, block_size=400
+        )
+        prepared = data.prepare(data.read(args, seed=0), args, made, LlamaConfig(), seed=0)
+        plan = prepared.plan(micro_batch_size=1, micro_batches_per_step=1, data_parallel_size=1, seed=0)
+        batch = next(prepared.training_batches(plan))
+        return made.decode(batch["input_ids"][0]), learned(
+            made, (batch["input_ids"][0].tolist(), batch["labels"][0].tolist())
+        )
+
+    for row in (ALPACA, {**ALPACA, "id": "7"}):
+        text, answer = first(None, row)
+        assert text.startswith("Below is an instruction that describes a task, paired with an input that provides")
+        assert text.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\nOne, please\n\n### Response:\ntwo</s>")
+        assert answer == "two</s>"
+        text, answer = first(PLAIN, row)
+        assert (text, answer) == ("<user>Add.\n\nOne, please</s><assistant>two</s>", "two</s>")
+    text, _ = first(None, {**ALPACA, "input": ""}, {**ALPACA, "output": ""})  # the second is dropped
+    assert "### Input" not in text
+
+    talk = "".join(f"<{m['role']}>{m['content']}</s>" for m in TALK)
+    for row in (
+        {"conversations": SHAREGPT},
+        {"conversations": SHAREGPT[1:], "system": "Be brief."},
+        {"conversations": TALK},
+    ):
+        assert first(PLAIN, row) == (talk, "1 é 你好</s>2</s>")
+
+
+def test_instructions_beside_a_text_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A `text` stays what is learned, as in other data; what else there is does not go without a word."""
+    for row, told in (
+        ({**ALPACA, "text": "all"}, "only 'text' is learned. Remedy: --sample_kind instruction"),
+        ({"question": "One?", "answer": "two"}, "only 'question' is learned. Remedy: --text_column"),
+        ({"text": "all", "url": "there"}, ""),
+    ):
+        caplog.clear()
+        args = DataArguments(train_file=rows(tmp_path, row), validation_split_percentage=0)
+        assert data.read(args, seed=0).train.column_names == ["text"]
+        assert (told in caplog.text) if told else not caplog.records
+    args = DataArguments(train_file=rows(tmp_path, {**ALPACA, "text": "all"}), sample_kind="instruction")
+    assert set(data.read(args, seed=0).train.column_names) == {"instruction", "input", "output"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"conversations": [{"from": "narrator", "value": "x"}]},
+            "turn 0 of 'conversations' is from 'narrator' .*user",
+        ),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "from 'gpt' with a value that is a NoneType"),
+        ({"conversations": "talk"}, "'conversations' must be a list of turns.* but is a str"),
+        ({"instruction": 3, "output": "x"}, "'instruction' must be a string, but is a int"),
+    ],
+)
+def test_wrong_instructions_and_turns(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^training data: .*{message}.*Remedy.* The row: "):
+        make_samples(Dataset.from_list([row]), tokenizer(), 16)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_the_loss_of_a_turn_reaches_as_far_as_trls(name: str) -> None:
+    """With the template's line break after the end of a turn, which TRL's templates for training mark, too."""
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    made = tokenizer()
+    made.add_special_tokens({"bos_token": "<s>"})
+    samples = []
+    for file in (f"{name}.jinja", f"{name}_training.jinja"):
+        made.chat_template = (folder / file).read_text()
+        samples.append(messages_sample(made, [TALK[1], TALK[4]]))
+    assert learned(made, samples[0]).endswith(">\n")
+    assert learned(made, samples[0]) == learned(made, samples[1])
+
+
 def test_a_wrong_row_is_shown() -> None:
     given = Dataset.from_list([{"messages": [{"from": "human", "value": "x"}]}])
     with pytest.raises(ValueError, match=r"^training data: 'messages' must.* The row: \{'messages': \[\{'from': 'hum"):
