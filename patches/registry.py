@@ -161,11 +161,23 @@ def applied(*patches: Patch) -> Iterator[None]:
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of this package."""
-    from paceline.patches import deepspeed_initialize, deepspeed_ops, deepspeed_p2p, deepspeed_pipe_module
+    from paceline.patches import (
+        deepspeed_initialize,
+        deepspeed_ops,
+        deepspeed_p2p,
+        deepspeed_pipe_module,
+        transformers_masking_utils,
+    )
     from paceline.patches.repairs import REPAIRS
 
     repairs = [patch for patches in REPAIRS.values() for patch in patches]
-    modules = (deepspeed_initialize, deepspeed_ops, deepspeed_p2p, deepspeed_pipe_module)
+    modules = (
+        deepspeed_initialize,
+        deepspeed_ops,
+        deepspeed_p2p,
+        deepspeed_pipe_module,
+        transformers_masking_utils,
+    )
     return (*(patch for module in modules for patch in module.PATCHES), *repairs)
 
 

@@ -21,12 +21,15 @@ from torch import Tensor
 
 from ..checkpoint.format import MODEL
 from ..hf import hub_files
+from ..hf.masks import MaskFacts, known
 from ..hf.peft import save_adapter_config
 from ..hf.stage import SIDE_INPUTS
+from ..patches import transformers_masking_utils
+from ..patches.registry import apply
 from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
 from .lifetime import current
-from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut
+from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
 from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
@@ -35,10 +38,7 @@ COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label token
 
 def shapes_in(table: Tensor) -> list[MicroBatchShape]:
     """Of the micro-batches of a step, from its table."""
-    return [
-        MicroBatchShape(batch, length, tuple(n for i, n in enumerate(SIDE_INPUTS) if bits >> i & 1), *counts)
-        for batch, length, bits, *counts, _ in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()
-    ]
+    return [shape_of(row) for row in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()]
 
 
 _Seen = tuple[Tensor, Any]
@@ -97,6 +97,7 @@ class CausalLMEngine(PacelineEngine):
         """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
         self.data_iterator: Any = None
         self.total_loss: Tensor | None = None
+        apply(*transformers_masking_utils.PATCHES)  # for the rest of the process: they act where facts are told only
         super().__init__(*args, **kwargs)
         if self._config.pipeline["activation_checkpoint_interval"] > 0:
             self.module.enable_gradient_checkpointing()
@@ -236,7 +237,7 @@ class CausalLMEngine(PacelineEngine):
         self._step_label_tokens, self.step_tokens = label_tokens, tokens
         if self._expert_groups.size > 1:  # replicas that share experts compute in step, each as often as the others
             missing = max(loads) - len(self._shapes)
-            self._shapes += [MicroBatchShape(1, 1, (), label_tokens=0, tokens=0)] * missing
+            self._shapes += [MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing
             self._loaded += [FILLER] * missing
         return sum(loads)
 
@@ -305,7 +306,8 @@ class CausalLMEngine(PacelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
         stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
-        with self._graph(), autocast_if_enabled(self), self._flops_profiled():
+        facts = self._shapes[micro_batch].masks
+        with self._graph(), autocast_if_enabled(self), known(facts), self._flops_profiled():
             out, routing_out = self.module(stream, side, routing)
         if self.is_last_stage():
             self._keep_loss(buffer_id, out, routing_out, self._shapes[micro_batch])

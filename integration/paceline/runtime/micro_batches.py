@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hf.masks import MaskFacts, facts_of
 from ..hf.stage import SIDE_INPUTS
 
 IGNORED = -100
@@ -25,6 +26,7 @@ class MicroBatchShape:
     side: tuple[str, ...]
     label_tokens: int
     tokens: int
+    masks: MaskFacts
 
 
 @dataclass
@@ -38,7 +40,9 @@ class MicroBatch:
 
     @property
     def row(self) -> list[int]:
+        facts = facts_of(self.side)
         bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
+        bits |= facts.is_padded << len(SIDE_INPUTS) | facts.is_packed << len(SIDE_INPUTS) + 1
         mask = self.side.get("attention_mask")
         tokens = self.input_ids.numel() if mask is None else int(mask.sum())
         if self.is_filler:
@@ -56,6 +60,14 @@ def pinned(batch: MicroBatch) -> MicroBatch:
 
     side = {name: moved(tensor) for name, tensor in batch.side.items()}
     return replace(batch, input_ids=moved(batch.input_ids), labels=moved(batch.labels), side=side)
+
+
+def shape_of(row: Sequence[int]) -> MicroBatchShape:
+    """The shape that :attr:`MicroBatch.row` tells."""
+    batch, length, bits, label_tokens, tokens, _ = row
+    side = tuple(name for i, name in enumerate(SIDE_INPUTS) if bits >> i & 1)
+    facts = MaskFacts(bool(bits >> len(SIDE_INPUTS) & 1), bool(bits >> len(SIDE_INPUTS) + 1 & 1))
+    return MicroBatchShape(batch, length, side, label_tokens, tokens, facts)
 
 
 FILLER = MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), {}, is_filler=True)

@@ -1,0 +1,74 @@
+"""A stage's forward never waits for the device: whatever it has to know of a batch is found on the CPU before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from ranks import run_ranks
+
+READS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
+"""Operations that wait for a GPU to have computed their operand."""
+
+
+class Reads(TorchDispatchMode):
+    """Names of the operations that read values of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in READS:
+            self.found.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def read_in_forwards(kinds: list[str], attention: str) -> dict[str, Any]:
+    """By the kind of a step's batches: values read in this rank's forwards, loss included, and the step's loss."""
+    import paceline
+
+    config = model_config(attn_implementation=attention)
+    engine, *_ = paceline.initialize(
+        model=config,
+        config=ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": {"stages": 3}}),
+    )
+    forward = engine._exec_forward_pass
+    reads: list[str] = []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        with Reads() as mode:
+            forward(*args, **kwargs)
+        reads.extend(mode.found)
+
+    engine._exec_forward_pass = counted
+    found = {}
+    for kind in kinds:
+        reads.clear()
+        loss = engine.train_batch(iter(step_batches(0, kind))).item()
+        found[kind] = (list(reads), loss)
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa"])
+def test_no_forward_reads_a_value(attention: str) -> None:
+    kinds = ["plain", "padded", "packed", "prompt"]
+    ranks = run_ranks(read_in_forwards, 3, kinds, attention)
+    for rank in ranks:
+        assert {kind: reads for kind, (reads, _) in rank.items()} == {kind: [] for kind in kinds}
+        assert all(loss > 1 for _, loss in rank.values())
+
+
+def test_reads_are_seen() -> None:
+    """What transformers does where nobody has told it."""
+    from transformers.masking_utils import create_causal_mask
+
+    config, hidden = model_config(attn_implementation="sdpa"), torch.zeros(2, 8, 32)
+    for told in ({"position_ids": torch.arange(8)[None], "attention_mask": None}, {"attention_mask": torch.ones(2, 8)}):
+        with Reads() as mode:
+            create_causal_mask(config, hidden, past_key_values=None, **told)
+        assert mode.found == ["aten::_local_scalar_dense"]
