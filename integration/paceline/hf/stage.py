@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from . import router
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
+from .cross_entropy import cross_entropy_in_pieces, takes_pieces
 
 SIDE_INPUTS = ("attention_mask", "position_ids")
 ADAPTED = ("base_layer", "original_module")
@@ -227,7 +228,7 @@ class CausalLMStage(nn.Module):
         logits: Tensor,
         labels: Tensor,
         routing: Tensor | None,
-        num_items: Tensor | float,
+        num_items: Tensor | float | None,
         router_share: float = 1.0,
     ) -> Tensor:
         """Cross entropy summed over the label tokens and divided by ``num_items``, plus the router loss.
@@ -240,12 +241,15 @@ class CausalLMStage(nn.Module):
                 this micro-batch in a step).
             router_share: of this micro-batch in the router loss of a step.
         """
-        loss = self.model.loss_function(
-            logits=logits,
-            labels=labels,
-            vocab_size=logits.shape[-1],  # some heads cut off the rows that pad the vocabulary
-            num_items_in_batch=num_items,
-        )
+        if takes_pieces(self.model.loss_function, logits):
+            loss = cross_entropy_in_pieces(logits, labels, num_items)
+        else:
+            loss = self.model.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=logits.shape[-1],  # some heads cut off the rows that pad the vocabulary
+                num_items_in_batch=num_items,
+            )
         if self.router_loss is not None and routing is not None:
             router_loss = self.router_loss.value(routing).to(loss.device)
             loss = loss + router_share * self.router_loss.coefficient * router_loss
