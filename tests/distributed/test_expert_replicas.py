@@ -124,3 +124,73 @@ def test_copies_are_there_again_after_a_resume(tmp_path: Path) -> None:
         placements, _ = rank["saved"]
         assert any(len(held) > 4 for devices in placements.values() for held in devices)
         assert rank["resumed"] == rank["saved"]
+
+
+class Waits:
+    """Counts how often the host would wait for a device: a number, a list or a copy of a tensor is asked for."""
+
+    ASKED = ("tolist", "item", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero", "numpy")
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __enter__(self) -> Waits:
+        self._before = {name: getattr(torch.Tensor, name) for name in self.ASKED}
+        for name, function in self._before.items():
+
+            def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
+                self.calls.append(name)
+                return function(*args, **kwargs)
+
+            setattr(torch.Tensor, name, counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(torch.Tensor, name, function)
+
+
+def waits_of_a_layer() -> dict[tuple[str, bool, bool], list[str]]:
+    """By splitting, with copies or not, and backward or not: what the host asked a layer's tensors for."""
+    import torch.distributed as dist
+
+    from paceline.hf.families import causal_lm_configs, tiny_configs
+    from paceline.hf.stage import Cut
+    from paceline.hf.weights import load_stage
+    from paceline.moe.hf_experts import take_share
+    from paceline.planning.experts import Placement
+
+    dist.init_process_group("gloo")
+    (config,) = (one for one in causal_lm_configs() if one.model_type == "mixtral")
+    found = {}
+    for splitting in ("even", "planned"):
+        model = load_stage(None, tiny_configs(config)[0], Cut.whole(4)).model
+        model.set_experts_implementation("grouped_mm")  # which itself asks for nothing
+        layer = next(iter(take_share(model, dist.get_rank(), 2).values()))
+        layer.begin("layer", dist.group.WORLD, num_replicas=1, splitting=splitting)
+        hidden = torch.randn(6, layer.gate_up_proj.shape[-1], requires_grad=True)
+        chosen = torch.stack([torch.randperm(layer.num_experts)[:2] for _ in range(6)])
+        first, second = layer.placement.devices
+        copied = Placement(((*first, second[0]), (*second, first[0])), (layer.num_slots,) * 2)
+        for placement in (layer.placement, copied):
+            layer.take_on(placement, [1.0] * layer.num_experts)
+            layer.fetch()
+            with Waits() as forward:
+                out = layer(hidden, chosen, torch.rand(6, 2))
+            with Waits() as backward:
+                out.sum().backward()
+            has_copies = layer.table.has_copies
+            found[splitting, has_copies, False] = forward.calls
+            found[splitting, has_copies, True] = backward.calls
+    return found
+
+
+def test_a_layer_makes_the_host_wait_once() -> None:
+    """For what is to be sent and received; not a second time for what copies get, and not in the backward."""
+    for rank in run_ranks(waits_of_a_layer, 2):
+        assert rank == {
+            (splitting, has_copies, backward): [] if backward else ["tolist"]
+            for splitting in ("even", "planned")
+            for has_copies in (False, True)
+            for backward in (False, True)
+        }

@@ -21,11 +21,12 @@ from deepspeed.module_inject.auto_ep_layer import (
     permute_by_local_expert,
     unpermute_by_local_expert,
 )
+from deepspeed.moe.ep_kernels import TOKEN_GROUP_ALIGN_SIZE_M
 from torch import Tensor
 from torch.func import functional_call
 
 from ..planning.experts import Placement
-from .dispatch import take_rows
+from .dispatch import Exchange, take_rows
 from .layer import ExpertLayer, SlotPart, SlotWeights
 from .replicas import Replicas
 
@@ -112,15 +113,15 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
         )
         return self._finalize_output(output, x, hidden_states, shape[-1])
 
-    def _compute(self, rows: Tensor, counts: Tensor, weights: SlotWeights) -> Tensor:
+    def _compute(self, rows: Tensor, exchange: Exchange, weights: SlotWeights) -> Tensor:
         """As :meth:`ExpertLayer.through_experts` wants it."""
-        rows, places, by_slot, num_rows = permute_by_local_expert(rows, counts)
+        rows, places, by_slot, num_rows = permute_by_local_expert(rows, exchange.counts)
         if not weights:
             rows = self.experts(rows, by_slot)
         else:
             own, copies = weights
             edge = self.num_slots
-            end = int(by_slot[:edge].sum())
+            end = sum(map(_padded, exchange.by_slot[:edge]))
             rows = torch.cat(
                 [self._with(own, rows[:end], by_slot[:edge]), self._with(copies, rows[end:], by_slot[edge:])]
             )
@@ -128,3 +129,8 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
 
     def _with(self, weights: Sequence[Tensor], rows: Tensor, counts: Tensor) -> Tensor:
         return functional_call(self.experts, dict(zip(WEIGHTS, weights, strict=True)), (rows, counts))
+
+
+def _padded(num_rows: int) -> int:
+    """Rows of an expert with its padding, as ``by_slot`` has them on the device."""
+    return -(-max(num_rows, 1) // TOKEN_GROUP_ALIGN_SIZE_M) * TOKEN_GROUP_ALIGN_SIZE_M

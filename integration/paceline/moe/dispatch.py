@@ -26,6 +26,8 @@ class SlotTable:
     """From experts to slots.
 
     Args:
+        num_slots: that a rank owns.
+        num_replicas: its slots for copies.
         loads: tokens by expert, for shares of the copies that even out the ranks; None for equal shares.
 
     Attributes:
@@ -81,12 +83,14 @@ class Exchange:
         sent: rows to each rank.
         received: rows from each rank.
         counts: ``[R, P]`` int32, rows from each rank for each slot of this one.
+        by_slot: ``counts`` over all ranks, on the host; empty where there is one rank.
     """
 
     order: Tensor
     sent: list[int]
     received: list[int]
     counts: Tensor
+    by_slot: list[int]
 
 
 def plan_exchange(chosen: Tensor, counts: Tensor, table: SlotTable, group: Any, *, fresh: bool = False) -> Exchange:
@@ -115,11 +119,12 @@ def plan_exchange(chosen: Tensor, counts: Tensor, table: SlotTable, group: Any, 
     order = torch.argsort(slots, stable=True)
     by_rank = by_slot.view(size, table.width)
     if size == 1:
-        return Exchange(order, [chosen.numel()], [chosen.numel()], by_rank)
+        return Exchange(order, [chosen.numel()], [chosen.numel()], by_rank, [])
     arriving = torch.empty_like(by_rank)
     dist.all_to_all_single(arriving, by_rank, group=group)
-    sent, received = torch.stack([by_rank.sum(dim=1), arriving.sum(dim=1)]).tolist()
-    return Exchange(order, sent, received, arriving)
+    # All that the host has to know, at once: it waits for the device here and nowhere else in the layer.
+    known = torch.cat([by_rank.sum(dim=1), arriving.sum(dim=1), arriving.sum(dim=0)]).tolist()
+    return Exchange(order, known[:size], known[size : 2 * size], arriving, known[2 * size :])
 
 
 def _by_expert(chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +161,8 @@ def _plan_fresh(chosen: Tensor, counts: Tensor, table: SlotTable, group: Any, ra
     slots[order] = table.slots[expert, copy]
     sent = by_slot[rank].view(size, table.width).sum(dim=1).tolist()
     received = arriving.sum(dim=1).tolist()
-    return Exchange(torch.argsort(slots, stable=True), sent, received, arriving.to(device, torch.int32))
+    by_slot_here = arriving.sum(dim=0).tolist()
+    return Exchange(torch.argsort(slots, stable=True), sent, received, arriving.to(device, torch.int32), by_slot_here)
 
 
 def _bounds(total: int, shares: Sequence[float], most: int) -> list[int]:

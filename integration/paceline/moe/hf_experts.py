@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .dispatch import take_rows
+from .dispatch import Exchange, take_rows
 from .layer import EVEN, ExpertLayer, SlotPart, SlotWeights
 from .replicas import Replicas
 
@@ -162,8 +162,9 @@ class HFExpertLayer(ExpertLayer):
         rows = self.through_experts(take_rows(hidden_states, chosen, exchange), exchange, self._compute)
         return self._combine(rows, exchange.order, chosen, top_k_weights.reshape(-1)).to(hidden_states.dtype)
 
-    def _compute(self, rows: Tensor, counts: Tensor, weights: SlotWeights) -> Tensor:
+    def _compute(self, rows: Tensor, exchange: Exchange, weights: SlotWeights) -> Tensor:
         """As :meth:`ExpertLayer.through_experts` wants it."""
+        counts = exchange.counts
         num_sources, width = counts.shape
         slots = torch.arange(width, device=rows.device).repeat(num_sources)
         slots = slots.repeat_interleave(counts.reshape(-1), output_size=rows.shape[0])
@@ -174,7 +175,7 @@ class HFExpertLayer(ExpertLayer):
             computed = _through(own, rows, slots)
         else:
             own_weights, copied_weights = weights
-            edge = int(counts[:, : self.num_slots].sum())
+            edge = sum(exchange.by_slot[: self.num_slots])
             parts = [
                 _through(own, rows[:edge], slots[:edge], own_weights),
                 _through(copied, rows[edge:], slots[edge:] - self.num_slots, copied_weights),

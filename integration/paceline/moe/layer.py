@@ -148,13 +148,13 @@ class ExpertLayer:
         return plan_exchange(chosen, counts, self.table, self.group, fresh=self.splitting == FRESH)
 
     def through_experts(
-        self, rows: Tensor, exchange: Exchange, compute: Callable[[Tensor, Tensor, SlotWeights], Tensor]
+        self, rows: Tensor, exchange: Exchange, compute: Callable[[Tensor, Exchange, SlotWeights], Tensor]
     ) -> Tensor:
         """What the experts make of ``rows``, which are in sending order, and stay so. Collective over the group.
 
         Args:
-            compute: from the rows that have arrived, by source and slot, how many they are of each (``[R, P]``) and the
-                weights to what the experts of their slots make of them, in the same order.
+            compute: from the rows that have arrived, by source and slot, how many they are of each and the weights to
+                what the experts of their slots make of them, in the same order.
         """
         clock = self.clock if self.training else None  # type: ignore[attr-defined]
         rows = rows if clock is None else clock.mark(rows, LEAVE)
@@ -166,7 +166,7 @@ class ExpertLayer:
         if clock is not None:
             clock.count(rows.shape[0])
             rows = clock.mark(rows, ARRIVE)
-        rows = compute(rows, exchange.counts, weights)
+        rows = compute(rows, exchange, weights)
         rows = rows if clock is None else clock.mark(rows, COMPUTED)
         rows = return_rows(rows, exchange, self.group)
         return rows if clock is None else clock.mark(rows, BACK)
