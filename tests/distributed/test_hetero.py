@@ -101,7 +101,7 @@ def test_measured_on_the_devices() -> None:
     profile = first["profile"]
     assert profile.devices[0].speed == 1.0
     assert [item.name for item in profile.items][:2] == ["embedding", "layers.0"]
-    assert profile.links == (float("inf"),)  # one host
+    assert 0 < profile.links[0] < float("inf")  # one host, and its ranks' messages take their time too
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ def links() -> tuple[float, ...]:
     return link_rates(ControlPlane.create(3), ["a", "b", "b"], 3)
 
 
-def test_links_between_hosts_are_timed() -> None:
+def test_links_between_hosts_and_within_one_are_timed() -> None:
     results = run_ranks(links, 3)
     assert results[0] == results[1] == results[2]
     between, within = results[0]
-    assert LINK_BYTES_PER_S < between < float("inf")
-    assert within == float("inf")
+    for rate in (between, within):
+        assert LINK_BYTES_PER_S < rate < float("inf")
 
 
 def states_of_a_stage(dtype: str) -> tuple[int, float]:

@@ -240,6 +240,80 @@ def test_paired_order_takes_deepspeeds_group_of_the_pipeline() -> None:
     assert run_ranks(shares_a_group, 2) == [True, True]
 
 
+# -- what a device does behind the host: events in the place of the host's clock ---------------------------------------
+
+BATCH_S = 0.002
+
+
+class Event:
+    """As CUDA's: the host asks for it afterwards."""
+
+    def __init__(self, at_s: float | None = None) -> None:
+        self.at_s, self.is_waited_for = at_s, False
+
+    def synchronize(self) -> None:
+        self.is_waited_for = True
+
+    def elapsed_time(self, last_s: float) -> float:
+        if not self.is_waited_for:
+            raise RuntimeError("asked for before it happened")
+        assert self.at_s is not None
+        return (last_s - self.at_s) * 1e3
+
+
+class Times:
+    """Of a device that ends a batch two milliseconds after the host knows of it."""
+
+    def now(self) -> Event:
+        return Event(time.perf_counter())
+
+    def done(self, works: list[Any]) -> Event:
+        assert works
+        return Event()  # known once they are done
+
+
+def timed_by_events() -> Any:
+    from paceline.runtime import transport
+    from paceline.runtime.knowledge import Knowledge
+    from paceline.runtime.observer import gather_reports
+
+    note = transport.Lane.note
+
+    def note_end(lane: Any, message: Any) -> None:
+        message.done_s.at_s = message.done_s.at_s or time.perf_counter() + BATCH_S
+        note(lane, message)
+
+    transport.Lane.note = note_end  # type: ignore[method-assign]
+    transport.work_times = lambda device: Times()  # type: ignore[assignment]
+    engine = engine_of([Block, Block], order="paired")
+    for step in range(3):
+        engine.train_batch(iter(batches(step)))
+    seconds = {
+        record.done_s.at_s - record.begun_s.at_s
+        for lane in engine.transport.lanes().values()
+        for record in lane.records
+    }
+    reports = gather_reports(engine, {})
+    costs = None
+    if engine.global_rank == 0:
+        knowledge = Knowledge(2)
+        knowledge.update(reports)
+        costs = knowledge.costs(2)
+    engine.destroy()
+    return min(seconds), max(seconds), costs
+
+
+def test_in_the_paired_order_links_are_measured_by_the_devices_events() -> None:
+    """Where NCCL communicates behind the host, whose clock tells nothing of it, the planner still sees its links."""
+    (least, most, costs), (*_, nothing) = run_ranks(timed_by_events, 2)
+    assert nothing is None
+    assert BATCH_S <= least <= most
+    num_bytes = 2 * WIDTH * 4
+    assert costs.message_bytes == (num_bytes,)
+    for link in (*costs.down, *costs.up):
+        assert num_bytes < link.bytes_per_s < float("inf")
+
+
 # -- shapes and layouts -----------------------------------------------------------------------------------------------
 
 

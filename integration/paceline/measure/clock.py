@@ -54,6 +54,37 @@ class Transfer(NamedTuple):
     ended_s: float
 
 
+class WorkTimes:
+    """When communication that a GPU carries out begins and ends, in events that nobody waits for.
+
+    A stream of its own waits for the works, so that an end is seen when it comes and not when the computation next asks
+    for what has arrived. The works of one communicator end in the order in which they were issued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def now(self) -> Any:
+        """What has been computed up to here is there: what is issued next can begin."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def done(self, works: Iterable[Any]) -> Any:
+        """When all of ``works`` are done. They must be kept until the current stream has waited for them too."""
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            for work in works:
+                work.wait()  # this stream does, not the host
+            event.record()
+        return event
+
+
+def work_times(device: torch.device) -> WorkTimes | None:
+    """For communication that ``device`` carries out behind the host; None where the host's clock tells."""
+    return WorkTimes(device) if device.type == "cuda" else None
+
+
 @dataclass
 class Clock:
     """Sums of seconds by kind since the last :meth:`read`."""

@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .recorder import SavedBytes
+from .recurring import recurring_mean
 
 OUTPUT, INPUT, END = "output", "input", "end"
 """What of a layer has its gradient complete, or the end of the backward."""
@@ -142,10 +142,10 @@ class LayerTimer:
             self._forward = None
 
     def result(self) -> dict[int, ItemTimes]:
-        """Medians over the micro-batches seen; items that never ran are left out. Waits for the device."""
+        """Means of what repeats over the micro-batches seen, without items that never ran. Waits for the device."""
         forwards = [forward for forward in self._forwards if forward.saved is None] or self._forwards
-        forward_s = _medians(self._times_of_forward(forward) for forward in forwards)
-        backward_s = _medians(self._times_of_backward(backward, forward_s) for backward in self._backwards)
+        forward_s = _means(self._times_of_forward(forward) for forward in forwards)
+        backward_s = _means(self._times_of_backward(backward, forward_s) for backward in self._backwards)
         return {
             item: ItemTimes(seconds, backward_s.get(item, 0.0), self._saved_bytes[item], self._output_bytes[item])
             for item, seconds in sorted(forward_s.items())
@@ -266,12 +266,12 @@ class _Saved(SavedBytes):
         return super()._pack(tensor)
 
 
-def _medians(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
+def _means(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
     values: dict[int, list[float]] = {}
     for times in found:
         for item, seconds in times.items():
             values.setdefault(item, []).append(seconds)
-    return {item: median(seconds) for item, seconds in values.items()}
+    return {item: recurring_mean(seconds) for item, seconds in values.items()}
 
 
 def _elapsed(start: Any, end: Any) -> float:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,16 +29,24 @@ class StepTimes:
     spans: list[tuple[str, int, Any, Any]] = field(default_factory=list)
     key: Any = None
     """What the step ran under: times of different keys are not mixed."""
+    unusual: set[tuple[str, int]] = field(default_factory=set)
+    """Kinds and micro-batches of computations that something was done beside: their times do not count."""
 
     def read(self, seconds: Callable[[Any], float]) -> None:
         """Turn events into seconds of the host's clock."""
         self.begun_s, self.ended_s = seconds(self.begun_s), seconds(self.ended_s)
         self.spans = [(kind, index, seconds(start), seconds(end)) for kind, index, start, end in self.spans]
 
-    def typical(self, kind: str) -> float | None:
-        """Median seconds of a forward (``"F"``) or backward (``"B"``)."""
-        found = [end - start for k, _, start, end in self.spans if k == kind]
-        return median(found) if found else None
+    def durations(self, kind: str) -> list[float]:
+        """Seconds of each forward (``"F"``) or backward (``"B"``), without the unusual ones if there are others."""
+        found = [(end - start, (k, micro_batch)) for k, micro_batch, start, end in self.spans if k == kind]
+        usual = [seconds for seconds, which in found if which not in self.unusual]
+        return usual or [seconds for seconds, _ in found]
+
+    def mean(self, kind: str) -> float | None:
+        """Mean seconds of a forward or backward."""
+        found = self.durations(kind)
+        return fmean(found) if found else None
 
 
 class Recorder:
@@ -86,6 +94,11 @@ class Recorder:
                     end.synchronize()
                     total += start.elapsed_time(end) / 1e3
         return total
+
+    def leave_out(self, kind: str, micro_batch: int) -> None:
+        """Something was done beside a computation of this step: its seconds tell nothing of others."""
+        if self._current is not None:
+            self._current.unusual.add((kind, micro_batch))
 
     def forget(self) -> None:
         """What was measured so far is known."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,14 @@ from ..planning.memory import ItemMemory, States
 from ..planning.stages import StagePlan, plan_stages
 from .control import ControlPlane
 from .observer import host_name
-from .staging import ranks_sharing
+from .staging import ranks_sharing, staging_for
 
 logger = logging.getLogger("paceline")
 
 PROBE_BYTES = 4 << 20
 SMALL_BYTES = 1 << 10
+PROBES = 3
+"""Large messages within a host, of which the fastest counts: they take a millisecond, and so does being interrupted."""
 
 ALIKE = 0.05
 """Devices whose speeds differ by less (relatively) are one kind: so much two measurements of one device differ."""
@@ -112,7 +114,7 @@ def hetero_boundaries(
             items = list(given.items)
         devices = _devices(looks, num_stages, given)
     links = given.links if given is not None and len(given.devices) == num_stages else ()
-    links = links or link_rates(control, [look.host for look in looks], num_stages)
+    links = links or link_rates(control, [look.host for look in looks], num_stages, device)
     found: tuple[list[int], Profile] | None = None
     with control.together("planning the partition"):
         if is_first:
@@ -198,41 +200,67 @@ def _alike(speed: float, known: Sequence[float]) -> float:
     return next((other for other in (1.0, *known) if abs(speed / other - 1) < ALIKE), speed)
 
 
-def link_rates(control: ControlPlane, hosts: Sequence[str], num_stages: int) -> tuple[float, ...]:
-    """Bytes a second between neighbouring stages, timed with one message each; infinite within a host.
+def link_rates(
+    control: ControlPlane, hosts: Sequence[str], num_stages: int, device: torch.device | None = None
+) -> tuple[float, ...]:
+    """Bytes a second between neighbouring stages, timed with a message each, or where that is short with several.
 
-    The slowest replica counts. Stages take turns, so that none sends and receives at once. Collective.
+    The slowest replica counts. Stages take turns, so that none sends and receives at once. Messages go as activations
+    do: over the backend of ``device``, or, where that takes host memory only, over the control plane. Collective.
 
     Args:
         hosts: of each rank.
+        device: of this rank's tensors; None: the CPU.
     """
     replicas = len(hosts) // num_stages
     rank = dist.get_rank()
     stage = rank // replicas
+    over_backend = device is not None and device.type != "cpu" and staging_for(device) is None
+    path = _Path(dist.group.WORLD, device) if over_backend else _Path(control.world, torch.device("cpu"))
+    if over_backend:  # a communicator is made by the first operation, of all its ranks
+        dist.all_reduce(torch.zeros(1, device=device))
     rate = math.inf
     for turn in (0, 1):
         sends = stage % 2 == turn
         peer = rank + replicas if sends else rank - replicas
-        if 0 <= peer < len(hosts) and hosts[peer] != hosts[rank]:
-            seconds = [_exchange(control, peer, size, sends) for size in (SMALL_BYTES, SMALL_BYTES, PROBE_BYTES)]
+        if 0 <= peer < len(hosts):
+            repeats = PROBES if hosts[peer] == hosts[rank] else 1
+            path.exchange(peer, SMALL_BYTES, sends)
+            small_s = path.exchange(peer, SMALL_BYTES, sends)
+            large_s = min(path.exchange(peer, PROBE_BYTES, sends) for _ in range(repeats))
             if sends:
                 # The small message takes the latency, and half is the least that is left of the large one.
-                rate = PROBE_BYTES / max(seconds[2] - seconds[1], seconds[2] / 2)
+                rate = PROBE_BYTES / max(large_s - small_s, large_s / 2)
     rates: list[float] = control.gather(rate)
     return tuple(min(rates[stage * replicas : (stage + 1) * replicas]) for stage in range(num_stages - 1))
 
 
-def _exchange(control: ControlPlane, peer: int, num_bytes: int, sends: bool) -> float:
-    """Seconds of a message and its acknowledgement."""
-    message, answer = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-    begun = time.perf_counter()
-    if sends:
-        dist.send(message, peer, group=control.world)
-        dist.recv(answer, peer, group=control.world)
-    else:
-        dist.recv(message, peer, group=control.world)
-        dist.send(answer, peer, group=control.world)
-    return time.perf_counter() - begun
+class _Path(NamedTuple):
+    """The way that messages between stages take."""
+
+    group: Any
+    device: torch.device
+
+    def exchange(self, peer: int, num_bytes: int, sends: bool) -> float:
+        """Seconds of a message and its acknowledgement."""
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        answer = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self._wait()
+        begun = time.perf_counter()
+        self._pass(message, peer, sends)
+        self._pass(answer, peer, not sends)
+        self._wait()
+        return time.perf_counter() - begun
+
+    def _pass(self, tensor: torch.Tensor, peer: int, sends: bool) -> None:
+        # In a batch NCCL takes the group's communicator; alone it would make one for the two ranks.
+        act = dist.isend if sends else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(act, tensor, peer, group=self.group)]):
+            work.wait()
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 def _memory(config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile]) -> list[ItemMemory]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from statistics import median
+from statistics import fmean, median
 
 from ..measure.links import Links, Message
 from ..measure.recorder import StepTimes
+from ..measure.recurring import recurring_mean, without_once
 from ..measure.speeds import Speeds
 from ..measure.work import Seen as SeenItem
 from ..measure.work import Separated, separate
@@ -91,14 +92,13 @@ class Knowledge:
         for kind, known in ((FORWARD, self.forward_s), (BACKWARD, self.backward_s)):
             found: dict[int, list[float]] = {}
             for report in reports:
-                by_size: dict[int, list[float]] = {}
+                by_size: dict[int, list[StepTimes]] = {}
                 for step in report.steps:
-                    typical = step.typical(kind)
-                    if typical is not None:
-                        by_size.setdefault(step.key[1], []).append(typical + _overhead(step))
-                for size, seconds in by_size.items():
+                    if step.mean(kind) is not None:
+                        by_size.setdefault(step.key[1], []).append(step)
+                for size, steps in by_size.items():
                     stages = found.setdefault(size, [0.0] * self.num_stages)
-                    stages[report.stage] = max(stages[report.stage], median(seconds))
+                    stages[report.stage] = max(stages[report.stage], _seconds(steps, kind))
             for size, stages in found.items():
                 before = known.get(size, stages)
                 known[size] = [now or then for now, then in zip(stages, before, strict=True)]
@@ -223,7 +223,8 @@ class Knowledge:
                     beside.append(wall - (max(end for _, end in spans) - min(start for start, _ in spans)))
                     whole.append(wall)
         if beside:
-            self.step_s, self.measured_s = max(median(beside), 0.0), median(whole)
+            self.step_s = recurring_mean([max(seconds, 0.0) for seconds in beside])
+            self.measured_s = recurring_mean(whole)
 
     def sizes(self) -> list[int]:
         """Micro-batch sizes whose steps were measured."""
@@ -286,11 +287,17 @@ def _separated(timed: Sequence[tuple[int, int, LayerReport]]) -> Separated:
     return Separated(work, probable.speeds, probable.guessed)
 
 
+def _seconds(steps: Sequence[StepTimes], kind: str) -> float:
+    """Of a forward or backward with what the host takes beside it, in the mean of what repeats from step to step."""
+    usual = without_once(steps, lambda step: step.mean(kind) or 0.0)
+    return recurring_mean(seconds for step in usual for seconds in step.durations(kind)) + fmean(map(_overhead, usual))
+
+
 def _whole_times(steps: Sequence[StepTimes], size: int) -> list[float]:
     """Of each step with micro-batches of a size, the seconds of a forward and a backward with what comes between."""
     found = []
     for step in steps:
-        forward, backward = step.typical(FORWARD), step.typical(BACKWARD)
+        forward, backward = step.mean(FORWARD), step.mean(BACKWARD)
         if step.key[1] == size and forward is not None and backward is not None:
             found.append(forward + backward + 2 * _overhead(step))
     return found

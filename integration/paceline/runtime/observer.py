@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..measure.clock import host_seconds
 from ..measure.layers import ItemTimes
 from ..measure.memory import room_bytes
 from ..measure.recorder import StepTimes
@@ -130,8 +131,13 @@ def gather_reports(engine: Any, after: dict[str, int], memory_bytes: int | None 
         engine.clocks.append(compare_clocks(engine.control, engine.pipe_ranks))
     clock_s, latency_s = engine.clocks[-1][0], min(latency for _, latency in engine.clocks)
     records = {}
+    seconds = host_seconds(engine.clock.now)
     for name, lane in engine.transport.lanes().items():
-        records[name] = [record for record in list(lane.records) if record.number > after.get(name, 0)]
+        records[name] = [
+            record._replace(begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
+            for record in list(lane.records)
+            if record.number > after.get(name, 0)
+        ]
         if records[name]:
             # A message of the very end may be known at one end only; it is reported again.
             after[name] = records[name][-1].number - UNSETTLED
@@ -170,24 +176,35 @@ def messages(reports: Sequence[Report], after: dict[tuple[int, int, str], int] |
             left out.
     """
     clocks = clocks_of(reports)
-    found = []
+    matched: list[tuple[str, int, int, Record, Record]] = []
+    together: dict[tuple[int, float], float] = {}
+    """By rank and end, when the last of what ended there at that moment could begin: a batch of NCCL ends as one."""
+
+    def ready(source: int, target: int, sent: Record, received: Record) -> float:
+        return max(sent.begun_s - clocks[source], received.begun_s - clocks[target])
+
     for report in reports:
         for name, source, target in lanes_of(report.stage, len(reports)):
             if source != report.stage:
                 continue
-            other = reports[target].records.get(name.replace("_out", "_in"), [])
-            begun = {record.number: record.begun_s - clocks[source] for record in report.records.get(name, [])}
-            key = (report.replica, source, name)
-            last = -1 if after is None else after.get(key, -1)
-            for record in other:
-                if record.number <= last or record.number not in begun:
-                    continue
-                done = record.done_s - clocks[target]
-                ready = min(max(begun[record.number], record.begun_s - clocks[target]), done)
-                moved = record._replace(begun_s=ready, done_s=done)
-                found.append(Seen(name.split("_")[0].removesuffix("s"), source, target, moved))
-                if after is not None:
-                    after[key] = record.number
+            own = {record.number: record for record in report.records.get(name, [])}
+            for record in reports[target].records.get(name.replace("_out", "_in"), []):
+                if sent := own.get(record.number):
+                    matched.append((name, source, target, sent, record))
+                    could = ready(source, target, sent, record)
+                    for batch in ((source, sent.done_s), (target, record.done_s)):
+                        together[batch] = max(together.get(batch, could), could)
+    found = []
+    for name, source, target, _, record in matched:
+        key = (reports[source].replica, source, name)
+        if after is not None:
+            if record.number <= after.get(key, -1):
+                continue
+            after[key] = record.number
+        done = record.done_s - clocks[target]
+        begun = min(together[target, record.done_s], done)
+        moved = record._replace(begun_s=begun, done_s=done)
+        found.append(Seen(name.split("_")[0].removesuffix("s"), source, target, moved))
     return found
 
 

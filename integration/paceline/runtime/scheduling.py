@@ -229,6 +229,7 @@ class Scheduling:
                 timer.begin(timed)
             if measures_memory:
                 self._measure_memory(run, arguments)
+                recorder.leave_out(timed, arguments["micro_batch"])
                 measures_memory = False
             else:
                 run(**arguments)

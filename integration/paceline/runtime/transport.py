@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..measure.clock import WorkTimes, work_times
 from .groups import gloo_group
 from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
 from .staging import Staging
@@ -48,9 +49,9 @@ class Record(NamedTuple):
     """On its lane, from the first on: the same at both ends."""
     micro_batch: int
     num_bytes: int
-    begun_s: float
-    """When it could be sent, or when its receive was posted."""
-    done_s: float
+    begun_s: Any
+    """When it could be sent, or when its receive was posted; an event, where a GPU does it, until it is read."""
+    done_s: Any
     """When it had arrived. On the sending side: when the backend was done with it."""
 
 
@@ -58,12 +59,14 @@ class Record(NamedTuple):
 class _Message:
     micro_batch: int
     tensors: list[Tensor]
-    begun_s: float
+    begun_s: Any
     ready: list[Callable[[], None]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     is_tuple: bool = True
     is_announced: bool = False
     error: BaseException | None = None
+    done_s: Any = None
+    """On a GPU in the paired order: the event of its end."""
     is_done: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
     @property
@@ -284,19 +287,23 @@ class Lane:
             work.wait()
 
     def note(self, message: _Message) -> None:
-        # In the paired order on a GPU the host's clock tells nothing: it runs ahead of the device.
-        tells = self._batch is None or self._device.type != "cuda"
-        if message.micro_batch >= 0 and message.error is None and tells:
+        if message.micro_batch >= 0 and message.error is None:
             self._num_records += 1
+            done_s = time.perf_counter() if message.done_s is None else message.done_s
             self.records.append(
-                Record(self._num_records, message.micro_batch, message.num_bytes, message.begun_s, time.perf_counter())
+                Record(self._num_records, message.micro_batch, message.num_bytes, message.begun_s, done_s)
             )
 
 
 class _Batch:
-    """The paired order: operations between two computations are issued together, in order."""
+    """The paired order: operations between two computations are issued together, in order.
 
-    def __init__(self) -> None:
+    Args:
+        times: of what a device does behind the host; None: the host's clock tells.
+    """
+
+    def __init__(self, times: WorkTimes | None = None) -> None:
+        self._times = times
         self._waiting: list[tuple[Lane, _Message, bool]] = []
         self._sent: deque[tuple[Lane, _Message]] = deque()
 
@@ -312,7 +319,9 @@ class _Batch:
                 ready()
             act = dist.isend if send else dist.irecv
             operations += [dist.P2POp(act, tensor, lane.peer, group=lane.group) for tensor in message.tensors]
+        begun = None if self._times is None else self._times.now()
         works = dist.batch_isend_irecv(operations) if operations else []
+        done = None if self._times is None else self._times.done(works)
         if len(works) == len(operations):
             given = iter(works)
             for _, message, _ in self._waiting:
@@ -320,6 +329,9 @@ class _Batch:
         else:  # one for the whole batch
             for _, message, _ in self._waiting:
                 message.works = list(works)
+        if self._times is not None:  # the host runs ahead of the device: its clock tells nothing
+            for _, message, _ in self._waiting:
+                message.begun_s, message.done_s = begun, done
         self._sent.extend((lane, message) for lane, message, send in self._waiting if send)
         self._waiting = []
         while self._sent and all(work.is_completed() for work in self._sent[0][1].works):
@@ -366,7 +378,7 @@ class Transport:
         self.order = order
         self.failed: list[BaseException] = [] if failed is None else failed
         self.staging = staging
-        self._batch = _Batch() if order == "paired" else None
+        self._batch = _Batch(work_times(device)) if order == "paired" else None
         self._lanes: dict[str, Lane] = {}
         groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes, rank, device, group)
         for pipe in pipes:

@@ -19,11 +19,27 @@ def recorded(*spans: tuple[str, int, float, float]) -> StepTimes:
     return StepTimes(0.0, 9.0, list(spans))
 
 
-def test_typical_is_the_median_of_a_kind() -> None:
-    step = recorded(("F", 0, 0.0, 5.0), ("F", 1, 5.0, 6.0), ("B", 0, 6.0, 8.0), ("F", 2, 8.0, 10.0))
-    assert step.typical("F") == 2.0
-    assert step.typical("B") == 2.0
-    assert step.typical("wait") is None
+def test_the_mean_of_a_kind_is_what_its_computations_add_up_to() -> None:
+    step = recorded(("F", 0, 0.0, 5.0), ("F", 1, 5.0, 6.0), ("B", 0, 6.0, 8.0), ("F", 2, 8.0, 11.0))
+    assert step.durations("F") == [5.0, 1.0, 3.0]
+    assert step.mean("F") == 3.0
+    assert step.mean("B") == 2.0
+    assert step.mean("wait") is None
+
+
+def test_a_computation_that_something_was_done_beside_does_not_count_if_there_are_others() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    recorder.add("F", 0, 0.0, 3.0)
+    recorder.leave_out("F", 0)
+    recorder.add("B", 0, 3.0, 5.0)
+    recorder.add("F", 1, 5.0, 6.0)
+    recorder.end()
+    (step,) = recorder.steps()
+    assert (step.mean("F"), step.mean("B")) == (1.0, 2.0)
+    assert [span[0] for span in step.spans] == ["F", "B", "F"]
+    step.spans.pop()
+    assert step.mean("F") == 3.0
 
 
 def test_steps_are_there_oldest_first_until_they_are_known() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.measure.layers import ItemTimes
+from paceline.measure.recorder import StepTimes
 from paceline.runtime.knowledge import Knowledge
 from paceline.runtime.observer import LayerReport, Report
 from paceline.runtime.transport import Record
@@ -180,6 +181,45 @@ def test_what_was_measured_predicts_a_step() -> None:
     costs = known(Run().reports()).costs(2)
     simulation = simulate(one_f_one_b(STAGES, MICRO_BATCHES), costs)
     assert 4 * 0.08 < simulation.makespan_s < 1.0
+
+
+def contended(steps: int, per_step: int, seed: int, once_s: float = 0.0) -> list[Report]:
+    """One stage that shares its core: three computations of four take their time, a fourth has to wait for its turn.
+
+    Args:
+        once_s: what the first computation of all takes longer: a kernel is compiled.
+    """
+    chance, now, found = random.Random(seed), 0.0, []
+    for step in range(steps):
+        begun, spans = now, []
+        for kind, seconds in (("F", 0.02), ("B", 0.04)):
+            for micro_batch in range(per_step):
+                taken = seconds * (chance.uniform(1.9, 2.1) if chance.random() < 0.25 else chance.uniform(0.97, 1.03))
+                taken += once_s if (step, kind, micro_batch) == (0, "F", 0) else 0.0
+                spans.append((kind, micro_batch, now, now + taken))
+                now += taken
+        found.append(StepTimes(begun, now, spans, key=("1f1b", 2)))
+    return [Report(0, 0, "a", found, {}, {}, 1e9)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_of_ranks_that_share_cores_is_as_long_as_it_was(seed: int) -> None:
+    """A step is a sum of computations, and their median is a fifth too short for it."""
+    reports = contended(steps=8, per_step=16, seed=seed)
+    knowledge = Knowledge(1)
+    knowledge.update(reports)
+    measured = sum(step.ended_s - step.begun_s for step in reports[0].steps) / 8
+    assert simulate(one_f_one_b(1, 16), knowledge.costs(2)).makespan_s == pytest.approx(measured, rel=1e-6)
+    assert knowledge.measured_s == pytest.approx(measured)
+
+
+def test_what_happened_once_is_not_expected_again() -> None:
+    predicted = []
+    for once_s in (0.0, 1.0):
+        knowledge = Knowledge(1)
+        knowledge.update(contended(steps=2, per_step=16, seed=5, once_s=once_s))
+        predicted.append(simulate(one_f_one_b(1, 16), knowledge.costs(2)).makespan_s)
+    assert predicted[1] == pytest.approx(predicted[0], rel=0.03)
 
 
 TIMES = st.floats(0.0, 10.0)

@@ -43,3 +43,21 @@ def test_numbers_that_are_missing_at_one_end_are_left_out() -> None:
     # What the sender notes a moment later is seen at the next look.
     late = [s.record.number for s in messages(Run().reports(), after) if (s.kind, s.source) == ("activation", 0)]
     assert late == [8]
+
+
+def test_what_ended_in_one_batch_began_when_the_last_of_it_could() -> None:
+    """NCCL carries out a batch as one: a message that was ready waits in it for one that was not."""
+    reports = Run().reports()
+    arrived = reports[1].records["activations_in"]
+    alone = next(seen for seen in messages(reports) if (seen.kind, seen.source) == ("activation", 0))
+    # Stage 1 receives the first micro-batch in a batch in which it sends a gradient that is there half a second later.
+    late_s = 0.5
+    gradient = reports[1].records["gradients_out"][0]
+    end_s = gradient.begun_s + 0.002
+    batch_end_s = max(end_s, alone.record.begun_s + late_s)
+    reports[1].records["gradients_out"][0] = gradient._replace(begun_s=batch_end_s - 0.002, done_s=batch_end_s)
+    received = reports[0].records["gradients_in"][0]
+    reports[0].records["gradients_in"][0] = received._replace(done_s=batch_end_s)
+    arrived[0] = arrived[0]._replace(done_s=batch_end_s)
+    first = next(seen for seen in messages(reports) if (seen.kind, seen.source) == ("activation", 0))
+    assert first.record.done_s - first.record.begun_s == pytest.approx(0.002)
