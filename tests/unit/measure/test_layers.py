@@ -151,7 +151,7 @@ def test_a_micro_batch_has_its_own_backward_wherever_it_runs() -> None:
     stage.backward(third)
     stage.backward(fourth)
     # Forwards 2, 6, 2 (in the first one bytes were counted), backwards 4, 2, 6, 2.
-    assert stage.seconds() == {3: pytest.approx((10 / 3, 10.5)), 4: pytest.approx((50 / 3, 24.5))}
+    assert stage.seconds() == {3: (10 / 3, 10.5), 4: (50 / 3, 24.5)}
 
 
 def test_an_evaluation_does_not_count() -> None:
