@@ -215,10 +215,10 @@ def link_rates(
     replicas = len(hosts) // num_stages
     rank = dist.get_rank()
     stage = rank // replicas
-    over_backend = device is not None and device.type != "cpu" and staging_for(device) is None
-    path = _Path(dist.group.WORLD, device) if over_backend else _Path(control.world, torch.device("cpu"))
-    if over_backend:  # a communicator is made by the first operation, of all its ranks
-        dist.all_reduce(torch.zeros(1, device=device))
+    path = _Path(control.world, torch.device("cpu"))
+    if device is not None and device.type != "cpu" and staging_for(device) is None:
+        path = _Path(dist.group.WORLD, device)
+        dist.all_reduce(torch.zeros(1, device=device))  # of all its ranks: it makes the group's communicator
     rate = math.inf
     for turn in (0, 1):
         sends = stage % 2 == turn
