@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,16 @@ def join(folder: Path, names: Sequence[str]) -> None:
     Tensors with large elements come first, as safetensors has it: they stay aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    found: list[tuple[float, str, dict[str, Any], Path, int]] = []
+    found: list[tuple[int, str, dict[str, Any], Path, int]] = []
     for path in (folder / name for name in names):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(length))
         for key, entry in entries.items():
             if key != "__metadata__":
-                first, end = entry["data_offsets"]
-                found.append((-(end - first) / max(prod(entry["shape"]), 1), key, entry, path, 8 + length + first))
+                bits = re.search(r"\d+", entry["dtype"])  # F32, BF16, F8_E4M3, BOOL
+                start = 8 + length + entry["data_offsets"][0]
+                found.append((-int(bits[0]) if bits else -8, key, entry, path, start))
     found.sort(key=lambda one: one[:2])
     size = 0
     for _, key, entry, _, _ in found:
