@@ -369,6 +369,7 @@ class Job:
         current().expect_boundaries()
         for step in range(self.first_step + 1, self.num_steps + 1):
             begun = time.perf_counter()
+            self.rate = engine.get_lr()[0]  # that this step is taken with
             self.losses.append(engine.train_batch(self.batches if engine.reads_data else None))
             self.pending_tokens += engine.step_tokens
             if self.rank == 0:
@@ -486,15 +487,14 @@ class Job:
         step_s = times["wall_s"] / (len(losses) - steps_before)
         self.progress.report(
             step,
-            {"loss": self.train_loss, "grad norm": norm, "s/step": step_s, "tokens/s": rate}
-            | {"lr": self.engine.get_lr()[0]},
+            {"loss": self.train_loss, "grad norm": norm, "s/step": step_s, "tokens/s": rate} | {"lr": self.rate},
         )
         self._tell(
             {
                 "step": step,
                 "epoch": step / self.plan.steps_per_epoch if self.plan.steps_per_epoch else None,
                 "loss": self.train_loss,
-                "learning_rate": self.engine.get_lr()[0],
+                "learning_rate": self.rate,
                 "grad_norm": norm,
                 "tokens": self.tokens,
                 "tokens_per_s": rate,
