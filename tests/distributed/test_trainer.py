@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from jobs import BATCH, LENGTH, model_config
-from ranks import RankError, launch, run_ranks
+from pages import check_page
+from ranks import RANK_ENVIRONMENT, RankError, free_port, launch, run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "clm_script.py"
 TWO_LINES = {
@@ -92,11 +95,10 @@ def train(
         "eval_steps": 3,
         "save_strategy": "steps",
         "save_steps": 3,
+        "use_cpu": True,
         **(changes or {}),
     }
-    args = TrainingArguments(
-        output_dir=directory, deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, seed=0, **options
-    )
+    args = TrainingArguments(output_dir=directory, deepspeed=config, report_to=[], disable_tqdm=True, seed=0, **options)
     trainer = (Trainer if config is None else paceline.PacelineTrainer)(
         model=model,
         args=args,
@@ -127,6 +129,7 @@ def train(
         "predicted": predicted.metrics,
         "seen": seen,
         "engine": type(trainer.model_wrapped).__name__,
+        "ranks": (args.world_size, args.process_index),
     }
 
 
@@ -172,6 +175,42 @@ def test_a_pipeline_trains_as_one_process_does(stages: int, tmp_path: Path) -> N
         assert_same(rank, wanted)
     assert_same_weights(ours / "final", theirs / "final")
     assert_same_weights(ours / "checkpoint-3", theirs / "checkpoint-3")
+    assert_recorded(ours, found[0])
+
+
+def assert_recorded(output: Path, found: dict[str, Any]) -> None:
+    """The run's files are in the output directory, as the main job's are: losses, evaluations, a report, a timeline."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "epoch", "loss", "learning_rate", "grad_norm")
+    for kind in ("loss", "eval_loss"):
+        told = [{key: line[key] for key in keys if key in line} for line in lines if kind in line]
+        assert told == [{key: entry[key] for key in keys if key in entry} for entry in found["logs"] if kind in entry]
+    report, summary = (json.loads((output / name).read_text()) for name in ("report.json", "summary.json"))
+    check_page((output / "report.html").read_text())
+    assert report["run"]["state"] == "finished"
+    assert [row["loss"] for row in report["loss"]] == [line["loss"] for line in lines if "loss" in line]
+    assert [row["eval_loss"] for row in report["evaluation"]] == [
+        line["eval_loss"] for line in lines if "eval_loss" in line
+    ]
+    assert [len(one["seconds"]) for one in report["configurations"]] == [6]
+    assert (
+        summary["tokens"]
+        == lines[-1].get("tokens", lines[-2].get("tokens"))
+        == sum(int(row["attention_mask"].sum()) for row in rows(ROWS))
+    )
+    assert (output / "trace" / "step-6.json").exists()
+    assert not Path("trace").exists()
+
+
+def test_ranks_without_gpus_are_counted_without_use_cpu(tmp_path: Path) -> None:
+    """transformers takes each of them for the only one, and they would log and save twice."""
+    changes = {"max_steps": 3, "use_cpu": False}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = run_ranks(train, 2, str(ours), pipeline(2), changes=changes)
+    (wanted,) = run_ranks(train, 1, str(theirs), None, changes={"max_steps": 3})
+    for rank in found:
+        assert_same(rank, wanted)
+    assert [rank["ranks"] for rank in found] == [(2, 0), (2, 1)]
 
 
 def test_adapters_under_the_trainer(tmp_path: Path) -> None:
@@ -429,3 +468,59 @@ def test_two_lines_of_a_script(tmp_path: Path) -> None:
         assert results[0][key] == pytest.approx(results[1][key], rel=2e-6)
     assert os.path.exists(tmp_path / "ours" / "README.md")
     assert_same_weights(tmp_path / "ours", tmp_path / "theirs")
+
+
+SCRIPT_OF_A_USER = """
+import sys
+import torch, transformers
+import paceline
+
+model, config, output = sys.argv[-3:]
+transformers.set_seed(0)
+args = transformers.TrainingArguments(
+    output_dir=output, deepspeed=config, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
+    learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+)
+model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
+tokens = torch.randint(3, 97, (24, 16), generator=torch.Generator().manual_seed(0))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+trainer = paceline.PacelineTrainer(model=model, args=args, train_dataset=data)
+trainer.train()
+trainer.save_model()
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.launcher
+def test_a_script_under_each_launcher(tmp_path: Path) -> None:
+    """On CPUs, which it does not mention: the same losses, a report each."""
+    script, config = tmp_path / "script.py", tmp_path / "ds.json"
+    script.write_text(SCRIPT_OF_A_USER)
+    config.write_text(json.dumps({"zero_optimization": {"stage": 0}, "paceline": {"pipeline": {}}}))
+    model_config().save_pretrained(tmp_path / "model")
+    port = str(free_port())
+    starters = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
+        "accelerate": [
+            *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
+            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port),
+        ],
+        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
+    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {name: value for name, value in RANK_ENVIRONMENT.items() if name != "CUDA_VISIBLE_DEVICES"}
+    losses, stages = {}, {}
+    for name, start in starters.items():
+        output = tmp_path / name
+        command = [sys.executable, *start, str(script), str(tmp_path / "model"), str(config), str(output)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, (name, done.stderr[-3000:])
+        report = json.loads((output / "report.json").read_text())
+        losses[name] = [row["loss"] for row in report["loss"]]
+        stages[name] = report["run"]["stages"]
+        assert done.stdout.count("'loss'") == 3, (name, done.stdout)  # one rank logs
+    assert stages == {"torchrun": 2, "accelerate": 2, "deepspeed": 2}
+    for name in stages:
+        assert losses[name] == pytest.approx(losses["torchrun"], rel=1e-6), name
+        assert len(losses[name]) == 3

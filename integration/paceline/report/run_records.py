@@ -72,6 +72,11 @@ def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
     (run_dir / START).write_text(json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
 
 
+def tokens_so_far(run_dir: Path) -> int:
+    """Tokens trained on by the last report in ``run_dir``; 0 if there is none."""
+    return max((line["tokens"] for line in _lines(run_dir / METRICS) if "tokens" in line), default=0)
+
+
 def runs_in(run_dir: str | os.PathLike[str]) -> list[Path]:
     """The directory itself if it is a run's, else those of the islands in it, by number.
 

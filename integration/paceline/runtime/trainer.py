@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,8 @@ from ..hf.check import require_supported
 from ..hf.packing import require_packable
 from ..hf.peft import is_peft_model, unwrapped
 from ..patches.repairs import repair_deepspeed
+from ..report.metrics import table
+from ..report.run_records import tokens_so_far
 from .claim import claimed
 from .control import ControlPlane
 from .export import export
@@ -41,6 +45,8 @@ from .islands import combining_fault
 from .micro_batches import FILLER, IGNORED, count_label_tokens
 from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for
+from .run_log import RunLog
+from .training_arguments import count_ranks
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -77,6 +83,9 @@ class PipelineTraining:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         repair_deepspeed()
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments):
+                count_ranks(given)
         super().__init__(*args, **kwargs)
         if self.args.deepspeed and not dist.is_initialized():  # type: ignore[attr-defined]
             start_distributed()  # or DeepSpeed would look for MPI where one process started itself
@@ -86,6 +95,7 @@ class PipelineTraining:
         self._losses: list[Tensor] = []
         self._rate: float | None = None
         self._rows_at_end = 0
+        self._log: RunLog | None = None
         if self.is_pipeline and (fault := refused(self)):
             raise ValueError(fault)
         self._check_combining()
@@ -246,6 +256,7 @@ class PipelineTraining:
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         self._waiting, self._losses = [], []
+        self._begin_log(engine, max_steps)
         return engine, train_dataloader
 
     # -- data: a share for each pipeline, not for each rank ------------------------------------------------------
@@ -348,6 +359,7 @@ class PipelineTraining:
         batches += [FILLER] * (engine.micro_batches - len(batches))  # the last step of an epoch
         self._rate = engine.get_lr()[0]
         self._losses.append(engine.train_batch(iter(batches)))
+        self._count_step(engine)
         return nothing  # the loss is asked for when it is logged: a pipeline without a flush does not have it yet
 
     def _maybe_log_save_evaluate(self: Any, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
@@ -370,7 +382,12 @@ class PipelineTraining:
         finish = getattr(self.model_wrapped, "finish_averaging", None)
         if finish is not None:
             finish(self._held_out_loss if self.eval_dataset is not None else None)
-        return super()._finalize_training(*args)  # type: ignore[misc]
+        if self._log is not None:
+            self._log.leave(self.state.global_step)
+        output = super()._finalize_training(*args)  # type: ignore[misc]
+        if self._log is not None:
+            self._end_log(output.training_loss)
+        return output
 
     def _held_out_loss(self: Any) -> float:
         """Of the first evaluation dataset, beside what callbacks and logs see."""
@@ -394,12 +411,68 @@ class PipelineTraining:
             return super()._get_learning_rate()  # type: ignore[misc]
         return float(self._rate)
 
+    # -- records of the run --------------------------------------------------------------------------------------
+
+    def _begin_log(self: Any, engine: Any, num_steps: int) -> None:
+        run_dir, section = Path(self.args.output_dir), PacelineConfig.of(read_ds_config(self.args.deepspeed))
+        self._log = RunLog(engine, run_dir, section, self._resolved, self.pipeline.control)
+        self._log.begin(num_steps, engine.global_steps)
+        self._tokens = self._first_tokens = tokens_so_far(run_dir) if self._log.is_first else 0
+        self._steps_untold = self._tokens_untold = 0
+        self._evaluation: dict[str, float] | None = None
+
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step_begun = time.perf_counter()
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def _count_step(self: Any, engine: Any) -> None:
+        self._steps_untold += 1
+        self._tokens_untold += engine.step_tokens
+        self._tokens += engine.step_tokens
+        if self._log.is_first:
+            self._log.add_step(self.state.global_step + 1, time.perf_counter() - self._step_begun)
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        if self._log is None or not self.is_in_train:
+            return
+        where = {"step": self.state.global_step, "epoch": self.state.epoch}
+        if "loss" in logs:
+            told = {key: logs.get(key) for key in ("loss", "learning_rate", "grad_norm")}
+            steps, tokens = self._steps_untold, self._tokens_untold
+            self._steps_untold = self._tokens_untold = 0
+            self._log.report({**where, **told, "tokens": self._tokens}, steps, tokens)
+        elif found := {key: value for key, value in logs.items() if key.startswith("eval_")}:
+            if "eval_loss" in found:
+                found["perplexity"] = float(torch.tensor(found["eval_loss"]).exp())
+            self._evaluation = found
+            self._log.tell({**where, **found})
+
+    def _end_log(self: Any, train_loss: float) -> None:
+        log, steps = self._log, self.state.global_step
+        samples = (steps - log.first_step) * self._train_batch_size * self.args.gradient_accumulation_steps
+        samples *= self.pipeline._grid.data_parallel_size
+        summary = log.summary(
+            steps=steps,
+            tokens=self._tokens,
+            first_tokens=self._first_tokens,
+            sequence_length=round((self._tokens - self._first_tokens) / max(samples, 1)),
+            train_loss=train_loss,
+            evaluation=self._evaluation,
+        )
+        if summary is not None:
+            logger.info("%s", table(summary))
+            log.write_page()
+
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_pipeline:
             return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
         self._start(None)
+        is_timed = self._log is not None and self.is_in_train
+        if is_timed:
+            self._log.take_time()
         only_loss = kwargs.get("prediction_loss_only", args[1] if len(args) > 1 else None)
         only_loss = self.args.prediction_loss_only if only_loss is None else only_loss
         preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
@@ -408,6 +481,8 @@ class PipelineTraining:
             return super().evaluation_loop(_Ahead(self, dataloader, see), *args, **kwargs)  # type: ignore[misc]
         finally:
             self.preprocess_logits_for_metrics = preprocess
+            if is_timed:
+                self._log.skip_time()  # evaluating is not training
 
     def prediction_step(
         self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None

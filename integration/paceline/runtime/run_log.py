@@ -1,0 +1,309 @@
+"""The files that a run leaves in its output directory while it trains: how it began, each report, its end, the page.
+
+All ranks have one and call it alike; the first one writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+
+from ..config import PacelineConfig, Resolved
+from ..hf.weights import skeleton
+from ..measure.flops import flops_per_token
+from ..measure.memory import peak_bytes
+from ..measure.profile import FILE_NAME as PROFILE
+from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
+from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
+from ..report.running import Running, StepLog
+from .control import ControlPlane
+from .initialize import dtype_of
+from .staging import ranks_sharing
+from .tracer import Tracer, is_drawn
+
+logger = logging.getLogger("paceline")
+
+
+class RunLog:
+    """Records of one training of a Hugging Face model's pipeline.
+
+    Args:
+        engine: it traces into ``run_dir`` from now on.
+        run_dir: output directory of the run.
+        section: of the JSON, as it was given.
+        resolved: what the JSON came to.
+        control: of all ranks.
+    """
+
+    def __init__(
+        self, engine: Any, run_dir: Path, section: PacelineConfig, resolved: Resolved, control: ControlPlane
+    ) -> None:
+        self.engine, self.pipeline, self.run_dir = engine, engine.module, run_dir
+        self.section, self.resolved, self.control = section, resolved, control
+        self.is_first = dist.get_rank() == 0
+        self.moves = 0
+        self.step_log = StepLog()
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.metrics = MetricsFile(run_dir / METRICS if self.is_first and self.section.report.metrics else None)
+        engine.run_dir = run_dir
+        if (rebalancer := engine.rebalancer) is not None and rebalancer.log is None:
+            rebalancer.log = run_dir / LOADS
+
+    def begin(self, num_steps: int, first_step: int = 0, island: int | None = None) -> None:
+        """Training begins, or goes on after ``first_step``: what an earlier run wrote of later steps goes.
+
+        Raises:
+            ValueError: the directory cannot be written to; on all ranks.
+        """
+        engine, report = self.engine, self.section.report
+        self.first_step = first_step
+        self.totals = RankTotals(dist.get_rank(), engine.stage_id, *self._stage())
+        with self.control.together("writing the profile"):
+            if self.is_first:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self.is_first and self.pipeline.profile is not None:
+                self.pipeline.profile.save(self.run_dir / PROFILE)
+            if self.is_first and (report.metrics or report.html):
+                write_start(self.run_dir, self._start(num_steps, island))
+        if engine.controller is not None:
+            engine.controller.records_switches = report.html
+        elif report.html and engine.tracer is None and is_drawn(engine):
+            engine.tracer = Tracer(engine, num_steps)  # the report shows the last step
+        self.skip_time()
+
+    def add_step(self, step: int, seconds: float) -> Running:
+        """Step number ``step`` is over, and took so long; how it ran. On the first rank: it knows what was decided."""
+        engine = self.engine
+        untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.expert_looks) if decider)
+        running = Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), self.moves + untold)
+        self.step_log.add(step, running, seconds)
+        return running
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def take_time(self) -> None:
+        """Book the time since the clock was last read as training's."""
+        for name, seconds in self.engine.clock.read().items():
+            self.times[name] += seconds
+
+    def skip_time(self) -> None:
+        """Forget the time since the clock was last read: what was done is not training."""
+        self.engine.clock.read()
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def report(self, told: Mapping[str, Any], num_steps: int, tokens: int) -> dict[str, Any]:
+        """Write a line of ``metrics.jsonl``, after those of what was decided since the last one. Collective.
+
+        Args:
+            told: with ``step``, ``loss`` and what else is known of it.
+            num_steps: trained since the last report, within the time that was booked.
+            tokens: trained on in them.
+
+        Returns:
+            The line: ``told``, rates, and where the time went.
+        """
+        self.take_time()
+        self.tell_decisions()
+        self.tell_averaging(told["step"])
+        times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
+        self.totals.add(times)
+        engine = self.engine
+        line = {
+            **told,
+            "tokens_per_s": tokens / times["wall_s"],
+            "step_s": times["wall_s"] / max(num_steps, 1),
+            "skipped_steps": engine.skipped_steps,
+            **({"loss_scale": engine.optimizer.loss_scale} if engine.fp16_enabled() else {}),
+            **self._natural_gradient(),
+            **self._rate_factor(),
+            "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
+            "ran": self.step_log.take(),
+        }
+        self.tell(line)
+        return line
+
+    def tell(self, record: Mapping[str, Any]) -> None:
+        """Write ``record`` to the metrics file and, with samples as steps, to DeepSpeed's monitors."""
+        self.metrics.write(record)
+        if self.is_first and self.engine.monitor.enabled:
+            self.engine.monitor.write_events(events(record, self.engine.global_samples))
+
+    def tell_decisions(self) -> None:
+        """Write what was decided since the last time, with its numbers."""
+        if not self.is_first:
+            return
+        for decider in (self.engine.controller, self.engine.expert_looks):
+            if decider is None:
+                continue
+            decisions, decider.decisions = decider.decisions, []
+            for decision in decisions:
+                self.metrics.write({"step": decision["step"], "decision": decision})
+            self.moves += _num_moves(decisions)
+        if self.engine.controller is not None:
+            looks, self.engine.controller.looks = self.engine.controller.looks, []
+            for look in looks:
+                self.metrics.write({"step": look["step"], "look": look})
+
+    def tell_averaging(self, step: int) -> None:
+        """Write the exchanges with other islands since the last time."""
+        averager = self.engine.averager
+        if averager is not None and self.is_first:
+            exchanges, averager.exchanges = averager.exchanges, []
+            for exchange in exchanges:
+                self.metrics.write({"step": step, "averaging": exchange})
+
+    def leave(self, step: int) -> None:
+        """Training is left after ``step``: book and write what has not been told yet."""
+        self.take_time()
+        self.totals.add(self.times)
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.tell_decisions()
+        self.tell_averaging(step)
+        if self.is_first and (ran := self.step_log.take()):
+            self.metrics.write({"step": step, "ran": ran})
+        self.metrics.close()
+
+    def _natural_gradient(self) -> dict[str, Any]:
+        """What natural gradients did, of all stages and replicas together; nothing where they are off. Collective."""
+        own = self.engine.natural_gradient_report()
+        if own is None:
+            return {}
+        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
+        layers, updates, at_floor = self.control.sum(counts).tolist()
+        told: dict[str, Any] = {
+            "natural_gradient": {
+                "layers": round(layers / self.engine.dp_world_size),
+                "updates": int(updates),
+                "at_floor": at_floor / max(updates, 1),
+            }
+        }
+        if self.engine.optimizer.max_change is not None:
+            told["max_change"] = self.engine.optimizer.max_change_report
+        return told
+
+    def _rate_factor(self) -> dict[str, float]:
+        """What the scheduled learning rate is multiplied by, where islands average and it is."""
+        factor = 1.0 if self.engine.averager is None else self.engine.averager.learning_rate_factor
+        return {} if factor == 1.0 else {"learning_rate_factor": factor}
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def summary(
+        self,
+        *,
+        steps: int,
+        tokens: int,
+        first_tokens: int,
+        sequence_length: int,
+        train_loss: float,
+        evaluation: Mapping[str, float] | None,
+    ) -> dict[str, Any] | None:
+        """Write ``summary.json``, and return it on the first rank. Collective.
+
+        Args:
+            steps: of the whole run, also those before it was gone on with.
+            tokens: that all of them trained on, and ``first_tokens`` those before.
+            sequence_length: tokens of a sample.
+        """
+        self.totals.where, self.totals.parameters = self._stage()  # layers may have moved
+        self.totals.peak_memory_bytes = peak_bytes(torch.device(self.engine.device))
+        ranks = self.control.gather(self.totals)
+        with self.control.together("writing the summary"):
+            if not self.is_first:
+                return None
+            summary = summarize(
+                ranks,
+                steps=steps,
+                first_step=self.first_step,
+                tokens=tokens,
+                first_tokens=first_tokens,
+                flops_per_token=flops_per_token(
+                    skeleton(self.pipeline.config),
+                    self.pipeline.anatomy.num_layers,
+                    sequence_length,
+                    is_frozen=self.pipeline.adapters is not None,
+                ),
+                train_loss=train_loss,
+                evaluation=evaluation,
+                facts=self._facts(),
+            )
+            (self.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+            self.metrics.close()
+            return summary
+
+    def write_page(self) -> None:
+        """Write ``report.html`` and ``report.json``, unless they are off. On the first rank, after the summary."""
+        if not self.section.report.html:
+            return
+        try:
+            from ..report.run_report import write
+
+            page, _ = write(self.run_dir)
+        except Exception as error:  # the model is written; `paceline report` can try again
+            logger.warning("no report: %s: %s", type(error).__name__, error)
+        else:
+            logger.info("report written to %s", page)
+
+    # -- what is told of the run itself --------------------------------------------------------------------------
+
+    def _stage(self) -> tuple[str, int]:
+        """Contents of this rank's stages, in words, and how many parameters those are."""
+        lines = self.pipeline.describe()
+        where = " + ".join(lines[stage].partition(": ")[2] for stage in self.pipeline.held)
+        return where, sum(p.numel() for p in self.pipeline.parameters())
+
+    def _start(self, num_steps: int, island: int | None) -> dict[str, Any]:
+        """What is known when training begins, for the report of a run that does not come to its end."""
+        loads: str | Path | None = None  # this rank's stage may have no experts
+        if self.engine.expert_looks is not None and self.section.moe is not None:
+            loads = self.section.moe.loads_file or self.run_dir / LOADS
+        return {
+            **self._facts(),
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "planned_steps": num_steps,
+            "first_step": self.first_step,
+            "island": island,
+            "expert_loads": None if loads is None else os.path.relpath(loads, self.run_dir),
+            "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        device = torch.device(self.engine.device)
+        hardware = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+        )
+        count = dist.get_world_size() // (ranks_sharing(device) if device.type == "cuda" else 1)
+        return {
+            "model_type": self.pipeline.config.model_type,
+            "parameters": self.pipeline.total_parameters,
+            "stages": self.resolved.stages,
+            "data_parallel": self.resolved.data_parallel,
+            "boundaries": self.pipeline.parts,
+            "micro_batches": self.resolved.micro_batches,
+            "micro_batch_size": self.resolved.micro_batch_size,
+            "schedule": self.engine.schedule.name,
+            "dtype": str(dtype_of(self.resolved.ds_config)).removeprefix("torch."),
+            "hardware": f"{count} x {hardware} ({os.cpu_count()} cores)",
+            "versions": {
+                "torch": torch.__version__,
+                "deepspeed": deepspeed.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+
+def _num_moves(decisions: Sequence[Mapping[str, Any]]) -> int:
+    """Of layers and experts."""
+    return sum(decision["switched"] and decision["what"] != "schedule" for decision in decisions)

@@ -1,0 +1,39 @@
+"""TrainingArguments of a job of several ranks on CPUs.
+
+Where there is no GPU, transformers counts several processes only with ``use_cpu=True``. Without it, every rank takes
+itself for rank 0 of one, although DeepSpeed's process group has been started with all of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+
+def count_ranks(args: TrainingArguments) -> None:
+    """Make ``args`` say what rank this is, and of how many, where they do not; in place.
+
+    Raises:
+        ValueError: they count other ranks than there are, and not for want of ``use_cpu``.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if args.world_size == num_ranks:
+        return
+    if args.use_cpu or args.device.type != "cpu":
+        raise ValueError(
+            f"TrainingArguments count {args.world_size} ranks on {args.device.type} and {num_ranks} were started: make "
+            "them after the launcher has set RANK, WORLD_SIZE and LOCAL_RANK, and before any process group; on CPUs "
+            "with use_cpu=True."
+        )
+    args.use_cpu, args.dataloader_pin_memory = True, False
+    vars(args).pop("_setup_devices")  # cached, as found without use_cpu
+    assert args.device.type == "cpu"  # finds it again
+    assert args.world_size == num_ranks, (args.world_size, num_ranks)
+    if args.deepspeed:  # its "auto" sizes were filled for one rank
+        args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+        args.hf_deepspeed_config.trainer_config_process(args)
+        plugin = args.deepspeed_plugin
+        args.deepspeed_plugin = type(plugin)(hf_ds_config=args.hf_deepspeed_config)
