@@ -57,6 +57,11 @@ def test_two_islands(tmp_path: Path) -> None:
         ({"min_islands": 2}, {"island": 2}, "this is island 2, and the data are divided into 2 shares"),
         ({"min_islands": 2}, {}, "PACELINE_ISLAND is not set: say which island this is"),
         ({"timeout_s": 0.5}, {"island": 0}, "no lighthouse answers at"),
+        (
+            {"combine_rounds": 2, "combine_weights": "held_out"},
+            {"island": 0, "validation_split_percentage": 0},
+            "there are no held-out data to fit the weights on: hold some out with --validation_split_percentage",
+        ),
     ],
 )
 def test_wrong_islands(averaging: Any, more: dict[str, Any], message: str, tmp_path: Path) -> None:
