@@ -42,6 +42,31 @@ def rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def powered_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A ``compute_loss_func``: no cross entropy, and not linear in it."""
+    logits, labels = outputs.logits[:, :-1].float(), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses**1.5).sum() / num_items_in_batch
+
+
+def with_focal_loss(kind: type) -> type:
+    """A Trainer with a ``compute_loss`` of its own, a mean of each micro-batch."""
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logs = outputs["logits"][:, :-1].float().log_softmax(-1)
+        picked = logs.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+        kept = (labels[:, 1:] != -100).float()
+        loss = -((1 - picked.exp()) ** 2 * picked * kept).sum() / kept.sum()
+        return (loss, outputs) if return_outputs else loss
+
+    names = {"compute_loss": compute_loss, "loss_is_scaled_for_ga": False, "__module__": "my_script"}
+    return type("Focal", (kind,), names)
+
+
 def train(
     directory: str,
     config: dict[str, Any] | None,
@@ -55,6 +80,7 @@ def train(
     adapters: bool = False,
     stop_at: int | None = None,
     streams: bool = False,
+    loss: str = "",
 ) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -99,9 +125,11 @@ def train(
         **(changes or {}),
     }
     args = TrainingArguments(output_dir=directory, deepspeed=config, report_to=[], disable_tqdm=True, seed=0, **options)
-    trainer = (Trainer if config is None else paceline.PacelineTrainer)(
+    kind: Any = Trainer if config is None else paceline.PacelineTrainer
+    trainer = (with_focal_loss(kind) if loss == "method" else kind)(
         model=model,
         args=args,
+        compute_loss_func=powered_loss if loss == "function" else None,
         train_dataset=Dataset.from_list(rows(count)).to_iterable_dataset(num_shards=3) if streams else rows(count),
         eval_dataset=rows(SEQUENCES, seed=2),
         compute_metrics=lambda found: {
@@ -213,6 +241,42 @@ def test_ranks_without_gpus_are_counted_without_use_cpu(tmp_path: Path) -> None:
     assert [rank["ranks"] for rank in found] == [(2, 0), (2, 1)]
 
 
+@pytest.mark.parametrize(
+    ("loss", "replicas", "changes"),
+    [
+        ("", 1, {"label_smoothing_factor": 0.1}),
+        ("method", 1, {}),
+        ("function", 2, {"average_tokens_across_devices": True}),
+    ],
+)
+def test_losses_of_ones_own(loss: str, replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """On the last stage: as in one process, or in as many as there are pipelines."""
+    changes = {"max_steps": 3, **changes}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = run_ranks(train, 2 * replicas, str(ours), pipeline(2), changes=changes, loss=loss)
+    wanted = run_ranks(train, replicas, str(theirs), None, changes=changes, loss=loss)
+    (plain,) = run_ranks(train, 1, str(tmp_path / "plain"), None, changes={"max_steps": 1})
+    for rank in found:
+        assert_same(rank, wanted[0], 1e-6)
+    assert_same_weights(ours / "final", theirs / "final", 1e-6)
+    assert found[0]["logs"][0]["loss"] != pytest.approx(plain["logs"][0]["loss"], rel=1e-2)
+
+
+def test_a_compute_loss_that_needs_the_whole_model_is_told() -> None:
+    from transformers import LlamaForCausalLM
+
+    from paceline.hf.stage import CausalLMStage, Cut
+    from paceline.runtime.trainer_loss import _LastStage
+
+    stage = CausalLMStage(LlamaForCausalLM(model_config()), Cut.whole(4))
+    batch = {name: torch.ones(1, 4, dtype=torch.int64) for name in ("input_ids", "labels")}
+    model = _LastStage(stage, torch.zeros(1, 4, 97), batch, None, 1.0)
+    assert model(**batch, use_cache=False).loss.item() == pytest.approx(torch.tensor(97.0).log().item())
+    for changes in ({"output_hidden_states": True}, {"input_ids": batch["input_ids"].clone()}):
+        with pytest.raises(ValueError, match=f"compute_loss calls the model with '{next(iter(changes))}', which its"):
+            model(**{**batch, **changes})
+
+
 def test_adapters_under_the_trainer(tmp_path: Path) -> None:
     """PEFT's model, its files in every checkpoint, and a run that goes on from one."""
     from safetensors.torch import load_file
@@ -316,7 +380,6 @@ def test_other_optimizers_and_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (pipeline(2), {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1 and the JSON has"),
         (pipeline(2), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         (pipeline(2), {"auto_find_batch_size": True}, "auto_find_batch_size is True"),
         (pipeline(2), {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type is 'reduce_lr_on_plateau'"),
@@ -345,7 +408,7 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(
 
 
 @pytest.mark.parametrize(
-    "name", ["compute_loss", "create_optimizer", "create_optimizer_and_scheduler", "training_step", "prediction_step"]
+    "name", ["create_optimizer", "create_optimizer_and_scheduler", "training_step", "prediction_step"]
 )
 def test_methods_that_would_never_be_called_are_refused(name: str) -> None:
     from transformers import Trainer
@@ -357,6 +420,17 @@ def test_methods_that_would_never_be_called_are_refused(name: str) -> None:
         type("OwnPipelines", (PipelineTraining, own), {})
     )
     assert _refused_methods(type("Fine", (PacelineTrainer,), {"log": lambda self, *args: None})) == ""
+
+
+def test_a_compute_loss_before_trls_is_refused() -> None:
+    from trl import SFTTrainer
+
+    from paceline.runtime.trainer import PipelineTraining, _refused_methods
+
+    own = type("Own", (SFTTrainer,), {"compute_loss": lambda self, *args: None, "__module__": "my_script"})
+    assert "my_script has a compute_loss of its own and the JSON has" in _refused_methods(
+        type("OwnPipelines", (PipelineTraining, own), {})
+    )
 
 
 def learned_tokenizer(texts: list[str]) -> Any:

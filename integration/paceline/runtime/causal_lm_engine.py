@@ -87,6 +87,9 @@ class CausalLMEngine(PacelineEngine):
 
     can_cut = True
 
+    own_loss: Callable[..., Tensor] | None = None
+    """What computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._shapes: list[MicroBatchShape] = []
         self._loaded: list[MicroBatch] = []
@@ -310,32 +313,57 @@ class CausalLMEngine(PacelineEngine):
         with self._graph(), autocast_if_enabled(self), known(facts), self._flops_profiled():
             out, routing_out = self.module(stream, side, routing)
         if self.is_last_stage():
-            self._keep_loss(buffer_id, out, routing_out, self._shapes[micro_batch])
+            self._keep_loss(buffer_id, out, routing_out, micro_batch)
         else:
             self.pipe_buffers["outputs"][buffer_id] = (out, routing_out, side)
 
-    def _keep_loss(self, buffer_id: int, logits: Tensor, routing: Tensor | None, shape: MicroBatchShape) -> None:
-        stage, labels = self.module.stage, self.pipe_buffers["labels"][buffer_id]
+    def _keep_loss(self, buffer_id: int, logits: Tensor, routing: Tensor | None, micro_batch: int) -> None:
+        shape, labels = self._shapes[micro_batch], self.pipe_buffers["labels"][buffer_id]
         if self._seen is not None:
-            loss = (
-                stage.loss(
-                    logits, labels, routing if self._sees_whole_loss else None, 1.0, router_share=shape.label_tokens
-                ).double()
-                if shape.label_tokens
-                else torch.zeros((), dtype=torch.float64, device=self.device)
-            )
+            loss = self._loss_seen(logits, labels, routing, micro_batch)
             self._seen.append((loss, None if self._see is None else self._see(logits, labels)))
             return
         if self.eval_return_logits:
             self.outputs = logits
         num_losses = len(self._shapes) * self.dp_world_size
         # What only fills a short step up has no share in the router loss.
-        num_routed = max(1, sum(other.tokens > 0 for other in self._shapes)) * self.dp_world_size
-        router_share = 1 / num_routed if shape.tokens else 0.0
-        loss = stage.loss(logits, labels, routing, max(self._step_label_tokens, 1), router_share=router_share)
+        num_filled = max(1, sum(other.tokens > 0 for other in self._shapes))
+        router_share = 1 / (num_filled * self.dp_world_size) if shape.tokens else 0.0
+        num_items = max(self._step_label_tokens, 1)
+        if self.own_loss is None:
+            loss = self.module.stage.loss(logits, labels, routing, num_items, router_share=router_share)
+        elif shape.tokens:
+            loss = self.own_loss(
+                self.module.stage,
+                logits,
+                self._batch_of(labels, micro_batch),
+                routing,
+                num_items=num_items,
+                router_share=router_share,
+                num_micro_batches=num_filled,
+            )
+        else:  # a loss of somebody's own need not be made for what has no labels
+            loss = logits.float().sum() * 0.0
         self.pipe_buffers["outputs"][buffer_id] = (loss, None, None)
         self.fwd_outputs.append(loss.detach() * num_losses)  # eval_batch takes their mean
         self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
+
+    def _loss_seen(self, logits: Tensor, labels: Tensor, routing: Tensor | None, micro_batch: int) -> Tensor:
+        """The sum of an evaluation's micro-batch over its label tokens."""
+        count, stage = self._shapes[micro_batch].label_tokens, self.module.stage
+        if not count:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.own_loss is not None and self._sees_whole_loss:
+            batch = self._batch_of(labels, micro_batch)
+            return count * self.own_loss(stage, logits, batch, routing, num_items=count, router_share=1.0).double()
+        routing = routing if self._sees_whole_loss else None
+        return stage.loss(logits, labels, routing, 1.0, router_share=count).double()
+
+    def _batch_of(self, labels: Tensor, micro_batch: int) -> dict[str, Tensor]:
+        """All that the last stage has loaded of a micro-batch, on its device."""
+        batch = self._loaded[micro_batch]
+        inputs = {"input_ids": batch.input_ids, **batch.side}
+        return {**{name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}, "labels": labels}
 
     def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
         if not self._runs_backward:

@@ -46,6 +46,7 @@ from .micro_batches import FILLER, IGNORED, count_label_tokens
 from .module import CausalLMPipeline, config_of
 from .plan import first_partition, plan_for
 from .run_log import RunLog
+from .trainer_loss import home_of, refused_loss, trainers_loss
 from .training_arguments import count_ranks
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ class PipelineTraining:
             lr_scheduler=None if "scheduler" in ds_config else scheduler,
             config=ds_config,
         )
+        engine.own_loss = trainers_loss(self, pipeline._grid.data_parallel_size)
         self._engine = self.deepspeed = self.model_wrapped = engine
         self.optimizer = _Stepped(engine)
         self.lr_scheduler = DeepSpeedSchedulerWrapper(lr_scheduler, [self.optimizer])
@@ -538,8 +540,6 @@ def refused(trainer: Any) -> str:
     """What a script asks for that a pipeline cannot do: value, rule and remedy; empty if there is nothing."""
     args = trainer.args
     named = [
-        (args.label_smoothing_factor, "label_smoothing_factor", "the loss is the model's own"),
-        (trainer.compute_loss_func, "compute_loss_func", "the loss is the model's own"),
         (args.neftune_noise_alpha, "neftune_noise_alpha", "the embedding is on one stage only"),
         (args.auto_find_batch_size, "auto_find_batch_size", "stages would run out of memory one by one"),
         (getattr(args, "torch_compile", False), "torch_compile", _NOT_COMPILED),
@@ -578,7 +578,6 @@ def _refused_methods(kind: type) -> str:
     order = kind.__mro__
     behind = order[order.index(PipelineTraining) + 1 :]
     asked = (
-        ("compute_loss", order, "the loss is the model's own"),
         ("create_optimizer", order, "stages have their own parameters (get_decay_parameter_names may be overridden)"),
         ("create_optimizer_and_scheduler", order, "stages have their own parameters"),
         ("training_step", behind, "a step's micro-batches are trained on together"),
@@ -588,6 +587,9 @@ def _refused_methods(kind: type) -> str:
         home = next((one.__module__ for one in classes if name in vars(one)), _OWN[0])
         if home not in _OWN:
             return f"{home} has a {name} of its own and {_ASKED}: {why}; leave one of them out."
+    if why := refused_loss(kind):
+        home = home_of(kind, "compute_loss")
+        return f"{home} has a compute_loss of its own and {_ASKED}: {why}; give a compute_loss_func instead."
     return ""
 
 
