@@ -86,6 +86,8 @@ class PipelineTraining:
         repair_deepspeed()
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
+                if asks_for_pipeline(given) and (fault := refused_kind(type(self))):
+                    raise ValueError(fault)
                 count_ranks(given)
         super().__init__(*args, **kwargs)
         if self.args.deepspeed and not dist.is_initialized():  # type: ignore[attr-defined]
@@ -111,11 +113,7 @@ class PipelineTraining:
     @cached_property
     def is_pipeline(self: Any) -> bool:
         """Whether the JSON asks for a pipeline."""
-        source = self.args.deepspeed
-        if source is None:
-            return False
-        section = read_ds_config(source).get("paceline")
-        return isinstance(section, dict) and "pipeline" in section
+        return asks_for_pipeline(self.args)
 
     # -- what is built -------------------------------------------------------------------------------------------
 
@@ -534,6 +532,38 @@ _NOT_COMPILED = (
     "torch.compile takes a forward and its backward as one, and a stage runs the forwards and backwards of several "
     "micro-batches in an order of its own, layer by layer (fused attention needs no compiling: attn_implementation)"
 )
+
+
+def asks_for_pipeline(args: TrainingArguments) -> bool:
+    """Whether the DeepSpeed JSON has ``"paceline": {"pipeline": …}``."""
+    if args.deepspeed is None:
+        return False
+    section = read_ds_config(args.deepspeed).get("paceline")
+    return isinstance(section, dict) and "pipeline" in section
+
+
+_OTHER_TRAINING = {
+    "dpo": "it compares two answers to a prompt, under the model and under a second one for reference",
+    "kto": "it weighs answers under the model against those under a second one for reference",
+    "grpo": "it generates with the whole model between its steps",
+    "rloo": "it generates with the whole model between its steps",
+    "reward": "its model has a head for one number in place of the vocabulary, and compares two answers",
+    "distillation": "it needs the logits of a second model beside those of the first",
+}
+
+
+def refused_kind(kind: type) -> str:
+    """Why a Trainer of TRL's, or one derived from it, is none of pipelines; empty if it may be."""
+    for one in kind.__mro__:
+        name = one.__module__.rpartition(".")[2]
+        is_base = name == "base_trainer" or one.__module__ in _OWN
+        if one.__module__.startswith("trl.") and name.endswith("_trainer") and not is_base:
+            why = _OTHER_TRAINING.get(name.removesuffix("_trainer"), "its loss is another one")
+            return (
+                f"{one.__name__} trains otherwise than by a text's next tokens and {_ASKED}: {why}; take "
+                'PacelineSFTTrainer or PacelineTrainer, or leave "pipeline" out.'
+            )
+    return ""
 
 
 def refused(trainer: Any) -> str:
