@@ -116,7 +116,9 @@ class _LastStage(nn.Module):
         (stage,), (logits, batch, routing, router_share) = self._stage, self._known
         labels, num_items = inputs.pop("labels", None), inputs.pop("num_items_in_batch", None)
         for name, value in inputs.items():
-            if value is not batch.get(name) and not (name in ("return_dict", "use_cache") or value in (None, False)):
+            if value is not batch.get(name) and not (
+                name in ("return_dict", "use_cache") or value is None or value is False
+            ):
                 raise ValueError(
                     f"compute_loss calls the model with {name!r}, which its micro-batch did not have: on the last "
                     "stage of a pipeline the logits are computed already, and nothing else is there of the model; use "
