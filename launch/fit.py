@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         # With several directions no backward comes between the end of a step and its update.
         states = replace(states, gradient_sets=schedule.most_lag + 1)
     limits = _limits(args, resolved)
-    boundaries = _boundaries(config, items, resolved, states, limits, schedule)
+    boundaries = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
     stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners)
     short = [row for row in stages if not row["fits"]]
     shown = {
@@ -220,8 +220,10 @@ def _boundaries(
     states: States,
     limits: Sequence[float],
     schedule: Schedule | Stream,
+    length: int,
+    checkpointing: bool,
 ) -> Sequence[int]:
-    from paceline.config.section import HETERO
+    from paceline.config.section import HETERO, WORK
     from paceline.hf.anatomy import anatomy_of
     from paceline.hf.profile import fingerprint
     from paceline.hf.weights import skeleton
@@ -229,18 +231,23 @@ def _boundaries(
     from paceline.planning.blocks import Device, DoesNotFit
     from paceline.planning.stages import plan_stages
     from paceline.runtime.module import items_of, partition_items
+    from paceline.runtime.plan import work_boundaries
 
     model = skeleton(config)
-    own = items_of(model, anatomy_of(model))
+    own = items_of(model, anatomy_of(model), length, recomputes=checkpointing)
+    if resolved.partition == WORK:
+        if resolved.schedule.has_directions:
+            return partition_items(own, resolved.stages, WORK)
+        return work_boundaries(own, items, limits, states, whole_schedule(schedule))
     if resolved.partition != HETERO:
         return partition_items(own, resolved.stages, resolved.partition)
-    # Without times, a layer's work is as its parameters.
-    seconds = [(item.num_parameters / 3, item.num_parameters / 1.5) for item in items]
+    # Without times, an item takes as long as it has operations.
+    seconds = [(item.work / 3, item.work / 1.5) for item in own]
     speeds = [1.0] * resolved.stages
     path = resolved.partition_choice.profile
     if path is None and resolved.stages > 1:
         print(
-            "paceline: layers count by their parameters until they are measured; `paceline profile` measures them, for "
+            "paceline: layers count by their operations until they are measured; `paceline profile` measures them, for "
             '"paceline.pipeline.partition.profile".',
             file=sys.stderr,
         )

@@ -176,6 +176,7 @@ def refusals(profile: str) -> list[str]:
         {"partition_method": {"rnn": 1}},
         {"partition_method": {"block": -1}},
         {"partition_method": 4},
+        {"partition_method": "work"},
         {"partition_method": "uniform", "partition_profile": profile},
     ):
         try:
@@ -194,8 +195,10 @@ def test_refusals(tmp_path: Path) -> None:
         "partition weights {'rnn': 1} match no layer class with a weight; the classes are ['Block', 'Head', 'twice']: "
         "correct the regular expressions.",
         "partition_method is {'block': -1}: the weight of \"block\" must be a finite number, at least 0.",
-        'partition_method is 4: it must be "parameters", "uniform", "hetero", "type:<regex>", weights {"<regex>": '
-        "weight} or a list of boundaries.",
+        'partition_method is 4: it must be "work", "parameters", "uniform", "hetero", "type:<regex>", weights '
+        '{"<regex>": weight} or a list of boundaries.',
+        "partition_method is 'work': only the layers of Hugging Face models tell their operations; choose 'parameters' "
+        "or 'uniform', give weights by class name, or 'hetero' with a profile.",
         f"partition_profile is {profile!r} and partition_method is 'uniform': a profile belongs to 'hetero'; drop it, "
         "or write 'hetero'.",
     ]

@@ -69,7 +69,7 @@ def test_check_config(ds_json, capsys):
     assert shown["resolved"] == {
         "stages": 2,
         "data_parallel": 2,
-        "partition": "parameters",
+        "partition": "work",
         "micro_batch_size": 1,
         "micro_batches": 8,
         "train_batch_size": 16,

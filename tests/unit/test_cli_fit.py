@@ -181,7 +181,7 @@ def test_a_limit_of_the_json_can_be_raised(fit: Any) -> None:
 def test_layers_count_by_their_parameters_without_a_profile(fit: Any) -> None:
     argv = ["--world-size", "3", "--device-memory-gib", "1", "--json"]
     _, err = fit(ds(3, {"partition": "hetero"}), *argv)
-    assert err.startswith("paceline: layers count by their parameters until they are measured; ")
+    assert err.startswith("paceline: layers count by their operations until they are measured; ")
     assert err.count("\n") == 1
 
 

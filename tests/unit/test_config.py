@@ -26,7 +26,7 @@ def test_absent_means_automatic():
     assert section(pipeline={"stages": None, "partition": None, "schedule": None}) == section()
 
 
-@pytest.mark.parametrize("method", ["parameters", "uniform", "hetero", "type:Llama.*Layer", [0, 3, 6]])
+@pytest.mark.parametrize("method", ["work", "parameters", "uniform", "hetero", "type:Llama.*Layer", [0, 3, 6]])
 def test_partition_short_and_long_form_agree(method):
     short = section(pipeline={"partition": method})
     assert short == section(pipeline={"partition": {"method": method}})
@@ -167,7 +167,7 @@ def test_frozen():
         ),
         (
             {"pipeline": {"partition": "best"}},
-            'paceline.pipeline.partition.method is "best": it must be "parameters", "uniform", "hetero", '
+            'paceline.pipeline.partition.method is "best": it must be "work", "parameters", "uniform", "hetero", '
             '"type:<regex>", weights {"<regex>": weight} or a list of boundaries; leave the key out to have it chosen.',
         ),
         (

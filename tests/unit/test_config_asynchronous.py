@@ -44,7 +44,7 @@ def test_everything_left_out():
     told = {path: choice.value for path, choice in got.chosen.items()}
     assert told == {
         "paceline.pipeline.stages": 4,
-        "paceline.pipeline.partition": "parameters",
+        "paceline.pipeline.partition": "work",
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8,
         "train_batch_size": 8,

@@ -60,9 +60,9 @@ def test_weights_keep_their_order():
          'paceline.pipeline.partition: "memory_gib", "method", "profile", "repartition_every".'),
         ({"memory_gb": 3}, '.memory_gb is not a key of this version of paceline; did you mean "memory_gib"? Valid keys '
          'of paceline.pipeline.partition: "memory_gib", "method", "profile", "repartition_every".'),
-        ("heterogenous", '.method is "heterogenous": it must be "parameters", "uniform", "hetero", "type:<regex>", '
-         'weights {"<regex>": weight} or a list of boundaries (did you mean "hetero"?); leave the key out to have it '
-         "chosen."),
+        ("heterogenous", '.method is "heterogenous": it must be "work", "parameters", "uniform", "hetero", '
+         '"type:<regex>", weights {"<regex>": weight} or a list of boundaries (did you mean "hetero"?); leave '
+         "the key out to have it chosen."),
         ({"method": "hetero", "repartition_every": -1}, ".repartition_every is -1: it must be greater than or equal "
          "to 0; leave the key out to have it chosen."),
         ({"method": "hetero", "repartition_every": 1.5}, ".repartition_every is 1.5: it must be a valid integer; "
@@ -91,14 +91,14 @@ def test_a_method_is_none_of_these(value):
 @pytest.mark.parametrize(
     ("partition", "choice", "left_out"),
     [
-        (None, PartitionChoice("parameters"), {"": "parameters"}),
+        (None, PartitionChoice("work"), {"": "work"}),
         ("uniform", PartitionChoice("uniform"), {".repartition_every": 0}),
         ([0, 3, 6], PartitionChoice((0, 3, 6)), {".repartition_every": 0}),
         ({"method": WEIGHTS}, PartitionChoice(WEIGHTS), {".repartition_every": 0}),
         ("hetero", PartitionChoice("hetero", 100), {".repartition_every": 100}),
         ({"method": "hetero", "repartition_every": 0}, PartitionChoice("hetero", 0), {}),
         ({"method": [0, 3, 6], "repartition_every": 7}, PartitionChoice((0, 3, 6), 7), {}),
-        ({"repartition_every": 7}, PartitionChoice("parameters", 7), {"": "parameters"}),
+        ({"repartition_every": 7}, PartitionChoice("work", 7), {"": "work"}),
         (
             {"method": "hetero", "profile": "p.json", "memory_gib": 0.5},
             PartitionChoice("hetero", 100, "p.json", 2**29),
@@ -130,7 +130,7 @@ def test_to_dict_has_what_applies():
 def test_schema_has_every_form():
     schema = PacelineConfig.model_json_schema()
     forms = schema["$defs"]["PipelineConfig"]["properties"]["partition"]["anyOf"]
-    assert {"enum": ["parameters", "uniform", "hetero"]} in forms
+    assert {"enum": ["work", "parameters", "uniform", "hetero"]} in forms
     assert {"$ref": "#/$defs/PartitionConfig"} in forms
     assert [form.get("type") for form in forms] == [None, "string", "array", None, "null"]
     partition = schema["$defs"]["PartitionConfig"]

@@ -33,7 +33,7 @@ def test_everything_left_out():
     before = copy.deepcopy(config)
     got = resolved(config, cpu=True)
     assert config == before
-    assert (got.stages, got.data_parallel, got.partition) == (2, 2, "parameters")
+    assert (got.stages, got.data_parallel, got.partition) == (2, 2, "work")
     assert (got.micro_batch_size, got.micro_batches, got.train_batch_size) == (1, 8, 16)
     assert got.ds_config == {
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
@@ -43,7 +43,7 @@ def test_everything_left_out():
     }
     assert {path: choice.value for path, choice in got.chosen.items()} == {
         "paceline.pipeline.stages": 2,
-        "paceline.pipeline.partition": "parameters",
+        "paceline.pipeline.partition": "work",
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8,
         "train_batch_size": 16,
@@ -124,7 +124,7 @@ def test_deepspeeds_own_pipeline_keys_are_honoured():
     assert (got.stages, got.partition) == (4, "uniform")
     assert "paceline.pipeline.stages" not in got.chosen
     defaults = resolved({"pipeline": {"stages": "auto", "partition": "best"}})
-    assert (defaults.stages, defaults.partition) == (2, "parameters")
+    assert (defaults.stages, defaults.partition) == (2, "work")
     both = resolved(stages(4, partition=[0, 2, 4, 6, 14]) | {"pipeline": {"stages": 4, "partition": [0, 2, 4, 6, 14]}})
     assert both.partition == [0, 2, 4, 6, 14]
 
@@ -164,8 +164,8 @@ def test_boundaries_tell_the_stages():
         ),
         (
             {"pipeline": {"partition": "balanced"}},
-            'pipeline.partition is "balanced": it must be "parameters", "uniform", "hetero", "type:<regex>", weights '
-            '{"<regex>": weight} or a list of boundaries; leave the key out to have it chosen.',
+            'pipeline.partition is "balanced": it must be "work", "parameters", "uniform", "hetero", "type:<regex>", '
+            'weights {"<regex>": weight} or a list of boundaries; leave the key out to have it chosen.',
         ),
         ({"pipeline": 4}, "pipeline is 4: it must be an object; write {} or leave it out."),
         (

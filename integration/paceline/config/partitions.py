@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..schedules.asynchronous import STREAMS
-from .section import HETERO, Method, PacelineConfig, PartitionConfig
+from .section import HETERO, WORK, Method, PacelineConfig, PartitionConfig
 from .stages import PARTITION
 
 REPARTITION_EVERY = 100
@@ -45,8 +45,8 @@ def resolve_partition(
     config = section.pipeline.partition
     chosen: dict[str, tuple[Any, str]] = {}
     if method is None:
-        method = "parameters"
-        chosen[PARTITION] = (method, "the default: stages of about equally many parameters")
+        method = WORK
+        chosen[PARTITION] = (method, "the default: stages of about equally much work, counted from the model's shapes")
         if config is None:
             return PartitionChoice(method), chosen
     config = config or PartitionConfig()

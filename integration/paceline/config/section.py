@@ -33,7 +33,8 @@ from .part import Part
 
 SECTION = "paceline"
 HETERO = "hetero"
-METHODS = ("parameters", "uniform", HETERO)
+WORK = "work"
+METHODS = (WORK, "parameters", "uniform", HETERO)
 ScheduleType: TypeAlias = Literal["1f1b", "gpipe", "kfkb", "eager", "adaptive", "multidirection", "one_direction"]
 # The types of schedule that each key of a schedule belongs to.
 _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
@@ -141,11 +142,12 @@ class PartitionConfig(Part):
         Method | None, PlainValidator(_method), PlainSerializer(_plain), WithJsonSchema(_METHOD_SCHEMA)
     ] = Field(
         default=None,
-        description='"parameters": stages of about equally many parameters; "uniform": of equally many items; '
+        description='"work": stages of about equally many floating-point operations, counted from the shapes of a '
+        'Hugging Face model; "parameters": of equally many parameters; "uniform": of equally many items; '
         '"type:<regex>": of equally many layers whose class name matches; "hetero": of equally much time, from what '
         'the layers take and the devices can do; {"<regex>": weight, ...}: the first regular expression that the '
         "class name of an item matches gives its weight, none: 0; a list of boundaries over the items, one more than "
-        'there are stages. Left out: "parameters".',
+        'there are stages. Left out: "work"; of a PipelineModule, as it was built.',
     )
     repartition_every: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
@@ -308,7 +310,7 @@ class PipelineConfig(Part):
     )
     partition: Annotated[PartitionConfig | None, BeforeValidator(_long_form)] = Field(
         default=None,
-        description='Which items each stage holds: a method, or {"method": ...}. Left out: "parameters".',
+        description='Which items each stage holds: a method, or {"method": ...}. Left out: "work".',
         json_schema_extra=_allow_short_methods,
     )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..measure.flops import NUM_EXPERTS, TOP_K
 from ..measure.profile import Profile
 from ..planning.memory import States
 from ..planning.workload import Item, Workload
 from .activations import count_items
-from .anatomy import anatomy_of
+from .anatomy import Anatomy, anatomy_of
 from .kinds import layer_kinds
 from .quiet import quiet
 from .weights import causal_config, skeleton
@@ -81,7 +81,9 @@ def workload_of(
         gradient_checkpointing=shape.gradient_checkpointing,
     )
     text = config.get_text_config()
-    operations = _operations(config, shape)
+    with quiet():
+        model = skeleton(config)
+        operations = _operations(model, anatomy_of(model), shape.tokens, shape.sequence_length)
     num_experts = _first(text, NUM_EXPERTS) if any(item.expert_parameters for item in operations) else 0
     top_k = _first(text, TOP_K) if num_experts else 1
     rows = float(shape.tokens * top_k)
@@ -143,30 +145,45 @@ class _Operations:
     expert_elements: float = 0.0
 
 
-def _operations(config: PretrainedConfig, shape: Shape) -> list[_Operations]:
+def work_of_items(
+    model: PreTrainedModel, anatomy: Anatomy, sequence_length: int, *, recomputes: bool = False
+) -> list[float]:
+    """Floating-point operations of each item's forward and backward for a token: embedding, decoder layers, head.
+
+    An embedding looks its rows up: that is no work.
+
+    Args:
+        model: may be on the meta device.
+        sequence_length: tokens of a sample: how far attention reaches.
+        recomputes: the layers compute their forward once more in the backward (gradient checkpointing).
+    """
+    forward = [each.total / sequence_length for each in _operations(model, anatomy, sequence_length, sequence_length)]
+    passes = 1 + BACKWARD
+    embedding, *layers, head = forward
+    return [embedding * passes, *(each * (passes + recomputes) for each in layers), head * passes]
+
+
+def _operations(model: PreTrainedModel, anatomy: Anatomy, tokens: int, sequence_length: int) -> list[_Operations]:
     """Two for each weight and token that meet, and scores and weighted sums of attention under a causal mask."""
-    with quiet():
-        model = skeleton(config)
-        anatomy = anatomy_of(model)
-        kinds = layer_kinds(model, anatomy)
-    text = config.get_text_config()
+    kinds = layer_kinds(model, anatomy)
+    text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    attention = 2.0 * shape.tokens * shape.sequence_length * heads * size
+    attention = 2.0 * tokens * sequence_length * heads * size
     of_kind: dict[str, _Operations] = {}
     for kind, layer in zip(kinds, anatomy.layers_of(model), strict=True):
         if kind not in of_kind:
-            of_kind[kind] = _of_layer(layer, text, shape, attention)
-    head = 2.0 * shape.tokens * text.vocab_size * text.hidden_size
+            of_kind[kind] = _of_layer(layer, text, tokens, attention)
+    head = 2.0 * tokens * text.vocab_size * text.hidden_size
     return [_Operations(0.0), *(of_kind[kind] for kind in kinds), _Operations(head)]
 
 
-def _of_layer(layer: nn.Module, text: Any, shape: Shape, attention: float) -> _Operations:
+def _of_layer(layer: nn.Module, text: Any, tokens: int, attention: float) -> _Operations:
     experts = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}.")
-    dense = 2.0 * shape.tokens * (sum(p.numel() for p in layer.parameters()) - experts) + attention
+    dense = 2.0 * tokens * (sum(p.numel() for p in layer.parameters()) - experts) + attention
     if not experts:
         return _Operations(dense)
-    rows, count = shape.tokens * _first(text, TOP_K), _first(text, NUM_EXPERTS)
+    rows, count = tokens * _first(text, TOP_K), _first(text, NUM_EXPERTS)
     routed = 2.0 * rows * experts / count
     # A weight of H x F has F outputs a row for H inputs: the elements kept are about weights / H.
     kept = rows * (text.hidden_size + experts / count / text.hidden_size)

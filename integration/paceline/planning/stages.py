@@ -146,6 +146,26 @@ def _plan_directions(
     return StagePlan(over_items(cuts), found_s, costs(cuts), memory(cuts), tuple(one.stages for one in held))
 
 
+def within_memory(
+    boundaries: Sequence[int],
+    items: Sequence[ItemMemory],
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    schedule: Schedule,
+) -> tuple[int, ...]:
+    """``boundaries`` over items if every stage fits, otherwise the best that do. Arguments as of :func:`plan_stages`.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    live = verify(schedule, paired=False).peak_activations
+    needs = (stage_memory(items, boundaries, stage, states, live[stage]).total for stage in range(len(devices)))
+    if all(need <= device.memory_bytes for need, device in zip(needs, devices, strict=True)):
+        return tuple(boundaries)
+    return plan_stages(items, seconds, devices, states, schedule).boundaries
+
+
 def _start(
     blocks: Sequence[Block],
     devices: Sequence[Device],

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from ..config.section import HETERO
+from ..config.section import HETERO, WORK
 from ..hf.kinds import layer_kinds
 from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
@@ -33,8 +33,8 @@ class CausalLMLayers(Layers):
         return partition_items(self.module.items, self.module.num_stages, list(parts))
 
     def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
-        if method == HETERO:
-            return None  # what it measures is measured before there is an engine
+        if method in (HETERO, WORK):
+            return None  # what they look at is looked at before there is an engine
         return partition_items(self.module.items, self.module.num_stages, method)
 
     def get(self, item: int) -> nn.Module | None:

@@ -25,7 +25,8 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.section import HETERO, show
+from ..config.section import HETERO, WORK, show
+from ..config.stages import resolve_method
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class, plain_engine_for
@@ -114,10 +115,10 @@ def initialize(
     elif isinstance(model, CausalLMPipeline):
         resolved = resolve_for(model, ds_config)
         ds_config = resolved.ds_config
-        if resolved.partition_choice.method == HETERO and model.num_stages > 1 and model.profile is None:
+        if resolve_method(ds_config)[0] in (HETERO, WORK) and model.num_stages > 1 and model.profile is None:
             if resolved.schedule.type in STREAMS:
                 raise ValueError(
-                    f'paceline.pipeline.partition is "{HETERO}", the schedule {resolved.schedule.type!r}, and the '
+                    f'paceline.pipeline.partition is "{resolved.partition_choice.method}", the schedule {resolved.schedule.type!r}, and the '
                     "pipeline is built already: its layers stay where they are; give the model itself to have it "
                     "built, or boundaries."
                 )
@@ -221,7 +222,7 @@ def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
 
 
 def _measure(pipeline: CausalLMPipeline, resolved: Resolved) -> list[int]:
-    """Boundaries by the layers' times, for a pipeline that was built without knowing them."""
+    """Boundaries by the layers' times or work, for a pipeline that was built by something else."""
     dtype = next(pipeline.parameters()).dtype
     found, pipeline.profile = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
     assert isinstance(found, list), "more than one stage"

@@ -18,13 +18,15 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..config.section import HETERO, check_method
+from ..config.section import HETERO, WORK, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
 from ..hf.weights import is_pretrained, load_stage, skeleton
+from ..hf.workload import work_of_items
 from ..measure.profile import Profile
+from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 from ..planning.stages import over_items
@@ -49,10 +51,19 @@ class Item:
     name: str
     kind: str
     num_parameters: int
+    work: float = 0.0
+    """Floating-point operations for a token, forward and backward."""
 
 
-def items_of(model: PreTrainedModel, anatomy: Anatomy) -> list[Item]:
-    """Embedding, decoder layers in order, head. Counts only; ``model`` may be on the meta device."""
+def items_of(
+    model: PreTrainedModel, anatomy: Anatomy, sequence_length: int | None = None, *, recomputes: bool = False
+) -> list[Item]:
+    """Embedding, decoder layers in order, head. Counts only; ``model`` may be on the meta device.
+
+    Args:
+        sequence_length: tokens of a sample; None: :func:`~paceline.measure.tokens.tokens_of_sample` says.
+        recomputes: the layers' activations are computed again in the backward pass.
+    """
 
     def count(*modules: torch.nn.Module | None) -> int:
         parameters = {id(p): p for m in modules if m is not None for p in m.parameters()}
@@ -62,11 +73,13 @@ def items_of(model: PreTrainedModel, anatomy: Anatomy) -> list[Item]:
     embedding = trunk.get_submodule(anatomy.embedding)
     head = [getattr(trunk, name) for name in anatomy.after] + [getattr(model, name) for name in anatomy.head]
     layers = anatomy.layers_of(model)
-    return [
-        Item(EMBEDDING, type(embedding).__name__, count(*(getattr(trunk, name) for name in anatomy.before))),
-        *(Item(f"layers.{i}", type(layer).__name__, count(layer)) for i, layer in enumerate(layers)),
-        Item("head", "Head", count(*head)),
+    counted = [
+        (EMBEDDING, type(embedding).__name__, count(*(getattr(trunk, name) for name in anatomy.before))),
+        *((f"layers.{i}", type(layer).__name__, count(layer)) for i, layer in enumerate(layers)),
+        ("head", "Head", count(*head)),
     ]
+    work = work_of_items(model, anatomy, tokens_of_sample(sequence_length, model.config), recomputes=recomputes)
+    return [Item(*own, each) for own, each in zip(counted, work, strict=True)]
 
 
 def partition_items(
@@ -75,9 +88,10 @@ def partition_items(
     """Boundaries ``[0, …, len(items)]`` of ``num_stages`` runs of items.
 
     Args:
-        method: ``"parameters"`` balances weights, ``"uniform"`` counts decoder layers, ``"type:REGEX"`` counts items
-            whose class name matches, ``{REGEX: weight, …}`` weighs them by the first that matches; each stage gets a
-            decoder layer, the first also the embedding, the last the head. Or the boundaries themselves.
+        method: ``"work"`` balances floating-point operations, ``"parameters"`` weights, ``"uniform"`` counts decoder
+            layers, ``"type:REGEX"`` counts items whose class name matches, ``{REGEX: weight, …}`` weighs them by the
+            first that matches; each stage gets a decoder layer, the first also the embedding, the last the head. Or
+            the boundaries themselves.
 
     Raises:
         ValueError: a method that is none of these, boundaries that do not fit, or a stage left without layers.
@@ -95,6 +109,8 @@ def partition_items(
         named = f"{len(items)} items (embedding, {num_layers} decoder layers, head)"
         return checked_boundaries(method, len(items), num_stages, named)
     name, _, pattern = method.partition(":")
+    if name == WORK:
+        return list(over_items(by_work(_per_layer([item.work for item in items]), [1.0] * num_stages)))
     if name == "uniform":
         weights = [1] * num_layers
     elif name == "parameters":
@@ -112,8 +128,8 @@ def partition_items(
         )
     else:
         raise ValueError(
-            f"partition method {method!r} is not known: choose 'parameters', 'uniform', 'type:REGEX', weights by class "
-            "name or boundaries."
+            f"partition method {method!r} is not known: choose 'work', 'parameters', 'uniform', 'type:REGEX', weights "
+            "by class name or boundaries."
         )
     layers = [int(cut) for cut in ds_utils.partition_balanced(weights=weights, num_parts=num_stages)]
     if sorted(set(layers)) != layers:
@@ -178,7 +194,7 @@ class CausalLMPipeline(PipelineModule):
         source: str | Path | PretrainedConfig | PreTrainedModel,
         *,
         num_stages: int,
-        partition: str | Sequence[int] | Mapping[str, float] = "parameters",
+        partition: str | Sequence[int] | Mapping[str, float] = WORK,
         dtype: torch.dtype = torch.float32,
         seed: int = 42,
         gradient_checkpointing: bool = False,
@@ -225,7 +241,7 @@ class CausalLMPipeline(PipelineModule):
             self.adapters = adapters_of(whole, self.anatomy)
         self._injects = peft_config is not None
         check_trainable(self.config, self.adapters)
-        self.items = items_of(whole, self.anatomy)
+        self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
         self.is_tied = tied_weight(whole, self.anatomy) is not None
         if num_stages > self.anatomy.num_layers:
@@ -254,7 +270,7 @@ class CausalLMPipeline(PipelineModule):
         for model in self.models:
             recompute_layers(model)
 
-    def _partition_layers(self, method: Any = "parameters") -> None:
+    def _partition_layers(self, method: Any = WORK) -> None:
         self.parts = partition_items(self.items, self.num_stages, method)
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 

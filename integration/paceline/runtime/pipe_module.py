@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as stock
 from torch import nn
 
-from ..config.section import HETERO, check_method
+from ..config.section import HETERO, WORK, check_method
 from ..measure.probe import device_speed
 from ..measure.profile import Profile
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
@@ -62,7 +62,7 @@ class PipelineModule(stock.PipelineModule):
 
 def is_ours(method: Any) -> bool:
     """Whether DeepSpeed lacks this partition method."""
-    return not isinstance(method, str) or method.lower() == HETERO
+    return not isinstance(method, str) or method.lower() in (HETERO, WORK)
 
 
 def partition_layers(module: stock.PipelineModule, method: Any, profile: str | Path | None = None) -> None:
@@ -92,6 +92,11 @@ def boundaries_for(module: stock.PipelineModule, method: Any, profile: str | Pat
         )
     if not is_ours(method):
         return _stock_boundaries(module, method)
+    if isinstance(method, str) and method.lower() == WORK:
+        raise ValueError(
+            f"partition_method is {method!r}: only the layers of Hugging Face models tell their operations; choose "
+            "'parameters' or 'uniform', give weights by class name, or 'hetero' with a profile."
+        )
     if isinstance(method, str):
         return by_work(*_work_and_speeds(module, profile))
     if isinstance(method, (list, tuple)):

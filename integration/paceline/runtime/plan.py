@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +16,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PacelineConfig, Resolved, fill_auto, resolve, resolve_stages
 from ..config.expert_parallel import EXPERT_PARALLEL
-from ..config.section import HETERO, value_at
+from ..config.section import HETERO, WORK, value_at
+from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
 from ..measure.memory import available_bytes
 from ..measure.profile import Profile
 from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import experts_of
-from ..planning.memory import States
+from ..planning.blocks import Device, DoesNotFit
+from ..planning.memory import ItemMemory, States
+from ..planning.stages import within_memory
+from ..schedules.schedule import Schedule
 from .control import ControlPlane
 from .hetero import Shape, hetero_boundaries
-from .module import CausalLMPipeline
+from .module import CausalLMPipeline, Item, items_of, partition_items
 from .staging import ranks_sharing
 
 logger = logging.getLogger("paceline")
@@ -114,7 +118,9 @@ def first_partition(
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
 ) -> tuple[str | list[int] | dict[str, float], Profile | None]:
-    """The partition that a :class:`CausalLMPipeline` is built with: ``"hetero"`` becomes boundaries. Collective.
+    """The partition that a :class:`CausalLMPipeline` is built with: ``"hetero"`` and ``"work"`` become boundaries.
+
+    Collective.
 
     Args:
         dtype: of the weights.
@@ -129,7 +135,7 @@ def first_partition(
         ValueError: a profile that does not fit, or a model that fits the devices in no way.
     """
     choice = resolved.partition_choice
-    if choice.method != HETERO:
+    if choice.method not in (HETERO, WORK):
         return resolved.partition, None
     if resolved.stages == 1:
         return "uniform", None  # there is nothing to measure for
@@ -140,6 +146,16 @@ def first_partition(
         tokens_of_sample(sequence_length, hf_config),
         gradient_checkpointing or bool(interval),
     )
+    if choice.method == WORK:
+        device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+        least = min(control.gather(available_bytes(device, ranks_sharing(device))))
+        found: list[int] | None = None
+        with control.together("planning the partition"):
+            if dist.get_rank() == 0:
+                found = _by_work(hf_config, resolved, shape, [choice.memory_bytes or least] * resolved.stages)
+                logger.info("partition %s: by the work of the items", found)
+        boundaries: list[int] = control.from_first(found)
+        return boundaries, None
     return hetero_boundaries(
         hf_config,
         control,
@@ -151,6 +167,50 @@ def first_partition(
         profile=choice.profile,
         memory_bytes=choice.memory_bytes,
     )
+
+
+def _by_work(hf_config: PretrainedConfig, resolved: Resolved, shape: Shape, limit_bytes: Sequence[float]) -> list[int]:
+    """Boundaries over items that give all stages about equally much work, as far as memory allows.
+
+    Where what a stage keeps cannot be counted (a forward that depends on values, several directions, experts on several
+    ranks) work alone decides.
+    """
+    model = skeleton(hf_config)
+    items = items_of(model, anatomy_of(model), shape.sequence_length, recomputes=shape.gradient_checkpointing)
+    if resolved.schedule.has_directions or resolved.expert_parallel > 1:
+        return partition_items(items, resolved.stages, WORK)
+    try:
+        memories = count_items(hf_config, **shape._asdict())
+    except ValueError:
+        return partition_items(items, resolved.stages, WORK)
+    schedule = resolved.schedule.first(resolved.stages, resolved.micro_batches)
+    return work_boundaries(
+        items, memories, limit_bytes, States.from_config(resolved.ds_config, resolved.data_parallel), schedule
+    )
+
+
+def work_boundaries(
+    items: Sequence[Item],
+    memories: Sequence[ItemMemory],
+    limit_bytes: Sequence[float],
+    states: States,
+    schedule: Schedule,
+) -> list[int]:
+    """Boundaries over items that give all stages about equally much work and fit into memory.
+
+    Where nothing fits, parameters decide: then states, at least, are spread.
+
+    Args:
+        limit_bytes: of each stage's device.
+    """
+    stages = len(limit_bytes)
+    seconds = [(item.work / 3, item.work / 1.5) for item in items]
+    devices = [Device(1.0, limit) for limit in limit_bytes]
+    try:
+        return list(within_memory(partition_items(items, stages, WORK), memories, seconds, devices, states, schedule))
+    except DoesNotFit as error:
+        logger.info("partition: by parameters, since by work %s", error)
+        return partition_items(items, stages, "parameters")
 
 
 def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Resolved:

@@ -53,6 +53,79 @@ def test_parameters_counts_the_embedding_and_the_head() -> None:
     assert partition_items(items([30, 10, 10, 10, 10, 10, 10, 10]), 2, "parameters") == [0, 3, 8]
 
 
+LLAMAS = {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def llama(name: str) -> tuple[list[Item], list[float]]:
+    """Items of a Llama 3's shape, and the operations of a token's forward in each, worked out from the shape alone."""
+    from transformers import LlamaConfig
+
+    from paceline.hf.anatomy import anatomy_of
+    from paceline.hf.weights import skeleton
+
+    shape, length, vocab = LLAMAS[name], 1024, 128256
+    model = skeleton(LlamaConfig(vocab_size=vocab, max_position_embeddings=8192, **shape))
+    hidden, wide = shape["hidden_size"], shape["intermediate_size"]
+    keys = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    weights = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * wide + 2 * hidden
+    layer = 2.0 * weights + 2.0 * length * hidden
+    return items_of(model, anatomy_of(model)), [0.0, *[layer] * shape["num_hidden_layers"], 2.0 * vocab * hidden]
+
+
+@pytest.mark.parametrize(("name", "by_work", "by_parameters"), [("8B", 0.955, 0.918), ("1B", 0.975, 0.817)])
+def test_work_is_as_even_as_can_be_where_parameters_count_the_embedding(
+    name: str, by_work: float, by_parameters: float
+) -> None:
+    """Of four stages, the mean's share of the slowest: what a full pipeline reaches of its devices."""
+    row, work = llama(name)
+    assert [item.work for item in row] == pytest.approx([3 * each for each in work])
+
+    def reached(parts: Sequence[int]) -> float:
+        return sum(work) / 4 / max(sum(work[a:b]) for a, b in pairwise(parts))
+
+    best = max(reached((0, *cuts, len(row))) for cuts in combinations(range(2, len(row) - 1), 3))
+    assert reached(partition_items(row, 4, "work")) == pytest.approx(best)
+    assert best == pytest.approx(by_work, abs=5e-4)
+    assert reached(partition_items(row, 4, "parameters")) == pytest.approx(by_parameters, abs=5e-4)
+
+
+def test_memory_decides_what_fits() -> None:
+    """A stage that has the embedding beside its even share of the work is larger than the others."""
+    from paceline.planning.memory import ItemMemory, States
+    from paceline.runtime.plan import work_boundaries
+    from paceline.schedules.families import one_f_one_b
+
+    row, _ = llama("8B")
+    memories = [ItemMemory(item.name, item.num_parameters, 0.0, 0.0) for item in row]
+    schedule, states = one_f_one_b(4, 8), States(data_parallel=1)
+    largest = [16.0 * sum(item.num_parameters for item in row[a:b]) for a, b in pairwise([0, 9, 18, 27, 34])]
+
+    def cut(limit: float) -> list[int]:
+        return work_boundaries(row, memories, [limit] * 4, states, schedule)
+
+    assert cut(max(largest)) == partition_items(row, 4, "work") == [0, 9, 18, 27, 34]
+    tight = cut(max(largest) - 1)
+    assert tight != [0, 9, 18, 27, 34]
+    assert max(16.0 * sum(item.num_parameters for item in row[a:b]) for a, b in pairwise(tight)) < max(largest)
+    assert cut(1.0) == partition_items(row, 4, "parameters")  # nothing fits
+
+
 def test_type_counts_matching_layers_only() -> None:
     kinds = items([1] * 10)
     assert [item.kind for item in kinds].count("Mamba") == 4
@@ -111,8 +184,8 @@ def test_boundaries_may_leave_the_embedding_alone() -> None:
     [
         (
             "best",
-            "partition method 'best' is not known: choose 'parameters', 'uniform', 'type:REGEX', weights by class name "
-            "or boundaries.",
+            "partition method 'best' is not known: choose 'work', 'parameters', 'uniform', 'type:REGEX', weights by "
+            "class name or boundaries.",
         ),
         (
             "hetero",
