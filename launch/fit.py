@@ -229,6 +229,7 @@ def _boundaries(
     from paceline.hf.weights import skeleton
     from paceline.measure.profile import Profile
     from paceline.planning.blocks import Device, DoesNotFit
+    from paceline.planning.shared_devices import whole_schedule
     from paceline.planning.stages import plan_stages
     from paceline.runtime.module import items_of, partition_items
     from paceline.runtime.plan import work_boundaries

@@ -118,8 +118,8 @@ def initialize(
         if resolve_method(ds_config)[0] in (HETERO, WORK) and model.num_stages > 1 and model.profile is None:
             if resolved.schedule.type in STREAMS:
                 raise ValueError(
-                    f'paceline.pipeline.partition is "{resolved.partition_choice.method}", the schedule {resolved.schedule.type!r}, and the '
-                    "pipeline is built already: its layers stay where they are; give the model itself to have it "
+                    f'paceline.pipeline.partition is "{resolved.partition_choice.method}", the schedule '
+                    f"{resolved.schedule.type!r}, and the pipeline is built already: its layers stay where they are; give the model itself to have it "
                     "built, or boundaries."
                 )
             boundaries = _measure(model, resolved)
