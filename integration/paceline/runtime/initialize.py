@@ -119,8 +119,8 @@ def initialize(
             if resolved.schedule.type in STREAMS:
                 raise ValueError(
                     f'paceline.pipeline.partition is "{resolved.partition_choice.method}", the schedule '
-                    f"{resolved.schedule.type!r}, and the pipeline is built already: its layers stay where they are; give the model itself to have it "
-                    "built, or boundaries."
+                    f"{resolved.schedule.type!r}, and the pipeline is built already: its layers stay where "
+                    "they are; give the model itself to have it built, or boundaries."
                 )
             boundaries = _measure(model, resolved)
     engine: type | None = None
