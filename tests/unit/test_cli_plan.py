@@ -359,7 +359,7 @@ def test_loads_of_a_dense_model(plan: Any, tmp_path: Path) -> None:
 def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path / "absent"), *CLUSTER, *STEP]) == 2
     err = capsys.readouterr().err
-    assert "has no config that transformers" in err
+    assert "does not exist: give a directory" in err
     assert err.count("\n") == 1
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_be(argv: list[str], message: str, model: str, capsys: pytes
 
 def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(tmp_path / "nothing")]) == 2
-    assert "has no config that transformers" in capsys.readouterr().err
+    assert "does not exist: give a directory" in capsys.readouterr().err
 
 
 def test_what_has_no_room_is_told_before_it_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
