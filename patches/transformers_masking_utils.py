@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.hf.masks import known_facts
 from paceline.patches.registry import Patch
 
-_APPLIED_BY = "the engine of a Hugging Face model's pipeline, and check-model"
+_APPLIED_BY = "paceline.initialize, for a pipeline of a Hugging Face model, and check-model"
 
 
 def find_packed_sequence_indices(original: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:

@@ -246,7 +246,7 @@ def test_patches(capsys):
         assert row["fits"] == (not row["problem"])
         assert row["reason"]
         assert row["removable_when"]
-        assert row["requires"].startswith(("deepspeed", "accelerate"))
+        assert row["requires"].startswith(("deepspeed", "accelerate", "transformers"))
         assert row["applied_by"].startswith("paceline.")
         assert row["applied"] is False
     with repair_deepspeed("receive-pool"):
