@@ -45,6 +45,9 @@ RANK_ENVIRONMENT = {
 }
 """What a rank on the CPU sees beside RANK, WORLD_SIZE and the like."""
 
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a process that was started by itself does not see."""
+
 _SERVER_ENVIRONMENT = {
     **RANK_ENVIRONMENT,
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow would start a thread, and the server must have none

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import PATIENCE_S, RANK_ENVIRONMENT
+from ranks import OF_A_LAUNCHER, PATIENCE_S, RANK_ENVIRONMENT
 
 SCRIPT = """
 import sys
@@ -42,13 +42,12 @@ else:
     loss = paceline.PacelineTrainer(model=model, args=args, train_dataset=rows).train().training_loss
 print("loss", loss)
 """
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """One step each by a loop of one's own, by a Trainer with a pipeline, and by one with DeepSpeed alone."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS} | RANK_ENVIRONMENT
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER} | RANK_ENVIRONMENT
     directory = tmp_path_factory.mktemp("plain")
     processes = {
         way: subprocess.Popen(

@@ -15,7 +15,7 @@ import torch
 
 from jobs import BATCH, LENGTH, model_config
 from pages import check_page
-from ranks import RANK_ENVIRONMENT, RankError, free_port, launch, run_ranks
+from ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, free_port, launch, run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "clm_script.py"
 TWO_LINES = {
@@ -596,6 +596,7 @@ def test_a_script_under_each_launcher(tmp_path: Path) -> None:
     model_config().save_pretrained(tmp_path / "model")
     port = str(free_port())
     starters = {
+        "python": [],
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
         "accelerate": [
             *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
@@ -603,7 +604,7 @@ def test_a_script_under_each_launcher(tmp_path: Path) -> None:
         ],
         "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
     }
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
     environment |= {name: value for name, value in RANK_ENVIRONMENT.items() if name != "CUDA_VISIBLE_DEVICES"}
     losses, stages = {}, {}
     for name, start in starters.items():
@@ -615,7 +616,7 @@ def test_a_script_under_each_launcher(tmp_path: Path) -> None:
         losses[name] = [row["loss"] for row in report["loss"]]
         stages[name] = report["run"]["stages"]
         assert done.stdout.count("'loss'") == 3, (name, done.stdout)  # one rank logs
-    assert stages == {"torchrun": 2, "accelerate": 2, "deepspeed": 2}
+    assert stages == {"python": 1, "torchrun": 2, "accelerate": 2, "deepspeed": 2}
     for name in stages:
-        assert losses[name] == pytest.approx(losses["torchrun"], rel=1e-6), name
+        assert losses[name] == pytest.approx(losses["python"], rel=1e-6), name
         assert len(losses[name]) == 3
