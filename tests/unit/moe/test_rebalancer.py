@@ -12,6 +12,7 @@ from paceline.config.section import MoeConfig
 from paceline.moe import rebalancer
 from paceline.moe.rebalancer import EXPERT_S, FIXED_S, Rebalancer
 from paceline.moe.stages import Bystander, Looks, Stages
+from paceline.planning import rebalance
 from paceline.planning.experts import Placement, device_loads
 from paceline.planning.rebalance import most_moved
 
@@ -144,6 +145,18 @@ def test_the_horizon_is_until_the_next_look(run: Any) -> None:
     layer, (decision,) = run(EVERY, Group(slow))
     assert decision["switched"]
     assert layer.placement == best
+
+
+def test_layers_are_chosen_by_what_they_gain_until_the_next_look(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    horizons = []
+
+    def propose(*layers: Any, horizon_steps: int, **options: Any) -> Any:
+        horizons.append(horizon_steps)
+        return rebalance.propose(*layers, horizon_steps=horizon_steps, **options)
+
+    monkeypatch.setattr(rebalancer, "propose", propose)
+    run(2 * EVERY, Group())
+    assert horizons == [EVERY, EVERY]
 
 
 def test_a_move_that_does_not_pay_is_not_made_until_what_was_lost_pays_for_it(run: Any) -> None:

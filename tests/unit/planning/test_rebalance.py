@@ -38,6 +38,15 @@ def test_a_small_gain_is_none() -> None:
     assert propose([LayerLoad(nearly, CONTIGUOUS, 0.0)], FREE, horizon_steps=1000).placements == {}
 
 
+def test_a_small_gain_of_a_placement_that_others_found_is_none() -> None:
+    """The search leaves out layers with little to gain; a placement of it may still gain little."""
+    loads = (90.0, 80.0, 79.0, 89.0, 10.0, 10.0, 10.0, 10.0)
+    swapped = Placement(((0, 2), (1, 3), (4, 5), (6, 7)))  # 169 instead of 170
+    assert seconds(swapped, loads) < seconds(CONTIGUOUS, loads)
+    layer = LayerLoad(loads, CONTIGUOUS, 0.0)
+    assert propose([layer], FREE, horizon_steps=1000, found=[[swapped]]).placements == {}
+
+
 def test_layers_that_do_not_pay_stay_out_while_others_do() -> None:
     dear = Times(row_s=1e-3, bytes_per_s=1.0, fixed_s=0.3, expert_s=0.01)
     layers = [LayerLoad(SKEWED, CONTIGUOUS, 1e-3), LayerLoad(SKEWED, CONTIGUOUS, 100.0)]
