@@ -277,7 +277,7 @@ class Job:
             peft_config=peft_config,
             **loading,
         )
-        self.pipeline.profile = profile
+        self.pipeline.planned(profile)
         # Dropout differs between ranks; the weights were drawn by name and do not care.
         torch.manual_seed(self.args.seed + self.rank)
         if self.rank == 0:

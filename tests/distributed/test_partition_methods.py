@@ -117,6 +117,32 @@ def test_of_the_replicas_of_a_stage_the_slowest_counts() -> None:
         assert found["hetero"]["parts"] == METHODS["hetero"][1]
 
 
+def built(schedules: list[str], boundaries: list[int]) -> list[Any]:
+    """Where the layers of a pipeline are that is built, and planned, before there is an engine for it."""
+    import deepspeed
+
+    import paceline
+    from paceline.runtime.module import CausalLMPipeline
+
+    deepspeed.init_distributed()
+    parts = []
+    for schedule in schedules:
+        pipeline = CausalLMPipeline(model_config(), num_stages=2, partition=boundaries)
+        pipeline.planned(None)
+        config = ds_config(gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=2)
+        config["paceline"] = {"pipeline": {"stages": 2, "partition": "work", "schedule": schedule}}
+        engine, *_ = paceline.initialize(model=pipeline, config=config)
+        parts.append(list(engine.module.parts))
+        engine.destroy()
+    return parts
+
+
+def test_what_is_planned_is_not_planned_again() -> None:
+    boundaries = [0, 1, model_config().num_hidden_layers + 2]
+    for found in run_ranks(built, 2, ["1f1b", "one_direction"], boundaries):
+        assert found == [boundaries, boundaries]
+
+
 def profile_of(layer_seconds: list[float], speeds: list[float]) -> Profile:
     items = [ItemProfile(f"{n}", "Layer", t / 3, t * 2 / 3, 0, 0, 0) for n, t in enumerate(layer_seconds)]
     devices = [DeviceProfile("any", speed, 0, 0) for speed in speeds]

@@ -84,7 +84,7 @@ class AveragingConfig(Part):
         "is dead is waited for a few seconds.",
     )
     grace_s: Annotated[float, Field(gt=0, le=MOST_WAIT_S, allow_inf_nan=False)] = Field(
-        default=60.0,
+        default=300.0,
         description="Seconds that an island waits at a round before it calls the others: they come at the end of their "
         "step, with weights for the tokens that they have trained on. One that does not come in as long again is left "
         "out, and takes part in the next round.",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -521,9 +520,9 @@ class AsynchronousEngine(CausalLMEngine):
         if not self._choice.is_asynchronous:
             return
         WATCH.doing("waiting for an update", EVERYONE)
-        start = time.perf_counter()
+        start = self.clock.now()
         self.optimizer.apply()
-        self.recorder.add("step", -1, start, time.perf_counter())
+        self.recorder.add("step", -1, start, self.clock.now())
         self._global_grad_norm = self.optimizer._global_grad_norm
         self._gradients_are_there = False
         self._step_applied = not self.optimizer.overflow

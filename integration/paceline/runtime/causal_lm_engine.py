@@ -30,6 +30,7 @@ from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
 from .lifetime import current
 from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
+from .scheduling import gradient_of
 from .shapes import Meta, Shapes, meta_of
 from .watch import EVERYONE, WATCH
 
@@ -446,7 +447,7 @@ class CausalLMEngine(PacelineEngine):
 
     def _leaving_gradients(self, buffer_id: int) -> tuple[Tensor, ...]:
         stream, _, routing = self.pipe_buffers["inputs"][buffer_id]
-        return (stream.grad,) if routing is None else (stream.grad, routing.grad)
+        return tuple(gradient_of(tensor) for tensor in (stream, routing) if tensor is not None)
 
     def _gradient_meta(self, buffer_id: int) -> Meta:
         out, routing, _ = self.pipe_buffers["outputs"][buffer_id]

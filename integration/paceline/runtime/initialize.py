@@ -115,7 +115,7 @@ def initialize(
     elif isinstance(model, CausalLMPipeline):
         resolved = resolve_for(model, ds_config)
         ds_config = resolved.ds_config
-        if resolve_method(ds_config)[0] in (HETERO, WORK) and model.num_stages > 1 and model.profile is None:
+        if resolve_method(ds_config)[0] in (HETERO, WORK) and model.num_stages > 1 and not model.is_planned:
             if resolved.schedule.type in STREAMS:
                 raise ValueError(
                     f'paceline.pipeline.partition is "{resolved.partition_choice.method}", the schedule '
@@ -224,8 +224,9 @@ def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
 def _measure(pipeline: CausalLMPipeline, resolved: Resolved) -> list[int]:
     """Boundaries by the layers' times or work, for a pipeline that was built by something else."""
     dtype = next(pipeline.parameters()).dtype
-    found, pipeline.profile = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
+    found, profile = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
     assert isinstance(found, list), "more than one stage"
+    pipeline.planned(profile)
     return found
 
 
@@ -247,5 +248,5 @@ def _pipeline(
         expert_parallel=resolved.expert_parallel,
         config=hf_config,
     )
-    pipeline.profile = profile
+    pipeline.planned(profile)
     return pipeline, resolved.ds_config

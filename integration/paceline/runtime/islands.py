@@ -436,9 +436,10 @@ class Averager:
         missed = finished - 1 - self.round
         self.round, self.tokens_of_all = finished, tokens_of_all
         self.num_islands = number
-        for part, names_of_part in enumerate(self.parts):
-            if indices.start <= names_of_part.start and names_of_part.stop <= indices.stop:
-                self._trained_until[part] = pending.trained_until if pending.counts else self.tokens
+        if anyone_counts or has_changed:  # else each has its own values still, and what they were trained on
+            for part, names_of_part in enumerate(self.parts):
+                if indices.start <= names_of_part.start and names_of_part.stop <= indices.stop:
+                    self._trained_until[part] = pending.trained_until if pending.counts else self.tokens
         names = [self.names[i] for i in indices]
         if has_changed:
             self.masters.scatter(names, new, add=not replaces)

@@ -223,6 +223,8 @@ class CausalLMPipeline(PipelineModule):
         self.pattern: list[PreTrainedModel] = []
         self.profile: Profile | None = None
         """What was measured for the partition, if anything was."""
+        self.is_planned = False
+        """Whether its boundaries are those of a first partition: an engine does not look for one again."""
         self._dtype, self._seed = dtype, seed
         self.expert_parallel = expert_parallel
         self.expert_layers: dict[str, HFExpertLayer] = {}
@@ -341,6 +343,10 @@ class CausalLMPipeline(PipelineModule):
     def held(self) -> tuple[int, ...]:
         """The stages that this rank holds."""
         return (self.stage_id,)
+
+    def planned(self, profile: Profile | None) -> None:
+        """Note that the boundaries are those of a first partition, and what was measured for it, if anything was."""
+        self.profile, self.is_planned = profile, True
 
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""

@@ -418,8 +418,8 @@ class Scheduling:
     def _leaving_gradients(self: Any, buffer_id: int) -> Value:
         inputs = self.pipe_buffers["inputs"][buffer_id]
         if not isinstance(inputs, tuple):
-            return _gradient(inputs)
-        return tuple(_gradient(tensor) for tensor in inputs if tensor.is_floating_point())
+            return gradient_of(inputs)
+        return tuple(gradient_of(tensor) for tensor in inputs if tensor.is_floating_point())
 
     def _gradients_arrived(self: Any, buffer_id: int, value: Value) -> None:
         self.grad_layer = value
@@ -460,5 +460,6 @@ class Here:
         self.doing = (verb, stage)
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+def gradient_of(tensor: Tensor) -> Tensor:
+    """The gradient of what came from another stage; zeros where the loss does not depend on it."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

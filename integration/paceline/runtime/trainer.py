@@ -165,7 +165,7 @@ class PipelineTraining:
             expert_parallel=resolved.expert_parallel,
             config=hf_config,
         )
-        self.pipeline.profile = profile
+        self.pipeline.planned(profile)
         if resolved.stages > 1:
             for part in (model, whole):
                 part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")

@@ -114,6 +114,19 @@ def test_without_new_tokens_nothing_moves_and_no_model_is_counted(outer: Any) ->
     assert (found.round, len(found.exchanges), len(found._last_rounds), weights) == (2, 2, 2, [0.5, 0.5])
 
 
+def test_islands_that_join_with_equal_values_keep_count_of_their_tokens() -> None:
+    """Of two that go on from checkpoints in the middle of a period: their next average is of all of it."""
+    found, masters = averager()
+    found._trained_until, found.tokens = {0: 200}, 250
+    thread = threading.Thread(target=int)
+    thread.start()
+    reports = [Report(island, 1, 0.0, 2.0, 50, False, 2, 50) for island in (0, 1)]
+    outcome = Outcome(None, reports, [1.0, 0.0], 3, 0.0, 0.0, 0, 1)
+    found._pending = _Pending(range(1), 0, False, True, False, 50, 250, [masters.value], thread=thread, outcome=outcome)
+    found.settle()
+    assert found._trained_until == {0: 200}
+
+
 def test_a_short_period_takes_a_short_outer_step() -> None:
     """From the same momentum: with a hundredth of the tokens, and an average that is as much nearer."""
     moved = []
