@@ -158,7 +158,7 @@ def built_beforehand() -> dict[str, object]:
     from paceline.runtime.module import CausalLMPipeline
 
     start_distributed()
-    pipeline = CausalLMPipeline(model_config(num_hidden_layers=6), num_stages=2, partition=[0, 2, 8])
+    pipeline = CausalLMPipeline(model_config(num_hidden_layers=6), num_stages=2, partition=[0, 1, 8])
     config = ds_config(paceline={"pipeline": {"partition": {"method": "hetero", "repartition_every": 0}}})
     engine, *_ = paceline.initialize(model=pipeline, config=config)
     loss = float(engine.train_batch(iter(step_batches(0))))
@@ -169,7 +169,7 @@ def test_a_pipeline_that_was_built_beforehand_is_measured_too() -> None:
     first, second = run_ranks(built_beforehand, 2)
     assert first == second
     assert first["measured"]
-    assert first["parts"] != [0, 2, 8]  # six equal layers are not cut one to five
+    assert first["parts"] != [0, 1, 8]  # however busy a device is, it gets some of the six layers
 
 
 def trains_in_several_directions(profile: str) -> tuple[list[int], float]:

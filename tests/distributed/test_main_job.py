@@ -43,8 +43,8 @@ def test_embedded_default_through_the_launcher(tmp_path: Path) -> None:
     summary = json.loads((output / "summary.json").read_text())
     assert summary["perplexity"] == pytest.approx(perplexities[2], rel=1e-2)
     assert [rank["holds"] for rank in summary["ranks"]] == [
-        "embedding, layers 0-2 (1.30 M parameters)",
-        "layer 3, head (0.87 M parameters)",
+        "embedding, layers 0-1 (1.08 M parameters)",
+        "layers 2-3, head (1.08 M parameters)",
     ]
     for rank in summary["ranks"]:
         assert rank["peak_memory_bytes"] > 0

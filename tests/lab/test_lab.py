@@ -285,10 +285,15 @@ def device():
     ACCELERATOR.set_noise(0.0, 0)
 
 
-def least_s(layers: torch.nn.Module, kind: str) -> float:
-    """The shortest of some forwards or backwards: other processes may only make them longer."""
+def least_s(layers: torch.nn.Module, kind: str, below_s: float = 0.0) -> float:
+    """The shortest of some forwards or backwards: other processes may only make them longer.
+
+    Of a few, or, with ``below_s``, of as many as it takes to see one that is shorter, within reason.
+    """
     found = []
-    for _ in range(5):
+    for number in range(500 if below_s else 5):
+        if number >= 5 and min(found) < below_s:
+            break
         inputs = torch.zeros(1, 64, requires_grad=True)
         begin = time.perf_counter()
         output = layers(inputs)
@@ -306,7 +311,8 @@ def test_a_layer_takes_the_time_of_the_device_that_it_is_on(device, kind, work_s
     layers = torch.nn.Sequential(*(emulation.layer(index) for index in range(4)))
     for speed in (1.0, 4.0):
         device.begin_step(speed)
-        assert least_s(layers, kind) == pytest.approx(work_s / speed, rel=0.1, abs=0.0005)
+        expected_s = work_s / speed
+        assert least_s(layers, kind, 1.05 * expected_s) == pytest.approx(expected_s, rel=0.1, abs=0.0005)
 
 
 def test_layers_of_a_stage_take_together_what_they_should(device):
@@ -322,8 +328,8 @@ def test_layers_of_a_stage_take_together_what_they_should(device):
     emulation = Emulation.of(1, [0.002], [0.002], 256, 1, num_layers=6)
     layers = [emulation.layer(index) for index in range(6)]
     between = torch.nn.Sequential(layers[0], *(part for layer in layers[1:] for part in (Busy(), layer)))
-    assert 0.012 <= least_s(between, "forward") < 0.0145
-    assert 0.013 <= least_s(torch.nn.Sequential(Busy(), *layers), "forward") < 0.0155
+    assert 0.012 <= least_s(between, "forward", 0.0145) < 0.0145
+    assert 0.013 <= least_s(torch.nn.Sequential(Busy(), *layers), "forward", 0.0155) < 0.0155
 
 
 def test_noise_is_within_its_share_and_the_same_again(device):
