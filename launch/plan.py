@@ -88,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--dtype", choices=DTYPES, help="default: the profile's, else bfloat16")
     step.add_argument("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage (default 1)")
     step.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    step.add_argument(
+        "--late-gradients",
+        action="store_true",
+        help="pipelines also without a flush (one_direction, multidirection), whose gradients are some updates late",
+    )
     routing = parser.add_argument_group("routing of an MoE model; default: balanced")
     routing.add_argument("--loads", metavar="FILE", help="JSON: [[tokens of each expert] of each MoE layer]")
     routing.add_argument("--rebalanced", action="store_true", help="experts are placed by --loads, not in order")
@@ -123,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         profile = _profile(args)
     shape = _shape(args, config, profile)
     workload = _workload(args, config, shape, cluster, profile)
-    ranking = search(workload, cluster)
+    ranking = search(workload, cluster, _late(args, shape))
     shown = facts(args, config, shape, cluster, ranking)
     if args.write is not None:
         write(Path(args.write), shown, args, shape)
@@ -135,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(shown, indent=2) if args.json else text(shown))
     if not ranking.plans:
         print(
-            f"paceline: none of {len(ranking.dropped)} strategies can be, such as {ranking.dropped[-1].strategy.name}: "
+            f"paceline: none of {len(ranking.dropped)} strategies can be, such as {ranking.dropped[-1].name}: "
             f"{ranking.dropped[-1].text}.",
             file=sys.stderr,
         )
@@ -271,6 +276,20 @@ def _workload(
         return replace(workload, loads=_loads(values), rebalanced=args.rebalanced)
     except ValueError as error:
         raise ValueError(f"--loads {args.loads}: {error}") from None
+
+
+def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
+    """Types of schedule without a flush that may be planned, those that this precision has."""
+    from paceline.config.asynchronous import check_asynchronous
+    from paceline.launch.plan_report import precision
+    from paceline.schedules.asynchronous import STREAMS
+
+    found = []
+    for kind in STREAMS if args.late_gradients else ():
+        with suppress(ValueError):
+            check_asynchronous({**precision(shape), "paceline": {"pipeline": {"schedule": kind}}})
+            found.append(kind)
+    return found
 
 
 def _loads(values: Any) -> tuple[tuple[float, ...], ...]:

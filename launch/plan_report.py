@@ -48,19 +48,21 @@ def facts(args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster,
         "strategies": len(ranking.plans) + len(ranking.dropped),
         "dropped": ranking.num_dropped,
         "why_dropped": [
-            {"name": dropped.strategy.name, "reason": dropped.reason, "why": dropped.text}
-            for dropped in ranking.dropped
+            {"name": dropped.name, "reason": dropped.reason, "why": dropped.text} for dropped in ranking.dropped
         ],
         "plans": [{"rank": 1 + rank, **_plan_facts(ranking.plans[rank], obstacles[rank], here)} for rank in shown],
     }
 
 
 def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
+    from paceline.planning.strategy_shape import ONE_F_ONE_B
+
     strategy = plan.strategy
     needs = f"needs {strategy.num_devices} devices, there are {here}" if strategy.num_devices > here else None
     return {
-        "name": strategy.name,
+        "name": plan.name,
         **strategy._asdict(),
+        **({} if plan.schedule == ONE_F_ONE_B else {"schedule": plan.schedule.to_dict()}),
         "expert_data": strategy.expert_data,
         "micro_batches": plan.micro_batches,
         "boundaries": list(plan.boundaries),
@@ -120,10 +122,7 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         },
         "zero_optimization": {"stage": zero},
     }
-    if shape.dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
-    if shape.dtype == torch.float16:
-        config["fp16"] = {"enabled": True}
+    config |= precision(shape)
     if plan["tensor"] > 1:
         config["tensor_parallel"] = {"autotp_size": plan["tensor"]}
         del config["train_batch_size"]  # DeepSpeed and the Trainer take all ranks for replicas when they check it
@@ -134,13 +133,21 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         config["expert_parallel"] = {"enabled": True, "autoep_size": plan["expert"]}
     if shape.gradient_checkpointing:
         config["pipeline"] = {"activation_checkpoint_interval": 1}
-    pipeline: dict[str, Any] = {"stages": plan["pipeline"], "schedule": "1f1b"}
+    pipeline: dict[str, Any] = {"stages": plan["pipeline"], "schedule": plan.get("schedule", "1f1b")}
     if plan["pipeline"] > 1:
         pipeline["partition"] = plan["boundaries"]
     config["paceline"] = {"pipeline": pipeline}
     if rebalanced and plan["expert"] > 1:
         config["paceline"]["moe"] = {"rebalance_every": REBALANCE_EVERY, "replicas": 0}
     return config
+
+
+def precision(shape: Shape) -> dict[str, Any]:
+    """What a DeepSpeed JSON says of the weights' type."""
+    import torch
+
+    sections = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return {sections[shape.dtype]: {"enabled": True}} if shape.dtype in sections else {}
 
 
 def write(directory: Path, shown: dict[str, Any], args: argparse.Namespace, shape: Shape) -> None:

@@ -270,6 +270,71 @@ def test_the_files_say_all_that_their_predictions_stand_on(plan: Any, tmp_path: 
             assert config.get("pipeline") == ({"activation_checkpoint_interval": 1} if recomputes else None)
 
 
+LATE = ["--devices", "4", "--top", "99", "--late-gradients"]
+
+
+def test_late_gradients_are_offered_when_they_are_asked_for(plan: Any) -> None:
+    argv = [*CLUSTER, *STEP, *LATE, "--json"]
+    plain, _ = plan("mixtral", *(flag for flag in argv if flag != "--late-gradients"))
+    shown, _ = plan("mixtral", *argv)
+    late = {row["name"]: row["schedule"] for row in shown["plans"] if "schedule" in row}
+    assert late == {
+        "tp1_pp2_dp2_ep1_multidirection1": {"type": "multidirection", "directions": 1},
+        "tp1_pp2_dp2_ep1_multidirection2": {"type": "multidirection", "directions": 2},
+        "tp1_pp2_dp2_ep1_one_direction": {"type": "one_direction"},
+        "tp1_pp4_dp1_ep1_multidirection2": {"type": "multidirection", "directions": 2},
+        "tp1_pp4_dp1_ep1_one_direction": {"type": "one_direction"},
+        "tp2_pp2_dp1_ep1_multidirection1": {"type": "multidirection", "directions": 1},
+        "tp2_pp2_dp1_ep1_multidirection2": {"type": "multidirection", "directions": 2},
+        "tp2_pp2_dp1_ep1_one_direction": {"type": "one_direction"},
+    }
+    others = [{**row, "rank": 0} for row in shown["plans"] if "schedule" not in row]
+    assert others == [{**row, "rank": 0} for row in plain["plans"]]
+    text, _ = plan("mixtral", *CLUSTER, *STEP, *LATE)
+    assert [line.split()[1] for line in text.splitlines()[3:]] == names(shown)
+
+
+def test_late_gradients_in_fp16(plan: Any) -> None:
+    """There is no one loss scale for the backwards of two steps."""
+    shown, _ = plan("llama", *CLUSTER, *STEP, *LATE, "--json", "--dtype", "float16")
+    assert {row["schedule"]["type"] for row in shown["plans"] if "schedule" in row} == {"multidirection"}
+
+
+def test_late_gradients_that_cannot_be(plan: Any) -> None:
+    shown, err = plan("llama", *CLUSTER, *STEP, *LATE, "--json", "--memory-gib", "0.0001", status=3)
+    assert len(shown["why_dropped"]) == len({row["name"] for row in shown["why_dropped"]}) == shown["strategies"]
+    assert {row["why"].split()[0] for row in shown["why_dropped"]} == {"stage", "device"}
+    assert f" strategies can be, such as {shown['why_dropped'][-1]['name']}: " in err
+    shown, _ = plan("llama", *CLUSTER, "--train-batch-size", "6", *LATE, "--json")
+    why = {row["name"]: row["why"] for row in shown["why_dropped"]}
+    assert why["tp1_pp4_dp1_ep1_multidirection2"] == "6 micro-batches a step are no multiple of 4 stages"
+    assert "tp1_pp4_dp1_ep1_one_direction" in names(shown)
+
+
+def test_the_files_of_late_gradients(plan: Any, tmp_path: Path) -> None:
+    from paceline.config import resolve
+
+    (tmp_path / "loads.json").write_text(json.dumps([[10, 8, 1, 1]] * 4))
+    argv = [*CLUSTER, *STEP, *LATE, "--loads", str(tmp_path / "loads.json"), "--rebalanced"]
+    shown, _ = plan("mixtral", *argv, "--write", str(tmp_path / "plans"), "--json")
+    late = [row for row in shown["plans"] if "schedule" in row and row["runs"]]
+    assert len(late) == 5
+    for row in late:
+        assert Path(row["file"]) == tmp_path / "plans" / f"{row['name']}.json"
+        config = json.loads(Path(row["file"]).read_text())
+        assert near_misses(config) == []
+        assert config["paceline"]["pipeline"]["schedule"] == row["schedule"]
+        sizes: dict[str, Any] = {"num_layers": 4, "num_items": 6, "state_bytes": None, "device_bytes": None}
+        resolved = resolve(config | {"gradient_clipping": 1.0}, world_size=4, cpu=False, **sizes)
+        assert (resolved.stages, resolved.micro_batches) == (row["pipeline"], row["micro_batches"])
+        assert (resolved.partition, resolved.schedule.is_asynchronous) == (row["boundaries"], True)
+        assert (resolved.schedule.type, resolved.schedule.directions) == (
+            row["schedule"]["type"],
+            row["schedule"].get("directions"),
+        )
+        assert resolved.schedule.optimizer_owners in (None, "direction")  # as its memory was counted
+
+
 def test_a_capacity_factor_is_predicted_only(plan: Any, tmp_path: Path) -> None:
     argv = [*CLUSTER, *STEP, "--capacity-factor", "1.5"]
     assert plan("mixtral", *argv)[1] == ""

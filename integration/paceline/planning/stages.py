@@ -53,6 +53,7 @@ def plan_stages(
     links: Sequence[float] = (),
     *,
     owners: str | None = None,
+    budget: int | None = None,
 ) -> StagePlan:
     """The boundaries under which a step of ``schedule`` is shortest, of those that fit; each stage has a decoder layer.
 
@@ -65,14 +66,16 @@ def plan_stages(
         devices: in the order of the stages.
         links: bytes a second between neighbouring stages; empty: infinitely fast.
         owners: with several directions, who holds the optimizer states: ``optimizer_owners`` of a config.
+        budget: how often each local search may simulate; None: some seconds.
 
     Raises:
         DoesNotFit: nothing fits in memory; names the stage, its need and its limit.
         ValueError: there are more devices than decoder layers, or numbers that cannot be.
     """
     whole = whole_schedule(schedule)
+    budget = budget_of(schedule) if budget is None else budget
     if whole.num_directions > 1:
-        return _plan_directions(items, seconds, devices, states, schedule, links, owners)
+        return _plan_directions(items, seconds, devices, states, schedule, links, owners, budget)
     live = verify(whole, paired=False).peak_activations
     blocks, forward = _blocks(items, seconds, states)
     beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
@@ -92,7 +95,7 @@ def plan_stages(
         return all(need.total <= device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True))
 
     start = _start(blocks, devices, limited, links, live, fits, beside)
-    cuts, seconds_ = refine(start, lambda tried: step_s(schedule, costs(tried)), fits=fits, budget=budget_of(schedule))
+    cuts, seconds_ = refine(start, lambda tried: step_s(schedule, costs(tried)), fits=fits, budget=budget)
     most = max(beside)
     better = _better_order(blocks, [d._replace(memory_bytes=max(d.memory_bytes - most, 0.0)) for d in devices], live)
     return StagePlan(over_items(cuts), seconds_, costs(cuts), memory(cuts), better=better)
@@ -106,6 +109,7 @@ def _plan_directions(
     order: Schedule | Stream,
     links: Sequence[float],
     owners: str | None,
+    budget: int,
 ) -> StagePlan:
     """As :func:`plan_stages`, where devices hold several stages: local searches from the split with the smallest
     bottleneck, and from one whose devices have sums that are as small as that search finds."""
@@ -137,9 +141,15 @@ def _plan_directions(
         worst = max(range(len(devices)), key=lambda number: needs[number].total - devices[number].memory_bytes)
         why = "its stages' states and live activations, and what it computes and sends with"
         raise DoesNotFit(worst, worst, needs[worst].total, devices[worst].memory_bytes, why)
-    even, _ = refine(start, lambda cuts: max(loads_s(cuts, blocks, devices, whole.routes)), fits=fits)
+
+    def load_s(cuts: Sequence[int]) -> float:
+        return max(loads_s(cuts, blocks, devices, whole.routes))
+
+    even, _ = refine(start, load_s)
+    if not fits(even):  # asked of the result first: to ask of all that is tried takes most of the time
+        even, _ = refine(start, load_s, fits=fits)
     reached = [
-        refine(cuts, lambda tried: step_s(order, costs(tried)), fits=fits, budget=budget_of(order))
+        refine(cuts, lambda tried: step_s(order, costs(tried)), fits=fits, budget=budget)
         for cuts in dict.fromkeys((start, even))
     ]
     cuts, found_s = min(reached, key=lambda one: one[1])

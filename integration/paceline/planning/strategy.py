@@ -9,16 +9,18 @@ training goes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
 
+from ..schedules.asynchronous import MULTIDIRECTION
+from .blocks import DoesNotFit
 from .cluster import Cluster
 from .memory import StageMemory
 from .strategy_costs import step_terms
-from .strategy_memory import boundaries_of, memory_of, share_of
-from .strategy_shape import Strategy
+from .strategy_memory import boundaries_of, memory_of, share_of, stages_without_flush
+from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy, late_schedules
 from .strategy_times import item_times
 from .workload import Workload
 
@@ -37,6 +39,12 @@ class Dropped(NamedTuple):
     strategy: Strategy
     reason: str
     text: str
+    schedule: PipelineSchedule = ONE_F_ONE_B
+
+    @property
+    def name(self) -> str:
+        """As of :attr:`Plan.name`."""
+        return self.strategy.name + self.schedule.suffix
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,11 @@ class Plan:
     Args:
         boundaries: of the stages, over items.
         micro_batches: M of a pipeline.
-        memory: of each stage.
+        memory: of each stage; of each device, where it holds several.
         terms: seconds by :data:`~paceline.planning.strategy_costs.TERMS`; they add up to the step. The first four are
-            of the slowest stage; bubble is what the pipeline takes beyond that, messages between stages among it.
+            of the slowest device; bubble is what the pipeline takes beyond that, messages between stages among it.
         simulated: whether the pipeline was; else by formula.
+        schedule: of the pipeline; without a flush the step is one of the steady state.
     """
 
     strategy: Strategy
@@ -58,6 +67,12 @@ class Plan:
     memory: tuple[StageMemory, ...]
     terms: Mapping[str, float]
     simulated: bool
+    schedule: PipelineSchedule = ONE_F_ONE_B
+
+    @property
+    def name(self) -> str:
+        """``tp1_pp2_dp2_ep2``, and behind it a schedule other than 1F1B: ``tp1_pp4_dp1_ep1_multidirection2``."""
+        return self.strategy.name + self.schedule.suffix
 
     @property
     def step_s(self) -> float:
@@ -101,8 +116,11 @@ def strategies(
                     yield Strategy(tensor, pipeline, data, expert)
 
 
-def search(workload: Workload, cluster: Cluster) -> Ranking:
+def search(workload: Workload, cluster: Cluster, late: Collection[str] = ()) -> Ranking:
     """All strategies, predicted. Among equally fast ones those with fewer kinds of parallelism come first.
+
+    Args:
+        late: types of schedule without a flush that are tried beside 1F1B.
 
     Raises:
         ValueError: a step takes longer than a number can say.
@@ -117,16 +135,19 @@ def search(workload: Workload, cluster: Cluster) -> Ranking:
         num_experts=workload.num_experts,
     )
     for strategy in found:
-        plan = plan_of(strategy, workload, cluster)
-        if isinstance(plan, Dropped):
-            dropped.append(plan)
-        else:
-            plans.append(plan)
-    plans.sort(key=lambda plan: (plan.step_s, plan.strategy))
+        for schedule in (ONE_F_ONE_B, *late_schedules(strategy, late)):
+            plan = plan_of(strategy, workload, cluster, schedule)
+            if isinstance(plan, Dropped):
+                dropped.append(plan)
+            else:
+                plans.append(plan)
+    plans.sort(key=lambda plan: (plan.step_s, plan.strategy, plan.schedule))
     return Ranking(tuple(plans), tuple(dropped))
 
 
-def plan_of(strategy: Strategy, workload: Workload, cluster: Cluster) -> Plan | Dropped:
+def plan_of(
+    strategy: Strategy, workload: Workload, cluster: Cluster, schedule: PipelineSchedule = ONE_F_ONE_B
+) -> Plan | Dropped:
     """One strategy: its partition, memory and step time, or why it cannot be.
 
     Raises:
@@ -139,22 +160,37 @@ def plan_of(strategy: Strategy, workload: Workload, cluster: Cluster) -> Plan | 
             BATCH,
             f"{workload.train_batch_size} samples a step are no multiple of {samples} (micro-batch "
             f"{workload.micro_batch_size} x data parallel {strategy.data})",
+            schedule,
         )
     micro_batches = workload.train_batch_size // samples
-    share, times = share_of(strategy, workload), item_times(strategy, workload, cluster)
+    if schedule.type == MULTIDIRECTION and micro_batches % strategy.pipeline:
+        text = f"{micro_batches} micro-batches a step are no multiple of {strategy.pipeline} stages"
+        return Dropped(strategy, BATCH, text, schedule)
+    share, times = share_of(strategy, workload, schedule), item_times(strategy, workload, cluster)
     _check_finite(sum(time.total_s for time in times))
-    boundaries = boundaries_of(share, times, strategy.pipeline, cluster.memory_bytes, micro_batches)
-    memory = memory_of(share, boundaries, micro_batches)
+    stream = schedule.stream(strategy.pipeline, micro_batches)
+    if stream is None:
+        boundaries = boundaries_of(share, times, strategy.pipeline, cluster.memory_bytes, micro_batches)
+        memory = memory_of(share, boundaries, micro_batches)
+    else:
+        try:
+            boundaries, memory = stages_without_flush(share, times, schedule, stream, cluster.memory_bytes)
+        except DoesNotFit as short:
+            return _too_large(strategy, schedule, short.stage, short.need_bytes, cluster)
     stage, most = max(enumerate(memory), key=lambda entry: entry[1].total)
     if most.total > cluster.memory_bytes:
-        return Dropped(
-            strategy,
-            MEMORY,
-            f"stage {stage} needs {most.total / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB",
-        )
-    terms, simulated = step_terms(strategy, workload, cluster, share, times, boundaries, micro_batches)
+        return _too_large(strategy, schedule, stage, most.total, cluster)
+    terms, simulated = step_terms(strategy, workload, cluster, share, times, boundaries, micro_batches, stream)
     _check_finite(sum(terms.values()))
-    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated)
+    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated, schedule)
+
+
+def _too_large(
+    strategy: Strategy, schedule: PipelineSchedule, stage: int, need_bytes: float, cluster: Cluster
+) -> Dropped:
+    where = "device" if schedule.directions > 1 else "stage"
+    text = f"{where} {stage} needs {need_bytes / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB"
+    return Dropped(strategy, MEMORY, text, schedule)
 
 
 def _check_finite(seconds: float) -> None:

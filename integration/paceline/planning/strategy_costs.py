@@ -1,8 +1,9 @@
 """How long a training step of a strategy takes, and what of it is for what.
 
 Stages compute and exchange as :mod:`~paceline.planning.strategy_times` says; a pipeline of few actions is simulated, a
-longer one follows a formula. Then gradients are summed and states stepped. That the summation may be hidden behind the
-last backward, and compute slow down meanwhile, is not modelled.
+longer one follows a formula; without a flush a step is one of the steady state, by simulation. Then gradients are
+summed and states stepped. That the summation may be hidden behind the last backward, or behind the next step where
+there is no flush, and compute slow down meanwhile, is not modelled.
 
 Legend: t, p, d, ep, edp of :class:`~paceline.planning.strategy_shape.Strategy`; M micro-batches of a pipeline.
 """
@@ -10,11 +11,15 @@ Legend: t, p, d, ep, edp of :class:`~paceline.planning.strategy_shape.Strategy`;
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ..schedules.costs import Costs, Link
+from ..schedules.directions import stages_of
 from ..schedules.families import one_f_one_b
 from ..schedules.simulate import simulate
+from ..schedules.steady import period
+from ..schedules.stream import Stream
 from .cluster import Cluster, Fabric
 from .memory import MASTER_BYTES
 from .strategy_memory import Share
@@ -37,25 +42,45 @@ def step_terms(
     times: Sequence[ItemTime],
     boundaries: Sequence[int],
     micro_batches: int,
+    stream: Stream | None = None,
 ) -> tuple[dict[str, float], bool]:
-    """Seconds by :data:`TERMS`, and whether the pipeline was simulated."""
+    """Seconds by :data:`TERMS`, and whether the pipeline was simulated.
+
+    Args:
+        stream: of a pipeline without a flush; with fewer micro-batches a step, it repeats as often. None: 1F1B.
+    """
     stages = [times[first:end] for first, end in pairwise(boundaries)]
     costs = pipeline_costs(strategy, workload, cluster, boundaries, stages)
-    simulated = 2 * strategy.pipeline * micro_batches <= SIMULATED_ACTIONS
-    if simulated:
+    simulated = stream is not None or 2 * strategy.pipeline * micro_batches <= SIMULATED_ACTIONS
+    if stream is not None:
+        pipeline_s = period(stream, _of_slowest_link(costs, stream)) * micro_batches / stream.num_micro_batches
+    elif simulated:
         pipeline_s = simulate(one_f_one_b(strategy.pipeline, micro_batches), costs).makespan_s
     else:
         pipeline_s = one_f_one_b_s(costs, micro_batches)
-    slowest = max(stages, key=lambda stage: sum(item.total_s for item in stage))
+    routes = (tuple(range(strategy.pipeline)),) if stream is None else stream.routes
+    held = [stages_of(device, routes) for device in range(strategy.pipeline)]
+    computed = [[item for stage in own for item in stages[stage]] for own in held]
+    slowest = max(computed, key=lambda items: sum(item.total_s for item in items))
+    each = micro_batches // len(routes)
     terms = {
-        "dense": micro_batches * sum(sum(item.dense) for item in slowest),
-        "experts": micro_batches * sum(sum(item.experts) for item in slowest),
-        "all_to_all": micro_batches * sum(item.all_to_all for item in slowest),
-        "tensor": micro_batches * sum(item.tensor for item in slowest),
+        "dense": each * sum(sum(item.dense) for item in slowest),
+        "experts": each * sum(sum(item.experts) for item in slowest),
+        "all_to_all": each * sum(item.all_to_all for item in slowest),
+        "tensor": each * sum(item.tensor for item in slowest),
     }
     terms["bubble"] = max(pipeline_s - sum(terms.values()), 0.0) if len(stages) > 1 else 0.0
-    after = _after(strategy, workload, cluster, share, boundaries)
+    after = _after(strategy, workload, cluster, share, boundaries, held)
     return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
+
+
+def _of_slowest_link(costs: Costs, stream: Stream) -> Costs:
+    """With several directions a boundary lies between other devices in each: the slowest link counts for all."""
+    if len(stream.routes) == 1:
+        return costs
+    size = max(costs.message_bytes)
+    slowest = (max(costs.down, key=lambda link: size / link.bytes_per_s + link.latency_s),) * len(costs.down)
+    return replace(costs, down=slowest, up=slowest)
 
 
 def pipeline_costs(
@@ -108,24 +133,37 @@ def one_f_one_b_s(costs: Costs, micro_batches: int) -> float:
 
 
 def _after(
-    strategy: Strategy, workload: Workload, cluster: Cluster, share: Share, boundaries: Sequence[int]
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    share: Share,
+    boundaries: Sequence[int],
+    held: Sequence[Sequence[int]],
 ) -> tuple[float, float, float]:
-    """What follows the pipeline, on the stage where it takes longest: gradients of replicas and of experts, optimizer.
+    """What follows the pipeline, on the device where it takes longest: gradients of replicas and of experts, optimizer.
 
     ZeRO 0: an all-reduce of gradients. ZeRO 1: gradients are reduced to their owners, whose new values are broadcast;
-    each is half an all-reduce of its bytes.
+    each is half an all-reduce of its bytes. With several directions there are as many copies of a stage on other
+    devices, among which that goes on.
+
+    Args:
+        held: stages of each device; the states of the first are there.
     """
-    states, found = workload.states, []
+    states, found = share.dense, []
     gradient_bytes = states.gradient_bytes or MASTER_BYTES
     moved = gradient_bytes if not states.shard else (gradient_bytes + states.weight_bytes) / 2
     tied = workload.tied_parameters if strategy.pipeline > 1 else 0
-    for stage, (first, end) in enumerate(pairwise(boundaries)):
-        dense, experts = share.parameters(first, end)
+    fabric = cluster.link(0, strategy.num_devices - 1)
+    for own in held:
+        sizes = [share.parameters(boundaries[stage], boundaries[stage + 1]) for stage in own]
+        dense, experts = map(sum, zip(*sizes, strict=True))
         dense_s = cluster.all_reduce_s(moved * dense, strategy.data, strategy.tensor)
-        if tied and stage in (0, strategy.pipeline - 1):
-            fabric = cluster.link(0, strategy.num_devices - 1)
+        copies = Cluster(len(own), len(own), inside=fabric)
+        dense_s += copies.all_reduce_s(moved * (dense + experts) / strategy.data, len(own), 1)
+        if tied and own[0] in (0, strategy.pipeline - 1):
             dense_s += gradient_bytes * tied / fabric.reduction_bytes_per_s + 2 * fabric.latency_s
         experts_s = cluster.all_reduce_s(moved * experts, strategy.expert_data, strategy.tensor * strategy.expert)
+        dense, experts = sizes[0]
         owned = dense / (strategy.data if states.shard else 1) + experts / (strategy.expert_data if states.shard else 1)
         state_bytes = owned * state_bytes_per_parameter(gradient_bytes, states.num_moments)
         found.append((dense_s, experts_s, state_bytes / cluster.state_bytes_per_s))

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ..schedules.asynchronous import ONE_DIRECTION
+from ..schedules.stream import Stream
 from .blocks import Block, Device, DoesNotFit
 from .memory import ItemMemory, StageMemory, States, stage_memory
 from .partition import partition
-from .stages import over_items
-from .strategy_shape import Strategy
+from .stages import over_items, plan_stages
+from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime
 from .workload import Workload
 
@@ -43,8 +45,9 @@ class Share:
         return sum(item.num_parameters for item in self.items[start:stop]), sum(self.experts[start:stop])
 
 
-def share_of(strategy: Strategy, workload: Workload) -> Share:
-    """By tensor and expert parallelism."""
+def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule = ONE_F_ONE_B) -> Share:
+    """By tensor and expert parallelism. Without a flush, masters have memory of their own; with several directions
+    states are sharded whatever ZeRO is."""
     tensor, last = strategy.tensor, len(workload.items) - 1
     imbalance = workload.imbalance(strategy.expert)
     items, experts = [], []
@@ -62,11 +65,16 @@ def share_of(strategy: Strategy, workload: Workload) -> Share:
         working = memory.working_bytes / (tensor if index == last else 1)
         items.append(ItemMemory(memory.name, count, saved, memory.output_bytes, working))
         experts.append(-(-item.expert_parameters // (strategy.expert * tensor)))
+    states = replace(
+        workload.states,
+        shard=workload.states.shard or schedule.directions > 1,
+        beside=schedule != ONE_F_ONE_B,
+    )
     return Share(
         tuple(items),
         tuple(experts),
-        replace(workload.states, data_parallel=strategy.data),
-        replace(workload.states, data_parallel=strategy.expert_data),
+        replace(states, data_parallel=strategy.data),
+        replace(states, data_parallel=strategy.expert_data),
     )
 
 
@@ -116,6 +124,29 @@ def memory_of(share: Share, boundaries: Sequence[int], micro_batches: int) -> tu
             )
         )
     return tuple(stages)
+
+
+def stages_without_flush(
+    share: Share, times: Sequence[ItemTime], schedule: PipelineSchedule, stream: Stream, memory_bytes: float
+) -> tuple[tuple[int, ...], tuple[StageMemory, ...]]:
+    """The split over items and what each device needs, where all ranks of a stage have all of its experts.
+
+    The split is that with the smallest bottleneck or, where devices hold several stages and it is faster, one whose
+    sums are alike: neither is refined by simulation, which would take seconds for each strategy.
+
+    Raises:
+        DoesNotFit: nothing fits in memory.
+    """
+    items = [
+        item._replace(num_parameters=item.num_parameters + experts)
+        for item, experts in zip(share.items, share.experts, strict=True)
+    ]
+    # In the static order no backward comes between the end of a step and its update.
+    states = replace(share.dense, gradient_sets=stream.most_lag + 1 if schedule.type == ONE_DIRECTION else 1)
+    seconds = [(time.forward_s, time.backward_s) for time in times]
+    devices = [Device(1.0, memory_bytes)] * stream.num_ranks
+    found = plan_stages(items, seconds, devices, states, stream, owners="direction", budget=1)
+    return found.boundaries, found.memory
 
 
 def live_micro_batches(stages: int, micro_batches: int) -> list[int]:

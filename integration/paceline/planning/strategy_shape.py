@@ -1,8 +1,13 @@
-"""How many devices share what: the value that the search over parallel strategies ranges over."""
+"""How many devices share what, in which order stages compute: what the search over parallel strategies ranges over."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
+
+from ..schedules import asynchronous, directions
+from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION
+from ..schedules.stream import Stream
 
 
 class Strategy(NamedTuple):
@@ -34,3 +39,53 @@ class Strategy(NamedTuple):
     def name(self) -> str:
         """``tp1_pp2_dp2_ep2``."""
         return f"tp{self.tensor}_pp{self.pipeline}_dp{self.data}_ep{self.expert}"
+
+
+class PipelineSchedule(NamedTuple):
+    """The order in which the stages of a pipeline compute: 1F1B, or one without a flush, whose gradients are late.
+
+    Args:
+        type: as ``paceline.pipeline.schedule.type``.
+        directions: P, pipelines over the same devices.
+    """
+
+    type: str = "1f1b"
+    directions: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """``_multidirection2``, ``_one_direction``; of 1F1B nothing."""
+        return {MULTIDIRECTION: f"_{self.type}{self.directions}", ONE_DIRECTION: f"_{self.type}"}.get(self.type, "")
+
+    def stream(self, num_stages: int, num_micro_batches: int) -> Stream | None:
+        """The order with the fewest micro-batches a step, at most so many, that repeats as the whole step does: without
+        a flush micro-batches go on alike from one step to the next. None of 1F1B.
+
+        Raises:
+            ValueError: there is none of this shape.
+        """
+        if self == ONE_F_ONE_B:
+            return None
+        return asynchronous.make(self.type, num_stages, min(num_micro_batches, num_stages), self.directions)
+
+    def to_dict(self) -> dict[str, str | int]:
+        """The section's ``pipeline.schedule``."""
+        return {key: value for key, value in self._asdict().items() if key == "type" or self.type == MULTIDIRECTION}
+
+
+ONE_F_ONE_B = PipelineSchedule()
+
+
+def late_schedules(strategy: Strategy, types: Collection[str]) -> Iterator[PipelineSchedule]:
+    """Schedules of so many stages without a flush. Experts are not spread over ranks with them.
+
+    Args:
+        types: keys of :data:`~paceline.schedules.asynchronous.STREAMS` that are allowed.
+    """
+    if strategy.pipeline == 1 or strategy.expert > 1:
+        return
+    if ONE_DIRECTION in types:
+        yield PipelineSchedule(ONE_DIRECTION)
+    if MULTIDIRECTION in types:
+        for count in directions.allowed(strategy.pipeline):
+            yield PipelineSchedule(MULTIDIRECTION, count)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 
 from paceline.planning.cluster import Cluster, Fabric
-from paceline.planning.memory import ItemMemory, States
-from paceline.planning.strategy import BATCH, MEMORY, Ranking, Strategy, plan_of, search, strategies
-from paceline.planning.strategy_costs import TERMS
+from paceline.planning.memory import ItemMemory, States, stage_memory
+from paceline.planning.shared_devices import held_by, whole_schedule
+from paceline.planning.strategy import BATCH, MEMORY, Dropped, Plan, Ranking, Strategy, plan_of, search, strategies
+from paceline.planning.strategy_costs import TERMS, state_bytes_per_parameter
+from paceline.planning.strategy_shape import ONE_F_ONE_B, PipelineSchedule, late_schedules
 from paceline.planning.workload import Item, Workload
+from paceline.schedules import verify
+from paceline.schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, make
+from paceline.schedules.costs import Costs, Link
+from paceline.schedules.directions import routes, stages_of
+from paceline.schedules.steady import period
 
 MIB = 2.0**20
 
@@ -239,3 +246,146 @@ def test_what_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         workload(experts=4, **changes)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", [ONE_DIRECTION, MULTIDIRECTION])
+def test_schedules_without_a_flush_are_tried_where_they_are_allowed(kind: str) -> None:
+    given = workload(experts=4, train_batch_size=48)
+    plain, more = search(given, cluster(12)), search(given, cluster(12), [kind])
+    late = [plan for plan in (*more.plans, *more.dropped) if plan.schedule != ONE_F_ONE_B]
+    assert {plan.schedule.type for plan in late} == {kind}
+    shapes = {strategy for strategy in step_s(plain) if strategy.pipeline > 1 and strategy.expert == 1}
+    if kind == MULTIDIRECTION:
+        shapes = {strategy for strategy in shapes if strategy.pipeline % 2 == 0}
+    assert {plan.strategy for plan in late} == shapes
+    assert [plan for plan in more.plans if plan.schedule == ONE_F_ONE_B] == list(plain.plans)
+    assert len({plan.name for plan in late}) == len(late)
+
+
+def test_directions_are_the_default_and_two() -> None:
+    def counts(stages: int) -> list[int]:
+        return [schedule.directions for schedule in late_schedules(Strategy(1, stages, 1, 1), [MULTIDIRECTION])]
+
+    assert [counts(stages) for stages in (1, 2, 3, 4, 6, 8, 34)] == [[], [1, 2], [], [2], [2], [2, 4], []]
+
+
+def test_rounds_of_several_directions_have_to_be_full() -> None:
+    schedule, strategy = PipelineSchedule(MULTIDIRECTION, 2), Strategy(1, 4, 1, 1)
+    found = plan_of(strategy, workload(train_batch_size=6), cluster(4), schedule)
+    text = "6 micro-batches a step are no multiple of 4 stages"
+    assert found == Dropped(strategy, BATCH, text, schedule)
+    assert found.name == "tp1_pp4_dp1_ep1_multidirection2"
+
+
+SMALL = workload().items
+STREAMS = [PipelineSchedule(ONE_DIRECTION), *(PipelineSchedule(MULTIDIRECTION, count) for count in (2, 4))]
+
+
+@pytest.mark.parametrize("schedule", STREAMS)
+@pytest.mark.parametrize("micro_batches", [8, 24])
+def test_without_a_flush_a_step_is_that_of_the_steady_state(schedule: PipelineSchedule, micro_batches: int) -> None:
+    """Over the slowest link where directions cross nodes in other places."""
+    given = workload(layers=16, train_batch_size=2 * micro_batches)
+    here = cluster(16, devices_per_node=4, across=Fabric(1e9, 1e-3))
+    plan = plan_of(Strategy(1, 8, 2, 1), given, here, schedule)
+    assert isinstance(plan, Plan)
+    seconds = [[sum(item[1:3]) for item in given.items[first:end]] for first, end in pairwise(plan.boundaries)]
+    forward, backward = ([sum(stage) * part for stage in seconds] for part in (1 / 3, 2 / 3))
+    inside, across = Link(1e11, 1e-6), Link(1e9, 1e-3)
+    links = (inside, across) * 3 + (inside,) if schedule.type == ONE_DIRECTION else (across,) * 7
+    costs = Costs(tuple(forward), tuple(backward), (4 * MIB,) * 7, links, links)
+    stream = make(schedule.type, 8, micro_batches, schedule.directions)
+    shown = sum(plan.terms[name] for name in ("dense", "bubble"))
+    assert shown == pytest.approx(period(stream, costs), rel=1e-3)
+    flushed = plan_of(Strategy(1, 8, 2, 1), given, here)
+    assert isinstance(flushed, Plan)
+    assert plan.terms["bubble"] < flushed.terms["bubble"]
+
+
+@pytest.mark.parametrize("schedule", STREAMS)
+@pytest.mark.parametrize("micro_batches", [8, 24])
+def test_memory_has_all_copies_of_the_weights(schedule: PipelineSchedule, micro_batches: int) -> None:
+    given = workload(layers=16, experts=2, train_batch_size=2 * micro_batches)
+    plan = plan_of(Strategy(1, 8, 2, 1), given, cluster(16), schedule)
+    assert isinstance(plan, Plan)
+    items, stream = [item.memory for item in given.items], make(schedule.type, 8, micro_batches, schedule.directions)
+    states = States(weight_bytes=2, data_parallel=2, shard=True, beside=True)
+    if schedule.type == ONE_DIRECTION:
+        states = replace(states, gradient_sets=stream.most_lag + 1)
+        live = verify(whole_schedule(stream), paired=False).peak_activations
+        needs = [stage_memory(items, plan.boundaries, stage, states, live[stage]) for stage in range(8)]
+    else:
+        needs = [held.memory(items, plan.boundaries, states) for held in held_by(whole_schedule(stream), "direction")]
+    assert [need.total for need in plan.memory] == pytest.approx([need.total for need in needs])
+    whole = sum(item.num_parameters for item in items)
+    assert sum(need.weights for need in plan.memory) == 2 * whole * schedule.directions
+    assert sum(need.masters for need in plan.memory) == pytest.approx(4 * whole / 2)
+
+
+def test_few_micro_batches_keep_more_gradients_of_steps() -> None:
+    one, two, many = (
+        plan_of(Strategy(1, 8, 1, 1), workload(train_batch_size=n), cluster(8), PipelineSchedule(ONE_DIRECTION))
+        for n in (1, 4, 64)
+    )
+    assert isinstance(one, Plan)
+    assert isinstance(two, Plan)
+    assert isinstance(many, Plan)
+    for plan, sets in ((one, 8), (two, 3), (many, 2)):
+        assert sum(need.gradients for need in plan.memory) == 4 * sets * sum(i.memory.num_parameters for i in SMALL)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("schedule", [PipelineSchedule(MULTIDIRECTION, 1), PipelineSchedule(MULTIDIRECTION, 2)])
+def test_masters_are_kept_beside_fp32_weights(schedule: PipelineSchedule, zero: bool) -> None:
+    """Of several directions each owner's replicas have a part; of one as ZeRO says."""
+    given = workload(states=States(shard=zero))
+    plan = plan_of(Strategy(1, 2, 2, 1), given, cluster(4), schedule)
+    assert isinstance(plan, Plan)
+    whole = sum(item.memory.num_parameters for item in SMALL)
+    is_shared = zero or schedule.directions > 1
+    assert sum(need.masters for need in plan.memory) == pytest.approx(4 * whole / (2 if is_shared else 1))
+    assert sum(need.gradients for need in plan.memory) == 4 * whole * schedule.directions
+
+
+def test_several_directions_reduce_and_share_states_whatever_zero_is() -> None:
+    schedule, alone = PipelineSchedule(MULTIDIRECTION, 2), Strategy(1, 4, 1, 1)
+    whole, sharded = (
+        plan_of(Strategy(1, 4, 2, 1), workload(states=States(weight_bytes=2, shard=zero)), cluster(), schedule)
+        for zero in (False, True)
+    )
+    assert isinstance(whole, Plan)
+    assert replace(whole, terms={}) == replace(sharded, terms={})  # type: ignore[type-var]
+    assert whole.terms == sharded.terms  # type: ignore[union-attr]
+    plan = plan_of(alone, workload(), cluster(4), schedule)
+    assert isinstance(plan, Plan)
+    held = [stages_of(device, routes(4, 2)) for device in range(4)]
+    sizes = [sum(item.memory.num_parameters for item in SMALL[a:b]) for a, b in pairwise(plan.boundaries)]
+    # fp32 gradients to the owner and bf16 weights back, over half of the ring each
+    most = max(sizes[one] + sizes[other] for one, other in held)
+    assert plan.terms["gradients"] == pytest.approx((4 + 2) * most / 2 / 1e11 + 2e-6)
+    assert plan.terms["optimizer"] == pytest.approx(state_bytes_per_parameter() * max(sizes) / 1e12)
+
+
+def test_without_a_flush_more_may_not_fit() -> None:
+    strategy, schedule = Strategy(1, 4, 1, 1), PipelineSchedule(MULTIDIRECTION, 2)
+    late, plain = (plan_of(strategy, workload(), cluster(4), one) for one in (schedule, ONE_F_ONE_B))
+    assert isinstance(late, Plan)
+    assert isinstance(plain, Plan)
+    need = max(stage.total for stage in late.memory)
+    assert need > max(stage.total for stage in plain.memory)
+    found = plan_of(strategy, workload(), cluster(4, memory_bytes=need * 0.6), schedule)
+    assert isinstance(found, Dropped)
+    assert (found.reason, found.schedule) == (MEMORY, schedule)
+    assert found.text.startswith("device ")
+
+
+def test_sums_of_devices_are_balanced_where_that_is_faster() -> None:
+    """The head takes as long as one and a half layers."""
+    given = workload(layers=9, train_batch_size=8)
+    given = replace(given, items=(*given.items[:-1], given.items[-1]._replace(forward_s=0.015, backward_s=0.03)))
+    plan = plan_of(Strategy(1, 4, 1, 1), given, cluster(4), PipelineSchedule(MULTIDIRECTION, 2))
+    assert isinstance(plan, Plan)
+    work = [sum(sum(item[1:3]) for item in given.items[a:b]) for a, b in pairwise(plan.boundaries)]
+    sums = [sum(work[stage] for stage in stages_of(device, routes(4, 2))) for device in range(4)]
+    assert work == pytest.approx([0.09, 0.06, 0.09, 0.075])
+    assert max(sums) == pytest.approx(0.165)
