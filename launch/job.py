@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline.checkpoint import Checkpoint
 from paceline.checkpoint.format import MODEL
-from paceline.config import PacelineConfig, Resolved, read_ds_config
+from paceline.config import PacelineConfig, Resolved, read_ds_config, without_secrets
 from paceline.hf import data
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.batches import BatchPlan
@@ -685,7 +685,7 @@ class Job:
             "expert_loads": None if loads is None else os.path.relpath(loads, self.output),
             "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
             "command": self.command,
-            "ds_config": read_ds_config(self.args.deepspeed or {}),
+            "ds_config": without_secrets(read_ds_config(self.args.deepspeed or {})),
         }
 
     def _facts(self) -> dict[str, Any]:

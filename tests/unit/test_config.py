@@ -344,3 +344,18 @@ def test_known_keys_are_what_deepspeed_reads():
     # Read by the pipeline engine.
     read["sections"]["pipeline"].append("use_reentrant")
     assert {name: frozenset(keys) for name, keys in read["sections"].items()} == SECTIONS
+
+
+def test_what_is_shown_of_a_config_has_no_secrets() -> None:
+    from paceline.config import without_secrets
+
+    config = {
+        "comet": {"enabled": True, "api_key": "abc", "project": "mine"},
+        "wandb": {"team": "us", "API_TOKEN": "def", "password": ""},
+        "optimizer": [{"params": {"lr": 1e-3, "key_size": 3}}],
+    }
+    assert without_secrets(config) == {
+        "comet": {"enabled": True, "api_key": "hidden", "project": "mine"},
+        "wandb": {"team": "us", "API_TOKEN": "hidden", "password": ""},
+        "optimizer": [{"params": {"lr": 1e-3, "key_size": 3}}],
+    }

@@ -2,7 +2,7 @@
 
 from .auto import fill_auto, open_autos
 from .effects import without_effect
-from .files import read_ds_config
+from .files import read_ds_config, without_secrets
 from .known import near_misses, warn_near_misses
 from .partitions import PartitionChoice, resolve_partition
 from .resolve import Choice, Resolved, check_features, resolve
@@ -34,4 +34,5 @@ __all__ = [
     "resolve_stages",
     "warn_near_misses",
     "without_effect",
+    "without_secrets",
 ]

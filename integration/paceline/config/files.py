@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+_SECRET = re.compile(r"(^|_)(key|token|password|secret)$", re.IGNORECASE)
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")|(-?Infinity|NaN)|([{}\[\],:])')
 
 
@@ -52,6 +53,16 @@ def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
         raise ValueError(f"{path}: holds {type(config).__name__}, a DeepSpeed config is an object {{...}}.")
     _check_kind(path, config)
     return config
+
+
+def without_secrets(config: Any) -> Any:
+    """``config``, to be shown: values of keys that name a key, a token, a password or a secret say ``"hidden"``."""
+    if isinstance(config, Mapping):
+        return {
+            name: "hidden" if value and _SECRET.search(str(name)) else without_secrets(value)
+            for name, value in config.items()
+        }
+    return [without_secrets(each) for each in config] if isinstance(config, (list, tuple)) else config
 
 
 def _check_kind(path: Path, config: Mapping[str, Any]) -> None:

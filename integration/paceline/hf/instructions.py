@@ -1,12 +1,12 @@
 """Instructions (Alpaca's columns) as prompts with completions, and ShareGPT's conversations as messages.
 
-=================================================  =============================================================
-columns                                            becomes
-=================================================  =============================================================
-``instruction``, ``output`` (``input``)            a prompt and its completion: a user's and an assistant's message
-                                                   if there is a chat template, else Alpaca's own text
-``conversations`` (``system``, ``tools``)          messages: ``from`` is the role, ``value`` the content
-=================================================  =============================================================
+===================================================  =============================================================
+columns                                              becomes
+===================================================  =============================================================
+``instruction``, ``output`` (``input``, ``system``)  a prompt and its completion: a user's and an assistant's message
+                                                     if there is a chat template, else Alpaca's own text
+``conversations`` (``system``, ``tools``)            messages: ``from`` is the role, ``value`` the content
+===================================================  =============================================================
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ def pair_of(row: Mapping[str, Any], has_template: bool) -> tuple[Any, Any]:
         has_template: the tokenizer has a chat template.
 
     Raises:
-        ValueError: a column is not a string, or there is no instruction.
+        ValueError: a column is not a string.
     """
-    for name in (INSTRUCTION, INPUT, OUTPUT):
+    for name in (SYSTEM, INSTRUCTION, INPUT, OUTPUT):
         value = row.get(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(
                 f"{name!r} must be a string, but is a {type(value).__name__}. Remedy: correct the data, or "
                 "--text_column to train on one column as it is."
             )
-    task, context, output = (row.get(name) or "" for name in (INSTRUCTION, INPUT, OUTPUT))
+    system, task, context, output = (row.get(name) or "" for name in (SYSTEM, INSTRUCTION, INPUT, OUTPUT))
     if not output:
         return "", ""
     if has_template:
         asked = "\n\n".join(part for part in (task, context) if part)
-        return [{"role": "user", "content": asked}], [{"role": "assistant", "content": output}]
+        told = [{"role": "system", "content": system}] if system else []
+        return [*told, {"role": "user", "content": asked}], [{"role": "assistant", "content": output}]
+    before = f"{system}\n\n" if system else ""
     head = _WITH_INPUT if context else _ALONE
     given = f"### Input:\n{context}\n\n" if context else ""
-    return f"{head}{_RESPOND}### Instruction:\n{task}\n\n{given}### Response:\n", output
+    return f"{before}{head}{_RESPOND}### Instruction:\n{task}\n\n{given}### Response:\n", output
 
 
 def messages_of(row: Mapping[str, Any]) -> Any:
@@ -81,7 +83,7 @@ def _message(index: int, turn: Any) -> Any:
     if not isinstance(turn, Mapping) or turn.get("role") is not None:
         return turn  # judged as a message
     speaker, value = turn.get("from"), turn.get("value")
-    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None or not isinstance(value, str):
         raise ValueError(
             f"turn {index} of {CONVERSATIONS!r} is from {speaker!r} with a value that is a {type(value).__name__}: "

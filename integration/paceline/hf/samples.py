@@ -75,12 +75,12 @@ def choose_columns(what: str, columns: Sequence[str], strings: Sequence[str], ar
             f"{what}: the columns {listed} are samples of more than one kind ({', '.join(found)}). "
             f"Remedy: --sample_kind with one of them."
         )
-    if kind is None and not found and len({PROMPT, COMPLETION} & there) == 1:
+    others: list[Kind] = [other for other in ("conversations", "instruction") if set(_COLUMNS[other][0]) <= there]
+    if kind is None and not found and not others and len({PROMPT, COMPLETION} & there) == 1:
         missing = COMPLETION if PROMPT in there else PROMPT
         raise ValueError(
             f"{what}: the columns {listed} have no `{missing}`. Remedy: add it, or --text_column to train on a text."
         )
-    others: list[Kind] = [other for other in ("conversations", "instruction") if set(_COLUMNS[other][0]) <= there]
     kind = kind or [*found, *others, "text"][0]
     if kind == "text":
         column = _text_column(what, columns, strings, args.text_column)
@@ -103,7 +103,7 @@ _COLUMNS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": ((MESSAGES,), (TOOLS,)),
     "prompt_completion": ((PROMPT, COMPLETION), (TOOLS,)),
     "conversations": ((CONVERSATIONS,), (SYSTEM, TOOLS)),
-    "instruction": ((INSTRUCTION, OUTPUT), (INPUT,)),
+    "instruction": ((INSTRUCTION, OUTPUT), (SYSTEM, INPUT)),
 }
 """Of kinds of more than one column: those that there must be, and those that there may be."""
 

@@ -234,13 +234,19 @@ def test_instructions_and_sharegpt(streaming: bool, tmp_path: Path) -> None:
         assert answer == "two</s>"
         text, answer = first(PLAIN, row)
         assert (text, answer) == ("<user>Add.\n\nOne, please</s><assistant>two</s>", "two</s>")
+    assert first(PLAIN, {**ALPACA, "system": "Be brief.", "prompt": "of a dump"}) == (
+        "<system>Be brief.</s><user>Add.\n\nOne, please</s><assistant>two</s>",
+        "two</s>",
+    )
+    assert first(None, {**ALPACA, "system": "Be brief."})[0].startswith("Be brief.\n\nBelow is an instruction")
     text, _ = first(None, {**ALPACA, "input": ""}, {**ALPACA, "output": ""})  # the second is dropped
     assert "### Input" not in text
 
     talk = "".join(f"<{m['role']}>{m['content']}</s>" for m in TALK)
     for row in (
         {"conversations": SHAREGPT},
-        {"conversations": SHAREGPT[1:], "system": "Be brief."},
+        {"conversations": SHAREGPT[1:], "system": "Be brief.", "prompt": "of a dump"},
+        {"conversations": [{**turn, "from": turn["from"].upper()} for turn in SHAREGPT]},
         {"conversations": TALK},
     ):
         assert first(PLAIN, row) == (talk, "1 é 你好</s>2</s>")
