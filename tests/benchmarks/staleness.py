@@ -5,7 +5,9 @@
 The main job, on four CPU ranks: a small Llama learns the code of the standard library's modules from scratch, and is
 then fine-tuned on the docstrings of the standard library, once for every arm and seed. An arm is a schedule, with
 ``+warm_in``, ``+nesterov`` or ``+error_feedback`` what makes up for late gradients, with ``@3`` three times the
-learning rate. A seed is an order of the samples, the same for all arms. Runs that are in ``--work`` are not repeated.
+learning rate. ``1f1b`` arms run on one stage, which computes what any number of stages does; with a correction they are
+the controls: the same correction where no gradient is late. A seed is an order of the samples, the same for all arms.
+Runs that are in ``--work`` are not repeated.
 """
 
 from __future__ import annotations
@@ -32,20 +34,22 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAGES, MICRO_BATCHES, EVAL_BATCH = 4, 8, 8
-SYNCHRONOUS = "1f1b"
+SYNCHRONOUS, ONE_DIRECTION = "1f1b", "one_direction"
 COLOURS = {
     SYNCHRONOUS: "black",
+    SYNCHRONOUS + "+error_feedback": "#f0c000",
     "multidirection": "#0072b2",
     "multidirection+warm_in": "#56b4e9",
     "multidirection+nesterov": "#009e73",
     "multidirection+error_feedback": "#cc79a7",
     "one_direction": "#d55e00",
     "one_direction+warm_in": "#e69f00",
-    "one_direction+nesterov": "#a6761d",
     "one_direction+error_feedback": "#777777",
 }
 """Of all arms that there are."""
-ARMS = [arm for arm in COLOURS if not arm.startswith("one_direction+")]
+RATES = ("", "@3", "@10")
+"""The first is the learning rate of ``--learning-rate``; the base model's own was tuned to six times that."""
+ARMS = [arm + rate for rate in RATES for arm in COLOURS if not arm.endswith(("+warm_in", "+nesterov"))]
 DONE = "command"
 """In the folder of each run that has ended well."""
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -171,6 +175,8 @@ def arm_command(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
 def schedule(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     """The section of the configuration."""
     kind, _, help_with = arm.partition("@")[0].partition("+")
+    if kind == SYNCHRONOUS and help_with:
+        kind = ONE_DIRECTION  # of a single stage, where nothing is late
     helps = {"": {}, "warm_in": {"warm_in_steps": args.warm_in_steps}}
     own = {"staleness": 1} if kind == "multidirection" else {}
     return {"type": kind, **own, **helps.get(help_with, {"correction": help_with})}
@@ -178,8 +184,9 @@ def schedule(args: argparse.Namespace, arm: str) -> dict[str, Any]:
 
 def _job(args: argparse.Namespace, name: str, text: str, schedule: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     """To be run in the folder of the runs."""
+    num_stages = 1 if name.startswith(("base", SYNCHRONOUS)) else STAGES
     config = json.loads((ROOT / "ds_configs" / "pp4.json").read_text())
-    config["paceline"]["pipeline"]["schedule"] = schedule
+    config["paceline"]["pipeline"] |= {"stages": num_stages, "schedule": schedule}
     (args.work / f"{name.rpartition('-')[0] or name}.json").write_text(json.dumps(config, indent=2) + "\n")
     flags = {
         "train_file": f"{text}_train.jsonl",
@@ -201,7 +208,7 @@ def _job(args: argparse.Namespace, name: str, text: str, schedule: dict[str, Any
         "deepspeed": f"{name.rpartition('-')[0] or name}.json",
         **flags,
     }
-    job = ["deepspeed", "--num_gpus", str(STAGES), "--module", "paceline.launch.finetune"]
+    job = ["deepspeed", "--num_gpus", str(num_stages), "--module", "paceline.launch.finetune"]
     return [*job, *(part for flag, value in flags.items() for part in (f"--{flag}", str(value)))]
 
 
