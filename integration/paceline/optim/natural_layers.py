@@ -55,8 +55,8 @@ class NaturalGradients:
     ) -> None:
         self.options, self.unit, self._name_of = options, unit, name_of
         self.layers: dict[str, AffineNaturalGradient] = {}
-        self.is_simple = options.method == SIMPLE
         """By the name of the weight."""
+        self.is_simple = options.method == SIMPLE
         self.names: list[str] = []
         """Of the weights that are here."""
 

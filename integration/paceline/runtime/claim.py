@@ -93,9 +93,8 @@ class Claim:
     def _take(self) -> bool:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         with open(descriptor, "r+") as file:
-            _lock(
-                descriptor
-            )  # for as long as this file is open: who reads a dead holder replaces it before others read
+            # For as long as this file is open: who reads a dead holder replaces it before others read.
+            _lock(descriptor)
             if not _is_at(descriptor, self.path):
                 return False
             holder = Holder.parse(file.read())
