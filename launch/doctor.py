@@ -27,7 +27,7 @@ from paceline.doctor.finding import PROBLEM, Finding
 from paceline.doctor.meeting import Deadline, Place, Unmet, heard, meet, tell
 
 if TYPE_CHECKING:
-    from paceline.runtime.first_cause import Cause
+    from paceline.supervise.first_cause import Cause
 
 BAD_USAGE = 2
 TIMEOUT_S = 30.0
@@ -116,7 +116,7 @@ class _Job:
     def run(self) -> int:
         """The exit status, the same on all ranks that can agree on one."""
         try:
-            from paceline.runtime.lifetime import Preemption
+            from paceline.supervise.lifetime import Preemption
         except ImportError:  # without psutil there is no job
             return self._unmet(Finding(PROBLEM, "psutil", "cannot be imported", "pip install psutil"))
         with Preemption(in_training=False, interrupt=True, tell=self._stopped):
@@ -260,7 +260,7 @@ class _Job:
 
     def _failed(self, cause: Cause) -> None:
         """The job cannot go on. One rank reports: rank 0, unless it is rank 0 that is gone."""
-        from paceline.runtime.lifetime import wake_siblings
+        from paceline.supervise.lifetime import wake_siblings
 
         try:
             if self.place.rank == (cause.speaker if cause.rank == 0 else 0):
@@ -286,7 +286,7 @@ class _Job:
 
     def _end(self, code: int) -> None:
         """Now: threads of a transport that waits for a rank that is gone would keep the process."""
-        from paceline.runtime.lifetime import end_process
+        from paceline.supervise.lifetime import end_process
 
         end_process(code)
 
@@ -319,7 +319,7 @@ def _of_cause(cause: Cause) -> Finding:
 def _identity() -> str:
     """Of the host, as the engine tells hosts apart."""
     try:
-        from paceline.runtime.observer import host_name
+        from paceline.runtime.rank_reports import host_name
 
         return host_name()
     except Exception:  # the installation is broken, which is in the report

@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.checkpoint import complete_checkpoints, damaged_checkpoints, latest_checkpoint
 from paceline.checkpoint.format import LATEST, MANIFEST
 from paceline.hf.arguments import AUTO, TrainArguments
-from paceline.measure.profile import FILE_NAME as PROFILE
+from paceline.measure.profile_file import FILE_NAME as PROFILE
 
 
 def check_nothing_is_lost(output: Path, args: TrainArguments) -> None:

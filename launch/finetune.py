@@ -20,9 +20,9 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+from paceline.comm.single_process import become_a_world, is_alone
 from paceline.messages import brief
-from paceline.runtime.alone import become_a_world, is_alone
-from paceline.runtime.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
+from paceline.supervise.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
 
 logger = logging.getLogger("paceline")
 
@@ -103,7 +103,7 @@ def _train(argv: list[str]) -> None:
         )
     from paceline.launch.job import Job
     from paceline.runtime.initialize import start_distributed
-    from paceline.runtime.watch import WATCH
+    from paceline.supervise.watch import WATCH
 
     start_distributed(timeout=timedelta(seconds=train_args.ddp_timeout))
     WATCH.start(train_args.ddp_timeout)
@@ -163,8 +163,8 @@ def _fail(rank: int, error: BaseException) -> int:
 
     Returns the exit code: the first cause's where that is no failure (this rank has lost one that was told to stop).
     """
-    from paceline.runtime.control import is_shared
-    from paceline.runtime.watch import WATCH, describe, is_input
+    from paceline.comm.control import is_shared
+    from paceline.supervise.watch import WATCH, describe, is_input
 
     logger.debug("failed", exc_info=error)
     code = 2 if is_input(error) else 1
@@ -191,7 +191,7 @@ def _leave_together(code: int) -> int:
     """Take down the process group in order: gloo's threads abort the process when it ends under them."""
     import torch.distributed as dist
 
-    from paceline.runtime.watch import EVERYONE, WATCH
+    from paceline.supervise.watch import EVERYONE, WATCH
 
     try:
         WATCH.doing("leaving", EVERYONE)
@@ -207,7 +207,7 @@ def _leave_together(code: int) -> int:
 
 def _stop_all(code: int, text: str) -> None:
     """Before a signal ends this process: have the others end too, and ``text`` said once."""
-    watch = sys.modules.get("paceline.runtime.watch")
+    watch = sys.modules.get("paceline.supervise.watch")
     if code == INTERRUPTED and watch is not None and watch.WATCH.step >= 0:
         text += f" at step {watch.WATCH.step}; what was done since the last checkpoint is lost"
     if watch is not None:

@@ -120,7 +120,7 @@ def _resolve(args: argparse.Namespace, config: Any) -> Resolved:
     from paceline.config import read_ds_config, resolve
     from paceline.hf.anatomy import anatomy_of
     from paceline.hf.weights import skeleton
-    from paceline.runtime.plan import STATE_BYTES
+    from paceline.runtime.startup import STATE_BYTES
 
     ds_config = _filled(read_ds_config(args.deepspeed), args)
     model = skeleton(config)
@@ -190,7 +190,7 @@ def _here(world_size: int) -> int:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from paceline.measure.memory import available_bytes
+    from paceline.measure.device_memory import available_bytes
 
     device = torch.device(get_accelerator().device_name(0))
     return available_bytes(device, 1 if device.type == "cuda" else world_size)
@@ -225,14 +225,14 @@ def _boundaries(
 ) -> Sequence[int]:
     from paceline.config.section import HETERO, WORK
     from paceline.hf.anatomy import anatomy_of
-    from paceline.hf.profile import fingerprint
+    from paceline.hf.layer_profile import fingerprint
     from paceline.hf.weights import skeleton
-    from paceline.measure.profile import Profile
+    from paceline.measure.profile_file import Profile
     from paceline.planning.blocks import Device, DoesNotFit
     from paceline.planning.shared_devices import whole_schedule
     from paceline.planning.stages import plan_stages
     from paceline.runtime.module import items_of, partition_items
-    from paceline.runtime.plan import work_boundaries
+    from paceline.runtime.startup import work_boundaries
 
     model = skeleton(config)
     own = items_of(model, anatomy_of(model), length, recomputes=checkpointing)

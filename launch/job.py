@@ -19,39 +19,39 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from paceline.averaging.islands import ISLAND, combining_fault, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.checkpoint.format import MODEL
+from paceline.comm.control import ControlPlane, is_shared
+from paceline.comm.staging import ranks_sharing
 from paceline.config import PacelineConfig, Resolved, read_ds_config, without_secrets
-from paceline.hf import data
+from paceline.data import datasets as data
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
-from paceline.hf.batches import BatchPlan
 from paceline.hf.check import require_supported
 from paceline.hf.peft import lora_config
 from paceline.hf.quantised import quantised_loading
-from paceline.hf.quiet import quiet
-from paceline.hf.tokenizer import load_tokenizer, train_tokenizer
+from paceline.hf.quiet_transformers import quiet
 from paceline.hf.weights import skeleton
 from paceline.launch.completion import complete
 from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume, remove_earlier_run
 from paceline.launch.trackers import Trackers
+from paceline.measure.device_memory import peak_bytes
 from paceline.measure.flops import flops_per_token
-from paceline.measure.memory import peak_bytes
-from paceline.measure.profile import FILE_NAME as PROFILE
+from paceline.measure.profile_file import FILE_NAME as PROFILE
 from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, table
 from paceline.report.progress import Progress
 from paceline.report.run_records import LOADS, write_start
 from paceline.report.running import Running, StepLog
-from paceline.runtime.claim import Claim
-from paceline.runtime.control import ControlPlane, is_shared
-from paceline.runtime.export import export
 from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
-from paceline.runtime.islands import ISLAND, combining_fault, island_number
-from paceline.runtime.lifetime import Preempted, current
+from paceline.runtime.model_export import export
 from paceline.runtime.module import CausalLMPipeline
-from paceline.runtime.plan import first_partition, plan_for
-from paceline.runtime.staging import ranks_sharing
+from paceline.runtime.startup import first_partition, plan_for
 from paceline.runtime.tracer import Tracer, is_drawn
-from paceline.runtime.watch import WATCH
+from paceline.supervise.lifetime import Preempted, current
+from paceline.supervise.output_lock import Claim
+from paceline.supervise.watch import WATCH
 
 logger = logging.getLogger("paceline")
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: values out of range, or an address that it cannot listen at.
     """
-    from paceline.config.averaging import MOST_WAIT_S
+    from paceline.config.averaging_keys import MOST_WAIT_S
 
     if not 0 <= args.port <= MOST_PORTS:
         raise ValueError(f"--port is {args.port}: give one from 1 to {MOST_PORTS}, or 0.")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> Any:
-    from paceline.optim.islands import coordination
+    from paceline.averaging.rounds import coordination
 
     failed = ""
     for host in [args.host] if args.host else ["::", "0.0.0.0"]:  # the first is both, where there is IPv6

@@ -79,9 +79,9 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
-    from paceline.hf.profile import fingerprint, profile_items
+    from paceline.hf.layer_profile import fingerprint, profile_items
     from paceline.measure.collectives import agreed
-    from paceline.measure.profile import Profile, device_profile, versions
+    from paceline.measure.profile_file import Profile, device_profile, versions
 
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")

@@ -23,8 +23,8 @@ from paceline.launch.profile import DTYPES
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
 
 if TYPE_CHECKING:
-    from paceline.hf.workload import Shape
-    from paceline.measure.profile import Profile
+    from paceline.hf.model_workload import Shape
+    from paceline.measure.profile_file import Profile
     from paceline.planning.cluster import Cluster
     from paceline.planning.workload import Workload
 
@@ -213,7 +213,7 @@ def _output(command: list[str]) -> str:
 
 
 def _profile(args: argparse.Namespace) -> Profile | None:
-    from paceline.measure.profile import Profile
+    from paceline.measure.profile_file import Profile
 
     if args.profile is None:
         return None
@@ -223,8 +223,8 @@ def _profile(args: argparse.Namespace) -> Profile | None:
 def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Shape:
     import torch
 
-    from paceline.hf.profile import fingerprint
-    from paceline.hf.workload import Shape
+    from paceline.hf.layer_profile import fingerprint
+    from paceline.hf.model_workload import Shape
 
     shape = {
         "micro_batch_size": args.micro_batch_size,
@@ -247,7 +247,7 @@ def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Sh
 def _workload(
     args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster, profile: Profile | None
 ) -> Workload:
-    from paceline.hf.workload import workload_of
+    from paceline.hf.model_workload import workload_of
 
     if profile is None and not isfinite(cluster.flops_per_s):
         raise ValueError(
@@ -280,7 +280,7 @@ def _workload(
 
 def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
     """Types of schedule without a flush that may be planned, those that this precision has."""
-    from paceline.config.asynchronous import check_asynchronous
+    from paceline.config.asynchronous_keys import check_asynchronous
     from paceline.launch.plan_report import precision
     from paceline.schedules.asynchronous import STREAMS
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.hf.workload import Shape
+    from paceline.hf.model_workload import Shape
     from paceline.planning.cluster import Cluster
     from paceline.planning.strategy import Plan, Ranking, Strategy
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
 
 if TYPE_CHECKING:
-    from paceline.measure.profile import DeviceProfile, Profile
+    from paceline.measure.profile_file import DeviceProfile, Profile
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from paceline.hf.profile import fingerprint, profile_items
+    from paceline.hf.layer_profile import fingerprint, profile_items
     from paceline.hf.sources import model_config_at
-    from paceline.measure.profile import Profile, device_profile, versions
+    from paceline.measure.profile_file import Profile, device_profile, versions
 
     if not Path(args.output).parent.is_dir():  # told before there is anything to lose
         raise ValueError(f"--output {args.output}: its directory does not exist; make it, or give another path.")
@@ -82,7 +82,7 @@ def _check_room(config: Any, device: DeviceProfile, **shape: Any) -> None:
 
 def facts(profile: Profile, path: str) -> dict[str, Any]:
     """The profile by kind, for a JSON."""
-    from paceline.measure.profile import kinds_of
+    from paceline.measure.profile_file import kinds_of
 
     return {
         "file": path,

@@ -297,7 +297,7 @@ def _timeline(schedule: Schedule | Stream, costs: Costs) -> Timeline:
 
 def _draw(timelines: list[Timeline], args: argparse.Namespace) -> None:
     if args.draw:
-        from paceline.report.timeline import draw
+        from paceline.report.timeline_picture import draw
 
         draw(timelines, args.draw)
     if args.trace:

@@ -55,7 +55,7 @@ def _choose(records: Sequence[StepRecord], step: int | None) -> StepRecord:
 
 def _write(record: StepRecord, picture: Path, trace: Path) -> None:
     from paceline.report.perfetto import write_trace
-    from paceline.report.timeline import draw
+    from paceline.report.timeline_picture import draw
 
     timelines = [replace(record.measured, name=f"measured: step {record.step}, {record.schedule}")]
     if record.predicted is not None:

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from paceline.patches.registry import Patch
-
-
-def partition_layers(original: Callable[..., None]) -> Callable[..., None]:
-    """``PipelineModule._partition_layers`` that takes boundaries, weights by class and ``"hetero"`` too.
-
-    See :class:`paceline.PipelineModule`, which takes them without a patch.
-    """
-
-    def _partition_layers(self: Any, method: Any = "uniform") -> None:
-        from paceline.runtime import pipe_module
-
-        if pipe_module.is_ours(method):
-            pipe_module.partition_layers(self, method)
-        else:
-            original(self, method)
-
-    return _partition_layers
-
+from paceline.patches.registry import Load, Patch
 
 PARTITION_METHODS = Patch(
     target="deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-    make=partition_layers,
+    make=Load("paceline.runtime.pipe_module:taking_our_methods"),
     requires="deepspeed>=0.19.8,<0.20",
     reason="a script that cannot change builds DeepSpeed's PipelineModule, which takes names of methods only",
     removable_when="DeepSpeed's partition_method takes boundaries, or an object that computes them",

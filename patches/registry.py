@@ -46,6 +46,17 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Load:
+    """``make`` of a patch by name, ``"module:function"``: imported when it is applied."""
+
+    path: str
+
+    def __call__(self, original: Any) -> Any:
+        module, _, name = self.path.partition(":")
+        return getattr(importlib.import_module(module), name)(original)
+
+
+@dataclass(frozen=True)
 class Patch:
     """One declared replacement.
 

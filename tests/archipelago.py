@@ -47,7 +47,7 @@ def lighthouse(*flags: str) -> Iterator[str]:
 @contextmanager
 def lighthouses(count: int) -> Iterator[list[str]]:
     """Addresses of several, in this process: for islands that do one job after another."""
-    from paceline.optim.islands import coordination
+    from paceline.averaging.rounds import coordination
 
     waits = {"min_replicas": 1, "join_timeout_ms": 600_000, "heartbeat_timeout_ms": 5_000}
     servers = [coordination().LighthouseServer(bind="127.0.0.1:0", **waits) for _ in range(count)]
@@ -81,7 +81,7 @@ def config_of(light: str, stages: int | None, averaging: dict[str, Any] | None, 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
     """Of this rank's stage, by the names of the whole model."""
-    from paceline.runtime.state import names_of
+    from paceline.state.named import names_of
 
     return {name: p.detach().float().clone() for p, name in names_of(engine.module).items()}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.comm.transport import Record
 from paceline.measure.recorder import StepTimes
-from paceline.runtime.observer import WAIT, Report
-from paceline.runtime.transport import Record
+from paceline.runtime.rank_reports import WAIT, Report
 
 STAGES, MICRO_BATCHES = 3, 4
 

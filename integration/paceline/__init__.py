@@ -22,7 +22,7 @@ _HOME = {
     "initialize": "runtime.initialize",
     "CausalLMPipeline": "runtime.module",
     "PipelineModule": "runtime.pipe_module",
-    "export": "runtime.export",
+    "export": "runtime.model_export",
     "PacelineTrainer": "runtime.trainer",
     "PacelineSFTTrainer": "runtime.sft_trainer",
     "PipelineTraining": "runtime.trainer",

@@ -22,7 +22,7 @@ import torch
 from facts import facts
 
 from archipelago import Island, lighthouses, run_islands
-from paceline.hf import standard_library
+from paceline.data import standard_library
 
 ISLANDS = 4
 """Of the comparisons at the end of training."""

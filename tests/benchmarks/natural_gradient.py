@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
-from paceline.hf import standard_library
+from paceline.data import standard_library
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOMENTUM = {"momentum": 0.9}

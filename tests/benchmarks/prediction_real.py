@@ -106,8 +106,8 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
     from transformers import LlamaConfig
 
     import paceline
-    from paceline.runtime.knowledge import Knowledge
-    from paceline.runtime.observer import gather_reports
+    from paceline.runtime.measured_costs import Knowledge
+    from paceline.runtime.rank_reports import gather_reports
     from paceline.schedules.families import gpipe, kfkb
     from paceline.schedules.simulate import simulate
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from facts import facts
 
-from paceline.hf import standard_library
+from paceline.data import standard_library
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

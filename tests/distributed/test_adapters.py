@@ -142,7 +142,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def train(stages: int, steps: int = STEPS, export_to: str | None = None, **kwargs: Any) -> dict[str, Any]:
     """On every rank: a pipeline's numbers, and what was computed, sent and kept for them."""
-    from paceline.runtime.export import export
+    from paceline.runtime.model_export import export
 
     engine = make_engine(stages, **kwargs)
     backwards, backward = [0], torch.autograd.backward
@@ -480,7 +480,7 @@ def test_four_stages_in_two_directions(adapters: str) -> None:
 
 def averaged(**kwargs: Any) -> dict[str, Any]:
     """What islands exchange, by name: brought together on the first rank, changed, and put back."""
-    from paceline.runtime.masters import PipelineMasters
+    from paceline.averaging.masters_by_name import PipelineMasters
 
     engine = make_engine(2, **kwargs)
     steps_of(engine, 0, 1)

@@ -90,9 +90,9 @@ class Case:
 def train_one(case: Case) -> dict[str, Any]:
     """Losses, and the parameters of this rank's stages after every drain."""
     import paceline
-    from paceline.runtime.directions import MultiDirectionPipeline
     from paceline.runtime.initialize import start_distributed
     from paceline.runtime.module import CausalLMPipeline
+    from paceline.runtime.multi_direction_module import MultiDirectionPipeline
 
     start_distributed()
     cls: Any = CausalLMPipeline

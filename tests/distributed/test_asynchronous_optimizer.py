@@ -46,7 +46,7 @@ class Stages(nn.Module):
 
 def make(asynchronous: bool, kind: str, dtype: str, owners: str, shard: bool, **options: Any) -> tuple[Stages, Any]:
     """The model and its optimizer, over all ranks; by direction, even ranks own stage 0 and odd ones stage 1."""
-    from paceline.optim.asynchronous import AsynchronousOptimizer
+    from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
     from paceline.optim.buckets import Domain
     from paceline.optim.sharded import ShardedOptimizer
 
@@ -289,7 +289,7 @@ def test_late_they_equal_an_emulation(num_ranks: int, most_pending: int, owners:
 
 def tied(asynchronous: bool) -> list[Tensor]:
     """Two stages of two replicas; a weight is in both stages, and one replica's backward does not reach it."""
-    from paceline.optim.asynchronous import AsynchronousOptimizer
+    from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
     from paceline.optim.sharded import ShardedOptimizer
 
     dist.init_process_group("gloo")

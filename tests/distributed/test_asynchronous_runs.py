@@ -128,7 +128,7 @@ def test_checkpoints_fit_every_shape(before: Any, after: Any, tmp_path: Path) ->
 
 
 def evaluated_and_exported(root: str, schedule: Any) -> Any:
-    from paceline.runtime.export import export
+    from paceline.runtime.model_export import export
 
     engine = make(schedule)
     steps(engine, 0, 3)
@@ -325,8 +325,8 @@ def test_a_killed_job_goes_on_as_if_it_had_not_been(schedule: Any, tmp_path: Pat
 
 
 def loses_a_rank() -> None:
-    from paceline.runtime.lifetime import end_process
-    from paceline.runtime.watch import WATCH
+    from paceline.supervise.lifetime import end_process
+    from paceline.supervise.watch import WATCH
 
     engine = make(MULTI)
     data = chain.from_iterable(map(step_batches, range(20)))

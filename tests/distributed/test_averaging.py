@@ -120,7 +120,7 @@ def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, exper
     """Experts on so many ranks, and elsewhere than at the start; the whole model after two steps, on the first rank."""
     import expert_models
     import paceline
-    from paceline.runtime.masters import PipelineMasters
+    from paceline.averaging.masters_by_name import PipelineMasters
 
     changes: dict[str, Any] = {"gradient_accumulation_steps": MICRO_BATCHES // expert_parallel}
     if expert_parallel > 1:

@@ -78,13 +78,13 @@ class ByHand:
 
     @staticmethod
     def _named(engine: Any) -> Any:
-        from paceline.runtime.state import names_of
+        from paceline.state.named import names_of
 
         return ((name, parameter.data) for parameter, name in names_of(engine.module).items())
 
     def part(self) -> list[str]:
         """Of about equal size."""
-        from paceline.optim.averaging import parts_of
+        from paceline.averaging.rules import parts_of
 
         parts = parts_of([self.anchors[name].numel() for name in self.names], self.section.get("parts", 1))
         return [self.names[i] for i in parts[self.round % len(parts)]]

@@ -20,11 +20,11 @@ def save_and_export(family: str, root: str, stages: int, dtype: torch.dtype, sha
     import os
 
     from paceline.checkpoint import CheckpointWriter, Piece
+    from paceline.comm.control import ControlPlane
+    from paceline.data.tokenizer import train_tokenizer
     from paceline.hf import hub_files
-    from paceline.hf.tokenizer import train_tokenizer
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.export import export, own_tensors
     from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.model_export import export, own_tensors
     from paceline.runtime.module import CausalLMPipeline
 
     start_distributed()

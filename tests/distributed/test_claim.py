@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import TINY, finetune, flags, model_config
-from paceline.runtime.claim import FILE_NAME, Claim
+from paceline.supervise.output_lock import FILE_NAME, Claim
 from ranks import run_ranks
 
 

@@ -69,7 +69,7 @@ def make_slow(engine: Any) -> None:
 
 def tell_a_latency() -> None:
     """Have the ranks believe in slow links, which makes all but 1F1B look good."""
-    from paceline.runtime import observer
+    from paceline.runtime import rank_reports as observer
 
     compare = observer.compare_clocks
     observer.compare_clocks = lambda *args: (compare(*args)[0], LATENCY_S)
@@ -151,8 +151,9 @@ def test_where_no_memory_is_left_1f1b_stays(fixed_and_adaptive: list[Any]) -> No
 
 def shift_clock() -> None:
     """This rank's clock shows more than the others'."""
+    from paceline.comm import transport
     from paceline.measure import clock, recorder
-    from paceline.runtime import observer, transport
+    from paceline.runtime import rank_reports as observer
 
     shifted = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + CLOCK_S)
     for module in (clock, recorder, observer, transport):
@@ -161,7 +162,8 @@ def shift_clock() -> None:
 
 def run_sizes() -> dict[str, Any]:
     """The tuner measures other micro-batch sizes, with samples of all lengths and a clock that is off."""
-    from paceline.runtime import observer, scheduling
+    from paceline.runtime import rank_reports as observer
+    from paceline.runtime import scheduling
 
     fixed = train(make_engine(None), kind="ragged")
     if os.environ["RANK"] == str(SLOW_STAGE):

@@ -118,7 +118,7 @@ def suffer(what: str, victim: int) -> None:
     """The doctor, with an accident of one rank: before it comes, or as the ranks exchange. Ends as the module does."""
     from paceline.doctor import trial
     from paceline.launch import doctor
-    from paceline.runtime.lifetime import end_process
+    from paceline.supervise.lifetime import end_process
 
     rank = int(os.environ["RANK"])
     happens, _, when = what.partition(", ")

@@ -95,7 +95,7 @@ def steps(engine: Any, first: int, count: int) -> list[float]:
 
 def state(engine: Any) -> list[tuple[str, str, int, torch.Tensor]]:
     """What this rank answers for: name, kind, first row, rows."""
-    from paceline.runtime.state import pieces
+    from paceline.state.named import pieces
 
     found = pieces(engine.module, engine.optimizer, replica=engine.grid.data_parallel_id)
     return [(piece.name, piece.kind, piece.start, piece.tensor.detach().clone()) for piece in found]
@@ -190,8 +190,8 @@ def shuffle(engine: Any) -> None:
 
 
 def save(root: str, stages: int, experts: int, case: Case) -> list[float]:
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.export import export
+    from paceline.comm.control import ControlPlane
+    from paceline.runtime.model_export import export
 
     engine = make(case, stages, experts, moe={"rebalance_every": 0})
     steps(engine, 0, 1)
@@ -332,7 +332,7 @@ def compare(families: tuple[str, ...]) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from paceline.hf.families import causal_lm_configs, tiny_configs
+    from paceline.hf.family_configs import causal_lm_configs, tiny_configs
     from paceline.hf.stage import Cut
     from paceline.hf.weights import load_stage
     from paceline.moe.hf_experts import take_share

@@ -154,7 +154,7 @@ def waits_of_a_layer() -> dict[tuple[str, bool, bool], list[str]]:
     """By splitting, with copies or not, and backward or not: what the host asked a layer's tensors for."""
     import torch.distributed as dist
 
-    from paceline.hf.families import causal_lm_configs, tiny_configs
+    from paceline.hf.family_configs import causal_lm_configs, tiny_configs
     from paceline.hf.stage import Cut
     from paceline.hf.weights import load_stage
     from paceline.moe.hf_experts import take_share

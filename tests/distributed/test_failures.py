@@ -47,8 +47,8 @@ def train(what: str, victim: int) -> None:
     import deepspeed
     import torch
 
-    from paceline.runtime.lifetime import end_process
-    from paceline.runtime.watch import EVERYONE, WATCH
+    from paceline.supervise.lifetime import end_process
+    from paceline.supervise.watch import EVERYONE, WATCH
 
     deepspeed.init_distributed("gloo")
     WATCH.start(LIMIT_S)
@@ -104,8 +104,8 @@ def looks(what: str) -> None:
     import paceline
     from jobs import ds_config, model_config, step_batches
     from paceline.runtime import controller
-    from paceline.runtime.lifetime import end_process
-    from paceline.runtime.watch import WATCH
+    from paceline.supervise.lifetime import end_process
+    from paceline.supervise.watch import WATCH
 
     deepspeed.init_distributed("gloo")
     WATCH.start(LIMIT_S)
@@ -153,10 +153,10 @@ def misfortune(what: str) -> None:
     import deepspeed
     import torch
 
+    from paceline.comm.control import ControlPlane
     from paceline.launch.finetune import _fail, _leave_together, _stop_all
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.lifetime import Preemption, end_process
-    from paceline.runtime.watch import EVERYONE, WATCH
+    from paceline.supervise.lifetime import Preemption, end_process
+    from paceline.supervise.watch import EVERYONE, WATCH
 
     def wait_in_c() -> None:
         mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -252,7 +252,7 @@ def is_asked_in_a_collective() -> None:
     import deepspeed
     import torch
 
-    from paceline.runtime.lifetime import PREEMPTED, Preemption, end_process
+    from paceline.supervise.lifetime import PREEMPTED, Preemption, end_process
 
     deepspeed.init_distributed("gloo")
     rank = int(os.environ["RANK"])
@@ -285,7 +285,7 @@ def test_ranks_agree_to_stop_at_a_step() -> None:
 STUB = """
 import os, sys, time
 from pathlib import Path
-from paceline.runtime.lifetime import PREEMPTED, Preemption, end_process
+from paceline.supervise.lifetime import PREEMPTED, Preemption, end_process
 shared, rank = Path(sys.argv[-1]), os.environ["RANK"]
 with Preemption() as preemption:
     (shared / f"pid{rank}").write_text(str(os.getpid()))

@@ -33,9 +33,9 @@ def bound_job(splits: Splits) -> Any:
 
 
 def splits_of_each_rank(stages: int) -> dict[str, Any]:
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.shapes import Shapes, meta_of
-    from paceline.runtime.transport import Transport
+    from paceline.comm.control import ControlPlane
+    from paceline.comm.shapes import Shapes, meta_of
+    from paceline.comm.transport import Transport
 
     splits = Splits()
     dist = bound_job(splits)
@@ -94,7 +94,7 @@ def test_lanes_take_few_groups_and_each_its_own() -> None:
 def test_calls_of_new_group_do_not_grow_with_stages(
     stages: int, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.runtime import transport
+    from paceline.comm import transport
 
     calls: list[Any] = []
     monkeypatch.setattr(transport, "gloo_group", lambda ranks, timeout: calls.append(ranks) or len(calls))

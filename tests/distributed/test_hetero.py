@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jobs import ds_config, model_config, step_batches
-from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
 from ranks import RankError, run_ranks
 
 LAYERS = 10
@@ -23,9 +23,9 @@ def boundaries(num_stages: int, profile: str | None = None, **options: Any) -> d
     """On every rank: what is found, and what is logged."""
     import torch.distributed as dist
 
+    from paceline.comm.control import ControlPlane
     from paceline.config import ScheduleChoice
     from paceline.planning.memory import States
-    from paceline.runtime.control import ControlPlane
     from paceline.runtime.hetero import Shape, hetero_boundaries
     from paceline.runtime.initialize import start_distributed
 
@@ -51,7 +51,7 @@ def boundaries(num_stages: int, profile: str | None = None, **options: Any) -> d
 
 
 def write_profile(path: Path, speeds: tuple[float, ...], **changes: Any) -> str:
-    from paceline.hf.profile import fingerprint
+    from paceline.hf.layer_profile import fingerprint
 
     layer = ItemProfile("layers.0", "LlamaDecoderLayer", 0.01, 0.02, 1000, 4096, 10_000)
     items = (
@@ -117,7 +117,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def links() -> tuple[float, ...]:
-    from paceline.runtime.control import ControlPlane
+    from paceline.comm.control import ControlPlane
     from paceline.runtime.hetero import link_rates
     from paceline.runtime.initialize import start_distributed
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import ranks as runner
-from paceline.optim import islands as module
-from paceline.optim.averaging import Report, island_weights
-from paceline.optim.islands import Islands, Left, Outcome
+from paceline.averaging import rounds as module
+from paceline.averaging.rounds import Islands, Left, Outcome
+from paceline.averaging.rules import Report, island_weights
 
 DIGEST = 2**64 - 1
 SMALL_CHUNK = 4096

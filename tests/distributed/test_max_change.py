@@ -195,7 +195,7 @@ def test_edges_of_pipelines(zero: int, replicas: int, dtype: str) -> None:
 
 def expert_pipeline(zero: int, experts: int) -> dict[str, Any]:
     import paceline
-    from paceline.runtime.state import MASTER, VALUE, pieces
+    from paceline.state.named import MASTER, VALUE, pieces
 
     config = ds_config(
         1,
@@ -265,7 +265,7 @@ def flat_engine(zero: int, dtype: str, more: dict[str, Any], limits: Limits | No
     import deepspeed
     from deepspeed.runtime import engine as engine_module
 
-    from paceline.optim.flat_max_change import FlatMaxChange
+    from paceline.optim.zero_max_change import FlatMaxChange
 
     if dtype == "fp16":  # which CPUs can do, if slowly
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -420,7 +420,7 @@ def expert_change(family: str, zero: int, ep: int, limits: Limits | None) -> dic
     import deepspeed
 
     import expert_models as models
-    from paceline.optim.flat_max_change import FlatMaxChange
+    from paceline.optim.zero_max_change import FlatMaxChange
 
     layer = {"ep": ep} if family == models.NATIVE else {}
     config = models.ds_config(

@@ -222,7 +222,7 @@ class PlainEngineer(Engineer):
 
 def whole_state(engine: Any) -> dict[tuple[str, str], Tensor]:
     """All tensors of the job, on every rank: parameters, masters, states, buffers of each replica."""
-    from paceline.runtime.state import parts_of
+    from paceline.state.named import parts_of
 
     own: list[tuple[str, str, int, Tensor]] = []
     name_of = getattr(engine.module, "state_name", str)

@@ -262,8 +262,8 @@ def moves(what: str, where: str, root: str) -> None:
     import deepspeed
 
     from paceline.runtime import migration
-    from paceline.runtime.lifetime import end_process
-    from paceline.runtime.watch import WATCH
+    from paceline.supervise.lifetime import end_process
+    from paceline.supervise.watch import WATCH
 
     deepspeed.init_distributed("gloo")
     WATCH.start(LIMIT_S)

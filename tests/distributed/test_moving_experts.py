@@ -347,9 +347,9 @@ def has_an_accident(what: str) -> None:
     import deepspeed
     from torch import distributed as dist
 
+    from paceline.comm.control import PeerError
     from paceline.moe import moving
     from paceline.planning.experts import Placement
-    from paceline.runtime.control import PeerError
 
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=3))
     layer = stacked_layer(dist.group.WORLD, torch.float32)

@@ -116,7 +116,7 @@ def by_hand(
     Args:
         couple: called with the models; what it gives, after each had a micro-batch, with the number of label tokens.
     """
-    from paceline.config.natural_gradient import NaturalGradientConfig
+    from paceline.config.natural_gradient_keys import NaturalGradientConfig
     from paceline.hf.stage import Cut
     from paceline.hf.weights import load_stage
     from paceline.optim.natural_layers import NaturalGradients
@@ -324,7 +324,7 @@ SAVED = 5
 
 
 def saves(root: str) -> list[Any]:
-    from paceline.runtime.export import export
+    from paceline.runtime.model_export import export
 
     engine = engine_of(2, **ADAM)
     steps(engine, 0, SAVED)
@@ -524,7 +524,7 @@ def any_pipeline(stages: int, moves: Sequence[Sequence[int]] = ()) -> Any:
 
 
 def any_by_hand() -> tuple[list[float], dict[str, Tensor]]:
-    from paceline.config.natural_gradient import NaturalGradientConfig
+    from paceline.config.natural_gradient_keys import NaturalGradientConfig
     from paceline.optim.natural_layers import NaturalGradients
 
     module = module_of(1)

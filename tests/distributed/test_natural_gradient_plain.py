@@ -124,7 +124,7 @@ def runs() -> dict[str, Any]:
 
 def by_hand(family: str, clipping: float = 0.0) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Losses of two ranks."""
-    from paceline.config.natural_gradient import NaturalGradientConfig
+    from paceline.config.natural_gradient_keys import NaturalGradientConfig
     from paceline.optim.natural_layers import NaturalGradients
 
     models = [model_of(family) for _ in range(2)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from jobs import ds_config, model_config, step_batches
-from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
 from ranks import run_ranks
 
 WIDTH = 8
@@ -244,7 +244,7 @@ def from_json(given: list[Any]) -> list[tuple[list[int], list[float]]]:
 
 def model_profile(path: Path) -> None:
     """Of the tiny model: no work in the embedding, 1 s in each of four layers and the head; devices of 1 : 3."""
-    from paceline.hf.profile import fingerprint
+    from paceline.hf.layer_profile import fingerprint
 
     config = model_config("llama")
     profile = replace(profile_of([0.0, 1, 1, 1, 1, 1], [1, 3]), model=fingerprint(config))

@@ -89,7 +89,7 @@ def run(
     from deepspeed.pipe import PipelineModule
 
     import paceline
-    from paceline.runtime.observer import COMPARISONS
+    from paceline.runtime.rank_reports import COMPARISONS
 
     deepspeed.init_distributed()
     expect_short_moves()

@@ -24,8 +24,8 @@ def exchange() -> list[torch.Tensor]:
     """Each rank sends to the other what both can make: all that it gets, posted before it is sent."""
     import torch.distributed as dist
 
+    from paceline.comm.staging import Staging
     from paceline.runtime.initialize import start_distributed
-    from paceline.runtime.staging import Staging
 
     start_distributed()
     rank, staging = dist.get_rank(), Staging(torch.device("cpu"))
@@ -57,9 +57,9 @@ def start_sharing() -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
+    from paceline.comm.staging import Staging, staging_for
     from paceline.patches.deepspeed_p2p import BY_BROADCAST
     from paceline.runtime.initialize import start_distributed
-    from paceline.runtime.staging import Staging, staging_for
 
     chosen: list[int] = []
     torch.cuda.device_count = lambda: 2

@@ -273,9 +273,9 @@ class Times:
 
 
 def timed_by_events() -> Any:
-    from paceline.runtime import transport
-    from paceline.runtime.knowledge import Knowledge
-    from paceline.runtime.observer import gather_reports
+    from paceline.comm import transport
+    from paceline.runtime.measured_costs import Knowledge
+    from paceline.runtime.rank_reports import gather_reports
 
     note = transport.Lane.note
 

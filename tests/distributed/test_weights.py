@@ -23,9 +23,9 @@ def save_random(directory: str, stages: int, shard_size: str, config: dict[str, 
     import torch.distributed as dist
     from transformers import LlamaConfig
 
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.export import export
+    from paceline.comm.control import ControlPlane
     from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.model_export import export
     from paceline.runtime.module import CausalLMPipeline
 
     start_distributed()
@@ -48,10 +48,10 @@ def load_and_measure(directory: str, stages: int, export_to: str) -> dict[str, A
     """Load a checkpoint into this rank's stage while a thread watches this process's anonymous memory."""
     from transformers import AutoConfig
 
-    from paceline.measure.memory import anonymous_bytes
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.export import export
+    from paceline.comm.control import ControlPlane
+    from paceline.measure.device_memory import anonymous_bytes
     from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.model_export import export
     from paceline.runtime.module import CausalLMPipeline
 
     start_distributed()
@@ -124,9 +124,9 @@ def load_digests(directory: str, stages: int) -> dict[str, str]:
 
 
 def export_family(family: str, directory: str, stages: int, shard_size: str, **changes: Any) -> None:
-    from paceline.runtime.control import ControlPlane
-    from paceline.runtime.export import export
+    from paceline.comm.control import ControlPlane
     from paceline.runtime.initialize import start_distributed
+    from paceline.runtime.model_export import export
     from paceline.runtime.module import CausalLMPipeline
 
     start_distributed()

@@ -210,7 +210,7 @@ def dies_in_training(stages: int) -> None:
 def loses_a_peer() -> str:
     """Rank 1 closes its connections, as the kernel does for a rank that is killed, and lives to let rank 0 tell."""
     import paceline
-    from paceline.runtime.control import PeerError
+    from paceline.comm.control import PeerError
 
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(2))
     engine.train_batch(iter(step_batches(0)))

@@ -88,8 +88,8 @@ def _write(path: Path, values: Any) -> None:
 
 
 def _profile(config: Any, path: Path) -> None:
-    from paceline.hf.profile import fingerprint
-    from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+    from paceline.hf.layer_profile import fingerprint
+    from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
 
     layer = ItemProfile("layers.0", "LlamaDecoderLayer", 0.01, 0.02, 4096, 1024, 3000)
     items = (

@@ -288,9 +288,9 @@ def _job(case: dict[str, Any]) -> int:
 
 
 def _environment(case: dict[str, Any]) -> int:
-    from paceline.config.averaging import AveragingConfig
+    from paceline.averaging.islands import island_share
+    from paceline.config.averaging_keys import AveragingConfig
     from paceline.launch.finetune import _set_up_logging
-    from paceline.runtime.islands import island_share
 
     _set_up_logging(0)
     _set_up_logging(1)
@@ -357,7 +357,7 @@ def _resolved(config: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _refused(call: Callable[[], Any]) -> int:
     """As the job does: a ValueError is a line on stderr."""
-    from paceline.runtime.watch import describe
+    from paceline.supervise.watch import describe
 
     try:
         call()

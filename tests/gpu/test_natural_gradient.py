@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.config.natural_gradient import NaturalGradientConfig
+from paceline.config.natural_gradient_keys import NaturalGradientConfig
 from paceline.optim import OnlineNaturalGradient
 from paceline.optim.natural_layers import NaturalGradients
 

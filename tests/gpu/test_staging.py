@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
-from paceline.runtime.staging import Staging
+from paceline.comm.staging import Staging
 
 pytestmark = pytest.mark.gpu
 

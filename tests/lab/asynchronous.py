@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lab.device import DEVICE
 from lab.emulation import LEARNING_RATE, Emulation
-from paceline.runtime import asynchronous
-from paceline.runtime.asynchronous import AsynchronousEngine
+from paceline.runtime import asynchronous_engine as asynchronous
+from paceline.runtime.asynchronous_engine import AsynchronousEngine
 from paceline.schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION
 
 LENGTH = 128
@@ -81,8 +81,8 @@ class AsynchronousStep:
 
     def __init__(self, name: str, emulation: Emulation) -> None:
         import paceline
-        from paceline.runtime.directions import MultiDirectionPipeline
         from paceline.runtime.module import CausalLMPipeline
+        from paceline.runtime.multi_direction_module import MultiDirectionPipeline
 
         schedule = SCHEDULES[name]
         cls = MultiDirectionPipeline if schedule["type"] == MULTIDIRECTION else CausalLMPipeline

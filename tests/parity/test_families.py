@@ -20,11 +20,11 @@ from paceline.hf import router, weights
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError, refuse_known
 from paceline.hf.check import Family, compared_here, families
-from paceline.hf.families import NUM_LAYERS, causal_lm_configs, tiny_configs
+from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
+from paceline.hf.family_table import BEGIN, END, measure, to_json, to_markdown
 from paceline.hf.parity import ROUNDING, check_split, cuts
-from paceline.hf.quiet import quiet
+from paceline.hf.quiet_transformers import quiet
 from paceline.hf.stage import Cut
-from paceline.hf.table import BEGIN, END, measure, to_json, to_markdown
 from paceline.hf.weights import causal_config, load_stage
 
 INSTALLED = {config_class.model_type: config_class for config_class in causal_lm_configs()}
@@ -62,7 +62,7 @@ def test_refused_family_is_not_trained(model_type: str) -> None:
 
 def test_table_has_every_family() -> None:
     assert compared_here()
-    assert set(INSTALLED) <= set(families()), "run python -m paceline.hf.table --write"
+    assert set(INSTALLED) <= set(families()), "run python -m paceline.hf.family_table --write"
     if IS_NEWEST:
         assert set(INSTALLED) == set(families())
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.hf.standard_library import source_files
-from paceline.hf.tokenizer import train_tokenizer
+from paceline.data.standard_library import source_files
+from paceline.data.tokenizer import train_tokenizer
 from soaking.run import Inputs
 
 VOCABULARY = 512

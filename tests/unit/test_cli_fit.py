@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from paceline.hf.blocks import DEFAULT_BLOCK_SIZE
-from paceline.hf.profile import fingerprint
+from paceline.data.text_blocks import DEFAULT_BLOCK_SIZE
+from paceline.hf.layer_profile import fingerprint
 from paceline.launch.cli import main
-from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
 from paceline.measure.tokens import MOST_TOKENS
 
 SIZES: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 from transformers import LlamaConfig, MixtralConfig
 
 from paceline.config import PacelineConfig, near_misses
-from paceline.hf.profile import fingerprint
+from paceline.hf.layer_profile import fingerprint
 from paceline.launch.cli import main
-from paceline.measure.profile import DeviceProfile, ItemProfile, Profile
+from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from paceline.launch.cli import main
-from paceline.measure.profile import Profile
+from paceline.measure.profile_file import Profile
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

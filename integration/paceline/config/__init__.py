@@ -9,7 +9,7 @@ from .resolve import Choice, Resolved, check_features, resolve
 from .schedulers import check_scheduler
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig, ScheduleConfig
-from .stages import choose_stages, resolve_stages
+from .stage_counts import choose_stages, resolve_stages
 
 __all__ = [
     "Choice",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schedules.asynchronous import STREAMS
 from .section import HETERO, WORK, Method, PacelineConfig, PartitionConfig
-from .stages import PARTITION
+from .stage_counts import PARTITION
 
 REPARTITION_EVERY = 100
 
@@ -39,7 +39,7 @@ def resolve_partition(
     """The partition of a run, and by path what was chosen because its key was left out: the value and why.
 
     Args:
-        method: as :func:`~paceline.config.stages.resolve_method` finds it; ``None`` if the JSON has none.
+        method: as :func:`~paceline.config.stage_counts.resolve_method` finds it; ``None`` if the JSON has none.
         schedule_type: without a flush, or with several directions, layers stay where they are.
     """
     config = section.pipeline.partition

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..schedules.asynchronous import MULTIDIRECTION
-from .asynchronous import check_asynchronous
-from .batches import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
+from .asynchronous_keys import check_asynchronous
+from .batch_sizes import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects
 from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, show, value_at
-from .stages import STAGES, resolve_method, resolve_stages, schedule_type
+from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type
 
 # DeepSpeed features that this version has not been tested with in a pipeline, or whose work its optimizer does not do.
 _NOT_IN_PIPELINES = (

@@ -9,7 +9,7 @@ from ..schedules import asynchronous, directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream
-from .batches import MICRO_BATCHES, divisors
+from .batch_sizes import MICRO_BATCHES, divisors
 from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 
 SCHEDULE = f"{SECTION}.pipeline.schedule"

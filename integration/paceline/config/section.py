@@ -27,8 +27,8 @@ from pydantic import (
     field_validator,
 )
 
-from .averaging import AveragingConfig
-from .natural_gradient import MaxChangeConfig, NaturalGradientConfig
+from .averaging_keys import AveragingConfig
+from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .part import Part
 
 SECTION = "paceline"

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..runtime.build_locks import extension_folders, locks
+from ..supervise.build_locks import extension_folders, locks
 
 OPTIONAL = ("torchft", "peft", "trl")
 """Packages that are at work where they are installed, whether or not they are asked for."""

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..runtime.build_locks import YOUNG_S
+from ..supervise.build_locks import YOUNG_S
 from .facts import meaning
 from .finding import NOTE, OK, PROBLEM, Finding
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ..comm.control import ControlPlane
+from ..comm.shapes import Meta, Value
+from ..comm.staging import shares_gpu, staging_for
+from ..comm.transport import TIMEOUT, Transport
 from ..measure.links import Message, rate
 from ..measure.probe import device_speed
-from ..runtime.control import ControlPlane
-from ..runtime.first_cause import may_follow
-from ..runtime.observer import compare_clocks
-from ..runtime.shapes import Meta, Value
-from ..runtime.staging import shares_gpu, staging_for
-from ..runtime.transport import TIMEOUT, Transport
-from ..runtime.watch import DEVICE, EVERYONE, Watch
+from ..runtime.rank_reports import compare_clocks
+from ..supervise.first_cause import may_follow
+from ..supervise.watch import DEVICE, EVERYONE, Watch
 
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Elements of fp32 in a message: from a small activation to a large one."""

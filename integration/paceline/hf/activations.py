@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from ..planning.memory import ItemMemory
 from .anatomy import Anatomy, anatomy_of
-from .kinds import layer_kinds
-from .quiet import quiet
+from .layer_kinds import layer_kinds
+from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
 from .weights import causal_config, skeleton
 

@@ -145,7 +145,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """What to train on; without ``dataset_name`` and ``train_file``, :mod:`paceline.hf.standard_library`.
+    """What to train on; without ``dataset_name`` and ``train_file``, :mod:`paceline.data.standard_library`.
 
     Names and meaning are run_clm.py's, and for conversations, completions and packing those of TRL's ``SFTConfig``.
     """

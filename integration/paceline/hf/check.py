@@ -1,9 +1,9 @@
 """Can this model be trained as a pipeline and stay the same model? Asked before training, and by ``check-model``.
 
-Families in ``families.json`` were compared with their unsplit models by ``python -m paceline.hf.table``; any other
-family is compared here, on a small copy of the given config. What the given config itself can break, the operations
-that a decoder applies to its hidden states between the embedding and the layers, is checked for every model: a stage
-that holds nothing must change nothing.
+Families in ``families.json`` were compared with their unsplit models by ``python -m paceline.hf.family_table``; any
+other family is compared here, on a small copy of the given config. What the given config itself can break, the
+operations that a decoder applies to its hidden states between the embedding and the layers, is checked for every model:
+a stage that holds nothing must change nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers import __version__ as transformers_version
 
 from .adapters import ADAPTERS
 from .anatomy import UnsupportedModelError, anatomy_of, refuse_known
-from .families import NUM_LAYERS, shrink
+from .family_configs import NUM_LAYERS, shrink
 from .parity import ROUNDING, check_split
-from .quiet import quiet
+from .quiet_transformers import quiet
 from .router import router_loss_of
 from .sources import config_at, model_config_at
 from .stage import Cut, tied_weight

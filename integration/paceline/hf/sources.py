@@ -12,7 +12,7 @@ from transformers import __version__ as transformers_version
 from ..measure.flops import NUM_EXPERTS
 from .anatomy import UnsupportedModelError
 from .paths import is_missing
-from .quiet import quiet
+from .quiet_transformers import quiet
 from .weights import causal_config, skeleton
 
 MOST_LAYERS = 1024

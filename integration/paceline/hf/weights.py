@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
-from .quiet import quiet
+from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from torch.func import functional_call
 from ..planning.experts import Placement
 from .dispatch import Exchange, take_rows
 from .layer import ExpertLayer, SlotPart, SlotWeights
-from .replicas import Replicas
+from .replica_sync import Replicas
 
 WEIGHTS = ("w1", "w2", "w3")
 

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from .dispatch import Exchange, take_rows
 from .layer import EVEN, ExpertLayer, SlotPart, SlotWeights
-from .replicas import Replicas
+from .replica_sync import Replicas
 
 try:
     from transformers.integrations.moe import _grouped_linear
@@ -120,7 +120,7 @@ class HFExpertLayer(ExpertLayer):
         Args:
             group: the ranks with the other shares.
             num_replicas: see :meth:`ExpertLayer.set_up`, as for ``splitting``.
-            is_last_backward: see :class:`~paceline.moe.replicas.Replicas`.
+            is_last_backward: see :class:`~paceline.moe.replica_sync.Replicas`.
         """
         self.set_up(name, self.num_experts, group, num_replicas=num_replicas, splitting=splitting)
         if num_replicas:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..planning.experts import Placement
 from .dispatch import Exchange, SlotTable, plan_exchange, return_rows, send_rows
-from .replicas import Replicas
+from .replica_sync import Replicas
 from .timing import ARRIVE, BACK, COMPUTED, LEAVE, ExpertClock
 
 EVEN, PLANNED, FRESH = "even", "planned", "fresh"
@@ -87,6 +87,11 @@ class ExpertLayer:
     def parts(self, slot: int) -> list[SlotPart]:
         """The weights of the expert in one of the slots that this rank owns, always in the same order."""
         raise NotImplementedError
+
+    @property
+    def own_experts(self) -> tuple[int, ...]:
+        """Experts of this rank's own slots, by their numbers in the model."""
+        return self.placement.devices[self.rank][: self.num_slots]
 
     def take_on(self, placement: Placement, loads: Sequence[float] | None = None) -> None:
         """Send tokens by ``placement`` from now on: what the slots hold must be there already.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..planning.experts import Placement
-from ..runtime.state import MASTER, VALUE
+from ..state.named import MASTER, VALUE
 
 Span = tuple[int, int]
 """First element, end."""

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ..comm.control import SHARED, PeerError
 from ..planning.experts import Placement
-from ..runtime.control import SHARED, PeerError
-from ..runtime.exchange import Held, Move, carry_out
-from ..runtime.state import MASTER, VALUE
+from ..state.exchange import Held, Move, carry_out
+from ..state.named import MASTER, VALUE
 from .layer import ExpertLayer
 from .move_plan import Holding, Part, Piece, Route, Told, Weight, check, parts, pieces, routes
 from .wrapper_states import StatePart, States, states_of

@@ -29,7 +29,7 @@ from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
 from .moving import StatePart, move_experts
-from .stages import KEPT, Looks, Stages
+from .stage_agreement import KEPT, Looks, Stages
 from .timing import ExpertClock
 
 logger = logging.getLogger("paceline")

@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ..config.section import SECTION
-from ..runtime.state import MASTER, VALUE
+from ..state.named import MASTER, VALUE
 from .moving import states_of
 
 PLACEMENTS, SIZES = "experts", "sizes"

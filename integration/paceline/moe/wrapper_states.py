@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.sharded import Owned, ShardedOptimizer
-from ..runtime.state import MASTER, VALUE
+from ..state.named import MASTER, VALUE
 
 LEAVE_OUT = 'or leave "moe" out of "paceline"'
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .singular import singular
+from .singular_values import singular
 
 EPSILON = 1e-10
 """Smallest eigenvalue, whatever the rows are."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..config.natural_gradient import SIMPLE, NaturalGradientConfig
+from ..config.natural_gradient_keys import SIMPLE, NaturalGradientConfig
 from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, SimpleAffineNaturalGradient, sample
 
 MAX_ROWS = 1024

@@ -5,7 +5,7 @@ norm is taken once per parameter in float64; owners step with an ordinary elemen
 values are broadcast. With ``shard=False`` (ZeRO 0) gradients are reduced to all ranks, each of which steps everything.
 
 Parameters keep their names, and :attr:`ShardedOptimizer.owned` says what this rank holds of which: what collects, sends
-and stores state (:mod:`paceline.runtime.state`) needs no more.
+and stores state (:mod:`paceline.state.named`) needs no more.
 
 Legend: D data-parallel size.
 """
@@ -631,7 +631,7 @@ class ShardedOptimizer(ZeROOptimizer):
     # -- for DeepSpeed's engine ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank's part; checkpoints are written by name instead (:mod:`paceline.runtime.state`)."""
+        """Of this rank's part; checkpoints are written by name instead (:mod:`paceline.state.named`)."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": [owned.master.detach() for owned in self.owned],

@@ -20,19 +20,19 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
 from ..checkpoint.format import MODEL
+from ..comm.shapes import Meta, Shapes, meta_of
 from ..hf import hub_files
 from ..hf.masks import MaskFacts, known
 from ..hf.peft import save_adapter_config
 from ..hf.stage import SIDE_INPUTS
 from ..patches import transformers_masking_utils
 from ..patches.registry import apply
+from ..supervise.lifetime import current
+from ..supervise.watch import EVERYONE, WATCH
 from .causal_lm_layers import CausalLMLayers
 from .engine import PacelineEngine
-from .lifetime import current
 from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
 from .scheduling import gradient_of
-from .shapes import Meta, Shapes, meta_of
-from .watch import EVERYONE, WATCH
 
 COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
 

@@ -10,14 +10,14 @@ from torch import nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ..config.section import HETERO, WORK
-from ..hf.kinds import layer_kinds
+from ..hf.layer_kinds import layer_kinds
 from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
-from ..hf.quiet import quiet
+from ..hf.quiet_transformers import quiet
 from ..hf.stage import take_out
 from ..hf.weights import skeleton
-from .layers import Layers, TensorNote, empty_tensors
 from .module import CausalLMPipeline, cut_of, partition_items
+from .movable_layers import Layers, TensorNote, empty_tensors
 
 
 class CausalLMLayers(Layers):

@@ -20,7 +20,7 @@ from ..checkpoint import Checkpoint, CheckpointError, CheckpointWriter, latest_c
 from ..hf.quantised import quantisation_of
 from ..optim.loss_scale import load_scaler_state, scaler_state
 from ..optim.sharded import ShardedOptimizer
-from .state import pieces, place
+from ..state.named import pieces, place
 
 logger = logging.getLogger("paceline")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..comm.control import is_shared
 from ..config.partitions import PartitionChoice
 from ..config.schedules import ScheduleChoice
 from ..planning.candidates import SLACKS, Candidate, candidates
@@ -21,11 +22,10 @@ from ..planning.switching import Decision, SwitchRule
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import simulate
 from ..schedules.verify import verify
-from .control import is_shared
-from .knowledge import Knowledge
-from .observer import LayerReport, Report, gather_reports
+from ..supervise.watch import EVERYONE, WATCH
+from .measured_costs import Knowledge
+from .rank_reports import LayerReport, Report, gather_reports
 from .tracer import is_drawn, record_step
-from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
 

@@ -11,23 +11,23 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import Tensor, nn
 
+from ..averaging.islands import Averaging
+from ..averaging.masters_by_name import PipelineMasters
+from ..comm.control import ControlPlane
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
+from ..state.named import is_copy, link_full_access, names_of, tied_weights
+from ..supervise.watch import WATCH
 from .checkpointing import Checkpointing
 from .computing import Computing
-from .control import ControlPlane
-from .experts import Experts
+from .expert_part import Experts
 from .frozen import Frozen
-from .islands import Averaging
-from .masters import PipelineMasters
 from .measuring import Measuring
 from .migration import Migrating
 from .natural import Natural
 from .rate import check_scheduler_object
 from .scheduling import Scheduling
-from .state import is_copy, link_full_access, names_of, tied_weights
-from .watch import WATCH
 
 _Asks = Callable[[nn.Parameter], bool]
 

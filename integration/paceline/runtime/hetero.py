@@ -20,16 +20,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import PretrainedConfig
 
+from ..comm.control import ControlPlane
+from ..comm.staging import ranks_sharing, staging_for
 from ..config import ScheduleChoice
 from ..hf.activations import count_items
-from ..hf.profile import Bench, fingerprint, profile_items
-from ..measure.profile import DeviceProfile, ItemProfile, Profile, device_profile, versions
+from ..hf.layer_profile import Bench, fingerprint, profile_items
+from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
 from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
 from ..planning.stages import StagePlan, plan_stages
-from .control import ControlPlane
-from .observer import host_name
-from .staging import ranks_sharing, staging_for
+from .rank_reports import host_name
 
 logger = logging.getLogger("paceline")
 

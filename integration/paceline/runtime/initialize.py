@@ -16,6 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..comm.control import ControlPlane
+from ..comm.single_process import become_a_world, is_alone
+from ..comm.staging import share_gpu, shares_gpu
 from ..config import (
     PacelineConfig,
     Resolved,
@@ -26,26 +29,24 @@ from ..config import (
     without_effect,
 )
 from ..config.section import HETERO, WORK, show
-from ..config.stages import resolve_method
+from ..config.stage_counts import resolve_method
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
-from ..patches.deepspeed_initialize import engine_class, plain_engine_class, plain_engine_for
+from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
 from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
 from ..schedules.directions import num_directions
-from .alone import become_a_world, is_alone
-from .build_locks import warn_of_locks
+from ..supervise.build_locks import warn_of_locks
+from ..supervise.watch import WATCH
 from .causal_lm_engine import CausalLMEngine
-from .control import ControlPlane
-from .directions import MultiDirectionPipeline
 from .engine import PacelineEngine
+from .initialize_patch import plain_engine_for
 from .module import CausalLMPipeline, config_of
-from .plan import first_partition, plan_for, resolve_for
+from .multi_direction_module import MultiDirectionPipeline
 from .rate import check_scheduler_object
-from .staging import share_gpu, shares_gpu
-from .watch import WATCH
+from .startup import first_partition, plan_for, resolve_for
 
 logger = logging.getLogger("paceline")
 
@@ -180,7 +181,7 @@ def _engine_for(model: PipelineModule, ds_config: dict[str, Any]) -> type[Paceli
                 "itself to have it built."
             )
     if kind in STREAMS:
-        from .asynchronous import AsynchronousEngine
+        from .asynchronous_engine import AsynchronousEngine
 
         return AsynchronousEngine
     return CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..measure.layers import LayerTimer
+from ..measure.layer_timer import LayerTimer
 from ..measure.recorder import Recorder, SavedBytes
 from ..optim.sharded import ShardedOptimizer
-from .observer import LayerReport
+from .rank_reports import LayerReport
 
 
 class Measuring:

@@ -4,7 +4,7 @@ At a step boundary the layers whose stage changes go there with everything that 
 the optimizer's states, buffers, and what is frozen. First all that can fail is tried (the layers are made anew where
 they are to come, their memory is taken): if it fails on any rank, all stay as they were. Then modules are swapped, the
 optimizer is laid out for the parameters that are there now, and every tensor goes straight to the rank that needs it
-(:mod:`.exchange`): with ZeRO 1 each row of a state from its old owner to its new one.
+(:mod:`..state.exchange`): with ZeRO 1 each row of a state from its old owner to its new one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.stages import resolve_method
-from ..measure.memory import room_bytes
+from ..comm.staging import ranks_sharing
+from ..config.stage_counts import resolve_method
+from ..measure.device_memory import room_bytes
 from ..optim.sharded import Owned, ShardedOptimizer
+from ..state.exchange import Held, Move, Wanted, carry_out, plan_moves, sent_bytes
+from ..state.named import MASTER, VALUE, link_full_access, parts_of, unlink_full_access
+from ..supervise.watch import EVERYONE, WATCH
 from .checkpointing import NOT_RESTORED
-from .exchange import Held, Move, Wanted, carry_out, plan_moves, sent_bytes
-from .layers import Layers, TensorNote, tensors_of_layer
+from .movable_layers import Layers, TensorNote, tensors_of_layer
 from .plain_layers import PlainLayers
-from .staging import ranks_sharing
-from .state import MASTER, VALUE, link_full_access, parts_of, unlink_full_access
-from .watch import EVERYONE, WATCH
 
 logger = logging.getLogger("paceline")
 

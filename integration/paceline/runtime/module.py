@@ -18,30 +18,28 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..comm.control import ControlPlane
+from ..comm.transport import TIMEOUT
 from ..config.section import HETERO, WORK, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
+from ..hf.model_workload import work_of_items
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
 from ..hf.weights import is_pretrained, load_stage, skeleton
-from ..hf.workload import work_of_items
-from ..measure.profile import Profile
+from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 from ..planning.stages import over_items
-from .control import ControlPlane
+from ..state.named import REPLICATED
 from .expert_groups import ExpertGroups
-from .transport import TIMEOUT
 
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
 FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 """Of ``from_pretrained``'s arguments, those that say where a config comes from too."""
-
-REPLICATED = "ds_pipe_replicated"
-"""DeepSpeed's mark on a parameter of which another stage holds the one that counts."""
 
 
 @dataclass(frozen=True)

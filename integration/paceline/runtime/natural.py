@@ -14,7 +14,7 @@ from torch import nn
 from ..config import PacelineConfig
 from ..optim.max_change import Limits
 from ..optim.natural_layers import NaturalGradients
-from .state import names_of
+from ..state.named import names_of
 
 logger = logging.getLogger("paceline")
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from ..config.section import HETERO, WORK, check_method
 from ..measure.probe import device_speed
-from ..measure.profile import Profile
+from ..measure.profile_file import Profile
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 
 logger = logging.getLogger("paceline")
@@ -58,6 +58,21 @@ class PipelineModule(stock.PipelineModule):
             _set_parts(self, self.parts)
         else:
             partition_layers(self, method, self.partition_profile)
+
+
+def taking_our_methods(original: Callable[..., None]) -> Callable[..., None]:
+    """``PipelineModule._partition_layers`` that takes boundaries, weights by class and ``"hetero"`` too.
+
+    See :class:`PipelineModule`, which takes them without a patch.
+    """
+
+    def _partition_layers(self: Any, method: Any = "uniform") -> None:
+        if is_ours(method):
+            partition_layers(self, method)
+        else:
+            original(self, method)
+
+    return _partition_layers
 
 
 def is_ours(method: Any) -> bool:

@@ -11,12 +11,12 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ..averaging.islands import Averaging
+from ..averaging.masters_by_name import PlainMasters
+from ..comm.control import ControlPlane
 from ..config import PacelineConfig
-from ..optim.flat_max_change import FlatMaxChange
 from ..optim.max_change import Limits
-from .control import ControlPlane
-from .islands import Averaging
-from .masters import PlainMasters
+from ..optim.zero_max_change import FlatMaxChange
 from .natural import Natural
 from .rate import check_scheduler_object
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..planning.partition_methods import checked_boundaries
 from ..planning.repartition import stage_of
-from .layers import Layers, TensorNote, empty_tensors, forget_tensors, tensors_of_layer
+from .movable_layers import Layers, TensorNote, empty_tensors, forget_tensors, tensors_of_layer
 from .pipe_module import boundaries_for
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from ..comm.control import ControlPlane
+from ..comm.staging import ranks_sharing
 from ..config import PacelineConfig, Resolved
 from ..hf.weights import skeleton
+from ..measure.device_memory import peak_bytes
 from ..measure.flops import flops_per_token
-from ..measure.memory import peak_bytes
-from ..measure.profile import FILE_NAME as PROFILE
+from ..measure.profile_file import FILE_NAME as PROFILE
 from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
 from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
 from ..report.running import Running, StepLog
-from .control import ControlPlane
 from .initialize import dtype_of
-from .staging import ranks_sharing
 from .tracer import Tracer, is_drawn
 
 logger = logging.getLogger("paceline")

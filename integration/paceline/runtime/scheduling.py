@@ -15,23 +15,23 @@ import torch
 from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
 
+from ..comm.control import PeerError
+from ..comm.shapes import Meta, Shapes, Value, meta_of, tensors_of
+from ..comm.staging import Staging, staging_for
+from ..comm.transport import Lane, Transport
 from ..config import PacelineConfig
 from ..config.partitions import resolve_partition
 from ..config.schedules import resolve_schedule
-from ..config.stages import resolve_method
+from ..config.stage_counts import resolve_method
 from ..planning.candidates import Candidate
 from ..schedules import families
 from ..schedules.schedule import BACKWARD, FORWARD, Schedule
 from ..schedules.verify import verify
-from .control import PeerError
+from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .controller import Controller
 from .lowering import LoweredSchedule, PostActivation, PostGrad
-from .observer import COMPARISONS, WAIT, machine_name
-from .shapes import Meta, Shapes, Value, meta_of, tensors_of
-from .staging import Staging, staging_for
+from .rank_reports import COMPARISONS, WAIT, machine_name
 from .tracer import Tracer
-from .transport import Lane, Transport
-from .watch import DEVICE, EVERYONE, WATCH
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 

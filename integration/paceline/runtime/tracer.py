@@ -9,8 +9,8 @@ from typing import Any
 
 from ..report.step_records import StepRecord, write
 from ..schedules.simulate import simulate
-from .knowledge import Knowledge
-from .observer import Report, gather_reports, timeline
+from .measured_costs import Knowledge
+from .rank_reports import Report, gather_reports, timeline
 
 logger = logging.getLogger("paceline")
 

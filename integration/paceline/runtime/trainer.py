@@ -29,23 +29,23 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from ..averaging.islands import combining_fault
+from ..comm.control import ControlPlane
 from ..config import PacelineConfig, Resolved, read_ds_config
 from ..config.section import value_at
+from ..data.packing import require_packable
 from ..hf.check import require_supported
-from ..hf.packing import require_packable
 from ..hf.peft import is_peft_model, unwrapped
 from ..patches.repairs import repair_deepspeed
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
-from .claim import claimed
-from .control import ControlPlane
-from .export import export
+from ..supervise.output_lock import claimed
 from .initialize import dtype_of, initialize, pipeline_class, start_distributed
-from .islands import combining_fault
 from .micro_batches import FILLER, IGNORED, count_label_tokens
+from .model_export import export
 from .module import CausalLMPipeline, config_of
-from .plan import first_partition, plan_for
 from .run_log import RunLog
+from .startup import first_partition, plan_for
 from .trainer_loss import home_of, refused_loss, trainers_loss
 from .training_arguments import count_ranks
 

@@ -13,7 +13,7 @@ from transformers import BambaConfig, Gemma4TextConfig, GraniteConfig, LlamaConf
 from paceline.hf.adapters import ADAPTERS, REASONS, REFUSED, Adapter, adapter_for
 from paceline.hf.anatomy import UnsupportedModelError, anatomy_of, refuse_known
 from paceline.hf.check import families, quiet
-from paceline.hf.families import causal_lm_configs, tiny_configs
+from paceline.hf.family_configs import causal_lm_configs, tiny_configs
 from paceline.hf.weights import skeleton
 
 INSTALLED = {config_class.model_type: config_class for config_class in causal_lm_configs()}

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paceline.hf import adapters, families
+from paceline.hf import adapters
+from paceline.hf import family_configs as families
 from paceline.hf.anatomy import UnsupportedModelError, anatomy_of, layer_loop
 from paceline.hf.check import quiet
-from paceline.hf.families import tiny_configs
+from paceline.hf.family_configs import tiny_configs
 from paceline.hf.weights import causal_config, model_class_of, skeleton
 
 

@@ -34,7 +34,7 @@ from paceline.hf.adapters import ADAPTERS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError
 from paceline.hf.check import ModelReport, check_model, check_source, check_stream_identity, require_supported
 from paceline.hf.parity import Parity
-from paceline.hf.quiet import quiet
+from paceline.hf.quiet_transformers import quiet
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

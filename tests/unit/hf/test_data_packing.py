@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, PretrainedConfig
 
-from paceline.hf.chat import IGNORED
-from paceline.hf.packing import best_fit_decreasing, require_packable
+from paceline.data.chat import IGNORED
+from paceline.data.packing import best_fit_decreasing, require_packable
+from paceline.data.rows import Collator, Packed, Padded, Rows
 from paceline.hf.parity import cuts
-from paceline.hf.rows import Collator, Packed, Padded, Rows
 from paceline.hf.stage import SIDE_INPUTS
 from paceline.hf.weights import load_stage
 

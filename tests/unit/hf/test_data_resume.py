@@ -22,12 +22,13 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from paceline.hf import data, streaming
+from paceline.data import datasets as data
+from paceline.data import streaming
+from paceline.data.batch_plan import TrainingBatches
+from paceline.data.chat import IGNORED
+from paceline.data.streaming import RawStream
+from paceline.data.tokenizer import train_tokenizer
 from paceline.hf.arguments import DataArguments
-from paceline.hf.batches import TrainingBatches
-from paceline.hf.chat import IGNORED
-from paceline.hf.streaming import RawStream
-from paceline.hf.tokenizer import train_tokenizer
 
 NUM_ROWS, SHARDS = 67, 3
 BLOCK, GLOBAL = 48, 4

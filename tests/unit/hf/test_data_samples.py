@@ -15,11 +15,11 @@ import pytest
 from datasets import Dataset
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from paceline.hf import data
+from paceline.data import datasets as data
+from paceline.data.chat import IGNORED, messages_sample, pair_sample
+from paceline.data.samples import make_samples
+from paceline.data.tokenizer import train_tokenizer
 from paceline.hf.arguments import DataArguments, parse
-from paceline.hf.chat import IGNORED, messages_sample, pair_sample
-from paceline.hf.samples import make_samples
-from paceline.hf.tokenizer import train_tokenizer
 
 PLAIN = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}<assistant>{% endif %}"

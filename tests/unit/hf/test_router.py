@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from paceline.hf.anatomy import UnsupportedModelError
-from paceline.hf.quiet import quiet
+from paceline.hf.quiet_transformers import quiet
 from paceline.hf.router import KNOWN, RouterLoss, fingerprint, router_loss_of
 
 EXPERTS, TOP_K, BATCH, LENGTH, LAYERS = 8, 2, 3, 5, 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.checkpoint.format import LATEST
 from paceline.launch.earlier_runs import remove_earlier_run
-from paceline.measure.profile import FILE_NAME
+from paceline.measure.profile_file import FILE_NAME
 
 
 def test_a_run_that_starts_over_keeps_no_profile_of_the_earlier_one(tmp_path: Path) -> None:

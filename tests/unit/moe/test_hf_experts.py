@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from paceline.hf.families import tiny_configs
+from paceline.hf.family_configs import tiny_configs
 from paceline.hf.stage import Cut
 from paceline.hf.weights import load_stage, skeleton
 from paceline.moe.hf_experts import check_experts, experts_of, take_share

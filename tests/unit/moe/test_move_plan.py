@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.moe.move_plan import Holding, Piece, Told, Weight, check, parts, pieces, routes
 from paceline.planning.experts import Placement
-from paceline.runtime.state import MASTER, VALUE
+from paceline.state.named import MASTER, VALUE
 
 NUMEL = 4
 STATES = (MASTER, "exp_avg")

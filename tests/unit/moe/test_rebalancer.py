@@ -11,7 +11,7 @@ import torch
 from paceline.config.section import MoeConfig
 from paceline.moe import rebalancer
 from paceline.moe.rebalancer import EXPERT_S, FIXED_S, Rebalancer
-from paceline.moe.stages import Bystander, Looks, Stages
+from paceline.moe.stage_agreement import Bystander, Looks, Stages
 from paceline.planning import rebalance
 from paceline.planning.experts import Placement, device_loads
 from paceline.planning.rebalance import most_moved

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.optim.asynchronous import AsynchronousOptimizer
+from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
 from paceline.optim.corrections import ERROR_FEEDBACK, NESTEROV, Corrections
-from paceline.runtime.state import parts_of, place
+from paceline.state.named import parts_of, place
 
 STEPS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -120,7 +120,7 @@ def test_learning_rates_stay_as_they_are() -> None:
 
 
 class Saved:
-    """State by name, as :func:`paceline.runtime.state.place` reads it."""
+    """State by name, as :func:`paceline.state.named.place` reads it."""
 
     def __init__(self, optimizer: AsynchronousOptimizer) -> None:
         self.parts = {

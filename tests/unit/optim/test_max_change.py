@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.optim.asynchronous import AsynchronousOptimizer
+from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
 from paceline.optim.max_change import Changes, Limits, Part
 from paceline.optim.sharded import MOST_LEFT_OUT, ShardedOptimizer
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from paceline.config.natural_gradient import NaturalGradientConfig
+from paceline.config.natural_gradient_keys import NaturalGradientConfig
 from paceline.optim import OnlineNaturalGradient
 from paceline.optim.natural_layers import NaturalGradients
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from paceline.comm.control import SHARED
 from paceline.config.partitions import PartitionChoice
 from paceline.config.schedules import ScheduleChoice
-from paceline.measure.layers import ItemTimes
+from paceline.measure.layer_timer import ItemTimes
 from paceline.measure.recorder import Recorder, StepTimes
 from paceline.planning.candidates import Candidate
 from paceline.runtime import controller as subject
-from paceline.runtime.control import SHARED
 from paceline.runtime.controller import Controller
-from paceline.runtime.observer import LayerReport, Report
+from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.schedule import Schedule

@@ -108,7 +108,7 @@ def test_work_is_as_even_as_can_be_where_parameters_count_the_embedding(
 def test_memory_decides_what_fits() -> None:
     """A stage that has the embedding beside its even share of the work is larger than the others."""
     from paceline.planning.memory import ItemMemory, States
-    from paceline.runtime.plan import work_boundaries
+    from paceline.runtime.startup import work_boundaries
     from paceline.schedules.families import one_f_one_b
 
     row, _ = llama("8B")

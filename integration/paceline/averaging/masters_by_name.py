@@ -1,0 +1,271 @@
+"""What the parameters of a job are trained in, by name, brought together on its first rank and back again.
+
+Of each parameter the fp32 master, where there is one, otherwise the parameter itself: flat, on the CPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.control import ControlPlane
+from ..optim.sharded import Owned
+from ..optim.zero_partitions import masters_of, num_real
+from ..state.exchange import Held, Move, Wanted, carry_out, plan_moves
+from ..state.named import MASTER, Numberings, is_copy, tied_weights
+
+STATES = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam"), ("exp_avg", "exp_avg_sq")),
+    "SGD": ("momentum_buffer",),
+}
+"""What optimizers keep of each element, by their class's name."""
+
+
+class Share(NamedTuple):
+    """Elements ``start`` to ``stop - 1`` of a parameter, as they lie here, contiguous."""
+
+    name: str
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+class Masters(ABC):
+    """All ranks of a job call its methods together."""
+
+    keeps_states_apart = True
+    """Whether the optimizer's step counts are of single parameters."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._numels: dict[str, int] | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    @abstractmethod
+    def held(self, kind: str = MASTER) -> Iterator[Share]:
+        """What this rank answers for: together the ranks answer for every element once.
+
+        Args:
+            kind: the masters, or a state that the optimizer keeps of each of their elements; zeros before it has any.
+        """
+
+    @abstractmethod
+    def stepped(self, kind: str = MASTER) -> Iterator[Share]:
+        """All that this rank steps; of a state what there is."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring the masters' values into the model."""
+
+    @abstractmethod
+    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The optimizer's states of the named parameters, and maybe of others that it keeps in one with them."""
+
+    def numels(self) -> dict[str, int]:
+        """Elements of each parameter of the job that is trained, by name."""
+        if self._numels is None:
+            self._numels = {}
+            for told in self._control.gather([(s.name, s.stop, s.tensor.dtype) for s in self.held()]):
+                for name, stop, dtype in told:
+                    self._numels[name] = max(stop, self._numels.get(name, 0))
+                    self._dtypes[name] = dtype
+        return self._numels
+
+    @torch.no_grad()
+    def reset_states(self, names: Sequence[str]) -> None:
+        """Have the optimizer begin anew with the named parameters."""
+        for state in self.states(names):
+            for kind, value in state.items():
+                if torch.is_tensor(value):
+                    value.zero_()
+                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                    state[kind] = type(value)(0)
+
+    @torch.no_grad()
+    def gather(self, names: Sequence[str], kind: str = MASTER) -> list[Tensor] | None:
+        """Copies of the named parameters, or states, on the first rank, flat and on the CPU; None on the others."""
+        wanted = set(names)
+        shares = [share for share in self.held(kind) if share.name in wanted]
+        whole = self._whole(names)
+        own = [share.tensor.detach().reshape(-1).cpu() for share in shares]
+        held = [_held(share, flat) for share, flat in zip(shares, own, strict=True)]
+        self._carry(held, own, [Wanted(name, 0, len(whole[name]), False) for name in whole], list(whole.values()))
+        return list(whole.values()) if self._control.rank == 0 else None
+
+    @torch.no_grad()
+    def scatter(
+        self, names: Sequence[str], tensors: Sequence[Tensor] | None, *, add: bool = False, kind: str = MASTER
+    ) -> None:
+        """Put values of the first rank into place everywhere, or add them; of states where the optimizer has some."""
+        wanted = set(names)
+        own = list(tensors or ())
+        held = [Held(n, MASTER, 0, len(t), (len(t),), t.dtype) for n, t in zip(names, own, strict=False)]
+        targets = [share for share in self.stepped(kind) if share.name in wanted]
+        arrived = [torch.empty(s.stop - s.start, dtype=s.tensor.dtype) for s in targets]
+        self._carry(held, own, [Wanted(s.name, s.start, s.stop, False) for s in targets], arrived)
+        for share, values in zip(targets, arrived, strict=True):
+            if add:
+                share.tensor.add_(values.view_as(share.tensor).to(share.tensor.device))
+            else:
+                share.tensor.copy_(values.view_as(share.tensor))
+        if kind == MASTER:
+            self.publish()
+
+    def _whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+        numels = self.numels()
+        if self._control.rank != 0:
+            return {}
+        return {name: torch.empty(numels[name], dtype=self._dtypes[name]) for name in names}
+
+    def _carry(
+        self, held: Sequence[Held], own: Sequence[Tensor], wanted: Sequence[Wanted], places: Sequence[Tensor]
+    ) -> None:
+        rank = dist.get_rank()
+        told = self._control.gather((list(held), list(wanted)))
+        moves = plan_moves([t[0] for t in told], [t[1] for t in told], [0] * len(told))
+
+        def place(move: Move) -> Tensor:
+            start = wanted[move.wanted].start
+            return places[move.wanted][move.start - start : move.stop - start]
+
+        targets = {n: place(move) for n, move in enumerate(moves) if move.target == rank}
+        carry_out(moves, list(held), list(own), targets, torch.device("cpu"), group=self._control.world)
+
+
+def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What can be averaged of the optimizer's states.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    name = type(optimizer).__name__
+    if name not in STATES:
+        raise ValueError(
+            f'paceline.averaging.optimizer_state is "average", and what {name} keeps is not known: choose "keep" or '
+            f'"reset", or one of {", ".join(sorted(STATES))}.'
+        )
+    return () if name == "SGD" and not any(group["momentum"] for group in optimizer.param_groups) else STATES[name]
+
+
+def _held(share: Share, flat: Tensor) -> Held:
+    return Held(share.name, MASTER, share.start, share.stop, (len(flat),), flat.dtype)
+
+
+class PipelineMasters(Masters):
+    """Of an engine with the pipelines' optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.control)
+        self._engine = engine
+
+    def held(self, kind: str = MASTER) -> Iterator[Share]:
+        optimizer, tied = self._engine.optimizer, tied_weights(self._engine.module)
+        for position, start, stop in optimizer.shares():
+            owned = optimizer.owned[position]
+            if not is_copy(owned.parameter, tied):
+                tensor = self._tensor(owned, kind)
+                yield from self._rows(owned, start, stop, torch.zeros_like(owned.master) if tensor is None else tensor)
+
+    def stepped(self, kind: str = MASTER) -> Iterator[Share]:
+        for owned in self._engine.optimizer.owned:
+            tensor = self._tensor(owned, kind)
+            if tensor is not None:
+                yield from self._rows(owned, owned.start, owned.stop, tensor)
+
+    def _tensor(self, owned: Owned, kind: str) -> Tensor | None:
+        if kind == MASTER:
+            return owned.master.detach()
+        state: Tensor | None = self._engine.optimizer.state.get(owned.master, {}).get(kind)
+        return state
+
+    def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor) -> Iterator[Share]:
+        """Rows ``start`` to ``stop - 1`` of the parameter, of which ``tensor`` has those that are owned."""
+        row = prod(tensor.shape[1:]) if tensor.dim() else 1
+        for first, end, number in Numberings(self._engine.module).of(owned.parameter).runs(start, stop):
+            rows = tensor[first - owned.start : end - owned.start] if tensor.dim() else tensor
+            yield Share(owned.name, number * row, (number + end - first) * row, rows)
+
+    def publish(self) -> None:
+        self._engine.optimizer.publish()
+        for layer in self._engine.expert_layers.values():
+            layer.fetch()
+
+    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        optimizer, wanted = self._engine.optimizer, set(names)
+        for owned in optimizer.owned:
+            if owned.name in wanted:
+                yield optimizer.state.get(owned.master, {})
+
+
+class PlainMasters(Masters):
+    """Of an engine of DeepSpeed's without a pipeline: segments of parameters, in the order of the ranks.
+
+    Raises:
+        ValueError: its optimizer cannot be averaged from here.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.control)
+        if any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()):
+            raise ValueError(
+                "paceline.averaging is there, and experts lie on different ranks of an engine without a pipeline: use "
+                'a pipeline ("paceline": {"pipeline": {}}), whose experts have names of their own, or leave '
+                "expert_parallel out."
+            )
+        self._engine = engine
+        self._masters = masters_of(engine.optimizer)
+        self.keeps_states_apart = False
+        self._starts: dict[str, int] | None = None
+
+    def _segments(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        for name, parameter in self._engine.module.named_parameters():
+            segment = self._masters.segment(parameter) if parameter.requires_grad else None
+            if segment is not None:
+                real = segment.detach().reshape(-1)[: num_real(parameter, segment)]
+                if len(real):
+                    yield name, parameter, real
+
+    def stepped(self, kind: str = MASTER) -> Iterator[Share]:
+        return self._shares(kind)
+
+    def held(self, kind: str = MASTER) -> Iterator[Share]:
+        shares = list(self._shares(kind, torch.zeros_like))  # the first time it is collective
+        return iter(shares if not self._masters.are_whole or self._control.rank == 0 else [])
+
+    def _shares(self, kind: str, instead: Callable[[Tensor], Tensor] | None = None) -> Iterator[Share]:
+        if self._starts is None:
+            mine = [(name, len(segment)) for name, _, segment in self._segments()]
+            told = self._control.gather(mine)
+            before = told[: self._control.rank] if not self._masters.are_whole else []
+            self._starts = {}
+            for segments in before:
+                for name, numel in segments:
+                    self._starts[name] = self._starts.get(name, 0) + numel
+        for name, _, segment in self._segments():
+            start = self._starts.get(name, 0)
+            tensor: Tensor | None = segment if kind == MASTER else self._state_of(segment, kind)
+            if tensor is None and instead is not None:
+                tensor = instead(segment)
+            if tensor is not None:
+                yield Share(name, start, start + len(segment), tensor)
+
+    def _state_of(self, segment: Tensor, kind: str) -> Tensor | None:
+        """Of the flat tensor that the segment lies in, the same stretch of its state."""
+        for flat, state in self._engine.basic_optimizer.state.items():
+            first, rest = divmod(segment.data_ptr() - flat.data_ptr(), flat.element_size())
+            if not rest and 0 <= first < flat.numel() and flat.device == segment.device:
+                values = state.get(kind)
+                return None if values is None else values.view(-1)[first : first + len(segment)]
+        return None
+
+    def publish(self) -> None:
+        self._masters.publish()
+
+    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        yield from self._engine.basic_optimizer.state.values()

@@ -1,0 +1,179 @@
+"""How many stages, and by which partition: our section, DeepSpeed's own ``pipeline``, or the ranks and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..schedules.asynchronous import MULTIDIRECTION
+from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
+from .batch_sizes import divisors
+from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
+
+STAGES = f"{SECTION}.pipeline.stages"
+PARTITION = f"{SECTION}.pipeline.partition"
+TYPE = f"{SECTION}.pipeline.schedule.type"
+DIRECTIONS = f"{SECTION}.pipeline.schedule.directions"
+# Share of a device's memory for weights, gradients and optimizer states; activations live in the rest.
+STATE_SHARE = 0.6
+
+
+def resolve_stages(
+    ds_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    num_layers: int,
+    state_bytes: int | None,
+    device_bytes: int | None,
+) -> tuple[int, str]:
+    """Number of stages, and why if it was chosen (empty if the JSON says it).
+
+    In this order: ``paceline.pipeline.stages``, DeepSpeed's ``pipeline.stages`` (which DeepSpeed parses and ignores),
+    as many as an explicit partition has, :func:`choose_stages`. Arguments as of :func:`~paceline.config.resolve`.
+    A schedule with several directions has orders for some numbers only; of these the largest is chosen.
+    """
+    has_directions = schedule_type(ds_config) == MULTIDIRECTION
+    asked = _directions(ds_config)
+    usable = [s for s in divisors(world_size) if s <= num_layers]
+    limits = f"{world_size} ranks and {num_layers} decoder layers"
+    if has_directions:
+        usable = _with_directions(usable, limits, asked)
+    theirs = _deepspeeds(ds_config).get("stages")
+    stages, path = _agree(
+        PacelineConfig.of(ds_config).pipeline.stages,
+        None if theirs in (None, "auto") else whole("pipeline.stages", theirs),
+        STAGES,
+    )
+    if stages is None:
+        method, path = resolve_method(ds_config)
+        if not isinstance(method, tuple) and has_directions:
+            return _most_with_directions(usable, limits, asked)
+        if not isinstance(method, tuple):
+            stages = choose_stages(world_size, num_layers, state_bytes, device_bytes)
+            return stages, _why(stages, world_size, num_layers, state_bytes, device_bytes)
+        stages = len(method) - 1
+        why = f"{path} has {len(method)} boundaries"
+        value = why
+    else:
+        why, value = "", f"{path} is {stages}"
+    if has_directions:
+        _check_directions(value, stages, f"{limits} allow {usable}", asked)
+    if world_size % stages:
+        raise ValueError(
+            f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
+            "another number of ranks."
+        )
+    if stages > num_layers:
+        raise ValueError(
+            f"{value} and the model has {num_layers} decoder layers: every stage needs one; write one of {usable}."
+        )
+    return stages, why
+
+
+def schedule_type(ds_config: Mapping[str, Any]) -> ScheduleType:
+    """The type of schedule that a config asks for."""
+    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+    return "1f1b" if schedule is None else schedule.type or "adaptive"
+
+
+def resolve_method(ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
+    """The partition method, ``None`` if the JSON has none, and the path of the key that says it.
+
+    DeepSpeed's ``pipeline.partition`` counts too, with the same values; its default ``"best"`` means none.
+    """
+    ours = PacelineConfig.of(ds_config).pipeline.partition
+    theirs = _deepspeeds(ds_config).get("partition")
+    if theirs == "best":
+        theirs = None
+    if theirs is not None:
+        try:
+            theirs = check_method(theirs)
+        except ValueError as error:
+            raise ValueError(
+                f"pipeline.partition is {show(theirs)}: {error}; leave the key out to have it chosen."
+            ) from None
+    return _agree(None if ours is None else ours.method, theirs, PARTITION)
+
+
+def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, device_bytes: int | None) -> int:
+    """The fewest stages that divide the ranks and whose share of the states fits a device.
+
+    At least two where there are two ranks: who wants one writes it. If nothing fits, the most stages that the ranks
+    and the decoder layers allow. What is unknown fits.
+    """
+    usable = [s for s in divisors(world_size) if s <= num_layers]
+    fitting = [s for s in usable if s >= min(2, world_size) and _fits(s, state_bytes, device_bytes)]
+    return fitting[0] if fitting else usable[-1]
+
+
+def _directions(ds_config: Mapping[str, Any]) -> int | None:
+    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+    return None if schedule is None else schedule.directions
+
+
+def _with_directions(usable: list[int], limits: str, asked: int | None) -> list[int]:
+    known = allowed_devices(asked)
+    if not known:
+        raise ValueError(
+            f"{DIRECTIONS} is {asked}: there is no order of so many directions; write 2, half the number of stages "
+            "(of 2 or a multiple of 4), or leave it out."
+        )
+    fitting = [stages for stages in usable if stages in known]
+    if not fitting:
+        needs = f"{known[0]} stages" if len(known) == 1 else f"an even number of stages up to {MOST_DEVICES}"
+        written = f"{TYPE} is {show(MULTIDIRECTION)}" + ("" if asked is None else f" with {asked} directions")
+        raise ValueError(
+            f"{written}: it needs {needs}, which divide the ranks and have a layer each, and {limits} allow none; "
+            "start another number of ranks, or take another schedule."
+        )
+    return fitting
+
+
+def _most_with_directions(usable: list[int], limits: str, asked: int | None) -> tuple[int, str]:
+    """Stages of a schedule with several directions, and why: 2 or a multiple of 4 where directions are left out."""
+    if asked is None:
+        # An even number that is not a multiple of 4 has two stages as a divisor, and they have an order too.
+        stages = max(filter(has_halves, usable))
+        return stages, f"the most for {limits}: the more, the less they idle, with half the model on each"
+    stages = usable[-1]
+    return stages, f"the most for {limits}: the more, the less each holds, {asked} of {stages} stages"
+
+
+def _check_directions(value: str, stages: int, usable: str, asked: int | None) -> None:
+    try:
+        num_directions(stages, asked)
+    except ValueError as error:
+        raise ValueError(f"{value} and {TYPE} {show(MULTIDIRECTION)}: {error} Here {usable}.") from None
+
+
+def _fits(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:
+    return state_bytes is None or device_bytes is None or state_bytes / stages <= STATE_SHARE * device_bytes
+
+
+def _why(stages: int, world_size: int, num_layers: int, state_bytes: int | None, device_bytes: int | None) -> str:
+    limits = f"{world_size} ranks and {num_layers} decoder layers"
+    if stages < min(2, world_size):
+        return f"{limits} allow no other number"
+    if state_bytes is None or device_bytes is None:
+        return f"the fewest pipeline stages for {limits}"
+    states = f"{state_bytes / 1e9:.3g} GB of states on devices of {device_bytes / 1e9:.3g} GB"
+    if _fits(stages, state_bytes, device_bytes):
+        return f"the fewest for {limits} that leave activations {1 - STATE_SHARE:.0%} of a device ({states})"
+    return f"the most for {limits}; {states} will be tight"
+
+
+def _deepspeeds(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    pipeline = ds_config.get("pipeline", {})
+    if not isinstance(pipeline, Mapping):
+        raise ValueError(f"pipeline is {show(pipeline)}: it must be an object; write {{}} or leave it out.")
+    return pipeline
+
+
+def _agree(ours: Any, theirs: Any, path: str) -> tuple[Any, str]:
+    their_path = path.removeprefix(f"{SECTION}.")
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ValueError(
+            f"{path} is {show(ours)} and DeepSpeed's {their_path} is {show(theirs)}: they must agree; "
+            f"drop {their_path}."
+        )
+    return (theirs, their_path) if ours is None else (ours, path)

@@ -1,0 +1,188 @@
+"""The order of samples: who trains on which row when, and how a run that was interrupted goes on.
+
+Which rows make a step depends on the seed and the global batch only, not on how ranks and micro-batches share it.
+
+Legend: B micro-batch size, M micro-batches per step, D data-parallel size, G = M·D·B global batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import Rows
+from .streaming import RowStream
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Who trains on which sample when.
+
+    Step t of an epoch takes samples ``[t·G, (t+1)·G)`` of the epoch's permutation; of these, sample
+    ``m·(D·B) + r·B + i`` is row i of micro-batch m on data-parallel rank r. So the samples of a step are the same for
+    every D, B, M with the same G. The incomplete last global batch of an epoch is dropped.
+
+    >>> BatchPlan(num_samples=10, micro_batch_size=2, micro_batches_per_step=2).steps_per_epoch
+    2
+
+    A stream has no number of samples: its step t takes the next G.
+
+    Of several islands each has every ``num_islands``-th sample of the permutation, or row of the stream, from the
+    ``island``-th on, and for each of them all of this is said.
+
+    Raises:
+        ValueError: fewer samples than one global batch.
+    """
+
+    num_samples: int | None
+    micro_batch_size: int
+    micro_batches_per_step: int
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    seed: int = 42
+    island: int = 0
+    num_islands: int = 1
+
+    def __post_init__(self) -> None:
+        assert min(self.micro_batch_size, self.micro_batches_per_step) > 0, self
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size, self
+        assert 0 <= self.island < self.num_islands, self
+        if self.num_samples is not None and self.num_samples // self.num_islands < self.global_batch_size:
+            of_island = "" if self.num_islands == 1 else f" for each of {self.num_islands} islands"
+            raise ValueError(
+                f"{self.num_samples // self.num_islands} training samples{of_island}: less than one global batch, "
+                f"{self.micro_batches_per_step} micro-batches of {self.micro_batch_size} on {self.data_parallel_size} "
+                f"data-parallel ranks = {self.global_batch_size}. Remedy: smaller --gradient_accumulation_steps, "
+                "--per_device_train_batch_size or --block_size, or more data."
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batches_per_step * self.data_parallel_size * self.micro_batch_size
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return None if self.num_samples is None else self.num_samples // self.num_islands // self.global_batch_size
+
+    def order(self, epoch: int) -> Tensor:
+        """This rank's sample indices in ``epoch``, int64 ``[steps_per_epoch, M, B]``."""
+        assert self.num_samples is not None
+        assert self.steps_per_epoch is not None
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        used = self.steps_per_epoch * self.global_batch_size
+        permutation = torch.randperm(self.num_samples, generator=generator)[self.island :: self.num_islands][:used]
+        shape = (self.steps_per_epoch, self.micro_batches_per_step, self.data_parallel_size, self.micro_batch_size)
+        return permutation.view(shape)[:, :, self.data_parallel_rank]
+
+
+class TrainingBatches(Iterator[dict[str, Tensor]]):
+    """This rank's micro-batches without end, M a step. All ranks are at the same place, and need no talk to be.
+
+    Between steps, :meth:`state_dict` says how far training has come, and :meth:`load_state_dict` goes on from there
+    without losing or repeating a row, also with other M, D, B of the same G. The state is the same on all ranks that
+    take their batches; a rank that takes none (a middle stage) loads it all the same and has none of its own to save.
+
+    Args:
+        recipe: what made the rows (:func:`paceline.data.samples.recipe`); a state of another one is refused.
+    """
+
+    def __init__(self, rows: Rows | RowStream, plan: BatchPlan, recipe: Mapping[str, str | int] | None = None) -> None:
+        assert plan.num_samples == (len(rows) if isinstance(rows, Rows) else None), plan
+        self._rows, self.plan, self._recipe = rows, plan, dict(recipe or {})
+        self._step = 0
+        self._ready: deque[dict[str, Tensor]] = deque()
+        self._epoch_order: tuple[int, Tensor] | None = None
+
+    def __next__(self) -> dict[str, Tensor]:
+        if not self._ready:
+            self._ready.extend(list(self._from_stream() if isinstance(self._rows, RowStream) else self._from_rows()))
+            self._step += 1
+        return self._ready.popleft()
+
+    def _from_rows(self) -> Iterator[dict[str, Tensor]]:
+        assert isinstance(self._rows, Rows)
+        assert self.plan.steps_per_epoch is not None
+        epoch, step = divmod(self._step, self.plan.steps_per_epoch)
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
+            self._epoch_order = epoch, self.plan.order(epoch)
+        for indices in self._epoch_order[1][step]:
+            yield self._rows.batch(indices.tolist())
+
+    def _from_stream(self) -> Iterator[dict[str, Tensor]]:
+        assert isinstance(self._rows, RowStream)
+        plan, size = self.plan, self.plan.micro_batch_size
+        rows = [next(self._rows) for _ in range(plan.global_batch_size * plan.num_islands)]
+        rows = rows[plan.island :: plan.num_islands]
+        for m in range(plan.micro_batches_per_step):
+            start = (m * plan.data_parallel_size + plan.data_parallel_rank) * size
+            yield self._rows.collate(rows[start : start + size])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and lists (JSON) that say which rows the steps so far have taken.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if self._ready:
+            raise RuntimeError(
+                f"step {self._step - 1} has {len(self._ready)} micro-batches left: the position in the data is known "
+                "between steps only."
+            )
+        state: dict[str, Any] = {"step": self._step, "data": self._identity()}
+        if isinstance(self._rows, RowStream):
+            state["stream"] = self._rows.state_dict()
+        return state
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Whether :meth:`load_state_dict` will take ``state``; changes nothing.
+
+        Raises:
+            ValueError: it is of other data, another tokenizer, seed or global batch.
+        """
+        was, now = state["data"], self._identity()
+        for name in {**was, **now}:
+            if was.get(name) != now.get(name):
+                raise ValueError(
+                    f"the data cannot go on where the checkpoint left it: {name.replace('_', ' ')} was "
+                    f"{was.get(name)} and is {now.get(name)}. Remedy: the data and flags of the interrupted run (ranks "
+                    "and micro-batches may change, their product with the micro-batch size may not), or a new run."
+                )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the steps of ``state``.
+
+        Raises:
+            ValueError: as :meth:`check_state`.
+        """
+        self.check_state(state)
+        self._ready.clear()
+        self._step = state["step"]
+        if isinstance(self._rows, RowStream):
+            self._rows.load_state_dict(state["stream"])
+
+    def _identity(self) -> dict[str, str | int]:
+        shared = {"island": f"{self.plan.island} of {self.plan.num_islands}"} if self.plan.num_islands > 1 else {}
+        return {
+            "global_batch_size": self.plan.global_batch_size,
+            "seed": self.plan.seed,
+            **shared,
+            **self._recipe,
+            **self._rows.identity(),
+        }
+
+
+def evaluation_batches(
+    rows: Rows, micro_batch_size: int, data_parallel_rank: int = 0, data_parallel_size: int = 1
+) -> Iterator[dict[str, Tensor]]:
+    """Every row once over all ranks: rank r has rows r, r + D, ...; the last micro-batch may be smaller.
+
+    Ranks may have different numbers of micro-batches, also none.
+    """
+    mine = range(data_parallel_rank, len(rows), data_parallel_size)
+    for start in range(0, len(mine), micro_batch_size):
+        yield rows.batch(list(mine[start : start + micro_batch_size]))

@@ -1,0 +1,194 @@
+"""What a step of a Hugging Face causal LM has to compute and keep, for the search over parallel strategies.
+
+Seconds come from floating-point operations and a speed, or from a profile; which part of a measured layer is its
+experts' is decided by the operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..measure.flops import NUM_EXPERTS, TOP_K
+from ..measure.profile_file import Profile
+from ..planning.memory import States
+from ..planning.workload import Item, Workload
+from .activations import count_items
+from .anatomy import Anatomy, anatomy_of
+from .layer_kinds import layer_kinds
+from .quiet_transformers import quiet
+from .weights import causal_config, skeleton
+
+BACKWARD = 2.0
+"""Seconds of a backward by those of its forward: gradients of inputs and of weights."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model is trained with.
+
+    Args:
+        dtype: of the weights.
+        micro_batch_size: samples.
+        sequence_length: tokens of a sample.
+        train_batch_size: samples of a step.
+        gradient_checkpointing: recompute layers in the backward.
+    """
+
+    dtype: torch.dtype
+    micro_batch_size: int
+    sequence_length: int
+    train_batch_size: int
+    gradient_checkpointing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.micro_batch_size * self.sequence_length
+
+
+def workload_of(
+    config: PretrainedConfig,
+    shape: Shape,
+    *,
+    flops_per_s: float = inf,
+    profile: Profile | None = None,
+    zero: int = 1,
+    **routing: Any,
+) -> Workload:
+    """The model's items with seconds and bytes of one micro-batch.
+
+    Args:
+        flops_per_s: that a device reaches; not looked at where there is a ``profile``.
+        profile: of this model, scaled in proportion to the tokens of a micro-batch.
+        zero: 0 or 1.
+        routing: ``loads``, ``capacity_factor`` and ``worst`` of :class:`~paceline.planning.workload.Workload`.
+
+    Raises:
+        ValueError: a model that cannot be cut, sizes that it cannot have, loads that are not of it.
+    """
+    config = causal_config(config)
+    memories = count_items(
+        config,
+        dtype=shape.dtype,
+        micro_batch_size=shape.micro_batch_size,
+        sequence_length=shape.sequence_length,
+        gradient_checkpointing=shape.gradient_checkpointing,
+    )
+    text = config.get_text_config()
+    with quiet():
+        model = skeleton(config)
+        operations = _operations(model, anatomy_of(model), shape.tokens, shape.sequence_length)
+    num_experts = _first(text, NUM_EXPERTS) if any(item.expert_parameters for item in operations) else 0
+    top_k = _first(text, TOP_K) if num_experts else 1
+    rows = float(shape.tokens * top_k)
+    recompute = 1.0 if shape.gradient_checkpointing else 0.0
+    if profile is not None:
+        measured = profile.scaled(shape.micro_batch_size, shape.sequence_length).items
+    element = torch.finfo(shape.dtype).bits // 8
+    items = []
+    for index, (memory, flops) in enumerate(zip(memories, operations, strict=True)):
+        layer = 0 < index < len(memories) - 1
+        if profile is not None:
+            forward_s, backward_s = measured[index].forward_s, measured[index].backward_s
+        else:
+            forward_s = flops.total / flops_per_s
+            backward_s = forward_s * (BACKWARD + (recompute if layer else 0.0))
+        share = flops.experts / flops.total if flops.total else 0.0
+        items.append(
+            Item(
+                memory,
+                forward_s * (1 - share),
+                backward_s * (1 - share),
+                flops.expert_parameters,
+                (forward_s * share, backward_s * share),
+                # A checkpointed layer keeps its input alone; what its experts keep is there for one layer at a time.
+                0.0 if shape.gradient_checkpointing else min(flops.expert_elements * element, memory.saved_bytes),
+            )
+        )
+    heads = getattr(text, "num_attention_heads", None) or 1
+    weight_bytes = 4 if shape.dtype == torch.float32 else 2
+    return Workload(
+        items=tuple(items),
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        micro_batch_size=shape.micro_batch_size,
+        train_batch_size=shape.train_batch_size,
+        states=States(weight_bytes=weight_bytes, shard=zero == 1),
+        rows=rows if num_experts else 0.0,
+        row_bytes=float(text.hidden_size * element),
+        num_experts=num_experts,
+        top_k=top_k,
+        tied_parameters=text.vocab_size * text.hidden_size if text.tie_word_embeddings else 0,
+        **routing,
+    )
+
+
+@dataclass(frozen=True)
+class _Operations:
+    """Of an item's forward with one micro-batch.
+
+    Args:
+        total: floating-point operations.
+        experts: of them, those of routed experts.
+        expert_elements: numbers that the experts keep for the backward: each row's input, product and output.
+    """
+
+    total: float
+    experts: float = 0.0
+    expert_parameters: int = 0
+    expert_elements: float = 0.0
+
+
+def work_of_items(
+    model: PreTrainedModel, anatomy: Anatomy, sequence_length: int, *, recomputes: bool = False
+) -> list[float]:
+    """Floating-point operations of each item's forward and backward for a token: embedding, decoder layers, head.
+
+    An embedding looks its rows up: that is no work.
+
+    Args:
+        model: may be on the meta device.
+        sequence_length: tokens of a sample: how far attention reaches.
+        recomputes: the layers compute their forward once more in the backward (gradient checkpointing).
+    """
+    forward = [each.total / sequence_length for each in _operations(model, anatomy, sequence_length, sequence_length)]
+    passes = 1 + BACKWARD
+    embedding, *layers, head = forward
+    return [embedding * passes, *(each * (passes + recomputes) for each in layers), head * passes]
+
+
+def _operations(model: PreTrainedModel, anatomy: Anatomy, tokens: int, sequence_length: int) -> list[_Operations]:
+    """Two for each weight and token that meet, and scores and weighted sums of attention under a causal mask."""
+    kinds = layer_kinds(model, anatomy)
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 0
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    attention = 2.0 * tokens * sequence_length * heads * size
+    of_kind: dict[str, _Operations] = {}
+    for kind, layer in zip(kinds, anatomy.layers_of(model), strict=True):
+        if kind not in of_kind:
+            of_kind[kind] = _of_layer(layer, text, tokens, attention)
+    head = 2.0 * tokens * text.vocab_size * text.hidden_size
+    return [_Operations(0.0), *(of_kind[kind] for kind in kinds), _Operations(head)]
+
+
+def _of_layer(layer: nn.Module, text: Any, tokens: int, attention: float) -> _Operations:
+    experts = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}.")
+    dense = 2.0 * tokens * (sum(p.numel() for p in layer.parameters()) - experts) + attention
+    if not experts:
+        return _Operations(dense)
+    rows, count = tokens * _first(text, TOP_K), _first(text, NUM_EXPERTS)
+    routed = 2.0 * rows * experts / count
+    # A weight of H x F has F outputs a row for H inputs: the elements kept are about weights / H.
+    kept = rows * (text.hidden_size + experts / count / text.hidden_size)
+    return _Operations(dense + routed, routed, experts, kept)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    return int(next((value for name in names if (value := getattr(config, name, None))), 1))

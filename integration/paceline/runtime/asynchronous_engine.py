@@ -1,0 +1,655 @@
+"""Pipelines without a flush: several directions over the same devices, or one whose weights drift.
+
+A call of ``train_batch`` runs one window of a :class:`~paceline.schedules.stream.Stream`: the forwards of its step, and
+what still lags of the steps before. So weights have the updates of all steps but the last ones when it returns;
+:meth:`AsynchronousEngine.flush` runs what is left. With ``staleness`` 0 every step is flushed.
+
+Nothing in a step waits for all ranks: what they must agree on travels a step ahead (:mod:`.step_agreement`), updates
+are made beside the computation (:mod:`paceline.optim.asynchronous_optimizer`), and the loss arrives when somebody looks
+at it (:mod:`..comm.pending_tensor`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.groups import gloo_group
+from ..comm.loss_sums import SummedLosses
+from ..comm.pending_tensor import LaterTensor
+from ..comm.staging import Staging
+from ..comm.transport import TIMEOUT, Transport
+from ..config import PacelineConfig
+from ..config.schedules import resolve_schedule
+from ..config.section import value_at
+from ..optim.asynchronous_optimizer import AsynchronousOptimizer
+from ..optim.buckets import Domain
+from ..optim.corrections import Corrections
+from ..optim.sharded import ShardedOptimizer
+from ..schedules import windows
+from ..schedules.lower import (
+    LOAD,
+    POST_ACTIVATION,
+    POST_GRADIENT,
+    RUN_BACKWARD,
+    RUN_FORWARD,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    WAIT_ACTIVATION,
+    WAIT_GRADIENT,
+)
+from ..schedules.schedule import BACKWARD, FORWARD, Schedule
+from ..supervise.lifetime import current
+from ..supervise.watch import DEVICE, EVERYONE, WATCH
+from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
+from .rank_random import OwnRandom
+from .scheduling import Here
+from .state_owners import Mirrors
+from .step_agreement import Ahead
+
+logger = logging.getLogger("paceline")
+
+LEAVE_S = timedelta(seconds=30)
+"""Until a rank whose script has ended leaves without the others."""
+
+_MIRROR = "mirror"
+
+
+class _ByNumber(Sequence[Any]):
+    """What belongs to the micro-batches of the last steps, by their number in the run: step · M + micro-batch.
+
+    As a sequence it is that of the newest step.
+    """
+
+    def __init__(self, num_micro_batches: int, num_steps: int) -> None:
+        self._count, self._num_steps = num_micro_batches, num_steps
+        self._steps: dict[int, Sequence[Any]] = {}
+        self._newest: Sequence[Any] = ()
+
+    def add(self, step: int, values: Sequence[Any]) -> None:
+        self._steps[step] = self._newest = values
+        self._steps.pop(step - self._num_steps, None)
+
+    def __getitem__(self, number: Any) -> Any:
+        step, micro_batch = divmod(number, self._count)
+        return self._steps[step][micro_batch]
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._newest)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This rank in one direction.
+
+    Args:
+        ranks: global rank of each stage.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    transport: Transport
+    at: Here
+    told: dict[str, tuple[str, int | None]]
+
+
+def _leave(engine: weakref.ref[AsynchronousEngine]) -> None:
+    if (found := engine()) is not None:
+        found.leave()
+
+
+class AsynchronousEngine(CausalLMEngine):
+    """Runs the schedules ``"multidirection"`` and ``"one_direction"`` for a Hugging Face model.
+
+    * ``train_batch`` reads one step ahead, if it gets the same iterator at each step: :meth:`data_state` tells where
+      to go on from.
+    * The loss that it returns waits for the other ranks when somebody looks at it; ``grad_norm()`` is that of the last
+      update in the model. A request to stop (``is_stopping``) is seen a step later.
+    * A learning rate's scheduler steps when the gradients of a step are complete, finite or not.
+    * ``save_checkpoint``, ``evaluate`` and ``export`` flush first: between an update and the next.
+    """
+
+    transport_order = "free"
+    optimizer: Any
+    stage_id: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        topology = model._grid._topo
+        self._pipes = [list(pipe) for pipe in topology.get_axis_comm_lists("pipe")] or [
+            [rank] for rank in range(dist.get_world_size())
+        ]
+        self._routes = getattr(model, "routes", None) or (tuple(range(model.num_stages)),)
+        section = PacelineConfig.of(kwargs["config_class"]._param_dict)
+        schedule = section.pipeline.schedule
+        equal_parts = schedule is not None and schedule.optimizer_owners == _MIRROR
+        self._mirrors = Mirrors.create(self._pipes, dist.get_rank(), self._routes, equal_parts=equal_parts)
+        self._begun = 0
+        """Steps since the start, or since the last flush."""
+        self._number = 0
+        """Of the next step of this engine: it counts on over flushes and resumes."""
+        self._places: list[_Place] = []
+        self._is_ahead: Ahead | None = None
+        self._last_iterator: Any = None
+        self._untold: tuple[Tensor, float, int] | None = None
+        super().__init__(*args, **kwargs)
+        self.module.settle = self.flush
+        if isinstance(self.optimizer, AsynchronousOptimizer):
+            self.optimizer.is_settled = lambda: not self._begun
+        atexit.register(_leave, weakref.ref(self))
+
+    # -- what is made at the start -------------------------------------------------------------------------------
+
+    def _start_scheduling(self) -> None:
+        super()._start_scheduling()
+        self._choice = self.schedule_choice
+        self._stream = self._choice.stream(self.num_stages, self.micro_batches)
+        self._program = windows.StreamProgram(self._stream, self.stage_id)
+        num_steps = self._stream.most_lag + 1
+        self._num_slots = windows.num_slots(self._stream)
+        self._tables: tuple[_ByNumber, _ByNumber] = (
+            _ByNumber(self.micro_batches, num_steps),
+            _ByNumber(self.micro_batches, num_steps),
+        )
+        self._places = [self._place(direction) for direction in range(len(self._routes))]
+        self._chunk = 0
+        ends = sorted({route[end] for route in self._routes for end in (0, -1)})
+        self._readers = {device: number for number, device in enumerate(ends)}
+        self._device_number = self.stage_id
+        # Devices that hold the same stages would draw the same dropout for different micro-batches.
+        own = len(self._routes) > 1
+        self._random = OwnRandom(self._device_number, torch.device(self.device)) if own else None
+        self._runs = {kind: getattr(self, name) for kind, name in self._METHODS.items()}
+        device = torch.device(self.device)
+        on_host = device.type == "cpu"
+        self._losses = SummedLosses(
+            self.control.world if on_host else gloo_group(timeout=TIMEOUT), None if on_host else Staging(device)
+        )
+
+    def _place(self, direction: int) -> _Place:
+        """Collective: each direction has process groups of its own."""
+        route = self._routes[direction]
+        stage = route.index(self.stage_id)
+        ranks = next(tuple(pipe[device] for device in route) for pipe in self._pipes if self.global_rank in pipe)
+        if direction == 0:
+            transport = self.transport
+        else:
+            transport = Transport(
+                [[pipe[device] for device in route] for pipe in self._pipes],
+                self.global_rank,
+                order=self.transport.order,
+                device=torch.device(self.device),
+                staging=self.transport.staging,
+                activation_shapes=self._activation_shapes,
+                failed=self.transport.failed,
+            )
+
+        def neighbour(verb: str, other: int) -> tuple[str, int | None]:
+            return f"{verb} stage {other}", ranks[other] if 0 <= other < len(ranks) else None
+
+        told: dict[str, tuple[str, int | None]] = {
+            LOAD: ("loading a micro-batch", DEVICE),
+            RUN_FORWARD: ("computing forward", DEVICE),
+            RUN_BACKWARD: ("computing backward", DEVICE),
+            SEND_ACTIVATION: neighbour("sending activations to", stage + 1),
+            POST_ACTIVATION: neighbour("preparing to receive activations from", stage - 1),
+            WAIT_ACTIVATION: neighbour("receiving activations from", stage - 1),
+            SEND_GRADIENT: neighbour("sending gradients to", stage - 1),
+            POST_GRADIENT: neighbour("preparing to receive gradients from", stage + 1),
+            WAIT_GRADIENT: neighbour("receiving gradients from", stage + 1),
+        }
+        return _Place(stage, ranks, transport, Here(**dict[str, Any](transport.lanes())), told)
+
+    def _enter(self, chunk: int) -> None:
+        """From here on this rank is the stage that it has in direction ``chunk``."""
+        place = self._places[chunk]
+        self._chunk = chunk
+        self.stage_id, self.prev_stage, self.next_stage = place.stage, place.stage - 1, place.stage + 1
+        self._at = place.at
+        if len(self._places) > 1:
+            self.module.current = chunk
+
+    def rank_of_stage(self, stage: int) -> int:
+        return self._places[self._chunk].ranks[stage] if self._places else super().rank_of_stage(stage)
+
+    @property
+    def schedule(self) -> Schedule:
+        """A step that is flushed."""
+        if self._schedule is None:
+            name = f"{self._choice.type} staleness=0" if not self._choice.is_asynchronous else self._choice.type
+            self._schedule = replace(self._stream.unrolled(1), name=name)
+        return self._schedule
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        raise ValueError(
+            f"the schedule {schedule.name!r} cannot run here: this engine was made for {self._choice.type!r}; make "
+            "another engine, with the last checkpoint."
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        if train_batch_size != self.train_batch_size():
+            raise ValueError(
+                f"train_batch_size cannot become {train_batch_size} while the schedule is {self._choice.type!r}: save "
+                "a checkpoint, and load it into an engine with the other batch size."
+            )
+
+    def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
+        if list(parts) == [int(part) for part in self.module.parts]:
+            return None
+        raise ValueError(
+            f"layers cannot move to {list(parts)} while the schedule is {self._choice.type!r}: save a checkpoint, and "
+            "load it into a pipeline with the other partition."
+        )
+
+    # -- the optimizer -------------------------------------------------------------------------------------------
+
+    def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+        basic = super()._make_basic_optimizer(client_optimizer, parameters)
+        names, _, _ = self._placement()
+        order = {parameter: number for number, parameter in enumerate(names)}
+        for group in basic.param_groups:  # the same on all ranks that hold the same
+            group["params"] = sorted(group["params"], key=lambda p: order.get(p, len(order)))
+        return basic
+
+    def _placement(self) -> Any:
+        """By stage: every rank of a mirror group has its stages in another order."""
+        names, counts, apart = super()._placement()
+        stages = self._stage_of
+        ordered = dict(sorted(names.items(), key=lambda item: (stages[item[0]], item[1])))
+        return ordered, counts, apart
+
+    def _trained_stages(self) -> set[int]:
+        return {stage for parameter, stage in self._stage_of.items() if parameter.requires_grad}
+
+    @property
+    def _stage_of(self) -> dict[nn.Parameter, int]:
+        """The stage of each parameter here; of a weight that two share, the first."""
+        module = self.module
+        stages = zip(module.held, module.stages, strict=True) if len(self._routes) > 1 else ((module.stage_id, module),)
+        found: dict[nn.Parameter, int] = {}
+        for number, stage in sorted(stages, key=lambda pair: -pair[0]):
+            found.update(dict.fromkeys(stage.parameters(), number))
+        return found
+
+    def _make_sharded(self, basic: torch.optim.Optimizer, names: Any, **options: Any) -> ShardedOptimizer:
+        stages, mirrors = self._stage_of, self._mirrors
+
+        def domain(parameter: nn.Parameter) -> Domain:
+            return mirrors.domain(stages[parameter])
+
+        own = {
+            **options,
+            "group": mirrors.group,
+            "model_group": mirrors.model_group,
+            "domain": domain,
+            "shard": len(self._routes) > 1 or options["shard"],
+            # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
+            "overlap": options["overlap"]
+            or value_at(self._config._param_dict, "zero_optimization.overlap_comm") is not False,
+        }
+        choice, _ = resolve_schedule(
+            PacelineConfig.of(self._config._param_dict),
+            self.module.num_stages,
+            self.gradient_accumulation_steps(),
+            micro_batch_size=self.train_micro_batch_size_per_gpu(),
+        )
+        if not choice.is_asynchronous:
+            return ShardedOptimizer(basic, names, **own)
+        ties = self.module.get_tied_weights_and_groups() if self.module.num_stages > 1 else []
+        return AsynchronousOptimizer(
+            basic,
+            names,
+            **own,
+            ties=[(weight, group) for weight, group in ties if weight.requires_grad],
+            corrections=Corrections(choice.warm_in_steps or 0, choice.correction),
+        )
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """As :meth:`PacelineEngine.train_batch`; without a flush the update of this step comes with the next ones.
+
+        Returns:
+            The step's loss, a scalar tensor, on every rank. To look at it waits for the other ranks' step.
+
+        Raises:
+            StopIteration: the iterator has less than a step left.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients: call it outside of torch.no_grad().")
+        WATCH.step = self.global_steps
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._check_whole()
+        self.module.train()
+        self.total_loss = None
+        with self._naming_lost_peers(), self._recorded():
+            self._begin_step()
+            with self._half_way("it was interrupted"):
+                self._run_ops(self._program.step(self._begun))
+                self._begun += 1
+                if self._choice.is_asynchronous:
+                    self._count_step()
+                else:
+                    self._drain()
+                    self._enter(0)
+                    self._exec_reduce_tied_grads()
+                    self._exec_reduce_grads()
+                    self._exec_optimizer_step()
+        loss = self._loss_of_step()
+        self._tell(loss)
+        WATCH.idle()
+        return loss
+
+    def _begin_step(self) -> None:
+        ahead, self._is_ahead = self._is_ahead, None
+        WATCH.doing("agreeing on the step", EVERYONE)
+        if ahead is None:
+            ahead = self._read_ahead()
+            agreed = ahead.agreed(self._header_shape)
+        else:
+            agreed = ahead.agreed(self._header_shape)
+            if agreed.failed and agreed.ended:  # there may be a new iterator
+                ahead = self._read_ahead(ended=ahead)
+                agreed = ahead.agreed(self._header_shape)
+            elif ahead.iterator is not self.data_iterator and self.reads_data:
+                logger.warning(
+                    "train_batch got another iterator at step %d: this step was read ahead from the old one, the new "
+                    "one is read from the next step on",
+                    self.global_steps,
+                )
+        self.is_stopping = agreed.stops
+        tables, failed, error = agreed.tables, agreed.failed, ahead.error
+        if not failed and bool((tables != tables[:, :1]).any()):
+            failed = True
+            error = ValueError(
+                f"ranks that read the same data see different ones at step {self.global_steps}: give the first and the "
+                "last stage of every direction the same iterator (same files, seed and data-parallel rank)."
+            )
+        if failed:
+            with self._told_once():
+                self.control.raise_shared(error, f"beginning step {self.global_steps}")
+        of_replicas = [shapes_in(table) for table in tables[:, 0]]
+        shapes, loaded = self._tables
+        shapes.add(self._number, of_replicas[self.grid.data_parallel_id])
+        loaded.add(self._number, ahead.loaded)
+        self._shapes, self._loaded = shapes, loaded  # type: ignore[assignment]
+        everything = [shape for row in of_replicas for shape in row]
+        self._step_label_tokens = sum(shape.label_tokens for shape in everything)
+        self.step_tokens = sum(shape.tokens for shape in everything)
+        if self._choice.is_asynchronous and not agreed.is_new:
+            self._is_ahead = self._read_ahead()
+
+    def _read_ahead(self, ended: Ahead | None = None) -> Ahead:
+        """Begin to agree on a step; the iterator of ``ended`` is not asked again."""
+        reader = self._readers.get(self._device_number)
+        last, self._last_iterator = self._last_iterator, self.data_iterator
+
+        def read() -> Any:
+            if ended is not None and ended.iterator is self.data_iterator:
+                return [], [], ended.error
+            return self._read_step(self.micro_batches, trains=True, partial=False)
+
+        return Ahead.begin(
+            self.data_iterator,
+            read,
+            place=None if reader is None else (self.grid.data_parallel_id, reader),
+            shape=self._header_shape,
+            is_new=self.data_iterator is not last,
+            stops=current().requested,
+            group=self.control.world,
+        )
+
+    @property
+    def _header_shape(self) -> tuple[int, int, int]:
+        return self.dp_world_size, len(self._readers), 1 + self.micro_batches * COLUMNS
+
+    @property
+    def _loads(self) -> bool:
+        """Who evaluates reads on the ends of direction 0, who trains on those of all."""
+        return self.reads_data if self.module.training else super()._loads
+
+    @property
+    def reads_data(self) -> bool:
+        return self._device_number in self._readers
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """As DeepSpeed's, also on ranks that are no end of direction 0."""
+        self.training_dataloader = None
+        self.data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """The same of ``training_data``."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(loader)
+
+    def data_state(self, iterator: Any) -> Any:
+        ahead = self._is_ahead
+        is_ahead = ahead is not None and ahead.iterator is iterator and ahead.state is not None
+        return ahead.state if is_ahead else iterator.state_dict()  # type: ignore[union-attr]
+
+    def _run_ops(self, ops: Iterable[windows.StreamOp]) -> None:
+        """One window, of the step :attr:`_number`, which it ends."""
+        self._reserve_pipe_buffers(self._num_slots)
+        self.fwd_outputs: list[Tensor] = []
+        self._gradients_are_there = False
+        clock, recorder, doing = self.clock, self.recorder, WATCH.doing
+        step, count = self._number, self.micro_batches
+        if self._random is not None:
+            self._random.enter()
+        for kind, micro_batch, chunk, lag in ops:
+            if kind == windows.APPLY:
+                self._apply()
+                continue
+            if chunk != self._chunk:
+                self._enter(chunk)
+            if kind == windows.CLOSE:
+                self._close()
+                continue
+            doing(*self._places[chunk].told[kind])
+            number = (step - lag) * count + micro_batch
+            run = self._runs[kind]
+            if kind not in _TIMED:
+                run(number % self._num_slots, number)
+                continue
+            start = clock.now()
+            run(number % self._num_slots, number)
+            end = clock.now()
+            clock.add_compute(start, end)
+            recorder.add(_TIMED[kind], micro_batch, start, end)
+        if self._random is not None:
+            self._random.leave()
+        self._enter(0)
+        self._number += 1
+
+    def _drain(self) -> None:
+        """What is left of the steps that have begun; afterwards all have ended."""
+        if self._begun:
+            self._number -= 1  # it is that of the last step
+            self._run_ops(self._program.drain(self._begun))
+            self._begun = 0
+
+    def flush(self) -> None:
+        """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""
+        if not self._begun or self._broken is not None:
+            return
+        WATCH.step = self.global_steps
+        was_training = self.module.training
+        self.module.train()  # what is recomputed is what was computed
+        with self._naming_lost_peers(), self._half_way("a flush was interrupted"):
+            self._drain()
+        self.module.train(was_training)
+        self._tell()
+        WATCH.idle()
+
+    @contextmanager
+    def _counting_backwards(self, overlaps: bool = True) -> Iterator[None]:
+        yield  # the stream says which one is the last
+
+    def _close(self) -> None:
+        """The last backward of a step through the stage that computes has run."""
+        if not self._choice.is_asynchronous:
+            return
+        self.optimizer.close(self._places[self._chunk].stage)
+        self._closed += 1
+        if self._closed == len(self._places):
+            self._closed = 0
+            self.optimizer.finish_step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+
+    _closed = 0
+
+    def _apply(self) -> None:
+        if not self._choice.is_asynchronous:
+            return
+        WATCH.doing("waiting for an update", EVERYONE)
+        start = self.clock.now()
+        self.optimizer.apply()
+        self.recorder.add("step", -1, start, self.clock.now())
+        self._global_grad_norm = self.optimizer._global_grad_norm
+        self._gradients_are_there = False
+        self._step_applied = not self.optimizer.overflow
+        self.skipped_steps += int(self.optimizer.overflow)
+
+    def _count_step(self) -> None:
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def _loss_of_step(self) -> Tensor:
+        """The sum of all micro-batches' shares, of all directions and replicas, on every rank."""
+        wait = self._losses.add(self.total_loss)
+
+        def fetch() -> Tensor:
+            with self._naming_lost_peers(), WATCH.waiting("waiting for the loss", EVERYONE):
+                return wait()
+
+        self.agg_train_loss = LaterTensor.of(fetch, torch.float64)
+        return self.agg_train_loss
+
+    def _tell(self, loss: Tensor | None = None) -> None:
+        """To DeepSpeed's monitors, of each step when the next one has run: its loss is still under way."""
+        untold, self._untold = self._untold, None
+        if self.global_rank != 0:
+            return
+        if untold is not None and self.monitor.enabled:
+            last, rate, samples = untold
+            told = [("Train/Samples/train_loss", last.item(), samples)]
+            if self._choice.is_asynchronous:  # else the optimizer's step has said it
+                told.append(("Train/Samples/lr", rate, samples))
+            self.monitor.write_events(told)
+        if loss is None:
+            return
+        self._untold = (loss, self.get_lr()[0], self.global_samples)
+        every = self.steps_per_print()
+        if every is not None and self.global_steps % every == 0:
+            print(f"steps: {self.global_steps} loss: {loss.item():0.4f}")
+
+    def _own(self, value: Any) -> Any:
+        """Beside the computation gradients lie in buckets, which share no memory with what is sent."""
+        return value if self._choice.is_asynchronous else super()._own(value)
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    def _infer(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        self.flush()
+        yield from super()._infer(*args, **kwargs)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self.flush()
+        self.module.eval()  # who reads depends on it
+        return super().eval_batch(*args, **kwargs)
+
+    def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
+        """Nothing: what is to be saved is under way between steps. The first save takes its memory itself."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        self.flush()
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`PacelineEngine.load_checkpoint`; what was read ahead is forgotten."""
+        self.flush()
+        if self._is_ahead is not None:
+            self._is_ahead.work.wait()
+            self._is_ahead = None  # data of before
+        return super().load_checkpoint(*args, **kwargs)
+
+    def leave(self) -> None:
+        """At the end of the script: finish what is under way, as all other ranks do.
+
+        A thread that waits for a message or an update while the interpreter goes would abort the process. After an
+        exception the others may never come, and nothing is waited for; they may have died, or go on training without
+        this one, so that they are waited for :data:`LEAVE_S` only. Without them the end is as good as it can be.
+        """
+        if self._begun and not hasattr(sys, "last_type"):
+            with suppress(Exception):
+                # Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"paceline/leaves/{self.global_rank}", "")
+                store.wait([f"paceline/leaves/{rank}" for rank in range(dist.get_world_size())], LEAVE_S)
+                self.flush()
+        if isinstance(self.optimizer, AsynchronousOptimizer):
+            self.optimizer.stop()
+        self._losses.stop()
+
+    def destroy(self) -> None:
+        self._begun = 0
+        super().destroy()
+        self._losses.stop()
+        for place in self._places[1:]:
+            place.transport.close()
+        if isinstance(self.optimizer, AsynchronousOptimizer):
+            self.optimizer.stop()
+
+    def zero_grad(self) -> None:
+        """Forgets gradients, unless they are those of steps under way."""
+        if not self._begun:
+            super().zero_grad()
+
+    @property
+    def replica(self) -> int:
+        return self._mirrors.ranks.index(self.global_rank)
+
+    def _shape(self) -> dict[str, Any]:
+        return {**super()._shape(), "directions": len(self._routes)}
+
+    def _rank_state(self) -> dict[str, Any]:
+        own = {} if self._random is None else {"own_random": self._random.state_dict()}
+        return {**super()._rank_state(), **own}
+
+    def _load_rng(self, checkpoint: Any) -> None:
+        super()._load_rng(checkpoint)
+        if self._random is not None and checkpoint.meta["shape"] == self._shape():
+            self._random.load_state_dict(checkpoint.rank_state(self.global_rank)["own_random"])
+
+    _METHODS: ClassVar = {
+        LOAD: "_exec_load_micro_batch",
+        POST_ACTIVATION: "_exec_post_activations",
+        WAIT_ACTIVATION: "_exec_recv_activations",
+        RUN_FORWARD: "_exec_forward_pass",
+        SEND_ACTIVATION: "_exec_send_activations",
+        POST_GRADIENT: "_exec_post_grads",
+        WAIT_GRADIENT: "_exec_recv_grads",
+        RUN_BACKWARD: "_exec_backward_pass",
+        SEND_GRADIENT: "_exec_send_grads",
+    }
+
+
+_TIMED = {RUN_FORWARD: FORWARD, RUN_BACKWARD: BACKWARD}

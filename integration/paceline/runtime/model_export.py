@@ -1,0 +1,144 @@
+"""A trained pipeline back into a directory that ``from_pretrained`` loads. One pass; no rank holds the whole model.
+
+Each stage writes the shards of its own tensors under their final names (the stages agree on the numbers first), with
+tensors that transformers merged or renamed on loading given back their names of the hub's format. Everything goes into
+a hidden folder until rank 0 has written the index, or joined what fits into one file, and moves it into place: a
+killed export leaves nothing that looks whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils.hub import convert_file_size_to_int
+
+from paceline.hf import hub_files
+from paceline.hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
+
+from ..comm.control import ControlPlane
+from .module import CausalLMPipeline
+
+
+def export(
+    pipeline: CausalLMPipeline,
+    directory: str | Path,
+    control: ControlPlane,
+    *,
+    tokenizer: Any = None,
+    max_shard_size: str | int = "5GB",
+) -> None:
+    """Write ``pipeline`` as a Hugging Face checkpoint. Collective: all ranks call it.
+
+    Of a model with adapters these are written, and nothing else, as PEFT does it (``PeftModel.from_pretrained``).
+
+    Args:
+        directory: on a file system that all nodes share; the files of an earlier export are replaced.
+        tokenizer: saved beside the model, if given.
+        max_shard_size: of one file, as in ``save_pretrained``.
+
+    Raises:
+        ValueError: on every rank, if rank 0 does not see the other stages' files.
+        PeerError, OSError: on every rank, if any rank could not write (a full disk).
+    """
+    if pipeline.settle is not None:
+        pipeline.settle()
+    if pipeline.adapters is not None:
+        _export_adapters(pipeline, pipeline.adapters, Path(directory), control, tokenizer)
+        return
+    target = Path(directory)
+    draft = target / hub_files.DRAFT
+    writes = pipeline._grid.data_parallel_id == 0
+    with control.together(f"preparing {target}"):
+        if control.rank == 0:
+            hub_files.begin(target)
+    experts = whole_experts(pipeline)
+    state: dict[str, Tensor] = {}
+    files: list[list[str]] = []
+    size = 0
+    with control.together(f"collecting the tensors of stage {pipeline.stage_id}"):
+        if writes:
+            hub_format = hub_files.hub_format(pipeline.stage.model, own_tensors(pipeline) | experts)
+            state = {name: tensor.contiguous() for name, tensor in hub_format.items()}
+            files = hub_files.shards(state, max_shard_size)
+            size = sum(t.numel() * t.element_size() for t in state.values())
+    reports = sorted(r for r in control.gather((pipeline.stage_id, files, size) if writes else None) if r)
+    names = hub_files.shard_names(sum(len(keys) for _, keys, _ in reports))
+    first = sum(len(keys) for stage, keys, _ in reports if stage < pipeline.stage_id)
+    with control.together(f"writing stage {pipeline.stage_id} to {target}"):
+        for name, keys in zip(names[first:], files, strict=False):
+            save_file({key: state[key] for key in keys}, draft / name, metadata={"format": "pt"})
+    with control.together(f"finishing {target}"):
+        if control.rank == 0:
+            hub_files.save_config(pipeline.stage.model, draft)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(draft)
+            missing = [name for name in names if not (draft / name).exists()]
+            if missing:
+                raise ValueError(
+                    f"rank 0 does not see {missing[0]} that another stage wrote to {target}: "
+                    "choose an output_dir on a file system that all nodes share."
+                )
+            total_bytes = sum(r[2] for r in reports)
+            if len(names) > 1 and total_bytes <= convert_file_size_to_int(max_shard_size):
+                hub_files.join(draft, names)  # the stages' files are as many as the stages
+            else:
+                keys_by_file = [keys for _, files, _ in reports for keys in files]
+                hub_files.write_index(draft, names, keys_by_file, pipeline.total_parameters, total_bytes)
+            hub_files.publish(draft, target)
+
+
+def _export_adapters(
+    pipeline: CausalLMPipeline, adapters: Adapters, target: Path, control: ControlPlane, tokenizer: Any
+) -> None:
+    """The adapters of all stages in one file, which PEFT wants; rank 0 has them all for a moment."""
+    state: dict[str, Tensor] = {}
+    with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
+        if pipeline._grid.data_parallel_id == 0:
+            found = adapter_state(pipeline.stage.model, adapters)
+            state = {name: tensor.detach().cpu() for name, tensor in found.items()}
+    states = control.gather_at_first(state)
+    with control.together(f"writing {target}"):
+        if control.rank == 0:
+            draft = hub_files.begin(target)
+            write_adapters({name: tensor for one in states for name, tensor in one.items()}, draft)
+            save_adapter_config(pipeline.stage.model, adapters, draft)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(draft)
+            hub_files.publish(draft, target, last=CONFIG)
+
+
+@torch.no_grad()
+def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
+    """The stage's experts that lie on several ranks, by Hugging Face's names, on the CPU of its first replica.
+
+    Elsewhere nothing. Collective over the ranks of each stage.
+    """
+    found: dict[str, Tensor] = {}
+    rank = pipeline._grid.data_parallel_id
+    for name, layer in pipeline.expert_layers.items():
+        if rank >= layer.size:
+            continue  # has the same as a rank before it
+        experts = [expert for held in layer.placement.devices for expert in held[: layer.num_slots]]
+        for leaf, parameter in layer.named_parameters():  # type: ignore[attr-defined]
+            shares = [torch.empty_like(parameter) for _ in range(layer.size)] if rank == 0 else None
+            dist.gather(parameter.detach().contiguous(), shares, group=layer.group, group_dst=0)
+            if shares is not None:
+                whole = torch.empty((layer.num_experts, *parameter.shape[1:]), dtype=parameter.dtype)
+                whole[experts] = torch.cat([share.cpu() for share in shares])
+                found[f"{name}.{leaf}"] = whole
+    return found
+
+
+def own_tensors(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
+    """The stage's tensors by Hugging Face's names; a tied weight's copy on the last stage is not its own."""
+    state = pipeline.stage.model.state_dict()
+    copy = pipeline.stage.tied_weight
+    if copy is None or pipeline.stage_id == 0 or copy not in state:
+        return state
+    shared = state[copy].data_ptr()
+    return {name: tensor for name, tensor in state.items() if tensor.data_ptr() != shared}

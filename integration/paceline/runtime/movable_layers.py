@@ -1,0 +1,161 @@
+"""Layers of a stage that are taken out, made anew and put in while the pipeline lives.
+
+An *item* is what a partition counts: a layer of a :class:`deepspeed.pipe.PipelineModule`; of a Hugging Face model its
+embedding, a decoder layer, or norm and head.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..state.named import REPLICATED
+
+
+@dataclass(frozen=True)
+class TensorNote:
+    """A parameter or buffer of a layer, as its stage has it.
+
+    Args:
+        name: within the layer.
+        group: number of the optimizer's group that trains it; None: it is not trained.
+        options: of that group, but for its parameters.
+    """
+
+    name: str
+    is_parameter: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    group: int | None = None
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Layers(ABC):
+    """The items of one rank's stage."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    @abstractmethod
+    def num_items(self) -> int: ...
+
+    @property
+    def here(self) -> range:
+        """Items of this rank's stage."""
+        parts, stage = self.module.parts, self.module.stage_id
+        return range(parts[stage], parts[stage + 1])
+
+    @abstractmethod
+    def check(self, parts: Sequence[int]) -> list[int]:
+        """``parts``, if layers can move so that they hold.
+
+        Raises:
+            ValueError: they cannot.
+        """
+
+    @abstractmethod
+    def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
+        """What a JSON's partition method means for a module that is there; None: it was built so."""
+
+    @abstractmethod
+    def get(self, item: int) -> nn.Module | None:
+        """The module of an item that is here and can move; None for what has no tensors."""
+
+    @abstractmethod
+    def kind(self, item: int) -> tuple[str, str]:
+        """The first is the same for two items that certainly do the same work, the second if they probably do."""
+
+    @abstractmethod
+    def num_parameters(self, item: int) -> int:
+        """Of an item that is here."""
+
+    @abstractmethod
+    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        """Modules here by item, and the items of what runs before the first and after the last of them."""
+
+    @abstractmethod
+    def cuts(self) -> tuple[int, ...]:
+        """Where items may be cut so that layers can move there."""
+
+    @abstractmethod
+    def prefix(self, item: int) -> str:
+        """What the names of an item's tensors begin with, where state is concerned."""
+
+    @abstractmethod
+    def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
+        """The module of an item that is to come, its tensors not yet filled.
+
+        Raises:
+            ValueError: what can be made here is not what is there.
+        """
+
+    @abstractmethod
+    def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
+        """Let go of the memory of modules that :meth:`make` has given, and that nobody is to have."""
+
+    @abstractmethod
+    def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
+        """Hold what ``parts`` says from now on."""
+
+
+def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], device: torch.device) -> None:
+    """Give ``layer`` memory on ``device`` for the tensors that ``notes`` describe.
+
+    Raises:
+        ValueError: it has other tensors.
+    """
+    twice = dict(layer.named_parameters(remove_duplicate=False)).keys() - dict(layer.named_parameters()).keys()
+    twice |= dict(layer.named_buffers(remove_duplicate=False)).keys() - dict(layer.named_buffers()).keys()
+    if twice:
+        raise ValueError(
+            f"layer {item} cannot move: {', '.join(sorted(twice)[:3])} is the same tensor as another of the layer's; "
+            "leave the partition as it is, or give each its own."
+        )
+    found = {name: (tensor.shape, isinstance(tensor, nn.Parameter)) for name, tensor in tensors_of_layer(layer).items()}
+    expected = {note.name: (torch.Size(note.shape), note.is_parameter) for note in notes}
+    if found != expected:
+        odd = sorted(found.keys() ^ expected.keys()) or sorted(n for n in found if found[n] != expected[n])
+        raise ValueError(
+            f"layer {item} cannot move: made anew it differs from the one that trains in {', '.join(odd[:3])}; leave "
+            "the partition as it is, or build the layer from its config or LayerSpec alone."
+        )
+    for note in notes:
+        owner, _, leaf = note.name.rpartition(".")
+        tensor = torch.empty(note.shape, dtype=note.dtype, device=device)
+        part = layer.get_submodule(owner)
+        if note.is_parameter:
+            parameter = nn.Parameter(tensor, requires_grad=note.requires_grad)
+            vars(parameter).update(vars(part._parameters[leaf]))  # marks, such as that of a tensor-parallel slice
+            setattr(parameter, REPLICATED, False)
+            part._parameters[leaf] = parameter
+        else:
+            part._buffers[leaf] = tensor
+
+
+def forget_tensors(layer: nn.Module) -> None:
+    """Keep the names, shapes and marks of a layer's tensors, and not their memory."""
+    for part in layer.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                vars(empty).update(vars(parameter))
+                part._parameters[name] = empty
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def tensors_of_layer(layer: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, also the buffers that are not part of a checkpoint."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}

@@ -1,0 +1,245 @@
+"""From a model, a JSON and the ranks that there are to stages, partition and batch sizes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..comm.control import ControlPlane
+from ..comm.staging import ranks_sharing
+from ..config import PacelineConfig, Resolved, fill_auto, resolve, resolve_stages
+from ..config.expert_parallel import EXPERT_PARALLEL
+from ..config.section import HETERO, WORK, value_at
+from ..hf.activations import count_items
+from ..hf.anatomy import anatomy_of
+from ..hf.weights import skeleton
+from ..measure.device_memory import available_bytes
+from ..measure.profile_file import Profile
+from ..measure.tokens import tokens_of_sample
+from ..moe.hf_experts import experts_of
+from ..planning.blocks import Device, DoesNotFit
+from ..planning.memory import ItemMemory, States
+from ..planning.stages import within_memory
+from ..schedules.schedule import Schedule
+from .hetero import Shape, hetero_boundaries
+from .module import CausalLMPipeline, Item, items_of, partition_items
+
+logger = logging.getLogger("paceline")
+
+STATE_BYTES = 16
+"""Per parameter under Adam: weight, gradient and two moments in fp32, or their mixed-precision equivalents."""
+
+FROZEN_BYTES = 4
+"""Per parameter of a model of which only adapters are trained: its weight in fp32; the adapters are small."""
+
+
+def plan_for(
+    hf_config: PretrainedConfig,
+    ds_config: Mapping[str, Any],
+    *,
+    args: Any = None,
+    given: Iterable[str] = (),
+    num_steps: Callable[[Resolved], int] | None = None,
+    has_adapters: bool = False,
+) -> Resolved:
+    """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once.
+
+    Args:
+        args: the command line that fills ``"auto"`` values, see :func:`paceline.config.fill_auto`.
+        given: names in ``args`` that the user gave.
+        num_steps: optimizer steps of the run, once the batch sizes are known.
+        has_adapters: the weights themselves are frozen.
+
+    Raises:
+        ValueError: stages, batch sizes and world do not fit.
+    """
+    model = skeleton(hf_config)
+    text = hf_config.get_text_config()
+    num_layers = anatomy_of(model).num_layers
+    world_size = dist.get_world_size()
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    room: dict[str, Any] = {
+        "world_size": world_size,
+        "num_layers": num_layers,
+        "state_bytes": (FROZEN_BYTES if has_adapters else STATE_BYTES) * _parameters_of_rank(model, ds_config),
+        "device_bytes": available_bytes(device, ranks_sharing(device)),
+    }
+    # Ranks see different amounts of free memory: the least of all decides.
+    least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    room["device_bytes"] = int(least)
+    stages, _ = resolve_stages(ds_config, **room)
+
+    def filled(config: Mapping[str, Any], max_steps: int | None) -> Resolved:
+        complete = fill_auto(
+            config,
+            args,
+            data_parallel=world_size // stages,
+            hidden_size=text.hidden_size,
+            max_steps=max_steps,
+            given=given,
+        )
+        return resolve(complete, num_items=num_layers + 2, **room)
+
+    without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
+    max_steps = num_steps(filled(without_schedule, None)) if num_steps is not None else None
+    resolved = filled(ds_config, max_steps)
+    if dist.get_rank() == 0:
+        for path, choice in resolved.chosen.items():
+            logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
+        logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
+    return resolved
+
+
+def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> int:
+    """Of a model in one stage: all, but of the experts one rank's share."""
+    whole = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for layer in experts_of(model).values() for p in layer.parameters())
+    section = value_at(ds_config, EXPERT_PARALLEL)
+    shares = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
+    return whole - experts + experts // shares if isinstance(shares, int) and shares > 0 else whole
+
+
+def first_partition(
+    hf_config: PretrainedConfig,
+    resolved: Resolved,
+    control: ControlPlane,
+    *,
+    dtype: torch.dtype,
+    sequence_length: int | None = None,
+    gradient_checkpointing: bool = False,
+) -> tuple[str | list[int] | dict[str, float], Profile | None]:
+    """The partition that a :class:`CausalLMPipeline` is built with: ``"hetero"`` and ``"work"`` become boundaries.
+
+    Collective.
+
+    Args:
+        dtype: of the weights.
+        sequence_length: tokens of a sample; ``None``: unknown, as many as the model has positions for, at most
+            :data:`~paceline.measure.tokens.MOST_TOKENS`.
+        gradient_checkpointing: the layers' activations are computed again in the backward pass.
+
+    Returns:
+        The partition, and what was measured for it.
+
+    Raises:
+        ValueError: a profile that does not fit, or a model that fits the devices in no way.
+    """
+    choice = resolved.partition_choice
+    if choice.method not in (HETERO, WORK):
+        return resolved.partition, None
+    if resolved.stages == 1:
+        return "uniform", None  # there is nothing to measure for
+    interval = value_at(resolved.ds_config, "pipeline.activation_checkpoint_interval")
+    shape = Shape(
+        dtype,
+        resolved.micro_batch_size,
+        tokens_of_sample(sequence_length, hf_config),
+        gradient_checkpointing or bool(interval),
+    )
+    if choice.method == WORK:
+        device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+        least = min(control.gather(available_bytes(device, ranks_sharing(device))))
+        found: list[int] | None = None
+        with control.together("planning the partition"):
+            if dist.get_rank() == 0:
+                found = _by_work(hf_config, resolved, shape, [choice.memory_bytes or least] * resolved.stages)
+                logger.info("partition %s: by the work of the items", found)
+        boundaries: list[int] = control.from_first(found)
+        return boundaries, None
+    return hetero_boundaries(
+        hf_config,
+        control,
+        shape,
+        num_stages=resolved.stages,
+        micro_batches=resolved.micro_batches,
+        schedule=resolved.schedule,
+        states=States.from_config(resolved.ds_config, resolved.data_parallel),
+        profile=choice.profile,
+        memory_bytes=choice.memory_bytes,
+    )
+
+
+def _by_work(hf_config: PretrainedConfig, resolved: Resolved, shape: Shape, limit_bytes: Sequence[float]) -> list[int]:
+    """Boundaries over items that give all stages about equally much work, as far as memory allows.
+
+    Where what a stage keeps cannot be counted (a forward that depends on values, several directions, experts on several
+    ranks) work alone decides.
+    """
+    model = skeleton(hf_config)
+    items = items_of(model, anatomy_of(model), shape.sequence_length, recomputes=shape.gradient_checkpointing)
+    if resolved.schedule.has_directions or resolved.expert_parallel > 1:
+        return partition_items(items, resolved.stages, WORK)
+    try:
+        memories = count_items(hf_config, **shape._asdict())
+    except ValueError:
+        return partition_items(items, resolved.stages, WORK)
+    schedule = resolved.schedule.first(resolved.stages, resolved.micro_batches)
+    return work_boundaries(
+        items, memories, limit_bytes, States.from_config(resolved.ds_config, resolved.data_parallel), schedule
+    )
+
+
+def work_boundaries(
+    items: Sequence[Item],
+    memories: Sequence[ItemMemory],
+    limit_bytes: Sequence[float],
+    states: States,
+    schedule: Schedule,
+) -> list[int]:
+    """Boundaries over items that give all stages about equally much work and fit into memory.
+
+    Where nothing fits, parameters decide: then states, at least, are spread.
+
+    Args:
+        limit_bytes: of each stage's device.
+    """
+    stages = len(limit_bytes)
+    seconds = [(item.work / 3, item.work / 1.5) for item in items]
+    devices = [Device(1.0, limit) for limit in limit_bytes]
+    try:
+        return list(within_memory(partition_items(items, stages, WORK), memories, seconds, devices, states, schedule))
+    except DoesNotFit as error:
+        logger.info("partition: by parameters, since by work %s", error)
+        return partition_items(items, stages, "parameters")
+
+
+def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Resolved:
+    """``ds_config`` completed for a pipeline that is built already.
+
+    Raises:
+        ValueError: it asks for another number of stages than the pipeline has, or for a partition of another model.
+    """
+    asked = PacelineConfig.of(ds_config).pipeline.stages
+    if asked not in (None, pipeline.num_stages):
+        raise ValueError(
+            f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
+            "leave the key out, or build it anew."
+        )
+    section = {**ds_config.get("paceline", {}).get("pipeline", {}), "stages": pipeline.num_stages}
+    experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
+    config = {EXPERT_PARALLEL: experts, **ds_config, "paceline": {"pipeline": section}}
+    num_layers = pipeline.anatomy.num_layers
+    resolved = resolve(
+        fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),
+        world_size=dist.get_world_size(),
+        num_layers=num_layers,
+        num_items=num_layers + 2,
+        state_bytes=None,
+        device_bytes=None,
+    )
+    if resolved.expert_parallel != pipeline.expert_parallel:
+        raise ValueError(
+            f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "
+            f"expert_parallel={pipeline.expert_parallel}: leave the section out, or build it anew."
+        )
+    return replace(resolved, ds_config={**resolved.ds_config, "paceline": dict(ds_config.get("paceline", {}))})

@@ -1,0 +1,321 @@
+"""The state of a job by name: parameters with everything that belongs to them.
+
+That is a value, its fp32 master and the optimizer's state of it; buffers and frozen parameters have a value only. It
+is taken apart into :class:`~paceline.checkpoint.Piece` (rows of one tensor), and put into place from anything that can
+read rows by name, such as a checkpoint of any shape. What moves between ranks that train: :mod:`.exchange`.
+
+Of experts that lie on several ranks a rank has some rows, in any order. Outside they are the rows of one tensor, by the
+experts' numbers in the model (:class:`Numbering`): the same for every number of ranks and every placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checkpoint import Piece
+from ..optim.sharded import Owned, ShardedOptimizer
+
+REPLICATED = "ds_pipe_replicated"
+"""DeepSpeed's mark on a parameter of which another stage holds the one that counts."""
+
+COPY = "@copy"
+"""Ends the name of what a tied module has beside the tied weight, in the last stage's copy: it is one of its own."""
+
+MASTER, VALUE = "master", "value"
+KINDS_OF_VALUE = (MASTER, VALUE)
+
+
+class Source(Protocol):
+    """Where state is read from, by name and kind."""
+
+    def kinds(self, name: str) -> list[str]: ...
+
+    def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]: ...
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Which rows of the job's tensor the rows of a parameter here are.
+
+    Args:
+        shape: of the whole tensor.
+        rows: number in it of each row here; None if they are all there are, in order.
+        num_shares: ranks that have different rows of it.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    num_shares: int = 1
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Rows ``start`` to ``stop - 1`` here as ``(first, end, number of the first)``, cut where numbers jump."""
+        if self.rows is None:
+            yield start, stop, start
+            return
+        first = start
+        for row in range(start + 1, stop + 1):
+            if row == stop or self.rows[row] != self.rows[row - 1] + 1:
+                yield first, row, self.rows[first]
+                first = row
+
+
+class Numbered(Protocol):
+    """A layer whose experts lie on several ranks, as :class:`paceline.moe.layer.ExpertLayer`."""
+
+    num_experts: int
+    size: int
+
+    @property
+    def own_experts(self) -> tuple[int, ...]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Numberings:
+    """The :class:`Numbering` of every tensor of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        layers: dict[str, Numbered] = getattr(module, "expert_layers", {})
+        self._layer_of = {id(parameter): layer for layer in layers.values() for parameter in layer.parameters()}
+
+    def of(self, tensor: Tensor) -> Numbering:
+        layer = self._layer_of.get(id(tensor))
+        if layer is None:
+            return Numbering(tuple(tensor.shape))
+        return Numbering((layer.num_experts, *tensor.shape[1:]), layer.own_experts, layer.size)
+
+
+def pieces(
+    module: nn.Module, optimizer: ShardedOptimizer | None, *, replica: int, trained_only: bool = False
+) -> Iterator[Piece]:
+    """What this rank answers for: all ranks' pieces together are the state of the job, each row once.
+
+    Args:
+        replica: data-parallel rank: the first writes what all have alike, buffers and frozen parameters; of frozen
+            experts the first that have them.
+        trained_only: leave frozen parameters out.
+    """
+    shares = list(optimizer.shares()) if optimizer is not None else []
+    tied, numberings = tied_weights(module), Numberings(module)
+    for position, start, stop in shares:
+        owned = optimizer.owned[position]  # type: ignore[union-attr]
+        if is_copy(owned.parameter, tied):
+            continue
+        numbering = numberings.of(owned.parameter)
+        runs = list(numbering.runs(start, stop))
+        for kind, tensor in parts_of(optimizer, owned).items():  # type: ignore[arg-type]
+            if tensor.dim() and tensor.shape == owned.master.shape:
+                for first, end, number in runs:
+                    rows = tensor[first - owned.start : end - owned.start]
+                    yield Piece(owned.name, kind, rows, number, numbering.shape)
+            elif any(number == 0 for _, _, number in runs):
+                yield Piece(owned.name, kind, tensor)
+    for name, tensor in rest_of(module, optimizer):
+        numbering = numberings.of(tensor)
+        is_left_out = trained_only and isinstance(tensor, nn.Parameter)
+        if replica >= numbering.num_shares or is_copy(tensor, tied) or is_left_out:
+            continue
+        if numbering.rows is None:
+            yield Piece(name, VALUE, tensor.detach())
+        else:
+            for first, end, number in numbering.runs(0, len(tensor)):
+                yield Piece(name, VALUE, tensor.detach()[first:end], number, numbering.shape)
+
+
+def place(
+    module: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    source: Source,
+    *,
+    states: bool = True,
+    trained_only: bool = False,
+) -> None:
+    """Fill what this rank owns from ``source``, with ``states`` the optimizer's states too.
+
+    With ``trained_only``, frozen parameters that ``source`` lacks stay as they are. Not collective:
+    ``optimizer.publish()`` afterwards brings the values to the ranks that do not own them.
+
+    Raises:
+        ValueError: ``source`` lacks something, or has it in another shape.
+    """
+    numberings = Numberings(module)
+    for owned in optimizer.owned if optimizer is not None else ():
+        _place_owned(optimizer, owned, numberings.of(owned.parameter), source, states)  # type: ignore[arg-type]
+    for name, tensor in rest_of(module, optimizer):
+        if trained_only and isinstance(tensor, nn.Parameter) and not source.kinds(name):
+            continue
+        numbering = numberings.of(tensor)
+        _check(source, name, numbering)
+        rows = len(tensor) if tensor.dim() else 1
+        tensor.detach().copy_(_read(source, name, _kind_of_value(source, name), numbering, 0, rows))
+
+
+def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The names under which a pipeline's parameters are saved: the same for every number of stages."""
+    name_of = getattr(module, "state_name", str)
+    tied = tied_weights(module)
+    return {
+        parameter: name_of(name) + (COPY if getattr(parameter, REPLICATED, False) and id(parameter) not in tied else "")
+        for name, parameter in module.named_parameters()
+    }
+
+
+def tied_weights(module: Any) -> set[int]:
+    """``id`` of the weights here that another stage has too."""
+    return {id(w) for w, _ in module.get_tied_weights_and_groups()} if module.num_stages > 1 else set()
+
+
+def is_copy(tensor: Tensor, tied: set[int]) -> bool:
+    """Whether another stage has the one of these two equal weights that counts."""
+    return getattr(tensor, REPLICATED, False) and id(tensor) in tied
+
+
+def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
+    """Master and optimizer states of ``owned``, by kind."""
+    state = optimizer.state.get(owned.master, {})
+    parts = {kind: _as_tensor(value) for kind, value in state.items() if value is not None}
+    return {MASTER: owned.master.detach(), **parts}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
+
+
+def rest_of(module: nn.Module, optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that the optimizer does not train, and buffers that are part of the model, by their names."""
+    name_of = getattr(module, "state_name", str)
+    for parameter, name in names_of(module).items():
+        if optimizer is None or not optimizer.trains(parameter):
+            yield name, parameter
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield name_of(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@torch.no_grad()
+def _place_owned(optimizer: ShardedOptimizer, owned: Owned, numbering: Numbering, source: Source, states: bool) -> None:
+    name, rows = owned.name, (numbering, owned.start, owned.stop)
+    _check(source, name, numbering)
+    owned.master.copy_(_read(source, name, _kind_of_value(source, name), *rows))
+    if not states:
+        return
+    state: dict[str, Tensor] = {}
+    group = next(g for g in optimizer.param_groups if any(p is owned.master for p in g["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    for kind in source.kinds(name):
+        if kind in KINDS_OF_VALUE:
+            continue
+        if numbering.shape and source.shape(name, kind) == numbering.shape:
+            state[kind] = _read(source, name, kind, *rows).to(owned.master.device)
+        else:
+            tensor = source.read(name, kind)
+            state[kind] = tensor.to(owned.master.device) if tensor.dim() or on_device else tensor.cpu()
+    if state:
+        optimizer.state[owned.master] = state
+    else:
+        optimizer.state.pop(owned.master, None)
+
+
+def _kind_of_value(source: Source, name: str) -> str:
+    return MASTER if MASTER in source.kinds(name) else VALUE
+
+
+def _read(source: Source, name: str, kind: str, numbering: Numbering, start: int, stop: int) -> Tensor:
+    """What belongs to rows ``start`` to ``stop - 1`` here."""
+    if not numbering.shape:
+        return source.read(name, kind)
+    parts = [
+        source.read(name, kind, number, number + end - first) for first, end, number in numbering.runs(start, stop)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check(source: Source, name: str, numbering: Numbering) -> None:
+    if not source.kinds(name):
+        raise ValueError(f"it has no {name}: it is of another model.")
+    shape = source.shape(name)
+    if shape != numbering.shape:
+        raise ValueError(
+            f"its {name} has the shape {list(shape)}, the model's {list(numbering.shape)}: it is of another."
+        )
+
+
+def collect(optimizer: ShardedOptimizer, name: str) -> dict[str, Tensor]:
+    """Master and states of a whole parameter as the module here has it, by kind, on every rank that has the same.
+
+    Collective over these. Where a rank has everything (ZeRO 0) the tensors are the optimizer's own, not copies.
+    """
+    mine = {owned.start: parts_of(optimizer, owned) for owned in optimizer.owned if owned.name == name}
+    group = optimizer.group_over(name)
+    if group is None:
+        (parts,) = mine.values()
+        return parts
+    parameter = optimizer.parameters[optimizer.names.index(name)]
+    parts = {}
+    for owner, start, stop in optimizer.owners(name):
+        own = mine.get(start)
+        header = [None if own is None else [(kind, tuple(t.shape), t.dtype) for kind, t in own.items()]]
+        dist.broadcast_object_list(header, group=group, group_src=owner, device=parameter.device)
+        for kind, shape, dtype in header[0] or ():
+            tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+            if own is not None:
+                tensor.copy_(own[kind])
+            dist.broadcast(tensor, group=group, group_src=owner)
+            if not shape or shape[0] != stop - start:
+                parts[kind] = tensor
+            else:
+                whole = parts.setdefault(kind, tensor.new_empty((parameter.shape[0], *shape[1:])))
+                whole[start:stop] = tensor
+    return parts
+
+
+def link_full_access(optimizer: ShardedOptimizer) -> None:
+    """Have ``deepspeed.utils.safe_get_full_fp32_param`` and its like find their way.
+
+    As with DeepSpeed's optimizers, all ranks of the group call them together, and outside of a step there are no
+    gradients to get.
+    """
+    for parameter in optimizer.parameters:
+        parameter._hp_mapping = optimizer  # type: ignore[attr-defined]
+        parameter.get_full_hp_param = partial(_get_full, optimizer, parameter)  # type: ignore[attr-defined]
+        parameter.set_full_hp_param = partial(_set_full, optimizer, parameter)  # type: ignore[attr-defined]
+        parameter.get_full_hp_grad = lambda: None  # type: ignore[attr-defined]
+
+
+def unlink_full_access(optimizer: ShardedOptimizer) -> None:
+    """Undo :func:`link_full_access`: a parameter that refers to itself would keep its memory when it has left."""
+    for parameter in optimizer.parameters:
+        for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad"):
+            vars(parameter).pop(name, None)
+
+
+def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+    optimizer.check_settled()
+    name = optimizer.name_of(parameter)
+    parts = collect(optimizer, name)
+    if (optim_state_key or MASTER) not in parts:
+        raise ValueError(f"{name} has no optimizer state {optim_state_key!r}: it has {sorted(set(parts) - {MASTER})}.")
+    return parts[optim_state_key or MASTER].clone()
+
+
+@torch.no_grad()
+def _set_full(
+    optimizer: ShardedOptimizer, parameter: nn.Parameter, value: Tensor, optim_state_key: str | None = None
+) -> None:
+    optimizer.check_settled()
+    for owned in optimizer.owned:
+        if owned.parameter is parameter:
+            target = parts_of(optimizer, owned)[optim_state_key or MASTER]
+            target.copy_(value[owned.start : owned.stop] if target.dim() else value)
+    if optim_state_key is None:
+        optimizer.publish()

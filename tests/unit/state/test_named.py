@@ -1,0 +1,47 @@
+"""Which rows of the job's tensors the rows of a rank are."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.planning.experts import Placement
+from paceline.state.named import Numbering, Numberings
+
+
+@given(st.permutations(range(8)), st.integers(1, 8), st.data())
+def test_runs_are_the_rows_in_order(numbers: list[int], held: int, data: st.DataObject) -> None:
+    rows = tuple(numbers[:held])
+    start = data.draw(st.integers(0, held - 1))
+    stop = data.draw(st.integers(start + 1, held))
+    runs = list(Numbering((8, 3), rows, 2).runs(start, stop))
+    found = [(row, number + row - first) for first, end, number in runs for row in range(first, end)]
+    assert found == [(row, rows[row]) for row in range(start, stop)]
+    jumps = [row for row in range(start + 1, stop) if rows[row] != rows[row - 1] + 1]
+    assert [first for first, _, _ in runs] == [start, *jumps]
+
+
+def test_experts_have_their_numbers_in_the_model() -> None:
+    class Layer(nn.Module):
+        placement = Placement(((4, 0, 1, 2), (2, 5, 3)), (3, 3))
+        rank, size, num_experts, num_slots = 0, 2, 6, 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 7))
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(5)
+            self.layer = Layer()
+            self.expert_layers = {"layer": self.layer}
+
+    stage = Stage()
+    numberings = Numberings(stage)
+    assert numberings.of(stage.layer.weight) == Numbering((6, 7), (4, 0, 1), 2), "copies are nobody's rows"
+    assert list(numberings.of(stage.layer.weight).runs(0, 3)) == [(0, 1, 4), (1, 3, 0)]
+    assert numberings.of(stage.norm.weight) == Numbering((5,))
+    assert list(numberings.of(stage.norm.weight).runs(1, 4)) == [(1, 4, 1)]
