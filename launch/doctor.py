@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.doctor import cluster, facts, finding, installation
+from paceline.doctor import facts, finding, installation, job_checks
 from paceline.doctor.finding import PROBLEM, Finding
 from paceline.doctor.meeting import Deadline, Place, Unmet, heard, meet, tell
 
@@ -298,15 +298,15 @@ class _Job:
         trials = self.trials or {self.place.rank: dict(self.own_trial)}
         size = self.place.size
         known = dict(self.facts)
-        of_ranks = cluster.rows(known, size, trials)
+        of_ranks = job_checks.rows(known, size, trials)
         # Without an answer of rank 0, this rank knows only of itself.
-        judged = cluster.judge(known, size, trials, unheard) if self.place.rank == 0 and known else []
+        judged = job_checks.judge(known, size, trials, unheard) if self.place.rank == 0 and known else []
         found = [*more, *judged]
         if self.args.json:
-            shown = {"ranks": of_ranks, "links": cluster.links_of(trials), **finding.as_dict(found), "facts": known}
+            shown = {"ranks": of_ranks, "links": job_checks.links_of(trials), **finding.as_dict(found), "facts": known}
             text = json.dumps(shown)
         else:
-            text = f"{cluster.table(of_ranks)}\n\n{finding.as_text(found)}" if known else finding.as_text(found)
+            text = f"{job_checks.table(of_ranks)}\n\n{finding.as_text(found)}" if known else finding.as_text(found)
         print(text, file=self._stdout, flush=True)
         return finding.exit_status(found)
 
