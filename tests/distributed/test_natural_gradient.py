@@ -375,7 +375,7 @@ def test_another_number_of_stages_goes_on_with_the_estimates(saved: Any) -> None
 def forgets(root: str) -> list[float]:
     """The same, but for what was learned."""
     engine = engine_of(1, **ADAM)
-    engine._load_natural_state = lambda states: None
+    engine.natural_gradient.load = lambda states: None
     engine.load_checkpoint(root)
     return steps(engine, SAVED, 3)
 

@@ -191,7 +191,7 @@ def saves(root: str, zero: int) -> list[Any]:
 def goes_on(root: str, zero: int, forget: bool = False) -> list[Any]:
     engine = engine_of("llama", zero, **ADAM_OF_TORCH)
     if forget:
-        engine._load_natural_state = lambda states: None
+        engine.natural_gradient.load = lambda states: None
     steps(engine, 20, 1)
     engine.load_checkpoint(root)
     return [steps(engine, 6, 3), values(engine), learned(engine)]

@@ -84,6 +84,12 @@ class ControlPlane:
         dist.all_gather_object(values, value, group=self.world)
         return values
 
+    def gather_over_stages(self, value: Any) -> list[Any]:
+        """``value`` of every stage of this pipeline, on each of them."""
+        values: list[Any] = [None] * dist.get_world_size(self.pipe)
+        dist.all_gather_object(values, value, group=self.pipe)
+        return values
+
     def gather_at_first(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on rank 0; an empty list elsewhere."""
         rank = dist.get_rank()

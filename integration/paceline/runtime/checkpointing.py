@@ -194,7 +194,8 @@ class Checkpointing:
                 if states:
                     self._load_groups(checkpoint)
                     load_scaler_state(self.optimizer.loss_scaler, meta["loss_scale"])
-                    self._load_natural_state(self._natural_states(checkpoint))
+                    if self.natural_gradient is not None:
+                        self.natural_gradient.load(self._natural_states(checkpoint))
                     self._load_averaging_state(checkpoint.rank_state(0).get("averaging", {}))
                 if load_lr_scheduler_states and self.lr_scheduler is not None:
                     self._load_scheduler(checkpoint)
@@ -289,7 +290,7 @@ class Checkpointing:
             "lr_scheduler": scheduler,
             "rng": _rng_state(torch.device(self.device)),
             "experts": {} if self.rebalancer is None else self.rebalancer.placements(),
-            "natural_gradient": self._natural_state(),
+            "natural_gradient": {} if self.natural_gradient is None else self.natural_gradient.state_dict(),
             "averaging": self._averaging_state(),
         }
 
@@ -312,8 +313,6 @@ class Checkpointing:
 
     def _natural_states(self: Any, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """What all ranks had learned, this rank last, or those of the replica that had its number."""
-        if self.natural_gradient is None:
-            return []
         states = [state.get("natural_gradient", {}) for state in checkpoint.rank_states]
         shape = checkpoint.meta["shape"]
         if shape == self._shape():

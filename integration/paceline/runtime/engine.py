@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.control import ControlPlane
+from ..config import PacelineConfig
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
@@ -25,7 +26,7 @@ from .expert_part import Experts
 from .frozen import Frozen
 from .measuring import Measuring
 from .migration import Migrating
-from .natural import Natural
+from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .rate import check_scheduler_object
 from .scheduling import Scheduling
 
@@ -36,7 +37,7 @@ TIMES_EVERY = 10
 
 
 class PacelineEngine(
-    Experts, Natural, Averaging, Checkpointing, Migrating, Measuring, Scheduling, Computing, Frozen, PipelineEngine
+    Experts, Averaging, Checkpointing, Migrating, Measuring, Scheduling, Computing, Frozen, PipelineEngine
 ):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
@@ -50,6 +51,8 @@ class PacelineEngine(
 
     optimizer: ShardedOptimizer
     data_iterator: Any
+    natural_gradient: NaturalGradientPart | None = None
+    """None: gradients are ordinary ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
@@ -61,7 +64,6 @@ class PacelineEngine(
         super().__init__(*args, **kwargs)
         self._start_experts()
         self._start_natural_gradient()
-        self._start_max_change()
         if isinstance(self.optimizer, ShardedOptimizer):
             self._start_averaging(lambda: PipelineMasters(self))
         self.clock = Clock(torch.device(self.device))
@@ -72,6 +74,29 @@ class PacelineEngine(
         self._start_migrating()
         self._start_scheduling()
         self._start_partition()
+
+    def _start_natural_gradient(self) -> None:
+        section, gather = PacelineConfig.of(self._config._param_dict), self.control.gather
+        if section.natural_gradient is not None:
+            self.natural_gradient = NaturalGradientPart(
+                section.natural_gradient,
+                self.module,
+                gather=gather,
+                device=torch.device(self.device),
+                unit=self._unit_of_sum,
+                name_of=getattr(self.module, "state_name", str),
+            )
+        limits = agreed_limits(section.limits, self.module, names_of(self.module), gather)
+        if limits is not None and self.optimizer is not None:
+            self.optimizer.max_change = limits
+
+    def _unit_of_sum(self, num_rows: int) -> float:
+        """Factor that makes a gradient that of a loss summed over rows: a loss here is the mean of a micro-batch."""
+        return num_rows * self.gradient_accumulation_steps() / loss_scale_of(self.optimizer)
+
+    def natural_gradient_report(self) -> dict[str, float] | None:
+        """See :meth:`NaturalGradientPart.report`; None without natural gradients."""
+        return None if self.natural_gradient is None else self.natural_gradient.report()
 
     def steps_per_print(self) -> int | None:
         """As the JSON says. DeepSpeed's pipelines cannot report times without it."""

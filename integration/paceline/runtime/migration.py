@@ -126,10 +126,12 @@ class Migrating:
         with self._half_way("layers were being moved"):
             WATCH.doing("moving layers", EVERYONE)
             held, own = self._holdings() if moving.concerns_this_stage else ([], [])
-            learned = self._natural_state_of(moving.leaving)
+            natural = self.natural_gradient
+            learned = natural and natural.state_of([self.layers.prefix(item) for item in moving.leaving])
             unlink_full_access(self.optimizer)
             self.layers.swap(new, arrived)
-            self._move_natural_state(learned)
+            if natural is not None:
+                natural.follow(learned, self.control.gather_over_stages)
             if moving.concerns_this_stage:
                 self._rebuild_optimizer(moving, notes, arrived)
             wanted, places = self._wishes(arrived) if moving.concerns_this_stage else ([], _Places())

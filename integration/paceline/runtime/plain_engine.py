@@ -9,44 +9,57 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
 
 from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PlainMasters
 from ..comm.control import ControlPlane
 from ..config import PacelineConfig
-from ..optim.max_change import Limits
 from ..optim.zero_max_change import FlatMaxChange
-from .natural import Natural
+from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .rate import check_scheduler_object
 
 OWN_FILE = "paceline_rank_{rank:05d}.pt"
 """In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
 
 
-class PlainEngine(Natural, Averaging, DeepSpeedEngine):
+class PlainEngine(Averaging, DeepSpeedEngine):
     """A ``DeepSpeedEngine`` for a config whose ``"paceline"`` section has something for models without a pipeline."""
 
+    natural_gradient: NaturalGradientPart | None = None
+    """None: gradients are ordinary ones."""
+    _max_change: FlatMaxChange | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._max_change: FlatMaxChange | None = None
         super().__init__(*args, **kwargs)
-        self._start_natural_gradient()
-        self._start_max_change()
+        section = PacelineConfig.of(self._config._param_dict)
+        self.control = ControlPlane.create()
+        if section.natural_gradient is not None:
+            self.natural_gradient = NaturalGradientPart(
+                section.natural_gradient,
+                self.module,
+                gather=self.control.gather,
+                device=torch.device(self.device),
+                unit=self._unit_of_sum,
+            )
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        limits = agreed_limits(section.limits, self.module, names, self.control.gather)
+        if limits is not None and self.optimizer is not None:
+            self._max_change = FlatMaxChange(self, limits)
         self._tokens = 0
         self._losses: list[torch.Tensor] = []
-        if PacelineConfig.of(self._config._param_dict).averaging is not None:
-            self.control = ControlPlane.create()
-            self._start_averaging(lambda: PlainMasters(self))
+        self._start_averaging(lambda: PlainMasters(self))
 
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
         super()._configure_lr_scheduler()
 
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.module.named_parameters()}
+    def _unit_of_sum(self, num_rows: int) -> float:
+        """Factor that makes a gradient that of a loss summed over rows: a loss here is the mean of a micro-batch."""
+        return num_rows * self.gradient_accumulation_steps() / loss_scale_of(self.optimizer)
 
-    def _limit_changes(self, limits: Limits) -> None:
-        self._max_change = FlatMaxChange(self, limits)
+    def natural_gradient_report(self) -> dict[str, float] | None:
+        """See :meth:`NaturalGradientPart.report`; None without natural gradients."""
+        return None if self.natural_gradient is None else self.natural_gradient.report()
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         self._join_islands()  # of a loop that calls the module itself
@@ -96,7 +109,8 @@ class PlainEngine(Natural, Averaging, DeepSpeedEngine):
         if self.natural_gradient is not None or self.averager is not None:
             folder = Path(save_dir, tag)
             folder.mkdir(parents=True, exist_ok=True)
-            own = {"natural_gradient": self._natural_state(), "averaging": self._averaging_state()}
+            learned = {} if self.natural_gradient is None else self.natural_gradient.state_dict()
+            own = {"natural_gradient": learned, "averaging": self._averaging_state()}
             torch.save(own, folder / OWN_FILE.format(rank=self.global_rank))
         saved = super().save_checkpoint(
             save_dir,
@@ -136,7 +150,8 @@ class PlainEngine(Natural, Averaging, DeepSpeedEngine):
         if files:
             own = files[self.global_rank % len(files)]
             saved = torch.load(own, map_location=torch.device(self.device), weights_only=True)
-            self._load_natural_state([saved["natural_gradient"]])
+            if self.natural_gradient is not None:
+                self.natural_gradient.load([saved["natural_gradient"]])
             self._load_averaging_state(saved["averaging"])
 
 
