@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..comm.control import ControlPlane
 from ..optim.sharded import Owned
 from ..optim.zero_partitions import masters_of, num_real
-from ..state.exchange import Held, Move, Wanted, carry_out, plan_moves
+from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, stretch
 from ..state.named import MASTER, Numberings, is_copy, tied_weights
 
 STATES = {
@@ -95,7 +95,7 @@ class Masters(ABC):
         whole = self._whole(names)
         own = [share.tensor.detach().reshape(-1).cpu() for share in shares]
         held = [_held(share, flat) for share, flat in zip(shares, own, strict=True)]
-        self._carry(held, own, [Wanted(name, 0, len(whole[name]), False) for name in whole], list(whole.values()))
+        self._carry(held, own, [Wanted(name, 0, len(whole[name]), MASTER) for name in whole], list(whole.values()))
         return list(whole.values()) if self._control.rank == 0 else None
 
     @torch.no_grad()
@@ -105,10 +105,10 @@ class Masters(ABC):
         """Put values of the first rank into place everywhere, or add them; of states where the optimizer has some."""
         wanted = set(names)
         own = list(tensors or ())
-        held = [Held(n, MASTER, 0, len(t), (len(t),), t.dtype) for n, t in zip(names, own, strict=False)]
+        held = [Held(n, MASTER, 0, len(t), t.dtype) for n, t in zip(names, own, strict=False)]
         targets = [share for share in self.stepped(kind) if share.name in wanted]
         arrived = [torch.empty(s.stop - s.start, dtype=s.tensor.dtype) for s in targets]
-        self._carry(held, own, [Wanted(s.name, s.start, s.stop, False) for s in targets], arrived)
+        self._carry(held, own, [Wanted(s.name, s.start, s.stop, MASTER) for s in targets], arrived)
         for share, values in zip(targets, arrived, strict=True):
             if add:
                 share.tensor.add_(values.view_as(share.tensor).to(share.tensor.device))
@@ -130,12 +130,14 @@ class Masters(ABC):
         told = self._control.gather((list(held), list(wanted)))
         moves = plan_moves([t[0] for t in told], [t[1] for t in told], [0] * len(told))
 
-        def place(move: Move) -> Tensor:
-            start = wanted[move.wanted].start
-            return places[move.wanted][move.start - start : move.stop - start]
+        def transfer(move: Move) -> Transfer:
+            at = (move.start, move.stop)
+            leaving = stretch(own[move.held], held[move.held].start, *at) if move.source == rank else None
+            place = stretch(places[move.wanted], wanted[move.wanted].start, *at) if move.target == rank else None
+            return Transfer(move.source, move.target, leaving, place)
 
-        targets = {n: place(move) for n, move in enumerate(moves) if move.target == rank}
-        carry_out(moves, list(held), list(own), targets, torch.device("cpu"), group=self._control.world)
+        rounds = ([transfer(m) for m in moves if rank in (m.source, m.target)] for moves in in_rounds(moves))
+        carry_out(rounds, torch.device("cpu"), group=self._control.world)
 
 
 def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -154,7 +156,7 @@ def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _held(share: Share, flat: Tensor) -> Held:
-    return Held(share.name, MASTER, share.start, share.stop, (len(flat),), flat.dtype)
+    return Held(share.name, MASTER, share.start, share.stop, flat.dtype)
 
 
 class PipelineMasters(Masters):

@@ -2,7 +2,7 @@
 
 All ranks know both placements, so that they need only tell each other which elements of a weight each of them holds: a
 few integers, since with ZeRO 1 and 2 replicas hold fragments that are cut anywhere. From these each rank works out what
-it sends and receives (:mod:`.move_plan`). What goes to one rank goes as one message, as far as memory permits.
+it sends and receives (:mod:`.expert_ranges`, :mod:`..state.exchange`).
 
 A value that follows from a master which the same rank holds is made from that, as the optimizer's step does, and not
 sent.
@@ -25,17 +25,13 @@ from torch import Tensor, nn
 
 from ..comm.control import SHARED, PeerError
 from ..planning.experts import Placement
-from ..state.exchange import Held, Move, carry_out
+from ..state.exchange import ROUND_BYTES, Held, Move, Transfer, Wanted, carry_out, plan_moves
 from ..state.named import MASTER, VALUE
+from .expert_ranges import Holding, Part, Route, Told, Weight, check, holdings, parts, routes, spans
 from .layer import ExpertLayer
-from .move_plan import Holding, Part, Piece, Route, Told, Weight, check, parts, pieces, routes
 from .wrapper_states import StatePart, States, states_of
 
 __all__ = ["BytesToMove", "Moved", "StatePart", "States", "bytes_to_move", "move_experts", "states_of"]
-
-ROUND_BYTES = 8 << 20
-"""A rank has at most so much in buffers for what it sends, and for what it receives, at a time; more only where one
-kind of one weight of the experts that it exchanges in a layer is more. Longer messages are not faster."""
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
@@ -91,12 +87,12 @@ def move_experts(
         plans, rank = _plans(changes, states, group)
         if not plans:
             return Moved()
-        volume = [0, 0]
         rounds = list(_rounds(plans, rank))
+        volume = _volume(((t.source, t.target, t.num_bytes) for transfers in rounds for t in transfers), rank)
         transfer_begun = time.perf_counter()
-        for transfers in rounds:
-            _carry(transfers, rank, group, progress)
-            volume = [a + b for a, b in zip(volume, _volume(transfers, rank), strict=True)]
+        carry_out(rounds, plans[0].layer.device, group=group, in_place=True, progress=progress)
+        for plan in plans:
+            plan.make_values(rank)
         get_accelerator().synchronize()
         now = time.perf_counter()
         # The end of the slowest is the end of all.
@@ -112,7 +108,8 @@ def bytes_to_move(changes: Sequence[Change], states: States, group: Any = None) 
         if not plans:
             return BytesToMove(0, [0] * len(changes))
         for plan in plans:
-            volumes[plan.number] = _volume(plan.transfers(rank), rank)
+            moves = (m for p in parts(plan.weights, plan.routes, plan.told) for m in plan.moves(p, rank)[0])
+            volumes[plan.number] = _volume(((m.source, m.target, m.num_bytes) for m in moves), rank)
         told = _gather(volumes, group)  # [M ranks][changes](sent, received)
     by_change = [max(map(max, of_change)) for of_change in zip(*told, strict=True)]
     whole = max(sum(way) for volume in told for way in zip(*volume, strict=True))
@@ -155,12 +152,32 @@ class _Plan:
         asked = zlib.crc32(repr((layer.name, layer.placement, self.new)).encode())
         return Told(layer.rank, replica, asked, holdings)
 
-    def transfers(self, rank: int) -> Iterator[_Transfer]:
-        """Of this rank, ``rank`` of the group."""
-        for part in parts(self.weights, self.routes, self.told):
-            weight = self.weights[part.weight]
-            found = list(pieces(weight, part.kind, self.routes, self.told, rank))
-            yield _Transfer(self, part, found)
+    def moves(self, part: Part, rank: int) -> tuple[list[Move], list[list[Held]], list[list[Wanted]]]:
+        """Moves of one part from or to this rank, ``rank`` of the group, and what they point to."""
+        held, wanted = holdings(self.weights[part.weight], part.kind, self.routes, self.told, rank)
+        moves = plan_moves(held, wanted, [told.replica for told in self.told])
+        return [move for move in moves if rank in (move.source, move.target)], held, wanted
+
+    def transfers(self, part: Part, rank: int) -> Iterator[Transfer]:
+        """Transfers of one part, with the memory that they read and write."""
+        moves, held, wanted = self.moves(part, rank)
+        slots = {route.expert: (route.slot, route.new_slot) for route in self.routes}
+        for source, target, have, wish, start, stop, _ in moves:
+            old, new = slots[held[source][have].name][0], slots[wanted[target][wish].name][1]
+            leaving = self.elements(part.weight, part.kind, old, start, stop) if source == rank else None
+            place = self.elements(part.weight, part.kind, new, start, stop) if target == rank else None
+            yield Transfer(source, target, leaving, place)
+
+    @torch.no_grad()
+    def make_values(self, rank: int) -> None:
+        """Make the values that follow from masters which have come."""
+        for route in self.routes:
+            if route.new_device != self.told[rank].device:
+                continue
+            for number, weight in enumerate(self.weights):
+                for _, span in spans(weight, MASTER, route.new_slot, self.told[rank]):
+                    at = (route.new_slot, *span)
+                    self.elements(number, VALUE, *at).copy_(self.elements(number, MASTER, *at))
 
     def elements(self, weight: int, kind: str, slot: int, start: int, stop: int) -> Tensor:
         """Of a weight in an own slot: writing to them changes what the wrapper has."""
@@ -170,28 +187,6 @@ class _Plan:
             if held.kind == kind and low >= 0 and high <= held.tensor.numel():
                 return held.tensor[low:high]
         raise AssertionError(f"this rank has no {kind} of elements {start} to {stop} in slot {slot}")
-
-
-class _Transfer(NamedTuple):
-    """What this rank sends, receives, or moves within itself of one part."""
-
-    plan: _Plan
-    part: Part
-    pieces: list[Piece]
-
-    def source(self, piece: Piece) -> Tensor:
-        return self.plan.elements(self.part.weight, self.part.kind, piece.from_slot, piece.start, piece.stop)
-
-    def put(self, piece: Piece, arrived: Tensor) -> None:
-        """Args: ``arrived``: bytes."""
-        at = (piece.to_slot, piece.start, piece.stop)
-        target = self.plan.elements(self.part.weight, self.part.kind, *at)
-        _bytes(target).copy_(arrived)
-        if self.part.kind == MASTER:
-            self.plan.elements(self.part.weight, VALUE, *at).copy_(target)
-
-    def num_bytes(self, piece: Piece) -> int:
-        return (piece.stop - piece.start) * self.part.itemsize
 
 
 def _plans(changes: Sequence[Change], states: States, group: Any) -> tuple[list[_Plan], int]:
@@ -218,68 +213,27 @@ def _plans(changes: Sequence[Change], states: States, group: Any) -> tuple[list[
     return plans, dist.get_rank(group)
 
 
-def _rounds(plans: Sequence[_Plan], rank: int) -> Iterator[list[_Transfer]]:
+def _rounds(plans: Sequence[_Plan], rank: int) -> Iterator[list[Transfer]]:
     """As many parts at a time as buffers have room for; the same on all ranks."""
-    found: list[_Transfer] = []
+    found: list[Transfer] = []
     num_bytes = 0
     for plan in plans:
-        for transfer in plan.transfers(rank):
-            if found and num_bytes + transfer.part.most_bytes > ROUND_BYTES:
+        for part in parts(plan.weights, plan.routes, plan.told):
+            if num_bytes and num_bytes + part.most_bytes > ROUND_BYTES:
                 yield found
                 found, num_bytes = [], 0
-            found.append(transfer)
-            num_bytes += transfer.part.most_bytes
+            found += plan.transfers(part, rank)
+            num_bytes += part.most_bytes
     yield found
 
 
-@torch.no_grad()
-def _carry(transfers: Sequence[_Transfer], rank: int, group: Any, progress: Callable[[], None]) -> None:
-    """One message to each rank that something goes to, one from each that something comes from."""
-    device = transfers[0].plan.layer.device
-    stays: list[tuple[_Transfer, Piece, Tensor]] = []
-    leaving: dict[int, list[Tensor]] = {}
-    arriving: dict[int, list[tuple[_Transfer, Piece]]] = {}
-    for transfer in transfers:
-        for piece in transfer.pieces:
-            if piece.source == piece.target:
-                stays.append((transfer, piece, _bytes(transfer.source(piece)).clone()))
-            elif piece.source == rank:
-                leaving.setdefault(piece.target, []).append(_bytes(transfer.source(piece)))
-            else:
-                arriving.setdefault(piece.source, []).append((transfer, piece))
-    ranks = dist.get_process_group_ranks(group)
-    held, own, moves, places = [], [], [], {}
-    for target, tensors in sorted(leaving.items()):
-        packed = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        held.append(Held("experts", VALUE, 0, packed.numel(), (packed.numel(),), packed.dtype))
-        own.append(packed)
-        moves.append(Move(ranks[rank], ranks[target], len(own) - 1, 0, 0, packed.numel(), packed.numel()))
-    for source, expected in sorted(arriving.items()):
-        num_bytes = sum(transfer.num_bytes(piece) for transfer, piece in expected)
-        places[len(moves)] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        moves.append(Move(ranks[source], ranks[rank], 0, 0, 0, num_bytes, num_bytes))
-    carry_out(moves, held, own, places, device, group=group, progress=progress)
-    for (_, expected), place in zip(sorted(arriving.items()), places.values(), strict=True):
-        sizes = [transfer.num_bytes(piece) for transfer, piece in expected]
-        for (transfer, piece), arrived in zip(expected, place.split(sizes), strict=True):
-            transfer.put(piece, arrived)
-    for transfer, piece, kept in stays:
-        transfer.put(piece, kept)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Types do not matter on the way."""
-    return tensor.view(torch.uint8)
-
-
-def _volume(transfers: Iterable[_Transfer], rank: int) -> tuple[int, int]:
-    """Bytes that this rank sends, and receives."""
+def _volume(ends: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
+    """Bytes that this rank sends, and receives, by the sources, targets and bytes of moves."""
     sent = received = 0
-    for transfer in transfers:
-        for piece in transfer.pieces:
-            if piece.source != piece.target:
-                sent += transfer.num_bytes(piece) * (piece.source == rank)
-                received += transfer.num_bytes(piece) * (piece.target == rank)
+    for source, target, num_bytes in ends:
+        if source != target:
+            sent += num_bytes * (source == rank)
+            received += num_bytes * (target == rank)
     return sent, received
 
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..comm.staging import ranks_sharing
 from ..config.stage_counts import resolve_method
 from ..measure.device_memory import room_bytes
 from ..optim.sharded import Owned, ShardedOptimizer
-from ..state.exchange import Held, Move, Wanted, carry_out, plan_moves, sent_bytes
+from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, sent_bytes, stretch
 from ..state.named import MASTER, VALUE, link_full_access, parts_of, unlink_full_access
 from ..supervise.watch import EVERYONE, WATCH
 from .checkpointing import NOT_RESTORED
@@ -139,13 +140,10 @@ class Migrating:
             moves = plan_moves([t[0] for t in told], [t[1] for t in told], [t[2] for t in told])
             transfer_begun = time.perf_counter()
             rank = self.global_rank
-            targets = {
-                n: places.of(move, told[move.source][0][move.held], own)
-                for n, move in enumerate(moves)
-                if move.target == rank
-            }
+            holdings = [t[0] for t in told]
+            rounds = ([t for m in r if (t := places.transfer(m, holdings, own, rank))] for r in in_rounds(moves))
             goes_on = partial(WATCH.doing, "moving layers", EVERYONE)
-            carry_out(moves, held, own, targets, torch.device(self.device), progress=goes_on)
+            carry_out(rounds, torch.device(self.device), progress=goes_on)
             transfer_s = time.perf_counter() - transfer_begun
             places.settle(self.optimizer)
             self._forget_the_old_stage()
@@ -280,27 +278,23 @@ class Migrating:
         held: list[Held] = []
         own: list[Tensor] = []
 
-        def add(
-            name: str, kind: str, tensor: Tensor, start: int, stop: int, is_whole: bool, is_number: bool = False
-        ) -> None:
-            shape = tuple(tensor.shape)
-            held.append(Held(name + self._slice, kind, start, stop, shape, tensor.dtype, is_whole, is_number))
-            own.append(tensor)
-
         for item in self.layers.here:
             layer = self.layers.get(item)
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                rows = len(tensor) if tensor.dim() else 1
-                add(self.layers.prefix(item) + name, VALUE, tensor.detach(), 0, rows, rows == 0)
+                whole_name = self.layers.prefix(item) + name + self._slice
+                held.append(Held(whole_name, VALUE, 0, tensor.numel(), tensor.dtype))
+                own.append(tensor.detach())
         for owned in self.optimizer.owned:
             for kind, tensor in parts_of(self.optimizer, owned).items():
                 if kind == MASTER and tensor.dtype == owned.parameter.dtype:
                     continue  # the value says it
-                by_rows = tensor.dim() > 0 and tensor.shape == owned.master.shape
+                by_rows = tensor.shape == owned.master.shape and (tensor.dim() > 0 or kind == MASTER)
                 # A step count, or factors of a whole parameter, serve for any of its rows.
-                start, stop = (owned.start, owned.stop) if by_rows else (0, 1)
+                start, stop = elements_of(owned) if by_rows else (0, tensor.numel())
                 is_number = kind != MASTER and not torch.is_tensor(self.optimizer.state[owned.master][kind])
-                add(owned.name, kind, tensor, start, stop, not by_rows, is_number)
+                whole = None if by_rows else tuple(tensor.shape)
+                held.append(Held(owned.name + self._slice, kind, start, stop, tensor.dtype, whole, is_number))
+                own.append(tensor)
         return held, own
 
     def _wishes(self: Any, arrived: dict[int, nn.Module | None]) -> tuple[list[Wanted], _Places]:
@@ -308,11 +302,10 @@ class Migrating:
         places = _Places()
         for item, layer in arrived.items():
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                rows = len(tensor) if tensor.dim() else 1
-                wanted.append(Wanted(self.layers.prefix(item) + name + self._slice, 0, rows, True))
+                wanted.append(Wanted(self.layers.prefix(item) + name + self._slice, 0, tensor.numel(), VALUE))
                 places.wishes.append(tensor.detach())
         for owned in self.optimizer.owned:
-            wanted.append(Wanted(owned.name + self._slice, owned.start, owned.stop, False))
+            wanted.append(Wanted(owned.name + self._slice, *elements_of(owned), None))
             places.wishes.append(owned)
         return wanted, places
 
@@ -364,24 +357,33 @@ class _Places:
         self._states: dict[int, dict[str, Tensor]] = {}
         self._numbers: set[tuple[int, str]] = set()
 
-    def of(self, move: Move, held: Held, own: Sequence[Tensor]) -> Tensor:
+    def transfer(self, move: Move, held: Sequence[Sequence[Held]], own: Sequence[Tensor], rank: int) -> Transfer | None:
+        """One move with the memory that it reads and writes here; None if it does not concern this rank."""
+        if rank not in (move.source, move.target):
+            return None
+        entry = held[move.source][move.held]
+        leaving = stretch(own[move.held], entry.start, move.start, move.stop) if move.source == rank else None
+        place = self._place(move, entry, own) if move.target == rank else None
+        return Transfer(move.source, move.target, leaving, place)
+
+    def _place(self, move: Move, held: Held, own: Sequence[Tensor]) -> Tensor:
         """Memory for one move to this rank; what already lies here as it is wanted stays there."""
         wish = self.wishes[move.wanted]
         if isinstance(wish, Tensor):
-            return wish[move.start : move.stop] if wish.dim() else wish
+            return stretch(wish, 0, move.start, move.stop)
+        first, stop = elements_of(wish)
         if held.kind == MASTER:
-            return _rows(wish.master.detach(), move, wish)
+            return stretch(wish.master.detach(), first, move.start, move.stop)
         states = self._states.setdefault(move.wanted, {})
         if held.is_number:
             self._numbers.add((move.wanted, held.kind))
-        is_same = held.is_whole or (held.start, held.stop) == (wish.start, wish.stop)
-        if is_same and move.source == move.target:
+        if move.source == move.target and (held.whole is not None or (held.start, held.stop) == (first, stop)):
             states[held.kind] = own[move.held]
         if held.kind not in states:
-            shape = held.shape if held.is_whole else wish.master.shape
-            device = wish.master.device if held.shape or not held.is_whole else torch.device("cpu")
+            shape = wish.master.shape if held.whole is None else held.whole
+            device = torch.device("cpu") if held.whole == () else wish.master.device
             states[held.kind] = torch.empty(shape, dtype=held.dtype, device=device)
-        return states[held.kind] if held.is_whole else _rows(states[held.kind], move, wish)
+        return stretch(states[held.kind], 0 if held.whole is not None else first, move.start, move.stop)
 
     def settle(self, optimizer: Any) -> None:
         """Everything is here: the states belong to their masters."""
@@ -397,8 +399,10 @@ class _Places:
             }
 
 
-def _rows(tensor: Tensor, move: Move, wish: Owned) -> Tensor:
-    return tensor[move.start - wish.start : move.stop - wish.start] if tensor.dim() else tensor
+def elements_of(owned: Owned) -> tuple[int, int]:
+    """First element and end of what is owned of a flattened parameter."""
+    row = prod(owned.master.shape[1:])
+    return owned.start * row, owned.stop * row
 
 
 def _shown(parts: Sequence[int]) -> str:

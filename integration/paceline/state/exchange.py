@@ -1,13 +1,19 @@
-"""Rows of named tensors change ranks: who has what, who wants what, and the transfers that follow.
+"""Ranges of named tensors change ranks: plan who sends which elements to whom, and carry it out.
 
-Every rank tells all others what it holds and what it wants; from the two lists all of them work out the same transfers.
-Whatever moves is sent once, from the nearest rank that has it: the rank itself, its peer of the same replica, any.
+Layers that change stage, experts that change slot and averaged masters move this way. Every rank tells all others which
+elements it holds and which it wants; from the two lists all work out the same moves. Each element is sent once, from
+the nearest rank that has it: the rank itself, its peer of the same replica, any.
+
+Moves are carried out in rounds that are the same on all ranks. In a round a rank packs all that goes to one peer into
+one message, so buffers stay small and messages are few; what is larger than a round goes alone and is not copied. Every
+rank posts the sends and receives of a round together and of all rounds in the same order: no cycle of ranks can wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +22,22 @@ from torch import Tensor
 from ..comm.staging import staging_for
 from .named import VALUE
 
+ROUND_BYTES = 8 << 20
+"""A rank buffers at most so much of what it sends, and of what it receives, in a round. Longer messages are not
+faster."""
+
+Span = tuple[int, int]
+"""First element, end."""
+
 
 class Held(NamedTuple):
-    """Rows ``start`` to ``stop - 1`` of a tensor, as a rank has them.
+    """Elements ``start`` to ``stop - 1`` of a flattened tensor, as a rank has them.
 
     Args:
         name: of the parameter or buffer.
         kind: :data:`VALUE`, ``"master"``, or a state of the optimizer.
-        is_whole: it belongs to the parameter as it is, and cannot be cut by rows (a step count).
+        whole: shape of what belongs to the parameter as it is, such as a step count, and serves any of its elements;
+            None for what has an element for each of the parameter's.
         is_number: it is a number of Python's, and a tensor only on its way.
     """
 
@@ -31,23 +45,26 @@ class Held(NamedTuple):
     kind: str
     start: int
     stop: int
-    shape: tuple[int, ...]
     dtype: torch.dtype
-    is_whole: bool = False
+    whole: tuple[int, ...] | None = None
     is_number: bool = False
 
 
 class Wanted(NamedTuple):
-    """Rows of ``name`` that a rank is to have: of its value, or of all else that belongs to it."""
+    """Elements of ``name`` that a rank is to have.
+
+    Args:
+        kind: None for every kind that there is but the value.
+    """
 
     name: str
     start: int
     stop: int
-    is_value: bool
+    kind: str | None
 
 
 class Move(NamedTuple):
-    """One tensor from rank to rank. ``held`` and ``wanted`` are places in the lists of ``source`` and ``target``."""
+    """Elements from rank to rank. ``held`` and ``wanted`` are positions in the lists of ``source`` and ``target``."""
 
     source: int
     target: int
@@ -61,12 +78,12 @@ class Move(NamedTuple):
 def plan_moves(
     held: Sequence[Sequence[Held]], wanted: Sequence[Sequence[Wanted]], replicas: Sequence[int]
 ) -> list[Move]:
-    """Who sends what to whom; the same on every rank. What a rank has itself comes as a move to itself.
+    """Plan who sends what to whom; the same on every rank. What a rank has itself comes as a move to itself.
 
     Args:
         held: of each rank.
         wanted: of each rank.
-        replicas: of each rank, the pipeline that it belongs to.
+        replicas: of each rank, the pipeline or the expert-parallel group that it belongs to.
 
     Raises:
         ValueError: nobody has what is wanted.
@@ -79,44 +96,55 @@ def plan_moves(
     for target, wishes in enumerate(wanted):
         for place, wish in enumerate(wishes):
             kinds = holders.get(wish.name, {})
-            if wish.is_value and VALUE not in kinds:
+            if wish.kind is not None and wish.kind not in kinds:
                 raise ValueError(f"rank {target} is to have {wish.name}, which no rank has.")
-            for kind, places in kinds.items():
-                if (kind == VALUE) != wish.is_value:
-                    continue
-                nearest = sorted(places, key=lambda p: (p[0] != target, replicas[p[0]] != replicas[target], p[0]))
-                moves += _cover(target, place, wish, nearest)
+            for kind, having in kinds.items():
+                if kind == wish.kind or (wish.kind is None and kind != VALUE):
+                    nearest = sorted(having, key=lambda h: (h[0] != target, replicas[h[0]] != replicas[target], h[0]))
+                    moves += _moves_to(target, place, wish, nearest)
     return moves
 
 
-def _cover(target: int, place: int, wish: Wanted, nearest: Sequence[tuple[int, int, Held]]) -> Iterable[Move]:
-    """The rows of one kind from the nearest ranks that have them."""
+def _moves_to(target: int, place: int, wish: Wanted, nearest: Sequence[tuple[int, int, Held]]) -> Iterator[Move]:
+    """Moves of one kind from the nearest ranks that have it."""
     rank, position, entry = nearest[0]
-    if entry.is_whole:
-        yield Move(rank, target, position, place, entry.start, entry.stop, _num_bytes(entry))
+    size = entry.dtype.itemsize
+    if entry.whole is not None:
+        yield Move(rank, target, position, place, 0, prod(entry.whole), prod(entry.whole) * size)
         return
-    missing = [(wish.start, wish.stop)]
-    for rank, position, entry in nearest:
-        left = []
-        for start, stop in missing:
-            low, high = max(start, entry.start), min(stop, entry.stop)
-            if low >= high:
-                left.append((start, stop))
-                continue
-            row = _num_bytes(entry) // (entry.stop - entry.start)
-            yield Move(rank, target, position, place, low, high, row * (high - low))
-            left += [(a, b) for a, b in ((start, low), (high, stop)) if a < b]
-        missing = left
+    spans = (((rank, position), (entry.start, entry.stop)) for rank, position, entry in nearest)
+    found, missing = cover([(wish.start, wish.stop)], spans)
     if missing:
-        raise ValueError(f"rank {target} is to have rows {missing} of {wish.name}, which no rank has.")
+        raise ValueError(f"rank {target} is to have elements {missing} of {wish.name}, which no rank has.")
+    for (rank, position), start, stop in found:
+        yield Move(rank, target, position, place, start, stop, (stop - start) * size)
 
 
-def _num_bytes(entry: Held) -> int:
-    return torch.Size(entry.shape).numel() * entry.dtype.itemsize
+T = TypeVar("T")
+
+
+def cover(wanted: Sequence[Span], sources: Iterable[tuple[T, Span]]) -> tuple[list[tuple[T, int, int]], list[Span]]:
+    """Take each wanted element from the first source that has it: ``(source, start, stop)``, and what none has."""
+    found: list[tuple[T, int, int]] = []
+    missing = [span for span in wanted if span[0] < span[1]]
+    for source, (low, high) in sources:
+        if not missing:
+            break
+        found += [(source, max(a, low), min(b, high)) for a, b in missing if max(a, low) < min(b, high)]
+        missing = without(missing, [(low, high)])
+    return found, missing
+
+
+def without(spans: Sequence[Span], taken: Iterable[Span]) -> list[Span]:
+    """Elements of ``spans`` that are in none of ``taken``."""
+    left = list(spans)
+    for low, high in taken:
+        left = [(a, b) for start, stop in left for a, b in ((start, min(stop, low)), (max(start, high), stop)) if a < b]
+    return left
 
 
 def sent_bytes(moves: Iterable[Move], num_ranks: int) -> list[int]:
-    """What each rank sends to others."""
+    """Bytes that each rank sends to others."""
     sent = [0] * num_ranks
     for move in moves:
         if move.source != move.target:
@@ -124,55 +152,148 @@ def sent_bytes(moves: Iterable[Move], num_ranks: int) -> list[int]:
     return sent
 
 
-def part(tensor: Tensor, held: Held, move: Move) -> Tensor:
-    """What of a held tensor moves."""
-    if held.is_whole or not tensor.dim():
-        return tensor
-    return tensor[move.start - held.start : move.stop - held.start]
+def in_rounds(moves: Iterable[Move], round_bytes: int = ROUND_BYTES) -> list[list[Move]]:
+    """Spread moves over rounds; the same on all ranks that give the same moves.
+
+    In a round no rank sends more than ``round_bytes`` to others or receives more, but for a single move that is larger.
+    The moves from one rank, and those to one rank, keep their order.
+    """
+    rounds: list[list[Move]] = []
+    last: dict[tuple[str, int], tuple[int, int]] = {}  # round and bytes in it, of each rank's sends and receives
+    for move in moves:
+        ends = (("send", move.source), ("receive", move.target)) if move.source != move.target else ()
+        number = max((last.get(end, (0, 0))[0] for end in ends), default=0)
+        used = max((last[end][1] for end in ends if last.get(end, (-1, 0))[0] == number), default=0)
+        if used and used + move.num_bytes > round_bytes:
+            number += 1
+        for end in ends:
+            before, num_bytes = last.get(end, (0, 0))
+            last[end] = (number, move.num_bytes + (num_bytes if before == number else 0))
+        while len(rounds) <= number:
+            rounds.append([])
+        rounds[number].append(move)
+    return rounds
 
 
+class Transfer(NamedTuple):
+    """One move as one of its ends sees it.
+
+    Args:
+        source: number of the sender in the group.
+        target: number of the receiver in the group.
+        leaving: what is sent; None on other ranks.
+        place: memory that takes it; None on other ranks.
+    """
+
+    source: int
+    target: int
+    leaving: Tensor | None
+    place: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        tensor = self.place if self.leaving is None else self.leaving
+        return 0 if tensor is None else tensor.nbytes
+
+
+def stretch(tensor: Tensor, first: int, start: int, stop: int) -> Tensor:
+    """Elements ``start`` to ``stop - 1`` of a flattened tensor, of which ``tensor`` has those from ``first`` on.
+
+    A view. One that is not contiguous is cut between rows only.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start - first : stop - first]
+    row = prod(tensor.shape[1:])
+    return tensor[(start - first) // row : (stop - first) // row]
+
+
+@torch.no_grad()
 def carry_out(
-    moves: Sequence[Move],
-    held: Sequence[Held],
-    own: Sequence[Tensor],
-    places: Mapping[int, Tensor],
+    rounds: Iterable[Sequence[Transfer]],
     device: torch.device,
     *,
     group: Any = None,
+    in_place: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Send and receive what concerns this rank, and wait until it is done.
 
+    A round is taken from ``rounds`` while the one before it is on its way.
+
     Args:
-        held: of this rank.
-        own: its tensors.
-        places: by position in ``moves``, the memory that takes what arrives; contiguous.
-        group: that carries it, with all ranks of ``moves``, which are those of the world; None for the world's own.
-        progress: called after each transfer.
+        rounds: transfers from and to this rank, of each pair of ranks in the same rounds and the same order on both.
+        device: of the tensors that the backend sends.
+        group: that carries them; None for the world's own.
+        in_place: places may lie in memory that other transfers of the same round read: everything that a round brings
+            has arrived before any of it is written.
+        progress: called after each message.
 
     Raises:
         RuntimeError: a connection was lost, or a transfer took longer than the process group allows.
     """
-    rank = dist.get_rank()
     # What the backend sends lies on the device, or in host memory; a step count is on the host all the same.
     sendable = device if staging_for(device, group) is None else torch.device("cpu")
-    operations, landed = [], []
-    for number, move in enumerate(moves):
-        if move.source == move.target == rank:
-            tensor = part(own[move.held], held[move.held], move)
-            if places[number].data_ptr() != tensor.data_ptr():
-                places[number].copy_(tensor)
-        elif move.target == rank:
-            place = places[number]
-            if place.device.type != sendable.type:
-                landed.append((place, torch.empty(place.shape, dtype=place.dtype, device=sendable)))
-                place = landed[-1][1]
-            operations.append(dist.P2POp(dist.irecv, place, move.source, group))
-        elif move.source == rank:
-            tensor = part(own[move.held], held[move.held], move).to(sendable).contiguous()
-            operations.append(dist.P2POp(dist.isend, tensor, move.target, group))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-        progress()
-    for place, arrived in landed:
-        place.copy_(arrived)
+    before: _Round | None = None
+    for transfers in rounds:
+        begun = _Round(transfers, sendable, group, in_place)
+        if before is not None:
+            before.finish(progress)
+        before = begun
+    if before is not None:
+        before.finish(progress)
+
+
+class _Round:
+    """The messages of one round, posted when it is made: one to each peer, one from each."""
+
+    def __init__(self, transfers: Sequence[Transfer], sendable: torch.device, group: Any, in_place: bool) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self._landed: list[tuple[Tensor, Tensor]] = []
+        leaving: dict[int, list[Tensor]] = {}
+        arriving: dict[int, list[Tensor]] = {}
+        for source, target, tensor, place in transfers:
+            if source == target:
+                assert tensor is not None
+                assert place is not None
+                if tensor.data_ptr() != place.data_ptr():
+                    self._landed.append((place, tensor.clone() if in_place else tensor))
+            elif source == rank and tensor is not None and tensor.numel():
+                leaving.setdefault(target, []).append(tensor)
+            elif target == rank and place is not None and place.numel():
+                arriving.setdefault(source, []).append(place)
+        operations = []
+        for target, tensors in leaving.items():
+            flat = [_bytes(tensor).to(sendable) for tensor in tensors]
+            message = torch.cat(flat) if len(flat) > 1 else flat[0]
+            operations.append(dist.P2POp(dist.isend, message, ranks[target], group))
+        for source, places in arriving.items():
+            first = places[0]
+            if len(places) == 1 and not in_place and first.is_contiguous() and first.device.type == sendable.type:
+                message = _bytes(first)
+            else:
+                sizes = [place.nbytes for place in places]
+                message = torch.empty(sum(sizes), dtype=torch.uint8, device=sendable)
+                self._landed += zip(places, message.split(sizes), strict=True)
+            operations.append(dist.P2POp(dist.irecv, message, ranks[source], group))
+        self._operations = operations  # they keep what is sent
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def finish(self, progress: Callable[[], None]) -> None:
+        """Wait, and put what has arrived into place."""
+        for work in self._works:
+            work.wait()
+            progress()
+        for place, arrived in self._landed:
+            if arrived.dtype == place.dtype:
+                place.copy_(arrived.reshape(place.shape))
+            elif place.is_contiguous():
+                _bytes(place).copy_(arrived)
+            else:
+                values = torch.empty(place.shape, dtype=place.dtype, device=arrived.device)
+                _bytes(values).copy_(arrived)
+                place.copy_(values)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Types do not matter on the way. A view where ``tensor`` is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

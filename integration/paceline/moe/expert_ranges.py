@@ -1,7 +1,7 @@
-"""Which elements of which expert's weights go from rank to rank when a layer changes its placement.
+"""Ranges of experts' weights that ranks hold and want when a layer changes its placement.
 
-A weight of an expert is numbered from its own first element, wherever it lies; a *piece* is a run of these that one
-rank has of one kind (value, master, an optimizer's state) and that another rank is to have.
+A weight of an expert is numbered from its own first element, wherever it lies; each rank has runs of these elements of
+one kind (value, master, an optimizer's state). :mod:`..state.exchange` plans from them who sends what to whom.
 
 Legend: M ranks that have the layer, R ranks of an expert-parallel group; a rank below is one of the M.
 """
@@ -9,16 +9,14 @@ Legend: M ranks that have the layer, R ranks of an expert-parallel group; a rank
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..planning.experts import Placement
+from ..state.exchange import Held, Span, Wanted, without
 from ..state.named import MASTER, VALUE
-
-Span = tuple[int, int]
-"""First element, end."""
 
 
 class Holding(NamedTuple):
@@ -31,7 +29,7 @@ class Holding(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank tells the others about a layer.
+    """Holdings of a rank in a layer, as it tells the others.
 
     Args:
         device: its number in the layer's expert-parallel group, 0 to R - 1.
@@ -59,35 +57,23 @@ class Weight(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-class Piece(NamedTuple):
-    """Elements ``start`` to ``stop - 1`` of one weight of an expert, from slot to slot."""
-
-    source: int
-    target: int
-    from_slot: int
-    to_slot: int
-    start: int
-    stop: int
-
-
 class Part(NamedTuple):
-    """One kind of one weight: what moves of it does not depend on any other part.
+    """One kind of one weight, which moves independently of every other part.
 
     Args:
         weight: its number.
-        itemsize: bytes of an element.
         most_bytes: more than this no rank sends or receives.
     """
 
     weight: int
     kind: str
-    itemsize: int
     most_bytes: int
 
 
 class Route(NamedTuple):
-    """Of an expert: the device and slot that own it, and those that are to."""
+    """The device and slot that own an expert, and those that are to."""
 
+    expert: str
     device: int
     slot: int
     new_device: int
@@ -95,9 +81,10 @@ class Route(NamedTuple):
 
 
 def routes(old: Placement, new: Placement) -> list[Route]:
-    """Of each expert that changes its slot. Copies do not count."""
+    """List the experts that change their slots. Copies do not count."""
     before, after = _owned_slots(old), _owned_slots(new)
-    return [Route(*before[expert], *after[expert]) for expert in sorted(before) if before[expert] != after[expert]]
+    moving = [expert for expert in sorted(before) if before[expert] != after[expert]]
+    return [Route(str(expert), *before[expert], *after[expert]) for expert in moving]
 
 
 def _owned_slots(placement: Placement) -> dict[int, tuple[int, int]]:
@@ -159,7 +146,7 @@ def _check_complete(
 
 
 def parts(weights: Sequence[Weight], routes: Sequence[Route], told: Sequence[Told]) -> list[Part]:
-    """Everything that may move of a layer, in an order which is the same on all ranks."""
+    """List all that may move of a layer, in an order which is the same on all ranks."""
     arriving = Counter(route.new_device for route in routes)
     most = max(arriving.values(), default=0)
     found = []
@@ -167,66 +154,42 @@ def parts(weights: Sequence[Weight], routes: Sequence[Route], told: Sequence[Tol
         sizes = {
             holding.kind: holding.dtype.itemsize for entry in told for holding in entry.parameters[weight.places[0][0]]
         }
-        # Values first: those that follow from masters are overwritten with these, and may have to leave before.
-        for kind, itemsize in sorted(sizes.items(), key=lambda item: (item[0] != VALUE, item[0])):
-            found.append(Part(number, kind, itemsize, most * weight.numel * itemsize))
+        for kind, itemsize in sorted(sizes.items()):
+            found.append(Part(number, kind, most * weight.numel * itemsize))
     return found
 
 
-def pieces(weight: Weight, kind: str, routes: Sequence[Route], told: Sequence[Told], rank: int) -> Iterator[Piece]:
-    """What ``rank`` sends, receives, or moves within itself of one part; in the same order on both sides.
+def holdings(
+    weight: Weight, kind: str, routes: Sequence[Route], told: Sequence[Told], rank: int
+) -> tuple[list[list[Held]], list[list[Wanted]]]:
+    """List which elements of one kind of a weight each rank has and is to have, of those that concern ``rank``.
 
-    Each element comes once to each rank that is to have it, from the nearest that has it: the rank itself, one of the
-    same replica, any. A value is left out where the rank gets the master of the same elements.
+    The values that a rank makes from masters which it is to have are not wanted.
     """
     members: dict[int, list[int]] = {}
     for number, entry in enumerate(told):
         members.setdefault(entry.device, []).append(number)
     own = told[rank].device
-    for device, slot, new_device, new_slot in routes:
+    held: list[list[Held]] = [[] for _ in told]
+    wanted: list[list[Wanted]] = [[] for _ in told]
+    for expert, device, slot, new_device, new_slot in routes:
         if own not in (device, new_device):
             continue
+        for source in members[device]:
+            having = spans(weight, kind, slot, told[source])
+            held[source] += [Held(expert, kind, *span, dtype) for dtype, span in having]
         for target in members[new_device] if own == device else [rank]:
-            wanted = _spans(weight, kind, new_slot, told[target])
+            missing = [span for _, span in spans(weight, kind, new_slot, told[target])]
             if kind == VALUE:
-                wanted = _without(wanted, _spans(weight, MASTER, new_slot, told[target]))
-            nearest = _nearest(members[device], target, told)
-            sources = {m: _spans(weight, kind, slot, told[m]) for m in nearest}
-            for source, start, stop in _cover(wanted, sources):
-                if rank in (source, target):
-                    yield Piece(source, target, slot, new_slot, start, stop)
+                missing = without(missing, [span for _, span in spans(weight, MASTER, new_slot, told[target])])
+            wanted[target] += [Wanted(expert, *span, kind) for span in missing]
+    return held, wanted
 
 
-def _nearest(ranks: Sequence[int], target: int, told: Sequence[Told]) -> list[int]:
-    replica = told[target].replica
-    return sorted(ranks, key=lambda rank: (rank != target, told[rank].replica != replica, rank))
-
-
-def _spans(weight: Weight, kind: str, slot: int, told: Told) -> list[Span]:
-    """Elements of the weight in a slot that a rank has."""
+def spans(weight: Weight, kind: str, slot: int, told: Told) -> Iterator[tuple[torch.dtype, Span]]:
+    """Elements of the weight in a slot that a rank has, with their type."""
     number, start = weight.places[slot]
-    found = []
     for holding in told.parameters[number]:
         low, high = max(holding.start - start, 0), min(holding.stop - start, weight.numel)
         if holding.kind == kind and low < high:
-            found.append((low, high))
-    return found
-
-
-def _cover(wanted: Sequence[Span], sources: Mapping[int, Sequence[Span]]) -> Iterator[tuple[int, int, int]]:
-    """Each wanted element from the first source that has it."""
-    missing = list(wanted)
-    for source, spans in sources.items():
-        for start, stop in missing:
-            for low, high in spans:
-                if max(start, low) < min(stop, high):
-                    yield source, max(start, low), min(stop, high)
-        missing = _without(missing, spans)
-    assert not missing, f"nobody has elements {missing}"
-
-
-def _without(spans: Sequence[Span], taken: Iterable[Span]) -> list[Span]:
-    left = list(spans)
-    for low, high in taken:
-        left = [(a, b) for start, stop in left for a, b in ((start, min(stop, low)), (max(start, high), stop)) if a < b]
-    return left
+            yield holding.dtype, (low, high)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.moe.move_plan import Holding, Piece, Told, Weight, check, parts, pieces, routes
+from paceline.moe.expert_ranges import Holding, Part, Told, Weight, check, holdings, parts, routes
 from paceline.planning.experts import Placement
+from paceline.state.exchange import plan_moves
 from paceline.state.named import MASTER, VALUE
 
 NUMEL = 4
@@ -59,6 +62,34 @@ def cases(draw: st.DrawFn) -> Case:
     return Case([Weight("w", NUMEL, places)], old, new, ranks)
 
 
+class Piece(NamedTuple):
+    """Elements of one weight of an expert, from slot to slot."""
+
+    source: int
+    target: int
+    from_slot: int
+    to_slot: int
+    start: int
+    stop: int
+    num_bytes: int
+
+
+def pieces(case: Case, kind: str, rank: int) -> list[Piece]:
+    """Moves from and to a rank, as that rank plans them from the ranges of all."""
+    found = routes(case.old, case.new)
+    held, wanted = holdings(case.weights[0], kind, found, case.told, rank)
+    slots = {route.expert: (route.slot, route.new_slot) for route in found}
+    return [
+        Piece(m.source, m.target, *slots[held[m.source][m.held].name], m.start, m.stop, m.num_bytes)
+        for m in plan_moves(held, wanted, [entry.replica for entry in case.told])
+        if rank in (m.source, m.target)
+    ]
+
+
+def parts_of(case: Case) -> Sequence[Part]:
+    return parts(case.weights, routes(case.old, case.new), case.told)
+
+
 Memory = list[dict[tuple[str, int, int], tuple[int, int]]]
 """Of each rank, by kind, parameter and element: the expert and the element of its weight that lie there."""
 
@@ -83,41 +114,36 @@ def elements(case: Case, piece: Piece, slot: int) -> list[tuple[int, int]]:
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_all_get_what_the_new_placement_gives_them(case: Case) -> None:
-    """Part by part, all read before any is written; a master that comes brings the value with it."""
+    """Part by part, all read before any is written; values that follow from masters are made in the end."""
     check("layer", case.weights, case.told)
     memory = memory_of(case, case.old)
-    for part in parts(case.weights, routes(case.old, case.new), case.told):
-        plans = [
-            list(pieces(case.weights[0], part.kind, routes(case.old, case.new), case.told, rank))
-            for rank in range(len(case.told))
-        ]
+    for part in parts_of(case):
+        plans = [pieces(case, part.kind, rank) for rank in range(len(case.told))]
         moves = sorted({piece for plan in plans for piece in plan})
         for rank, plan in enumerate(plans):  # both sides see the same, in the same order
             for other in range(len(plans)):
                 between = [p for p in plan if {p.source, p.target} == {rank, other}]
                 assert between == [p for p in plans[other] if {p.source, p.target} == {rank, other}]
-            sent = sum((p.stop - p.start) * part.itemsize for p in plan if p.source == rank != p.target)
-            received = sum((p.stop - p.start) * part.itemsize for p in plan if p.target == rank != p.source)
-            assert received <= part.most_bytes
-            assert sent <= part.most_bytes
+            assert sum(p.num_bytes for p in plan if p.source == rank != p.target) <= part.most_bytes
+            assert sum(p.num_bytes for p in plan if p.target == rank != p.source) <= part.most_bytes
         read = [[memory[p.source][(part.kind, *at)] for at in elements(case, p, p.from_slot)] for p in moves]
         written: Counter[tuple[int, int, int]] = Counter()
         for piece, values in zip(moves, read, strict=True):
             for at, value in zip(elements(case, piece, piece.to_slot), values, strict=True):
                 written[(piece.target, *at)] += 1
                 memory[piece.target][(part.kind, *at)] = value
-                if part.kind == MASTER:
-                    memory[piece.target][(VALUE, *at)] = value
         assert set(written.values()) <= {1}
+    for mine in memory:
+        mine |= {(VALUE, *at): value for (kind, *at), value in mine.items() if kind == MASTER}
     assert memory == memory_of(case, case.new)
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_nothing_comes_from_further_away_than_it_must(case: Case) -> None:
-    for part in parts(case.weights, routes(case.old, case.new), case.told):
+    for part in parts_of(case):
         for rank, target in enumerate(case.told):
-            for piece in pieces(case.weights[0], part.kind, routes(case.old, case.new), case.told, rank):
+            for piece in pieces(case, part.kind, rank):
                 if piece.target != rank:
                     continue
                 source = case.told[piece.source]
@@ -136,21 +162,22 @@ def test_nothing_comes_from_further_away_than_it_must(case: Case) -> None:
 
 def test_only_what_moves_is_sent() -> None:
     told = [Told(device, 0, 0, ((Holding(VALUE, torch.float32, 0, 8),),)) for device in range(2)]
-    weight = Weight("w", 4, ((0, 0), (0, 4)))
+    weights = [Weight("w", 4, ((0, 0), (0, 4)))]
     old, new = Placement(((0, 1), (2, 3))), Placement(((0, 3), (1, 2)))
-    assert list(pieces(weight, VALUE, routes(old, new), told, 0)) == [Piece(0, 1, 1, 0, 0, 4), Piece(1, 0, 1, 1, 0, 4)]
-    assert list(pieces(weight, VALUE, routes(old, new), told, 1)) == [
-        Piece(0, 1, 1, 0, 0, 4),
-        Piece(1, 1, 0, 1, 0, 4),
-        Piece(1, 0, 1, 1, 0, 4),
+    case = Case(weights, old, new, told)
+    assert pieces(case, VALUE, 0) == [Piece(1, 0, 1, 1, 0, 4, 16), Piece(0, 1, 1, 0, 0, 4, 16)]
+    assert pieces(case, VALUE, 1) == [
+        Piece(1, 0, 1, 1, 0, 4, 16),
+        Piece(0, 1, 1, 0, 0, 4, 16),
+        Piece(1, 1, 0, 1, 0, 4, 16),
     ]
-    assert list(pieces(weight, VALUE, routes(old, old), told, 0)) == []
+    assert pieces(Case(weights, old, old, told), VALUE, 0) == []
 
 
 def test_copies_are_no_reason_to_move() -> None:
     old = Placement(((0, 1, 2), (2, 3, 0)), owned=(2, 2))
     assert routes(old, Placement(((0, 1, 3), (2, 3, 1)), owned=(2, 2))) == []
-    assert routes(old, Placement(((1, 0, 3), (2, 3, 1)), owned=(2, 2))) == [(0, 0, 0, 1), (0, 1, 0, 0)]
+    assert routes(old, Placement(((1, 0, 3), (2, 3, 1)), owned=(2, 2))) == [("0", 0, 0, 0, 1), ("1", 0, 1, 0, 0)]
 
 
 WHOLE = Holding(VALUE, torch.float32, 0, 8)
