@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ..config.section import SECTION
+from ..state.exchange import cover
 from ..state.named import MASTER, VALUE
 from .moving import states_of
 
@@ -249,17 +250,14 @@ def _copy(value: Any) -> Any:
 
 
 def _fill(tensor: Tensor, start: int, kind: str, fragments: Sequence[Fragment], name: str) -> None:
-    """``tensor [n]``, elements of a weight from ``start`` on, from what the files have of it."""
-    end, filled = start + tensor.numel(), 0
-    for fragment in fragments:
-        if kind not in fragment.kinds:
-            continue
-        source = fragment.kinds[kind]
-        low, high = max(start, fragment.start), min(end, fragment.start + source.numel())
-        if low < high:
-            tensor[low - start : high - start].copy_(source[low - fragment.start : high - fragment.start])
-            filled += high - low
-    if filled != tensor.numel():
+    """Fill ``tensor [n]``, elements of a weight from ``start`` on, from what the files have of it."""
+    sources = [(f.kinds[kind], f.start) for f in fragments if kind in f.kinds]
+    spans = [((source, first), (first, first + source.numel())) for source, first in sources]
+    found, missing = cover([(start, start + tensor.numel())], spans)
+    for (source, first), low, high in found:
+        tensor[low - start : high - start].copy_(source[low - first : high - first])
+    if missing:
+        filled = sum(high - low for _, low, high in found)
         raise ValueError(
             f"the checkpoint has {filled} of {tensor.numel()} elements of {kind} of {name} that this rank needs: it "
             "was saved by another model or is not complete."
