@@ -53,6 +53,7 @@ from ..schedules.schedule import BACKWARD, FORWARD, Schedule
 from ..supervise.lifetime import current
 from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
+from .migration import Migration
 from .rank_random import OwnRandom
 from .scheduling import Here
 from .state_owners import Mirrors
@@ -247,7 +248,7 @@ class AsynchronousEngine(CausalLMEngine):
                 "a checkpoint, and load it into an engine with the other batch size."
             )
 
-    def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> dict[str, Any] | None:
+    def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> Migration | None:
         if list(parts) == [int(part) for part in self.module.parts]:
             return None
         raise ValueError(
@@ -259,18 +260,16 @@ class AsynchronousEngine(CausalLMEngine):
 
     def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
         basic = super()._make_basic_optimizer(client_optimizer, parameters)
-        names, _, _ = self._placement()
-        order = {parameter: number for number, parameter in enumerate(names)}
+        order = {parameter: number for number, parameter in enumerate(self._placement().names)}
         for group in basic.param_groups:  # the same on all ranks that hold the same
             group["params"] = sorted(group["params"], key=lambda p: order.get(p, len(order)))
         return basic
 
     def _placement(self) -> Any:
         """By stage: every rank of a mirror group has its stages in another order."""
-        names, counts, apart = super()._placement()
-        stages = self._stage_of
-        ordered = dict(sorted(names.items(), key=lambda item: (stages[item[0]], item[1])))
-        return ordered, counts, apart
+        found, stages = super()._placement(), self._stage_of
+        ordered = dict(sorted(found.names.items(), key=lambda item: (stages[item[0]], item[1])))
+        return found._replace(names=ordered)
 
     def _trained_stages(self) -> set[int]:
         return {stage for parameter, stage in self._stage_of.items() if parameter.requires_grad}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.control import ControlPlane
 from ..config import PacelineConfig
+from ..config.stage_counts import resolve_method
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
@@ -25,8 +26,10 @@ from .computing import Computing
 from .expert_part import Experts
 from .frozen import Frozen
 from .measuring import Measuring
-from .migration import Migrating
+from .migration import Migration, Migrator, Seat, StageParameters
+from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
+from .plain_layers import PlainLayers
 from .rate import check_scheduler_object
 from .scheduling import Scheduling
 
@@ -36,9 +39,7 @@ TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
 
 
-class PacelineEngine(
-    Experts, Averaging, Checkpointing, Migrating, Measuring, Scheduling, Computing, Frozen, PipelineEngine
-):
+class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, Computing, Frozen, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -71,8 +72,9 @@ class PacelineEngine(
             self.optimizer.clock = self.clock
         self._told = self._what_instructions_do()
         self._start_measuring()
-        self._start_migrating()
+        self.layers = self._make_layers()
         self._start_scheduling()
+        self.migrator = self._make_migrator()
         self._start_partition()
 
     def _start_natural_gradient(self) -> None:
@@ -196,8 +198,7 @@ class PacelineEngine(
     ) -> ShardedOptimizer:
         return ShardedOptimizer(basic, names, **options)
 
-    def _placement(self) -> tuple[dict[nn.Parameter, str], _Asks, _Asks]:
-        """Names of the stage's parameters; which count in the norm here, and which have gradients elsewhere too."""
+    def _placement(self) -> StageParameters:
         grid, module = self.module._grid, self.module
         tied = tied_weights(module)
         first_slice = grid.get_slice_parallel_rank() == 0
@@ -206,7 +207,7 @@ class PacelineEngine(
             is_slice = getattr(parameter, "model_parallel", False)
             return not is_copy(parameter, tied) and (first_slice or is_slice)
 
-        return names_of(module), counts, lambda parameter: id(parameter) in tied
+        return StageParameters(names_of(module), counts, lambda parameter: id(parameter) in tied)
 
     def _accumulation_dtype(self) -> torch.dtype | None:
         """fp32 unless ``data_types.grad_accum_dtype`` says otherwise: a pipeline adds up many micro-batches."""
@@ -296,6 +297,89 @@ class PacelineEngine(
         self._leave_islands()
         super().destroy()
         self.transport.close()
+
+    # -- layers that move between stages --------------------------------------------------------------------------
+
+    def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> Migration | None:
+        """Have each stage hold the items that ``parts`` says, from the next step on. Call it between steps.
+
+        No number of the training changes: every bit of every weight is what it would have been. Only sums are taken in
+        another order: that of the norm, with clipping, and those of gradients over three or more replicas. Of what is
+        random (dropout), each rank goes on with its own generator; hooks that somebody put on a layer stay behind.
+
+        Args:
+            parts: boundaries over the items, one more than there are stages: ``[0, …, number of items]``. Items are
+                the layers of a ``PipelineModule``; of a Hugging Face model embedding, decoder layers, head.
+            memory_bytes: what a rank may take for layers that come; by default what is free.
+
+        Returns:
+            The figures that :attr:`migrations` gets; None where nothing is to move.
+
+        Raises:
+            ValueError: on every rank, and nothing has moved: boundaries that do not fit, a layer that cannot be made
+                anew, groups of the optimizer that a stage lacks, or memory that does not suffice.
+            RuntimeError: a rank or a connection was lost on the way: this engine is of no use any more.
+        """
+        WATCH.step = self.global_steps
+        self._check_whole()
+        if self.migrator is None:
+            raise ValueError(
+                'there is no optimizer, so layers have no reason to move: write "optimizer" into the JSON.'
+            )
+        new = self.migrator.agree(parts)
+        if new is None:
+            return None
+        self._at.doing = None  # what the last step did last
+        with self._naming_lost_peers():
+            migration = self.migrator.migrate(new, memory_bytes)
+        WATCH.idle()
+        return migration
+
+    @property
+    def migrations(self) -> Sequence[Migration]:
+        """Figures of the last migrations."""
+        return () if self.migrator is None else self.migrator.migrations
+
+    def _make_layers(self) -> Layers:
+        return PlainLayers(self.module)
+
+    def _make_migrator(self) -> Migrator | None:
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            return None
+        grid = self.grid
+        is_cut = grid.get_slice_parallel_world_size() > 1
+        slice_name = f" (slice {grid.get_slice_parallel_rank()})" if is_cut else ""
+        return Migrator(
+            self.control,
+            Seat(self.global_rank, self.stage_id, self.pipe_number, slice_name),
+            self.layers,
+            self.optimizer,
+            torch.device(self.device),
+            parameters=self._placement,
+            step=lambda: int(self.global_steps),
+            half_way=self._half_way,
+            learned=self.natural_gradient,
+            refuse=self._refuse_migration,
+            after=self._forget_the_old_stage,
+        )
+
+    def _start_partition(self) -> None:
+        """Apply the JSON's partition to a module that was built with another one."""
+        method = resolve_method(self._config._param_dict)[0]
+        if method is None or self.num_stages == 1 or self.migrator is None:
+            return
+        boundaries = self.layers.boundaries(method, self.partition_choice.profile)
+        if boundaries is not None:
+            self.repartition(boundaries)
+
+    def _forget_the_old_stage(self) -> None:
+        """Drop what was kept of the stage as it was."""
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._find_trained()
+        self.saved_bytes.clear()
+        self.recorder.forget()
+        self.reset_activation_shape()
 
     # -- the instructions of a schedule --------------------------------------------------------------------------
 

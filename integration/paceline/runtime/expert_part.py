@@ -117,13 +117,13 @@ class Experts:
         """Whether the backward that runs now is the last of this step on this stage."""
         return bool(self._backwards == self.schedule.num_micro_batches)
 
-    def _migrate(self: Any, old: list[int], new: list[int], memory_bytes: int | None) -> Any:
+    def _refuse_migration(self: Any, old: Sequence[int], new: Sequence[int]) -> None:
+        """Raise ValueError where layers cannot move because of their experts."""
         if self._expert_groups.size > 1:
             raise ValueError(
-                f"layers cannot move between stages ({old} to {new}) while their experts lie on "
+                f"layers cannot move between stages ({list(old)} to {list(new)}) while their experts lie on "
                 f"{self._expert_groups.size} ranks: leave expert_parallel out, or give the partition at the start."
             )
-        return super()._migrate(old, new, memory_bytes)  # type: ignore[misc]
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 

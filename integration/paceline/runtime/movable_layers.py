@@ -51,10 +51,15 @@ class Layers(ABC):
     def num_items(self) -> int: ...
 
     @property
+    def parts(self) -> list[int]:
+        """Boundaries between the stages, as they are."""
+        return [int(part) for part in self.module.parts]
+
+    @property
     def here(self) -> range:
         """Items of this rank's stage."""
-        parts, stage = self.module.parts, self.module.stage_id
-        return range(parts[stage], parts[stage + 1])
+        stage = self.module.stage_id
+        return range(self.parts[stage], self.parts[stage + 1])
 
     @abstractmethod
     def check(self, parts: Sequence[int]) -> list[int]:
