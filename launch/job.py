@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -23,7 +20,6 @@ from paceline.averaging.islands import ISLAND, combining_fault, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.checkpoint.format import MODEL
 from paceline.comm.control import ControlPlane, is_shared
-from paceline.comm.staging import ranks_sharing
 from paceline.config import PacelineConfig, Resolved, read_ds_config, without_secrets
 from paceline.data import datasets as data
 from paceline.data.batch_plan import BatchPlan
@@ -33,22 +29,17 @@ from paceline.hf.check import require_supported
 from paceline.hf.peft import lora_config
 from paceline.hf.quantised import quantised_loading
 from paceline.hf.quiet_transformers import quiet
-from paceline.hf.weights import skeleton
 from paceline.launch.completion import complete
 from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume, remove_earlier_run
 from paceline.launch.trackers import Trackers
-from paceline.measure.device_memory import peak_bytes
-from paceline.measure.flops import flops_per_token
-from paceline.measure.profile_file import FILE_NAME as PROFILE
-from paceline.report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, table
+from paceline.report.metrics import table
 from paceline.report.progress import Progress
-from paceline.report.run_records import LOADS, write_start
-from paceline.report.running import Running, StepLog
-from paceline.runtime.initialize import dtype_of, initialize, pipeline_class
+from paceline.runtime.builder import build_pipeline, dtype_of
+from paceline.runtime.initialize import initialize
 from paceline.runtime.model_export import export
 from paceline.runtime.module import CausalLMPipeline
-from paceline.runtime.startup import first_partition, plan_for
-from paceline.runtime.tracer import Tracer, is_drawn
+from paceline.runtime.run_log import RunLog
+from paceline.runtime.startup import plan_for
 from paceline.supervise.lifetime import Preempted, current
 from paceline.supervise.output_lock import Claim
 from paceline.supervise.watch import WATCH
@@ -250,34 +241,23 @@ class Job:
         if args.model_name_or_path:
             loading |= {"cache_dir": args.cache_dir, "revision": args.model_revision, "token": args.token}
         self.resolved = resolved
-        dtype = dtype_of(resolved.ds_config)
-        partition, profile = first_partition(
-            self.config,
-            resolved,
-            self.control,
-            dtype=dtype,
-            sequence_length=self.data.block_size,
-            gradient_checkpointing=self.args.gradient_checkpointing,
-        )
         peft_config = None
         if args.use_peft:
             with self.control.together("preparing the adapters"):
                 peft_config = lora_config(args)
-                loading |= quantised_loading(args, dtype)
-        self.pipeline = pipeline_class(resolved)(
+                loading |= quantised_loading(args, dtype_of(resolved.ds_config))
+        self.pipeline = build_pipeline(
             args.model_name_or_path or self.config,
-            num_stages=resolved.stages,
-            partition=partition,
-            dtype=dtype,
-            seed=self.args.seed,
+            self.config,
+            resolved,
+            self.control,
+            sequence_length=self.data.block_size,
             gradient_checkpointing=self.args.gradient_checkpointing,
-            expert_parallel=resolved.expert_parallel,
-            config=self.config,
+            seed=self.args.seed,
             timeout=self.timeout,
             peft_config=peft_config,
             **loading,
         )
-        self.pipeline.planned(profile)
         # Dropout differs between ranks; the weights were drawn by name and do not care.
         torch.manual_seed(self.args.seed + self.rank)
         if self.rank == 0:
@@ -290,9 +270,6 @@ class Job:
             lr_scheduler=None if "scheduler" in resolved.ds_config else self._schedule,
             config=resolved.ds_config,
         )
-        self.engine.run_dir = self.output
-        if (rebalancer := self.engine.rebalancer) is not None and rebalancer.log is None:
-            rebalancer.log = self.output / LOADS
         self.replica = self.engine.grid.data_parallel_id
         self.plan = self._plan(resolved, self.replica)
 
@@ -342,30 +319,28 @@ class Job:
 
     def _train(self) -> None:
         args, engine = self.args, self.engine
-        self.totals = RankTotals(self.rank, engine.stage_id, *self._stage())
-        writes = self.rank == 0 and self.section.report.metrics
-        with self.control.together("writing the profile"):
-            if self.rank == 0 and self.pipeline.profile is not None:
-                self.pipeline.profile.save(self.output / PROFILE)
-            if self.rank == 0 and (self.section.report.metrics or self.section.report.html):
-                write_start(self.output, self._start())
-        self.metrics = MetricsFile(self.output / "metrics.jsonl" if writes else None)
+        self.trackers: Trackers | None = None
+        self.log = RunLog(
+            engine,
+            self.output,
+            self.section,
+            self.resolved,
+            self.control,
+            facts={"command": self.command, "ds_config": without_secrets(read_ds_config(args.deepspeed or {}))},
+            listeners=[self._track],
+        )
+        island = self.island if self.section.averaging is not None else None
+        self.log.begin(self.num_steps, self.first_step, island)
         with self.control.together("starting the trackers"):
             self.trackers = self._start_trackers() if self.rank == 0 and args.report_to else None
         self.progress = Progress(
             self.num_steps, shown=self.rank == 0, bar=not args.disable_tqdm, first_step=self.first_step
         )
-        self.step_log, self.moves = StepLog(), 0
-        if engine.controller is not None:
-            engine.controller.records_switches = self.section.report.html
-        elif self.section.report.html and engine.tracer is None and is_drawn(engine):
-            engine.tracer = Tracer(engine, self.num_steps)  # the report shows the last step
         self.evaluation: dict[str, float] | None = None
         self.train_loss = math.nan
         if self.first_step == 0:
             self._evaluate(0)
-        engine.clock.read()
-        self.times = dict.fromkeys(TIMES, 0.0)
+        self.log.skip_time()
         current().expect_boundaries()
         for step in range(self.first_step + 1, self.num_steps + 1):
             begun = time.perf_counter()
@@ -373,9 +348,7 @@ class Job:
             self.losses.append(engine.train_batch(self.batches if engine.reads_data else None))
             self.pending_tokens += engine.step_tokens
             if self.rank == 0:
-                running = self._running()
-                self.step_log.add(step, running, time.perf_counter() - begun)
-                self.progress.step(running)
+                self.progress.step(self.log.add_step(step, time.perf_counter() - begun))
             if step == self.num_steps:
                 current().finishing()  # the export is next; no signal is to cut it off
                 engine.finish_averaging(self._held_out_loss)
@@ -414,12 +387,12 @@ class Job:
 
     def _sample_in_pipeline(self, step: int) -> None:
         assert self.args.sample_prompt, "parse() has seen to it"
-        self._take_time()
+        self.log.take_time()
         with WATCH.pause("completing a line"):
             text = complete(self.engine, self.tokenizer, self.args.sample_prompt)
-        self.engine.clock.read()  # it is not training
+        self.log.skip_time()  # it is not training
         self.progress.say(f"[paceline] step {step}: {self.args.sample_prompt!r} continues as {text!r}")
-        self.metrics.write({"step": step, "sample": {"prompt": self.args.sample_prompt, "completion": text}})
+        self.log.metrics.write({"step": step, "sample": {"prompt": self.args.sample_prompt, "completion": text}})
 
     def _is_save_due(self, step: int) -> bool:
         if self.args.save_strategy == "epoch":
@@ -461,118 +434,37 @@ class Job:
                 self._save(step)
                 self.engine.finish_checkpoint()
             path = self.output / f"checkpoint-{step}"
-        self._tell_decisions()
-        self._tell_averaging(step)
-        if self.rank == 0 and (ran := self.step_log.take()):
-            self.metrics.write({"step": step, "ran": ran})
+        self.log.leave(step)
         self.progress.close()
-        self.metrics.close()
         self._close_trackers()
         raise Preempted(step, path, next(reason for reason in reasons if reason))
 
     def _report(self, step: int) -> None:
         losses, tokens = self.losses, self.pending_tokens
         self.losses, self.pending_tokens = [], 0
-        self._take_time()
-        self._tell_decisions()
-        self._tell_averaging(step)
-        times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
-        self.totals.add(times)
+        self.log.take_time()
         self.tokens += tokens
         self.train_loss = sum(loss.item() for loss in losses) / len(losses)
         (steps_before, tokens_before), self.untimed = self.untimed, (0, 0)
-        rate = (tokens - tokens_before) / times["wall_s"]
-        norm = self.engine.grad_norm()
-        natural = self._natural_gradient()
-        step_s = times["wall_s"] / (len(losses) - steps_before)
-        self.progress.report(
-            step,
-            {"loss": self.train_loss, "grad norm": norm, "s/step": step_s, "tokens/s": rate} | {"lr": self.rate},
-        )
-        self._tell(
+        line = self.log.report(
             {
                 "step": step,
                 "epoch": step / self.plan.steps_per_epoch if self.plan.steps_per_epoch else None,
                 "loss": self.train_loss,
                 "learning_rate": self.rate,
-                "grad_norm": norm,
+                "grad_norm": self.engine.grad_norm(),
                 "tokens": self.tokens,
-                "tokens_per_s": rate,
-                "step_s": step_s,
-                "skipped_steps": self.engine.skipped_steps,
-                **({"loss_scale": self.engine.optimizer.loss_scale} if self.engine.fp16_enabled() else {}),
-                **natural,
-                **self._rate_factor(),
-                "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
-                "ran": self.step_log.take(),
-            }
+            },
+            len(losses) - steps_before,
+            tokens - tokens_before,
         )
+        shown = {"loss": "loss", "grad norm": "grad_norm", "s/step": "step_s", "tokens/s": "tokens_per_s"}
+        shown["lr"] = "learning_rate"
+        self.progress.report(step, {name: line[key] for name, key in shown.items()})
 
-    def _natural_gradient(self) -> dict[str, Any]:
-        """What natural gradients and max change did, of all stages and replicas together; nothing where they are off.
-
-        Collective.
-        """
-        told: dict[str, Any] = {}
-        if self.engine.optimizer.max_change is not None:
-            told["max_change"] = self.engine.optimizer.max_change_report
-        own = self.engine.natural_gradient_report()
-        if own is None:
-            return told
-        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
-        layers, updates, at_floor = self.control.sum(counts).tolist()
-        told["natural_gradient"] = {
-            "layers": round(layers / self.engine.dp_world_size),
-            "updates": int(updates),
-            "at_floor": at_floor / max(updates, 1),
-        }
-        return told
-
-    def _stage(self) -> tuple[str, int]:
-        """Contents of this rank's stages, in words, and how many parameters those are."""
-        lines = self.pipeline.describe()
-        where = " + ".join(lines[stage].partition(": ")[2] for stage in self.pipeline.held)
-        return where, sum(p.numel() for p in self.pipeline.parameters())
-
-    def _tell_decisions(self) -> None:
-        """What was decided since the last time, with its numbers."""
-        if self.rank != 0:
-            return
-        for decider in (self.engine.controller, self.engine.expert_looks):
-            if decider is None:
-                continue
-            decisions, decider.decisions = decider.decisions, []
-            for decision in decisions:
-                self.metrics.write({"step": decision["step"], "decision": decision})
-            self.moves += _num_moves(decisions)
-        if self.engine.controller is not None:
-            looks, self.engine.controller.looks = self.engine.controller.looks, []
-            for look in looks:
-                self.metrics.write({"step": look["step"], "look": look})
-
-    def _running(self) -> Running:
-        """How the last step ran. On the first rank, which knows what was decided."""
-        engine = self.engine
-        untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.expert_looks) if decider)
-        return Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), self.moves + untold)
-
-    def _tell_averaging(self, step: int) -> None:
-        """The exchanges with other islands since the last time."""
-        averager = self.engine.averager
-        if averager is not None and self.rank == 0:
-            exchanges, averager.exchanges = averager.exchanges, []
-            for exchange in exchanges:
-                self.metrics.write({"step": step, "averaging": exchange})
-
-    def _rate_factor(self) -> dict[str, float]:
-        """What the scheduled learning rate is multiplied by, where islands average and it is."""
-        factor = 1.0 if self.engine.averager is None else self.engine.averager.learning_rate_factor
-        return {} if factor == 1.0 else {"learning_rate_factor": factor}
-
-    def _take_time(self) -> None:
-        """Book the time since the clock was last read as training's."""
-        for name, seconds in self.engine.clock.read().items():
-            self.times[name] += seconds
+    def _track(self, record: Mapping[str, Any]) -> None:
+        if self.trackers is not None:
+            self.trackers.log(record)
 
     def _is_evaluation_due(self, step: int) -> bool:
         if step == self.num_steps:
@@ -585,17 +477,17 @@ class Job:
         if self.data.held_out is None or (step == 0 and self.args.eval_strategy == "no"):
             return
         if step > 0:
-            self._take_time()
+            self.log.take_time()
         with WATCH.pause("evaluating"):
             found = self.engine.evaluate(self._evaluation_batches())
-        self.engine.clock.read()  # evaluating is not training
+        self.log.skip_time()  # evaluating is not training
         if self.engine.is_stopping:
             return  # it was cut short
         self.evaluation = found
         self.progress.say(
             f"[paceline] step {step}: held-out loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
         )
-        self._tell({"step": step, **found})
+        self.log.tell({"step": step, **found})
 
     def _evaluation_batches(self) -> Any:
         return self.data.evaluation_batches(
@@ -604,14 +496,6 @@ class Job:
 
     def _held_out_loss(self) -> float:
         return float(self.engine.evaluate(self._evaluation_batches())["eval_loss"])
-
-    def _tell(self, record: dict[str, Any]) -> None:
-        """To the metrics file, and to DeepSpeed's monitors (TensorBoard, CSV, W&B), by samples as they count."""
-        self.metrics.write(record)
-        if self.trackers is not None:
-            self.trackers.log(record)
-        if self.rank == 0 and self.engine.monitor.enabled:
-            self.engine.monitor.write_events(events(record, self.engine.global_samples))
 
     # -- after training ------------------------------------------------------------------------------------------
 
@@ -623,96 +507,26 @@ class Job:
             tokenizer=self.tokenizer,
             max_shard_size=self.args.max_shard_size,
         )
-        self.totals.where, self.totals.parameters = self._stage()  # layers may have moved
-        self.totals.peak_memory_bytes = peak_bytes(torch.device(self.engine.device))
-        ranks = self.control.gather(self.totals)
-        with self.control.together("writing the summary"):
-            if self.rank == 0:
-                self._summarize(ranks)
+        summary = self.log.summary(
+            steps=self.num_steps,
+            tokens=self.tokens,
+            first_tokens=self.first_tokens,
+            sequence_length=self.data.train.length,
+            train_loss=self.train_loss,
+            evaluation=self.evaluation,
+        )
+        with self.control.together("writing the report"):
+            if summary is not None:
+                logger.info("%s", table(summary))
+                what, loader = ("adapter", "AutoPeft") if self.model_args.use_peft else ("model", "Auto")
+                told = (what, self.output, loader, str(self.output))
+                logger.info("%s written to %s: %sModelForCausalLM.from_pretrained(%r)", *told)
+                self.log.write_page()
                 if self.args.sample_prompt:
                     try:
                         self._sample(self.args.sample_prompt)
                     except Exception as error:  # the model is written; a sample is an extra
                         logger.warning("no sample: %s: %s", type(error).__name__, error)
-
-    def _summarize(self, ranks: list[RankTotals]) -> None:
-        summary = summarize(
-            ranks,
-            steps=self.num_steps,
-            first_step=self.first_step,
-            tokens=self.tokens,
-            first_tokens=self.first_tokens,
-            flops_per_token=flops_per_token(
-                skeleton(self.config),
-                self.pipeline.anatomy.num_layers,
-                self.data.train.length,
-                is_frozen=self.model_args.use_peft,
-            ),
-            train_loss=self.train_loss,
-            evaluation=self.evaluation,
-            facts=self._facts(),
-        )
-        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.metrics.close()
-        logger.info("%s", table(summary))
-        what, loader = ("adapter", "AutoPeft") if self.model_args.use_peft else ("model", "Auto")
-        told = (what, self.output, loader, str(self.output))
-        logger.info("%s written to %s: %sModelForCausalLM.from_pretrained(%r)", *told)
-        if self.section.report.html:
-            self._write_report()
-
-    def _write_report(self) -> None:
-        try:
-            from paceline.report.run_report import write
-
-            page, _ = write(self.output)
-        except Exception as error:  # the model is written; `paceline report` can try again
-            logger.warning("no report: %s: %s", type(error).__name__, error)
-        else:
-            logger.info("report written to %s", page)
-
-    def _start(self) -> dict[str, Any]:
-        """What is known when training begins, for the report of a run that does not come to its end."""
-        loads = None  # this rank's stage may have no experts
-        if self.engine.expert_looks is not None and self.section.moe is not None:
-            loads = self.section.moe.loads_file or self.output / LOADS
-        return {
-            **self._facts(),
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "planned_steps": self.num_steps,
-            "first_step": self.first_step,
-            "island": self.island if self.section.averaging is not None else None,
-            "expert_loads": None if loads is None else os.path.relpath(loads, self.output),
-            "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
-            "command": self.command,
-            "ds_config": without_secrets(read_ds_config(self.args.deepspeed or {})),
-        }
-
-    def _facts(self) -> dict[str, Any]:
-        import transformers
-
-        device = torch.device(self.engine.device)
-        hardware = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-        )
-        count = dist.get_world_size() // (ranks_sharing(device) if device.type == "cuda" else 1)
-        return {
-            "model_type": self.config.model_type,
-            "parameters": self.pipeline.total_parameters,
-            "stages": self.resolved.stages,
-            "data_parallel": self.resolved.data_parallel,
-            "boundaries": self.pipeline.parts,
-            "micro_batches": self.resolved.micro_batches,
-            "micro_batch_size": self.resolved.micro_batch_size,
-            "schedule": self.engine.schedule.name,
-            "dtype": str(dtype_of(self.resolved.ds_config)).removeprefix("torch."),
-            "hardware": f"{count} x {hardware} ({os.cpu_count()} cores)",
-            "versions": {
-                "torch": torch.__version__,
-                "deepspeed": deepspeed.__version__,
-                "transformers": transformers.__version__,
-            },
-        }
 
     def _sample(self, prompt: str) -> None:
         """Load what was exported as anybody would, and let it complete a line."""
@@ -725,11 +539,6 @@ class Job:
         ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         text = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         logger.info("%r continues as %r", prompt, text)
-
-
-def _num_moves(decisions: Sequence[dict[str, Any]]) -> int:
-    """Of layers and experts."""
-    return sum(decision["switched"] and decision["what"] != "schedule" for decision in decisions)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

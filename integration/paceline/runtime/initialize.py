@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
@@ -40,6 +37,7 @@ from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
 from ..schedules.directions import num_directions
 from ..supervise.build_locks import warn_of_locks
 from ..supervise.watch import WATCH
+from .builder import build_pipeline
 from .causal_lm_engine import CausalLMEngine
 from .engine import PacelineEngine
 from .initialize_patch import plain_engine_for
@@ -207,21 +205,6 @@ def start_distributed(**kwargs: Any) -> None:
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
 
 
-def pipeline_class(resolved: Resolved) -> Callable[..., CausalLMPipeline]:
-    """Builder of the pipeline that runs the schedule; its arguments are those of :class:`CausalLMPipeline`."""
-    if resolved.schedule.has_directions:
-        return partial(MultiDirectionPipeline, num_directions=resolved.schedule.directions)
-    return CausalLMPipeline
-
-
-def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
-    """The dtype that DeepSpeed will train in."""
-    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if ds_config.get(name, {}).get("enabled"):
-            return dtype
-    return torch.float32
-
-
 def _measure(pipeline: CausalLMPipeline, resolved: Resolved) -> list[int]:
     """Boundaries by the layers' times or work, for a pipeline that was built by something else."""
     dtype = next(pipeline.parameters()).dtype
@@ -239,15 +222,4 @@ def _pipeline(
         hf_config = config_of(model)
         require_supported(hf_config)
     resolved = plan_for(hf_config, ds_config, has_adapters=is_peft_model(model))
-    dtype = dtype_of(resolved.ds_config)
-    partition, profile = first_partition(hf_config, resolved, control, dtype=dtype)
-    pipeline = pipeline_class(resolved)(
-        model,
-        num_stages=resolved.stages,
-        partition=partition,
-        dtype=dtype,
-        expert_parallel=resolved.expert_parallel,
-        config=hf_config,
-    )
-    pipeline.planned(profile)
-    return pipeline, resolved.ds_config
+    return build_pipeline(model, hf_config, resolved, control), resolved.ds_config

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ..measure.profile_file import FILE_NAME as PROFILE
 from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
 from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
 from ..report.running import Running, StepLog
-from .initialize import dtype_of
+from .builder import dtype_of
 from .tracer import Tracer, is_drawn
 
 logger = logging.getLogger("paceline")
@@ -44,11 +44,21 @@ class RunLog:
         section: of the JSON, as it was given.
         resolved: what the JSON came to.
         control: of all ranks.
+        facts: more to write down when training begins.
+        listeners: called with each record that the metrics file gets from :meth:`tell`; on the first rank.
     """
 
     def __init__(
-        self, engine: Any, run_dir: Path, section: PacelineConfig, resolved: Resolved, control: ControlPlane
+        self,
+        engine: Any,
+        run_dir: Path,
+        section: PacelineConfig,
+        resolved: Resolved,
+        control: ControlPlane,
+        facts: Mapping[str, Any] | None = None,
+        listeners: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ) -> None:
+        self._more, self._listeners = dict(facts or {}), listeners
         self.engine, self.pipeline, self.run_dir = engine, engine.module, run_dir
         self.section, self.resolved, self.control = section, resolved, control
         self.is_first = dist.get_rank() == 0
@@ -135,8 +145,11 @@ class RunLog:
         return line
 
     def tell(self, record: Mapping[str, Any]) -> None:
-        """Write ``record`` to the metrics file and, with samples as steps, to DeepSpeed's monitors."""
+        """Write ``record`` to the metrics file, to listeners and, by samples as they count, to DeepSpeed's monitors."""
         self.metrics.write(record)
+        if self.is_first:
+            for listener in self._listeners:
+                listener(record)
         if self.is_first and self.engine.monitor.enabled:
             self.engine.monitor.write_events(events(record, self.engine.global_samples))
 
@@ -176,21 +189,23 @@ class RunLog:
         self.metrics.close()
 
     def _natural_gradient(self) -> dict[str, Any]:
-        """What natural gradients did, of all stages and replicas together; nothing where they are off. Collective."""
-        own = self.engine.natural_gradient_report()
-        if own is None:
-            return {}
-        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
-        layers, updates, at_floor = self.control.sum(counts).tolist()
-        told: dict[str, Any] = {
-            "natural_gradient": {
-                "layers": round(layers / self.engine.dp_world_size),
-                "updates": int(updates),
-                "at_floor": at_floor / max(updates, 1),
-            }
-        }
+        """What natural gradients and max change did, of all stages and replicas together; nothing where they are off.
+
+        Collective.
+        """
+        told: dict[str, Any] = {}
         if self.engine.optimizer.max_change is not None:
             told["max_change"] = self.engine.optimizer.max_change_report
+        own = self.engine.natural_gradient_report()
+        if own is None:
+            return told
+        counts = torch.tensor([own["layers"], own["updates"], own["updates"] * own["at_floor"]], dtype=torch.float64)
+        layers, updates, at_floor = self.control.sum(counts).tolist()
+        told["natural_gradient"] = {
+            "layers": round(layers / self.engine.dp_world_size),
+            "updates": int(updates),
+            "at_floor": at_floor / max(updates, 1),
+        }
         return told
 
     def _rate_factor(self) -> dict[str, float]:
@@ -277,6 +292,7 @@ class RunLog:
             "island": island,
             "expert_loads": None if loads is None else os.path.relpath(loads, self.run_dir),
             "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
+            **self._more,
         }
 
     def _facts(self) -> dict[str, Any]:

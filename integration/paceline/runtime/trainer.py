@@ -40,12 +40,13 @@ from ..patches.repairs import repair_deepspeed
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
 from ..supervise.output_lock import claimed
-from .initialize import dtype_of, initialize, pipeline_class, start_distributed
+from .builder import build_pipeline
+from .initialize import initialize, start_distributed
 from .micro_batches import FILLER, IGNORED, count_label_tokens
 from .model_export import export
 from .module import CausalLMPipeline, config_of
 from .run_log import RunLog
-from .startup import first_partition, plan_for
+from .startup import plan_for
 from .trainer_loss import home_of, refused_loss, trainers_loss
 from .training_arguments import count_ranks
 
@@ -153,19 +154,7 @@ class PipelineTraining:
         if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         recomputes = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
-        partition, profile = first_partition(
-            hf_config, resolved, control, dtype=dtype_of(resolved.ds_config), gradient_checkpointing=bool(recomputes)
-        )
-        self.pipeline = pipeline_class(resolved)(
-            model,
-            num_stages=resolved.stages,
-            partition=partition,
-            dtype=dtype_of(resolved.ds_config),
-            gradient_checkpointing=bool(recomputes),
-            expert_parallel=resolved.expert_parallel,
-            config=hf_config,
-        )
-        self.pipeline.planned(profile)
+        self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
         if resolved.stages > 1:
             for part in (model, whole):
                 part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")

@@ -1,0 +1,78 @@
+"""Build the pipeline of a Hugging Face model: the one way for ``initialize``, the Trainer and the main job."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..comm.control import ControlPlane
+from ..config import Resolved
+from .module import CausalLMPipeline
+from .multi_direction_module import MultiDirectionPipeline
+from .startup import first_partition
+
+
+def build_pipeline(
+    model: str | Path | PretrainedConfig | PreTrainedModel,
+    hf_config: PretrainedConfig,
+    resolved: Resolved,
+    control: ControlPlane,
+    *,
+    sequence_length: int | None = None,
+    gradient_checkpointing: bool = False,
+    seed: int = 42,
+    timeout: timedelta | None = None,
+    peft_config: Any = None,
+    **from_pretrained: Any,
+) -> CausalLMPipeline:
+    """Choose the first partition and load this rank's stage. Collective.
+
+    Args:
+        model: as for :class:`CausalLMPipeline`, as are ``seed``, ``timeout``, ``peft_config``, ``from_pretrained``.
+        resolved: the JSON, completed for this model and world.
+        sequence_length: tokens of a sample, where they are known; the partition is chosen for them.
+        gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
+
+    Raises:
+        ValueError: on every rank: a partition or adapters that do not fit the model.
+    """
+    dtype = dtype_of(resolved.ds_config)
+    partition, profile = first_partition(
+        hf_config,
+        resolved,
+        control,
+        dtype=dtype,
+        sequence_length=sequence_length,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    kind: Any = CausalLMPipeline
+    if resolved.schedule.has_directions:
+        kind = partial(MultiDirectionPipeline, num_directions=resolved.schedule.directions)
+    pipeline: CausalLMPipeline = kind(
+        model,
+        num_stages=resolved.stages,
+        partition=partition,
+        dtype=dtype,
+        seed=seed,
+        gradient_checkpointing=gradient_checkpointing,
+        expert_parallel=resolved.expert_parallel,
+        config=hf_config,
+        timeout=timeout,
+        peft_config=peft_config,
+        **from_pretrained,
+    )
+    pipeline.planned(profile)
+    return pipeline
+
+
+def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+    """The dtype that DeepSpeed will train in."""
+    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if ds_config.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
