@@ -150,10 +150,10 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
         for name, schedule in schedules.items():
             engine.set_schedule(schedule)
             turn(SETTLING)
-            engine.recorder.forget()
+            engine.meter.recorder.forget()
             turn(steps)
             reports = gather_reports(engine, after)
-            engine.recorder.forget()
+            engine.meter.recorder.forget()
             if engine.global_rank == 0:
                 knowledge.update(reports)
                 costs = knowledge.costs(engine.cut)

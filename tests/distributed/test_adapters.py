@@ -161,15 +161,15 @@ def train(stages: int, steps: int = STEPS, export_to: str | None = None, **kwarg
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         losses, norms = steps_of(engine, 0, steps)
     torch.autograd.backward = backward
-    optimizer, at = engine.optimizer, engine._at
+    optimizer, lanes = engine.optimizer, engine.transport.lanes()
     found = {
         "losses": losses,
         "norms": norms,
         "state": state_of(engine),
         "backwards": backwards[0] / steps,
         "saved": saved[0],
-        "gradients_in": 0 if at.gradients_in is None else len(at.gradients_in.records),
-        "gradients_out": 0 if at.gradients_out is None else len(at.gradients_out.records),
+        "gradients_in": len(lanes["gradients_in"].records) if "gradients_in" in lanes else 0,
+        "gradients_out": len(lanes["gradients_out"].records) if "gradients_out" in lanes else 0,
         "states": sorted({owned.name for owned in optimizer.owned if optimizer.state.get(owned.master)}),
         "optimizer_bytes": optimizer.num_bytes(),
         "gradients": [n for n, p in engine.module.named_parameters() if p.grad is not None and not p.requires_grad],

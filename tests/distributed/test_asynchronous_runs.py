@@ -185,7 +185,7 @@ def live_micro_batches() -> int:
     engine = make(MULTI)
     steps(engine, 0, 4)
     live = most = 0
-    for step in engine.recorder.steps():
+    for step in engine.meter.recorder.steps():
         for kind, *_ in step.spans:
             live += {"F": 1, "B": -1}.get(kind, 0)
             most = max(most, live)

@@ -42,10 +42,10 @@ def train(engine: Any, steps: int = STEPS, kind: str = "padded") -> dict[str, An
     for step in range(steps):
         found["losses"].append(engine.train_batch(iter(step_batches(step, kind))).item())
         found["ran"].append((engine.schedule.name, engine.cut, engine.schedule.num_micro_batches))
-        masks = [batch.side.get("attention_mask", torch.ones_like(batch.input_ids)) for batch in engine._loaded]
+        masks = [batch.side.get("attention_mask", torch.ones_like(batch.input_ids)) for batch in engine.book.loaded]
         rows = [
             ids[mask.bool()].tolist()
-            for batch, side in zip(engine._loaded, masks, strict=True)
+            for batch, side in zip(engine.book.loaded, masks, strict=True)
             for ids, mask in zip(batch.input_ids, side, strict=True)
         ]
         found["samples"].append(rows)
@@ -263,10 +263,11 @@ class Alive:
     def __init__(self, engine: Any) -> None:
         self.peak = 0
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
-        self._forwards, self._engine, self._forward = 0, engine, engine._exec_forward_pass
-        engine._exec_forward_pass = self._watched
+        [held] = engine.held
+        self._forwards, self._forward = 0, held.runner.forward
+        held.runner.forward = self._watched
 
-    def _watched(self, buffer_id: int, micro_batch: int) -> None:
+    def _watched(self, live: Any, number: int) -> None:
         self._forwards += 1
         index = self._forwards  # over all steps: what a step leaves behind counts in the next
 
@@ -276,7 +277,7 @@ class Alive:
             return held
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-            self._forward(buffer_id=buffer_id, micro_batch=micro_batch)
+            self._forward(live, number)
         self.peak = max(self.peak, len({held.micro_batch for held in self._held}))
 
     def take(self) -> tuple[int, int]:

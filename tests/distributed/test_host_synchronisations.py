@@ -37,7 +37,8 @@ def read_in_forwards(kinds: list[str], attention: str) -> dict[str, Any]:
         model=config,
         config=ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": {"stages": 3}}),
     )
-    forward = engine._exec_forward_pass
+    [held] = engine.held
+    forward = held.runner.forward
     reads: list[str] = []
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -45,7 +46,7 @@ def read_in_forwards(kinds: list[str], attention: str) -> dict[str, Any]:
             forward(*args, **kwargs)
         reads.extend(mode.found)
 
-    engine._exec_forward_pass = counted
+    held.runner.forward = counted
     found = {}
     for kind in kinds:
         reads.clear()

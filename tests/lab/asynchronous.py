@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from lab.device import DEVICE
 from lab.emulation import LEARNING_RATE, Emulation
-from paceline.runtime import asynchronous_engine as asynchronous
-from paceline.runtime.asynchronous_engine import AsynchronousEngine
+from paceline.runtime.stage_runner import StageRunner
 from paceline.schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION
 
 LENGTH = 128
@@ -55,18 +53,19 @@ class Scale(nn.Module):
         return hidden_states * self.weight
 
 
-class EmulatedEngine(AsynchronousEngine):
-    """As its base, on the emulated device of this process."""
+def emulate(runner: StageRunner, emulation: Emulation) -> None:
+    """Have a stage compute on the emulated device of this process."""
+    forward, backward = runner.forward, runner.backward
 
-    emulation: Emulation
+    def slow_forward(*args: Any) -> None:
+        with DEVICE.computation("forward", 0, emulation.forward_s[runner.stage]):
+            forward(*args)
 
-    def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
-        with DEVICE.computation("forward", 0, self.emulation.forward_s[self.stage_id]):
-            super()._exec_forward_pass(buffer_id, micro_batch)
+    def slow_backward(*args: Any) -> None:
+        with DEVICE.computation("backward", 0, emulation.backward_s[runner.stage]):
+            backward(*args)
 
-    def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
-        with DEVICE.computation("backward", 0, self.emulation.backward_s[self.stage_id]):
-            super()._exec_backward_pass(buffer_id, micro_batch)
+    runner.forward, runner.backward = slow_forward, slow_backward  # type: ignore[method-assign]
 
 
 class AsynchronousStep:
@@ -95,9 +94,9 @@ class AsynchronousStep:
             "steps_per_print": None,
             "paceline": {"pipeline": {"stages": emulation.num_ranks, "schedule": schedule}},
         }
-        with mock.patch.object(asynchronous, "AsynchronousEngine", EmulatedEngine):
-            self.engine, *_ = paceline.initialize(model=pipeline, config=config)
-        self.engine.emulation = emulation
+        self.engine, *_ = paceline.initialize(model=pipeline, config=config)
+        for held in self.engine.held:
+            emulate(held.runner, emulation)
         self.is_flushed = schedule.get("staleness") == 0
         self._data = cycle(_batches(emulation.num_micro_batches))
         self._losses: list[Tensor] = []

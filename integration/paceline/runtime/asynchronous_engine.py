@@ -16,10 +16,10 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,24 +38,16 @@ from ..optim.buckets import Domain
 from ..optim.corrections import Corrections
 from ..optim.sharded import ShardedOptimizer
 from ..schedules import windows
-from ..schedules.lower import (
-    LOAD,
-    POST_ACTIVATION,
-    POST_GRADIENT,
-    RUN_BACKWARD,
-    RUN_FORWARD,
-    SEND_ACTIVATION,
-    SEND_GRADIENT,
-    WAIT_ACTIVATION,
-    WAIT_GRADIENT,
-)
-from ..schedules.schedule import BACKWARD, FORWARD, Schedule
+from ..schedules.lower import Op
+from ..schedules.schedule import Schedule
 from ..supervise.lifetime import current
-from ..supervise.watch import DEVICE, EVERYONE, WATCH
+from ..supervise.watch import EVERYONE, WATCH
+from .boundary import Boundary
 from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
+from .executor import HeldStage
 from .migration import Migration
 from .rank_random import OwnRandom
-from .scheduling import Here
+from .scheduling import FlushedUpdates
 from .state_owners import Mirrors
 from .step_agreement import Ahead
 
@@ -93,21 +85,6 @@ class _ByNumber(Sequence[Any]):
         return iter(self._newest)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """This rank in one direction.
-
-    Args:
-        ranks: global rank of each stage.
-    """
-
-    stage: int
-    ranks: tuple[int, ...]
-    transport: Transport
-    at: Here
-    told: dict[str, tuple[str, int | None]]
-
-
 def _leave(engine: weakref.ref[AsynchronousEngine]) -> None:
     if (found := engine()) is not None:
         found.leave()
@@ -143,7 +120,7 @@ class AsynchronousEngine(CausalLMEngine):
         """Steps since the start, or since the last flush."""
         self._number = 0
         """Of the next step of this engine: it counts on over flushes and resumes."""
-        self._places: list[_Place] = []
+        self._more_transports: list[Transport] = []
         self._is_ahead: Ahead | None = None
         self._last_iterator: Any = None
         self._untold: tuple[Tensor, float, int] | None = None
@@ -159,73 +136,57 @@ class AsynchronousEngine(CausalLMEngine):
         super()._start_scheduling()
         self._choice = self.schedule_choice
         self._stream = self._choice.stream(self.num_stages, self.micro_batches)
-        self._program = windows.StreamProgram(self._stream, self.stage_id)
+        self._stream_program = windows.StreamProgram(self._stream, self.device_number)
         num_steps = self._stream.most_lag + 1
-        self._num_slots = windows.num_slots(self._stream)
         self._tables: tuple[_ByNumber, _ByNumber] = (
             _ByNumber(self.micro_batches, num_steps),
             _ByNumber(self.micro_batches, num_steps),
         )
-        self._places = [self._place(direction) for direction in range(len(self._routes))]
-        self._chunk = 0
         ends = sorted({route[end] for route in self._routes for end in (0, -1)})
         self._readers = {device: number for number, device in enumerate(ends)}
-        self._device_number = self.stage_id
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
         own = len(self._routes) > 1
-        self._random = OwnRandom(self._device_number, torch.device(self.device)) if own else None
-        self._runs = {kind: getattr(self, name) for kind, name in self._METHODS.items()}
+        self._updates = _StreamUpdates(self) if self._choice.is_asynchronous else FlushedUpdates(self)
+        self._random = OwnRandom(self.device_number, torch.device(self.device)) if own else None
         device = torch.device(self.device)
         on_host = device.type == "cpu"
         self._losses = SummedLosses(
             self.control.world if on_host else gloo_group(timeout=TIMEOUT), None if on_host else Staging(device)
         )
 
-    def _place(self, direction: int) -> _Place:
-        """Collective: each direction has process groups of its own."""
-        route = self._routes[direction]
-        stage = route.index(self.stage_id)
-        ranks = next(tuple(pipe[device] for device in route) for pipe in self._pipes if self.global_rank in pipe)
-        if direction == 0:
-            transport = self.transport
-        else:
-            transport = Transport(
-                [[pipe[device] for device in route] for pipe in self._pipes],
-                self.global_rank,
-                order=self.transport.order,
-                device=torch.device(self.device),
-                staging=self.transport.staging,
-                activation_shapes=self._activation_shapes,
-                failed=self.transport.failed,
-            )
+    def _hold(self) -> list[HeldStage]:
+        """A stage of each direction, which has process groups of its own. Collective."""
+        held = []
+        for direction, route in enumerate(self._routes):
+            ranks = tuple(self.pipe_ranks[device] for device in route)
+            if direction == 0:
+                transport = self.transport
+            else:
+                transport = Transport(
+                    [[pipe[device] for device in route] for pipe in self._pipes],
+                    self.global_rank,
+                    order=self.transport.order,
+                    device=torch.device(self.device),
+                    staging=self.transport.staging,
+                    activation_shapes=self._activation_shapes,
+                    failed=self.transport.failed,
+                )
+                self._more_transports.append(transport)
+            runner = self._make_runner(route.index(self.device_number), reduces_early=False)
+            # Beside the computation gradients lie in buckets, which share no memory with what is sent.
+            own = None if self.schedule_choice.is_asynchronous else self._own_memory
+            held.append(HeldStage(runner, Boundary(runner, transport.lanes(), self.meter, own), ranks))
+        return held
 
-        def neighbour(verb: str, other: int) -> tuple[str, int | None]:
-            return f"{verb} stage {other}", ranks[other] if 0 <= other < len(ranks) else None
-
-        told: dict[str, tuple[str, int | None]] = {
-            LOAD: ("loading a micro-batch", DEVICE),
-            RUN_FORWARD: ("computing forward", DEVICE),
-            RUN_BACKWARD: ("computing backward", DEVICE),
-            SEND_ACTIVATION: neighbour("sending activations to", stage + 1),
-            POST_ACTIVATION: neighbour("preparing to receive activations from", stage - 1),
-            WAIT_ACTIVATION: neighbour("receiving activations from", stage - 1),
-            SEND_GRADIENT: neighbour("sending gradients to", stage - 1),
-            POST_GRADIENT: neighbour("preparing to receive gradients from", stage + 1),
-            WAIT_GRADIENT: neighbour("receiving gradients from", stage + 1),
-        }
-        return _Place(stage, ranks, transport, Here(**dict[str, Any](transport.lanes())), told)
+    def _transports(self) -> list[Transport]:
+        return [self.transport, *self._more_transports]
 
     def _enter(self, chunk: int) -> None:
         """From here on this rank is the stage that it has in direction ``chunk``."""
-        place = self._places[chunk]
-        self._chunk = chunk
-        self.stage_id, self.prev_stage, self.next_stage = place.stage, place.stage - 1, place.stage + 1
-        self._at = place.at
-        if len(self._places) > 1:
+        stage = self.held[chunk].runner.stage
+        self.stage_id, self.prev_stage, self.next_stage = stage, stage - 1, stage + 1
+        if len(self.held) > 1:
             self.module.current = chunk
-
-    def rank_of_stage(self, stage: int) -> int:
-        return self._places[self._chunk].ranks[stage] if self._places else super().rank_of_stage(stage)
 
     @property
     def schedule(self) -> Schedule:
@@ -341,7 +302,7 @@ class AsynchronousEngine(CausalLMEngine):
         with self._naming_lost_peers(), self._recorded():
             self._begin_step()
             with self._half_way("it was interrupted"):
-                self._run_ops(self._program.step(self._begun))
+                self._run_ops(self._stream_program.step(self._begun))
                 self._begun += 1
                 if self._choice.is_asynchronous:
                     self._count_step()
@@ -388,16 +349,16 @@ class AsynchronousEngine(CausalLMEngine):
         shapes, loaded = self._tables
         shapes.add(self._number, of_replicas[self.grid.data_parallel_id])
         loaded.add(self._number, ahead.loaded)
-        self._shapes, self._loaded = shapes, loaded  # type: ignore[assignment]
+        self.book.shapes, self.book.loaded = shapes, loaded
         everything = [shape for row in of_replicas for shape in row]
-        self._step_label_tokens = sum(shape.label_tokens for shape in everything)
-        self.step_tokens = sum(shape.tokens for shape in everything)
+        self.book.label_tokens = sum(shape.label_tokens for shape in everything)
+        self.book.tokens = sum(shape.tokens for shape in everything)
         if self._choice.is_asynchronous and not agreed.is_new:
             self._is_ahead = self._read_ahead()
 
     def _read_ahead(self, ended: Ahead | None = None) -> Ahead:
         """Begin to agree on a step; the iterator of ``ended`` is not asked again."""
-        reader = self._readers.get(self._device_number)
+        reader = self._readers.get(self.device_number)
         last, self._last_iterator = self._last_iterator, self.data_iterator
 
         def read() -> Any:
@@ -426,7 +387,7 @@ class AsynchronousEngine(CausalLMEngine):
 
     @property
     def reads_data(self) -> bool:
-        return self._device_number in self._readers
+        return self.device_number in self._readers
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As DeepSpeed's, also on ranks that are no end of direction 0."""
@@ -443,45 +404,28 @@ class AsynchronousEngine(CausalLMEngine):
         is_ahead = ahead is not None and ahead.iterator is iterator and ahead.state is not None
         return ahead.state if is_ahead else iterator.state_dict()  # type: ignore[union-attr]
 
-    def _run_ops(self, ops: Iterable[windows.StreamOp]) -> None:
+    def _run_ops(self, ops: Iterable[Op]) -> None:
         """One window, of the step :attr:`_number`, which it ends."""
-        self._reserve_pipe_buffers(self._num_slots)
-        self.fwd_outputs: list[Tensor] = []
-        self._gradients_are_there = False
-        clock, recorder, doing = self.clock, self.recorder, WATCH.doing
-        step, count = self._number, self.micro_batches
+        self.loss_book.of_forwards = []
+        self._own_memory.forget()
         if self._random is not None:
             self._random.enter()
-        for kind, micro_batch, chunk, lag in ops:
-            if kind == windows.APPLY:
-                self._apply()
-                continue
-            if chunk != self._chunk:
-                self._enter(chunk)
-            if kind == windows.CLOSE:
-                self._close()
-                continue
-            doing(*self._places[chunk].told[kind])
-            number = (step - lag) * count + micro_batch
-            run = self._runs[kind]
-            if kind not in _TIMED:
-                run(number % self._num_slots, number)
-                continue
-            start = clock.now()
-            run(number % self._num_slots, number)
-            end = clock.now()
-            clock.add_compute(start, end)
-            recorder.add(_TIMED[kind], micro_batch, start, end)
+        self.executor.run(
+            ops,
+            num_micro_batches=self.micro_batches,
+            step=self._number,
+            updates=self._updates,
+            goes_on=True,
+        )
         if self._random is not None:
             self._random.leave()
-        self._enter(0)
         self._number += 1
 
     def _drain(self) -> None:
         """What is left of the steps that have begun; afterwards all have ended."""
         if self._begun:
             self._number -= 1  # it is that of the last step
-            self._run_ops(self._program.drain(self._begun))
+            self._run_ops(self._stream_program.drain(self._begun))
             self._begun = 0
 
     def flush(self) -> None:
@@ -496,36 +440,6 @@ class AsynchronousEngine(CausalLMEngine):
         self.module.train(was_training)
         self._tell()
         WATCH.idle()
-
-    @contextmanager
-    def _counting_backwards(self, overlaps: bool = True) -> Iterator[None]:
-        yield  # the stream says which one is the last
-
-    def _close(self) -> None:
-        """The last backward of a step through the stage that computes has run."""
-        if not self._choice.is_asynchronous:
-            return
-        self.optimizer.close(self._places[self._chunk].stage)
-        self._closed += 1
-        if self._closed == len(self._places):
-            self._closed = 0
-            self.optimizer.finish_step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-
-    _closed = 0
-
-    def _apply(self) -> None:
-        if not self._choice.is_asynchronous:
-            return
-        WATCH.doing("waiting for an update", EVERYONE)
-        start = self.clock.now()
-        self.optimizer.apply()
-        self.recorder.add("step", -1, start, self.clock.now())
-        self._global_grad_norm = self.optimizer._global_grad_norm
-        self._gradients_are_there = False
-        self._step_applied = not self.optimizer.overflow
-        self.skipped_steps += int(self.optimizer.overflow)
 
     def _count_step(self) -> None:
         self.global_steps += 1
@@ -559,10 +473,6 @@ class AsynchronousEngine(CausalLMEngine):
         every = self.steps_per_print()
         if every is not None and self.global_steps % every == 0:
             print(f"steps: {self.global_steps} loss: {loss.item():0.4f}")
-
-    def _own(self, value: Any) -> Any:
-        """Beside the computation gradients lie in buckets, which share no memory with what is sent."""
-        return value if self._choice.is_asynchronous else super()._own(value)
 
     # -- between steps -------------------------------------------------------------------------------------------
 
@@ -612,8 +522,8 @@ class AsynchronousEngine(CausalLMEngine):
         self._begun = 0
         super().destroy()
         self._losses.stop()
-        for place in self._places[1:]:
-            place.transport.close()
+        for transport in self._more_transports:
+            transport.close()
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.stop()
 
@@ -638,17 +548,29 @@ class AsynchronousEngine(CausalLMEngine):
         if self._random is not None and checkpoint.meta["shape"] == self._shape():
             self._random.load_state_dict(checkpoint.rank_state(self.global_rank)["own_random"])
 
-    _METHODS: ClassVar = {
-        LOAD: "_exec_load_micro_batch",
-        POST_ACTIVATION: "_exec_post_activations",
-        WAIT_ACTIVATION: "_exec_recv_activations",
-        RUN_FORWARD: "_exec_forward_pass",
-        SEND_ACTIVATION: "_exec_send_activations",
-        POST_GRADIENT: "_exec_post_grads",
-        WAIT_GRADIENT: "_exec_recv_grads",
-        RUN_BACKWARD: "_exec_backward_pass",
-        SEND_GRADIENT: "_exec_send_grads",
-    }
 
+class _StreamUpdates(FlushedUpdates):
+    """Updates that are made beside the computation, and applied when the program says so."""
 
-_TIMED = {RUN_FORWARD: FORWARD, RUN_BACKWARD: BACKWARD}
+    def __init__(self, engine: AsynchronousEngine) -> None:
+        super().__init__(engine)
+        self._completed = 0
+
+    def backward_complete(self, stage: int) -> None:
+        """Close the stage's gradients; those of the last stage here complete the step."""
+        engine = self._engine
+        engine.optimizer.close(stage)
+        self._completed += 1
+        if self._completed == len(engine.held):
+            self._completed = 0
+            engine.optimizer.finish_step()
+            if engine.lr_scheduler is not None:
+                engine.lr_scheduler.step()
+
+    def apply(self) -> None:
+        engine = self._engine
+        engine.optimizer.apply()
+        engine._global_grad_norm = engine.optimizer._global_grad_norm
+        engine._own_memory.forget()
+        engine._step_applied = not engine.optimizer.overflow
+        engine.skipped_steps += int(engine.optimizer.overflow)

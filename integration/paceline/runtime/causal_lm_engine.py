@@ -10,29 +10,28 @@ Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-paral
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
 from ..checkpoint.format import MODEL
-from ..comm.shapes import Meta, Shapes, meta_of
+from ..comm.shapes import Shapes
 from ..hf import hub_files
-from ..hf.masks import MaskFacts, known
+from ..hf.masks import MaskFacts
 from ..hf.peft import save_adapter_config
-from ..hf.stage import SIDE_INPUTS
 from ..patches import transformers_masking_utils
 from ..patches.registry import apply
 from ..supervise.lifetime import current
 from ..supervise.watch import EVERYONE, WATCH
 from .causal_lm_layers import CausalLMLayers
+from .causal_lm_runner import CausalLMRunner, Inspection, Seen, StepBook, StreamShapes
 from .engine import PacelineEngine
 from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
-from .scheduling import gradient_of
+from .surroundings import DeepSpeedSurroundings
 
 COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
 
@@ -40,42 +39,6 @@ COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label token
 def shapes_in(table: Tensor) -> list[MicroBatchShape]:
     """Of the micro-batches of a step, from its table."""
     return [shape_of(row) for row in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()]
-
-
-_Seen = tuple[Tensor, Any]
-"""Of a micro-batch: the sum of its losses, and what somebody wanted of its logits."""
-
-
-class StreamShapes(Shapes):
-    """Shapes of what passes between the stages of a causal LM.
-
-    Batch and length are in the step's table. Width and dtype of the hidden states are the model's business (some keep
-    them in fp32 under bf16), and announced with the first message.
-
-    Args:
-        router_size: numbers that the experts' sums are, if the model has a router loss.
-    """
-
-    def __init__(self, router_size: int | None) -> None:
-        super().__init__()
-        self._router_size = router_size
-        self._stream: tuple[int, torch.dtype] | None = None
-
-    def of(self, key: Hashable) -> Meta | None:
-        if self._stream is None:
-            return None
-        assert isinstance(key, MicroBatchShape)
-        width, dtype = self._stream
-        tensors: list[Any] = [((key.batch, key.length, width), dtype)]
-        if key.side:
-            tensors.append(((len(key.side), key.batch, key.length), torch.int32))
-        if self._router_size is not None:
-            tensors.append(((self._router_size,), torch.float32))
-        return Meta(tuple(tensors))
-
-    def learn(self, key: Hashable, meta: Meta) -> None:
-        (_, _, width), dtype = meta.tensors[0]
-        self._stream = (width, dtype)
 
 
 class CausalLMEngine(PacelineEngine):
@@ -88,23 +51,34 @@ class CausalLMEngine(PacelineEngine):
 
     can_cut = True
 
-    own_loss: Callable[..., Tensor] | None = None
-    """What computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._shapes: list[MicroBatchShape] = []
-        self._loaded: list[MicroBatch] = []
-        self._step_label_tokens = 0
-        self.step_tokens = 0
-        """Tokens of the last step, of all replicas together, padding not counted."""
+        self.book = StepBook()
         self.is_stopping = False
         """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
         self.data_iterator: Any = None
-        self.total_loss: Tensor | None = None
         apply(*transformers_masking_utils.PATCHES)  # for the rest of the process: they act where facts are told only
         super().__init__(*args, **kwargs)
         if self._config.pipeline["activation_checkpoint_interval"] > 0:
             self.module.enable_gradient_checkpointing()
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the last step, of all replicas together, padding not counted."""
+        return self.book.tokens
+
+    @property
+    def own_loss(self) -> Callable[..., Tensor] | None:
+        """What computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+        return self._runners[0].own_loss
+
+    @own_loss.setter
+    def own_loss(self, compute: Callable[..., Tensor] | None) -> None:
+        for runner in self._runners:
+            runner.own_loss = compute
+
+    @property
+    def _runners(self) -> list[CausalLMRunner]:
+        return [held.runner for held in self.held]
 
     def _make_layers(self) -> CausalLMLayers:
         return CausalLMLayers(self.module)
@@ -126,7 +100,7 @@ class CausalLMEngine(PacelineEngine):
         for seen in self._infer(iter(batches), None):
             if self.is_last_stage():
                 total = torch.stack([loss for loss, _ in seen]).sum() if seen else torch.zeros(())
-                sums += torch.tensor([total.item(), self._label_tokens], dtype=torch.float64)
+                sums += torch.tensor([total.item(), self.book.own_label_tokens], dtype=torch.float64)
             if self.is_stopping:
                 break
         self.control.sum(sums)
@@ -149,7 +123,7 @@ class CausalLMEngine(PacelineEngine):
             On every rank, in order; tensors are on the CPU.
         """
         for seen in self._infer(iter(batches), see, whole_loss=True):
-            counts = [shape.label_tokens for shape in self._shapes]
+            counts = [shape.label_tokens for shape in self.book.shapes]
             told = [(loss.cpu() / count, kept) for (loss, kept), count in zip(seen, counts, strict=False)]
             source = self.rank_of_stage(self.num_stages - 1)
             yield from self.control.over_stages(told, source) if self.is_pipe_parallel else told
@@ -157,7 +131,7 @@ class CausalLMEngine(PacelineEngine):
     @torch.no_grad()
     def _infer(
         self, batches: Iterator[Any], see: Callable[[Tensor, Tensor], Any] | None, whole_loss: bool = False
-    ) -> Iterator[list[_Seen]]:
+    ) -> Iterator[list[Seen]]:
         """Pass ``batches`` forward, as many at a time as a step has; what the last stage has seen of them.
 
         Args:
@@ -169,32 +143,27 @@ class CausalLMEngine(PacelineEngine):
             while True:
                 trained_on, self.data_iterator = self.data_iterator, batches if self._loads else None
                 self.module.eval()
-                self._see, self._seen, self._sees_whole_loss = see, [], whole_loss
+                inspection = Inspection(see, whole_loss)
+                for runner in self._runners:
+                    runner.inspection = inspection
                 try:
                     with self._naming_lost_peers():
                         if not self._open_step(self.micro_batches, partial=True):
                             return
-                        if self._shapes:  # another replica may have more batches than this one
-                            self._exec_schedule(self._inference_schedule(len(self._shapes)))
+                        if self.book.shapes:  # another replica may have more batches than this one
+                            self._exec_schedule(self._inference_schedule(len(self.book.shapes)))
                     WATCH.idle()
-                    seen = self._seen
                 finally:
-                    self.data_iterator, self._see, self._seen = trained_on, None, None
-                yield seen
+                    self.data_iterator = trained_on
+                    for runner in self._runners:
+                        runner.inspection = None
+                yield inspection.seen
         finally:
             self.module.train(was_training)
-
-    _see: Callable[[Tensor, Tensor], Any] | None = None
-    _seen: list[_Seen] | None = None
-    _sees_whole_loss = False
 
     @property
     def _loads(self) -> bool:
         return self.is_first_stage() or self.is_last_stage()
-
-    @property
-    def _label_tokens(self) -> int:
-        return sum(shape.label_tokens for shape in self._shapes)
 
     def _open_step(self, num_micro_batches: int, *, trains: bool = False, partial: bool = False) -> int:
         """Load the step's micro-batches and agree on their shapes; returns how many there are on any replica.
@@ -225,12 +194,12 @@ class CausalLMEngine(PacelineEngine):
                 f"the first and the last stage see different data at step {self.global_steps}: "
                 "give both the same iterator (same files, seed and data-parallel rank)."
             )
-        self._shapes = [] if failed else shapes_in(table)
-        self._loaded = loaded
-        tokens = sum(shape.tokens for shape in self._shapes)
+        self.book.shapes = [] if failed else shapes_in(table)
+        self.book.loaded = loaded
+        tokens = sum(shape.tokens for shape in self.book.shapes)
         loads = [0] * self.dp_world_size
-        loads[self.grid.data_parallel_id] = len(self._shapes)
-        totals = [self._label_tokens, tokens, int(failed), int(stopping), *loads]
+        loads[self.grid.data_parallel_id] = len(self.book.shapes)
+        totals = [self.book.own_label_tokens, tokens, int(failed), int(stopping), *loads]
         if self.is_data_parallel:
             totals = self.control.sum(torch.tensor(totals) * self.is_last_stage()).tolist()
         label_tokens, tokens, failures, stops, *loads = totals
@@ -238,11 +207,11 @@ class CausalLMEngine(PacelineEngine):
         if failures:
             with self._told_once():
                 self.control.raise_shared(error, f"beginning step {self.global_steps}")
-        self._step_label_tokens, self.step_tokens = label_tokens, tokens
+        self.book.label_tokens, self.book.tokens = label_tokens, tokens
         if self._expert_groups.size > 1:  # replicas that share experts compute in step, each as often as the others
-            missing = max(loads) - len(self._shapes)
-            self._shapes += [MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing
-            self._loaded += [FILLER] * missing
+            missing = max(loads) - len(self.book.shapes)
+            self.book.shapes = [*self.book.shapes, *[MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing]
+            self.book.loaded = [*self.book.loaded, *[FILLER] * missing]
         return sum(loads)
 
     def _read_step(
@@ -297,100 +266,29 @@ class CausalLMEngine(PacelineEngine):
                 f"{vocab_size - 1}: use the tokenizer that belongs to the model."
             )
 
-    # -- the instructions of a schedule --------------------------------------------------------------------------
+    def _make_runner(self, stage: int, *, reduces_early: bool) -> CausalLMRunner:
+        return CausalLMRunner(
+            stage,
+            self.num_stages,
+            reach=self.reach,
+            around=DeepSpeedSurroundings(self, reduces_early=reduces_early),
+            module=self.module,
+            device=torch.device(self.device),
+            book=self.book,
+            losses=self.loss_book,
+            num_replicas=self.dp_world_size,
+            wants_logits=lambda: bool(self.eval_return_logits),
+        )
 
-    def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int) -> None:
-        batch = self._loaded[micro_batch]
-        if self.is_first_stage():
-            side = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.side.items()}
-            ids = batch.input_ids.to(self.device, non_blocking=True)
-            self.pipe_buffers["inputs"][buffer_id] = (ids, side, None)
-        if self.is_last_stage():
-            self.pipe_buffers["labels"][buffer_id] = batch.labels.to(self.device, non_blocking=True)
-
-    def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
-        stream, side, routing = self.pipe_buffers["inputs"][buffer_id]
-        facts = self._shapes[micro_batch].masks
-        with self._graph(), autocast_if_enabled(self), known(facts), self._flops_profiled():
-            out, routing_out = self.module(stream, side, routing)
-        if self.is_last_stage():
-            self._keep_loss(buffer_id, out, routing_out, micro_batch)
-        else:
-            self.pipe_buffers["outputs"][buffer_id] = (out, routing_out, side)
-
-    def _keep_loss(self, buffer_id: int, logits: Tensor, routing: Tensor | None, micro_batch: int) -> None:
-        shape, labels = self._shapes[micro_batch], self.pipe_buffers["labels"][buffer_id]
-        if self._seen is not None:
-            loss = self._loss_seen(logits, labels, routing, micro_batch)
-            self._seen.append((loss, None if self._see is None else self._see(logits, labels)))
-            return
-        if self.eval_return_logits:
-            self.outputs = logits
-        num_losses = len(self._shapes) * self.dp_world_size
-        # What only fills a short step up has no share in the router loss.
-        num_filled = max(1, sum(other.tokens > 0 for other in self._shapes))
-        router_share = 1 / (num_filled * self.dp_world_size) if shape.tokens else 0.0
-        num_items = max(self._step_label_tokens, 1)
-        if self.own_loss is None:
-            loss = self.module.stage.loss(logits, labels, routing, num_items, router_share=router_share)
-        elif shape.tokens:
-            loss = self.own_loss(
-                self.module.stage,
-                logits,
-                self._batch_of(labels, micro_batch),
-                routing,
-                num_items=num_items,
-                router_share=router_share,
-                num_micro_batches=num_filled,
-            )
-        else:  # a loss of somebody's own need not be made for what has no labels
-            loss = logits.float().sum() * 0.0
-        self.pipe_buffers["outputs"][buffer_id] = (loss, None, None)
-        self.fwd_outputs.append(loss.detach() * num_losses)  # eval_batch takes their mean
-        self.total_loss = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
-
-    def _loss_seen(self, logits: Tensor, labels: Tensor, routing: Tensor | None, micro_batch: int) -> Tensor:
-        """The sum of an evaluation's micro-batch over its label tokens."""
-        count, stage = self._shapes[micro_batch].label_tokens, self.module.stage
-        if not count:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.own_loss is not None and self._sees_whole_loss:
-            batch = self._batch_of(labels, micro_batch)
-            return count * self.own_loss(stage, logits, batch, routing, num_items=count, router_share=1.0).double()
-        routing = routing if self._sees_whole_loss else None
-        return stage.loss(logits, labels, routing, 1.0, router_share=count).double()
-
-    def _batch_of(self, labels: Tensor, micro_batch: int) -> dict[str, Tensor]:
-        """All that the last stage has loaded of a micro-batch, on its device."""
-        batch = self._loaded[micro_batch]
-        inputs = {"input_ids": batch.input_ids, **batch.side}
-        return {**{name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}, "labels": labels}
-
-    def _exec_backward_pass(self, buffer_id: int, micro_batch: int) -> None:
-        if not self._runs_backward:
-            return
-        out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
-        if self.is_last_stage():
-            pairs = [(self.optimizer.scale_if_loss(out), None)]
-        else:
-            gradients = self.pipe_buffers["gradients"][buffer_id]
-            tensors = [out, routing][: len(gradients)]
-            pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
-        self._start_timers(self.engine_timers.backward_timers)
-        self._start_timers(self.engine_timers.backward_inner_timers)
-        with self._counting_backwards():
-            if pairs:  # none where no output depends on what is trained
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        self._stop_timers(self.engine_timers.backward_inner_timers)
-        self._stop_timers(self.engine_timers.backward_timers)
-        self.pipe_buffers["outputs"][buffer_id] = None
-        self.pipe_buffers["gradients"][buffer_id] = None
+    def _activation_shapes(self) -> Shapes:
+        router_loss = self.module.stage.router_loss
+        return StreamShapes(None if router_loss is None else router_loss.size)
 
     def _tokens_of_step(self) -> int:
-        return self.step_tokens
+        return self.book.tokens
 
     def _unit_of_sum(self, num_rows: int) -> float:
-        return max(self._step_label_tokens, 1) / self.optimizer.loss_scale
+        return max(self.book.label_tokens, 1) / self.optimizer.loss_scale
 
     def _gradient_divisor(self) -> float:
         if not self.gradient_average:
@@ -411,54 +309,6 @@ class CausalLMEngine(PacelineEngine):
             dist.broadcast(total, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         self.dp_group_loss = total.clone()
         return total
-
-    # -- the boundary --------------------------------------------------------------------------------------------
-    # Hidden states, then the side inputs packed into one int32 tensor, then the experts' sums; gradients likewise.
-
-    def _activation_shapes(self) -> Shapes:
-        router_loss = self.module.stage.router_loss
-        return StreamShapes(None if router_loss is None else router_loss.size)
-
-    def _activation_key(self, micro_batch: int) -> MicroBatchShape:
-        return self._shapes[micro_batch]
-
-    def _leaving(self, buffer_id: int) -> tuple[Tensor, ...]:
-        out, routing, side = self.pipe_buffers["outputs"][buffer_id]
-        leaving = [out]
-        if side:
-            leaving.append(torch.stack([side[name].to(torch.int32) for name in SIDE_INPUTS if name in side]))
-        if routing is not None:
-            leaving.append(routing)
-        return tuple(leaving)
-
-    def _arrived(self, buffer_id: int, micro_batch: int, value: Any) -> None:
-        stream, *more = value
-        side: dict[str, Tensor] = {}
-        names = self._shapes[micro_batch].side
-        if names:
-            packed = more.pop(0)
-            side = {name: packed[i].long() for i, name in enumerate(names)}
-        routing = more.pop() if more else None
-        if torch.is_grad_enabled() and self._sends_gradients:
-            stream.requires_grad_()
-            if routing is not None:
-                routing.requires_grad_()
-        self.pipe_buffers["inputs"][buffer_id] = (stream, side, routing)
-
-    def _leaving_gradients(self, buffer_id: int) -> tuple[Tensor, ...]:
-        stream, _, routing = self.pipe_buffers["inputs"][buffer_id]
-        return tuple(gradient_of(tensor) for tensor in (stream, routing) if tensor is not None)
-
-    def _gradient_meta(self, buffer_id: int) -> Meta:
-        out, routing, _ = self.pipe_buffers["outputs"][buffer_id]
-        return meta_of((out,) if routing is None else (out, routing))
-
-    def _gradients_arrived(self, buffer_id: int, value: Any) -> None:
-        self.pipe_buffers["gradients"][buffer_id] = value
-
-    def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        self.pipe_buffers.setdefault("gradients", [])
-        super()._reserve_pipe_buffers(num_buffers)
 
     def _write_files(self, draft: Path, more: Callable[[Path], None] | None) -> None:
         """The model's config, so that a checkpoint can become a model of its own (``paceline export``)."""

@@ -123,15 +123,16 @@ class Controller:
         done = self._steps - 1
         # One step tells what each layer is of its stage; what it costs to look so closely is not to count.
         if self._is_timing:
-            self._layers, self._is_timing = self.engine.stop_timing_layers(), False
-            self.engine.recorder.forget()
+            self._layers = self.engine.meter.stop_timing_layers(self.engine.layers, self.engine.cut)
+            self._is_timing = False
+            self.engine.meter.recorder.forget()
         if done >= SETTLING_STEPS:
             if self._to_measure:
                 self._measure(done - SETTLING_STEPS)
             elif due := {what for what, every in self._every.items() if done - self._last_look[what] >= every}:
                 self._look(done, due)
         if "partition" in self._every and done == self._time_at:
-            self.engine.time_layers()
+            self.engine.meter.time_layers(self.engine.layers)
             self._is_timing = True
 
     def _measure(self, done: int) -> None:
@@ -328,9 +329,9 @@ class Controller:
         if parts != self.knowledge.parts:
             self.knowledge.has_moved(parts)
         WATCH.doing("comparing the last steps", EVERYONE)
-        self.engine.layer_reports, self._layers = self._layers, {}
+        self.engine.meter.layer_reports, self._layers = self._layers, {}
         reports = gather_reports(self.engine, self._after, self.choice.memory_bytes)
-        self.engine.recorder.forget()
+        self.engine.meter.recorder.forget()
         if self._decides:
             self.knowledge.update(reports)
             self._reports = reports

@@ -22,16 +22,16 @@ from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_cla
 from ..state.named import is_copy, link_full_access, names_of, tied_weights
 from ..supervise.watch import WATCH
 from .checkpointing import Checkpointing
-from .computing import Computing
 from .expert_part import Experts
-from .frozen import Frozen
-from .measuring import Measuring
+from .meter import Meter
 from .migration import Migration, Migrator, Seat, StageParameters
 from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .plain_layers import PlainLayers
 from .rate import check_scheduler_object
+from .reach import Reach
 from .scheduling import Scheduling
+from .stage_runner import LossBook
 
 _Asks = Callable[[nn.Parameter], bool]
 
@@ -39,7 +39,7 @@ TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
 
 
-class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, Computing, Frozen, PipelineEngine):
+class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -60,7 +60,8 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, C
         self.control = getattr(model, "control", None) or ControlPlane.create(
             model.num_stages, pipes=model._grid._topo.get_axis_comm_lists("pipe")
         )
-        self._backwards = 0
+        self.loss_book = LossBook()
+        self.reach = Reach(model.num_stages)
         self._writer = None
         super().__init__(*args, **kwargs)
         self._start_experts()
@@ -70,8 +71,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, C
         self.clock = Clock(torch.device(self.device))
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock
-        self._told = self._what_instructions_do()
-        self._start_measuring()
+        self.meter = Meter(self.clock, self.module, self.clock.device)
         self.layers = self._make_layers()
         self._start_scheduling()
         self.migrator = self._make_migrator()
@@ -110,7 +110,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, C
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         parameters = list(model_parameters or ())
         error: Exception | None = None
-        trains = self._find_trained()
+        trains = self.reach.find(self.control, self._trained_stages())
         try:
             if not trains:
                 raise ValueError("no stage has a trainable parameter: set requires_grad of those that are to train.")
@@ -127,6 +127,10 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, C
             error = caught
         self.control.settle(error, "making the optimizer")
         link_full_access(self.optimizer)
+
+    def _trained_stages(self) -> set[int]:
+        """Stages of this rank that have a trainable parameter."""
+        return {self.module.stage_id} if any(p.requires_grad for p in self.module.parameters()) else set()
 
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
@@ -329,7 +333,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, C
         new = self.migrator.agree(parts)
         if new is None:
             return None
-        self._at.doing = None  # what the last step did last
+        self._forget_doing()  # of the last step
         with self._naming_lost_peers():
             migration = self.migrator.migrate(new, memory_bytes)
         WATCH.idle()
@@ -374,17 +378,54 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Measuring, Scheduling, C
 
     def _forget_the_old_stage(self) -> None:
         """Drop what was kept of the stage as it was."""
-        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._own_memory.belong_to(self.module.parameters())
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
-        self._find_trained()
-        self.saved_bytes.clear()
-        self.recorder.forget()
+        self.reach.find(self.control, self._trained_stages())
+        self.meter.forget_stage()
         self.reset_activation_shape()
 
-    # -- the instructions of a schedule --------------------------------------------------------------------------
+    # -- losses, which DeepSpeed's methods keep on the engine ------------------------------------------------------
+
+    @property
+    def total_loss(self) -> Any:
+        return self.loss_book.total
+
+    @total_loss.setter
+    def total_loss(self, value: Any) -> None:
+        self.loss_book.total = value
+
+    @property
+    def total_additional_losses(self) -> Any:
+        return self.loss_book.additional
+
+    @total_additional_losses.setter
+    def total_additional_losses(self, value: Any) -> None:
+        self.loss_book.additional = value
+
+    @property
+    def fwd_outputs(self) -> list[Any]:
+        return self.loss_book.of_forwards
+
+    @fwd_outputs.setter
+    def fwd_outputs(self, value: list[Any]) -> None:
+        self.loss_book.of_forwards = value
+
+    @property
+    def outputs(self) -> Any:
+        return self.loss_book.outputs
+
+    @outputs.setter
+    def outputs(self, value: Any) -> None:
+        self.loss_book.outputs = value
+
+    def flops_profiler_profile_step(self) -> int:
+        """None for DeepSpeed's hooks of the module, which in pipelines begin a profile and never show it."""
+        return -1
+
+    # -- what ends a step ----------------------------------------------------------------------------------------
 
     def _exec_reduce_tied_grads(self) -> None:
-        self._at.doing = None
+        self._forget_doing()
         ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.trains(w)]
         num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
         with self.clock.transfer("tied", num_bytes):

@@ -69,7 +69,7 @@ class Experts:
         if self.num_stages > 1:
             stages = Stages(
                 *(self.stage_id, self.num_stages, self.control),
-                computed_s=lambda: float(self.recorder.computed_s()),  # made later
+                computed_s=lambda: float(self.meter.recorder.computed_s()),  # made later
                 num_micro_batches=lambda: self.schedule.num_micro_batches,
             )
         if self.expert_layers:
@@ -115,7 +115,7 @@ class Experts:
 
     def is_last_backward(self: Any) -> bool:
         """Whether the backward that runs now is the last of this step on this stage."""
-        return bool(self._backwards == self.schedule.num_micro_batches)
+        return bool(self.executor.is_last_backward)
 
     def _refuse_migration(self: Any, old: Sequence[int], new: Sequence[int]) -> None:
         """Raise ValueError where layers cannot move because of their experts."""

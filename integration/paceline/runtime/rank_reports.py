@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
@@ -20,6 +21,7 @@ from ..measure.clock import host_seconds
 from ..measure.device_memory import room_bytes
 from ..measure.layer_timer import ItemTimes
 from ..measure.recorder import StepTimes
+from ..optim.sharded import ShardedOptimizer
 from ..schedules.timeline import Span, Timeline, Transfer
 
 WAIT = "wait"
@@ -141,22 +143,40 @@ def gather_reports(engine: Any, after: dict[str, int], memory_bytes: int | None 
         if records[name]:
             # A message of the very end may be known at one end only; it is reported again.
             after[name] = records[name][-1].number - UNSETTLED
+    state_bytes, moved_bytes = bytes_per_parameter(engine.module, engine.optimizer)
     report = Report(
         stage=engine.stage_id,
         replica=engine.pipe_number,
         host=host_name(),
-        steps=engine.recorder.steps(),
+        steps=engine.meter.recorder.steps(),
         records=records,
-        saved_bytes=dict(engine.saved_bytes),
+        saved_bytes=dict(engine.meter.saved_bytes),
         room_bytes=float(memory_bytes if memory_bytes is not None else room_bytes(device, ranks_sharing(device))),
         clock_s=clock_s,
         latency_s=latency_s,
-        layers=engine.take_layer_reports(),
-        state_bytes=engine.bytes_per_parameter(),
-        moved_bytes=engine.moved_bytes_per_parameter(),
+        layers=engine.meter.take_layer_reports(),
+        state_bytes=state_bytes,
+        moved_bytes=moved_bytes,
     )
     reports: list[Report] = engine.control.gather_at_first(report)
     return reports
+
+
+def bytes_per_parameter(module: nn.Module, optimizer: Any) -> tuple[float, float]:
+    """Bytes that each parameter of a stage takes on this rank, with all that belongs to it.
+
+    Returns:
+        All of it, and what goes along when the parameter moves to another stage: all but its gradient.
+    """
+    parameters = list(module.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    if not count:
+        return 0.0, 0.0
+    own, gradients = (
+        (optimizer.num_bytes(), optimizer.gradient_bytes()) if isinstance(optimizer, ShardedOptimizer) else (0, 0)
+    )
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters) + own
+    return whole / count, (whole - gradients) / count
 
 
 class Seen(NamedTuple):

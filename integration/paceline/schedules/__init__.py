@@ -3,7 +3,7 @@
 from . import families
 from .costs import Costs, Link
 from .families import FAMILIES, make
-from .lower import Op, lower, num_buffers
+from .lower import Op, lower
 from .schedule import Action, Schedule
 from .simulate import Simulation, simulate
 from .text import from_text, to_text
@@ -24,7 +24,6 @@ __all__ = [
     "from_text",
     "lower",
     "make",
-    "num_buffers",
     "simulate",
     "to_text",
     "verify",

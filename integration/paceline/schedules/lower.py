@@ -7,7 +7,6 @@ one rank have no lane.
 from __future__ import annotations
 
 from collections import deque
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from .dependencies import BACKWARD_UNITS, FORWARD_UNITS, check_actions, unit_starts
@@ -17,6 +16,8 @@ LOAD = "load"
 POST_ACTIVATION, WAIT_ACTIVATION, SEND_ACTIVATION = "post_activation", "wait_activation", "send_activation"
 POST_GRADIENT, WAIT_GRADIENT, SEND_GRADIENT = "post_gradient", "wait_gradient", "send_gradient"
 RUN_FORWARD, RUN_BACKWARD = "forward", "backward"
+COMPLETE, APPLY = "backward_complete", "apply"
+REDUCE_TIED, REDUCE, UPDATE = "reduce_tied", "reduce", "update"
 FREE, PAIRED = "free", "paired"
 
 # Without backwards nothing stays alive, so the default is one message that is used and one that arrives meanwhile.
@@ -26,13 +27,19 @@ _FORWARD_ONLY_RECEIVES_AHEAD = 2
 class Op(NamedTuple):
     """One thing a rank does: ``post_…`` starts a receive, ``wait_…`` needs what it brings, ``send_…`` starts a send.
 
-    ``buffer`` is the slot of the tensors that the rank keeps for a micro-batch of a chunk, the same in all its ops.
+    Where steps run into each other it is for a micro-batch of the step ``lag`` steps ago, and there are two more kinds.
+    ``"backward_complete"``: the last backward of that step through ``chunk`` has run. ``"apply"``: the update that was
+    made of that step is put into the model. A step with a flush ends with :data:`FLUSHED_UPDATE`.
     """
 
     kind: str
-    micro_batch: int
-    chunk: int
-    buffer: int
+    micro_batch: int = -1
+    chunk: int = -1
+    lag: int = 0
+
+
+FLUSHED_UPDATE = (Op(REDUCE_TIED), Op(REDUCE), Op(UPDATE))
+"""What ends a training step that has a flush."""
 
 
 def lower(schedule: Schedule, *, order: str = FREE, receives_ahead: int | None = None) -> tuple[tuple[Op, ...], ...]:
@@ -78,13 +85,8 @@ def is_forward_only(schedule: Schedule) -> bool:
     return not any(action.kind == BACKWARD for order in schedule.orders for action in order)
 
 
-def num_buffers(program: tuple[Op, ...]) -> int:
-    """How many slots a program uses."""
-    return max((op.buffer for op in program), default=-1) + 1
-
-
 class _Program:
-    """The ops of one rank under construction. A micro-batch of a chunk gets the smallest free slot at its first op.
+    """The ops of one rank under construction.
 
     By chunk: ``receives``: activations come from, and gradients go to, another rank; ``sends``: the other way round;
     ``loads``: inputs or labels are loaded.
@@ -96,23 +98,9 @@ class _Program:
         self.receives = [stage > 0 and cell - 1 not in cells for stage, cell in zip(stages, cells, strict=True)]
         self.sends = [stage < last_stage and cell + 1 not in cells for stage, cell in zip(stages, cells, strict=True)]
         self.loads = [stage in (0, last_stage) for stage in stages]
-        # The op after which a micro-batch keeps nothing on this rank.
-        if any(action.kind == BACKWARD for action in schedule.orders[rank]):
-            self._last_kind = [SEND_GRADIENT if receives else RUN_BACKWARD for receives in self.receives]
-        else:
-            self._last_kind = [SEND_ACTIVATION if sends else RUN_FORWARD for sends in self.sends]
-        self._slots: dict[tuple[int, int], int] = {}
-        self._free: list[int] = []
 
     def add(self, kind: str, micro_batch: int, chunk: int) -> None:
-        slot = self._slots.get((micro_batch, chunk))
-        if slot is None:
-            # Slots in use and free ones together are always 0…n−1, so n is the smallest one that was never used.
-            slot = heappop(self._free) if self._free else len(self._slots)
-            self._slots[micro_batch, chunk] = slot
-        self.ops.append(Op(kind, micro_batch, chunk, slot))
-        if kind == self._last_kind[chunk]:
-            heappush(self._free, self._slots.pop((micro_batch, chunk)))
+        self.ops.append(Op(kind, micro_batch, chunk))
 
 
 class _Lanes:

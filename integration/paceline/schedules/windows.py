@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from .lower import (
+    APPLY,
+    COMPLETE,
     LOAD,
     POST_ACTIVATION,
     POST_GRADIENT,
@@ -21,26 +22,13 @@ from .lower import (
     SEND_GRADIENT,
     WAIT_ACTIVATION,
     WAIT_GRADIENT,
+    Op,
 )
 from .schedule import FORWARD
 from .stream import UPDATE, Stream, StreamAction
 
-CLOSE, APPLY = "close", "apply"
 POSTED_AHEAD = 2
 """Activations of a direction that may arrive before the one that is waited for has been used."""
-
-
-class StreamOp(NamedTuple):
-    """One thing that a rank does, for a micro-batch of the step ``lag`` steps ago.
-
-    Kinds are those of :class:`paceline.schedules.lower.Op`, and two more. ``"close"``: the last backward of that step
-    through ``chunk`` has run. ``"apply"``: the update that was made of that step is put into the model.
-    """
-
-    kind: str
-    micro_batch: int
-    chunk: int
-    lag: int
 
 
 class StreamProgram:
@@ -66,17 +54,17 @@ class StreamProgram:
                 backwards.setdefault(action.chunk, []).append(action)
         self._closing = {max(of_chunk, key=lambda a: (a.lag, of_chunk.index(a))) for of_chunk in backwards.values()}
 
-    def step(self, begun: int) -> list[StreamOp]:
+    def step(self, begun: int) -> list[Op]:
         """The step that has ``begun`` steps before it since the start, or the last drain."""
         return self._lowered(self.stream.window(self.rank, begun))
 
-    def drain(self, begun: int) -> list[StreamOp]:
+    def drain(self, begun: int) -> list[Op]:
         """What is left after ``begun`` steps; ``lag`` counts from the last of them."""
         last = begun - 1
         return self._lowered(action._replace(lag=last - step) for step, action in self.stream.drain(self.rank, begun))
 
-    def _lowered(self, actions: Iterable[StreamAction]) -> list[StreamOp]:
-        ops: list[StreamOp] = []
+    def _lowered(self, actions: Iterable[StreamAction]) -> list[Op]:
+        ops: list[Op] = []
         run = list(actions)
         to_post: list[deque[StreamAction]] = [deque() for _ in self._receives]
         for action in run:
@@ -85,27 +73,25 @@ class StreamProgram:
 
         def post(chunk: int, most: int) -> None:
             for _ in range(min(most, len(to_post[chunk]))):
-                ops.append(StreamOp(POST_ACTIVATION, *to_post[chunk].popleft()[1:]))
+                ops.append(Op(POST_ACTIVATION, *to_post[chunk].popleft()[1:]))
 
         for chunk in range(len(to_post)):
             post(chunk, POSTED_AHEAD)
         for kind, micro_batch, chunk, lag in run:
             if kind == UPDATE:
-                ops.append(StreamOp(APPLY, micro_batch, chunk, lag))
+                ops.append(Op(APPLY, micro_batch, chunk, lag))
                 continue
             if kind == FORWARD:
                 before, compute = (WAIT_ACTIVATION, self._receives[chunk]), RUN_FORWARD
                 after = [(SEND_ACTIVATION, self._sends[chunk]), (POST_GRADIENT, self._sends[chunk])]
                 if self._loads[chunk]:
-                    ops.append(StreamOp(LOAD, micro_batch, chunk, lag))
+                    ops.append(Op(LOAD, micro_batch, chunk, lag))
             else:
                 before, compute = (WAIT_GRADIENT, self._sends[chunk]), RUN_BACKWARD
                 after = [(SEND_GRADIENT, self._receives[chunk])]
-                after.append((CLOSE, self._is_closing(micro_batch, chunk)))
+                after.append((COMPLETE, self._is_closing(micro_batch, chunk)))
             ops += [
-                StreamOp(what, micro_batch, chunk, lag)
-                for what, is_there in (before, (compute, True), *after)
-                if is_there
+                Op(what, micro_batch, chunk, lag) for what, is_there in (before, (compute, True), *after) if is_there
             ]
             if kind == FORWARD:
                 post(chunk, 1)
@@ -113,8 +99,3 @@ class StreamProgram:
 
     def _is_closing(self, micro_batch: int, chunk: int) -> bool:
         return any(a.chunk == chunk and a.micro_batch == micro_batch for a in self._closing)
-
-
-def num_slots(stream: Stream) -> int:
-    """Micro-batches that a rank tells apart at a time: those of a step and of all that may still lag."""
-    return stream.num_micro_batches * (stream.most_lag + 1)

@@ -34,7 +34,7 @@ class Engine:
     global_rank, num_stages, micro_batch_size, micro_batches = 0, STAGES, CONFIGURED, MICRO_BATCHES
 
     def __init__(self, saved: dict[int, float], latency_s: float = 0.0) -> None:
-        self.control, self.recorder = self, Recorder()
+        self.control, self.meter = self, SimpleNamespace(recorder=Recorder(), layer_reports={})
         self.saved, self.latency_s = saved, latency_s
         self.measured: dict[int, float] = {}
         self.room = 1000.0
@@ -142,12 +142,12 @@ class Pipe:
         self.speeds, self.noise, self.latency_s, self.refuse = speeds, noise, latency_s, refuse
         self.num_layers = num_layers
         self.chance = random.Random(1)
-        self.control = self.recorder = self.layers = self
+        self.control = self.meter = self.recorder = self.layers = self
         self.module = types.SimpleNamespace(parts=[num_layers * stage // 3 for stage in range(4)])
         self.schedule = one_f_one_b(3, MICRO_BATCHES)
         self.layer_reports: dict[int, LayerReport] = {}
         self.migrations: list[dict[str, Any]] = []
-        self.rebuild_s = 0.3
+        self.rebuild_s, self.cut = 0.3, 1
         self.global_steps = 0
         self.steps: list[StepTimes] = []
         self.log: list[tuple[int, str, Any]] = []
@@ -169,10 +169,10 @@ class Pipe:
     def from_first(self, value: Any) -> Any:
         return value
 
-    def time_layers(self) -> None:
+    def time_layers(self, layers: Any) -> None:
         self._note("time")
 
-    def stop_timing_layers(self) -> dict[int, LayerReport]:
+    def stop_timing_layers(self, layers: Any, size: int) -> dict[int, LayerReport]:
         self._note("stop timing")
         return {
             item: LayerReport(
@@ -411,8 +411,8 @@ def test_a_timed_step_that_failed_is_timed_again(monkeypatch: pytest.MonkeyPatch
     controller = follow(monkeypatch, pipe)
     timed, first = pipe.stop_timing_layers, []
 
-    def stop_timing_layers() -> dict[int, LayerReport]:
-        found = timed()
+    def stop_timing_layers(layers: Any, size: int) -> dict[int, LayerReport]:
+        found = timed(layers, size)
         first.append(found if first else {})
         return first[-1]
 
@@ -427,9 +427,9 @@ def test_after_a_guess_the_layers_are_timed_where_they_have_come_to(monkeypatch:
     controller = follow(monkeypatch, pipe)
     timed = pipe.stop_timing_layers
 
-    def stop_timing_layers() -> dict[int, LayerReport]:
+    def stop_timing_layers(layers: Any, size: int) -> dict[int, LayerReport]:
         """Each layer began as one of its stage's own kind."""
-        return {n: report._replace(kinds=(f"{n // 4}", f"{n // 4}")) for n, report in timed().items()}
+        return {n: report._replace(kinds=(f"{n // 4}", f"{n // 4}")) for n, report in timed(layers, size).items()}
 
     monkeypatch.setattr(pipe, "stop_timing_layers", stop_timing_layers)
     pipe.train(controller, 60)

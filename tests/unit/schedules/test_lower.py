@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.schedules import Schedule, families, lower, num_buffers, verify
+from paceline.schedules import Schedule, families, lower, verify
 from paceline.schedules.schedule import backward, forward
 from paceline.schedules.verify import replay_blocking
 from schedule_cases import FAMILY_CASES, executed, routed
@@ -139,24 +139,6 @@ def test_waits_and_sends_stand_next_to_their_compute(schedule, order):
                     assert program[position + 1] == op._replace(kind=f"send_{what}")
 
 
-@given(SCHEDULES, st.sampled_from(["free", "paired"]))
-@settings(max_examples=80, deadline=None)
-def test_buffers_are_the_smallest_free_ones(schedule, order):
-    for program in lower(schedule, order=order):
-        last = {(op.chunk, op.micro_batch): position for position, op in enumerate(program)}
-        used = {}
-        for position, op in enumerate(program):
-            key = op.chunk, op.micro_batch
-            if key not in used:
-                assert op.buffer == min(set(range(len(used) + 1)) - set(used.values()))
-                used[key] = op.buffer
-            assert op.buffer == used[key]
-            if position == last[key]:
-                del used[key]
-        assert not used
-        assert num_buffers(program) == max((op.buffer for op in program), default=-1) + 1
-
-
 @given(st.one_of(*(FAMILY_CASES[name] for name in ("1f1b", "kfkb", "eager", "interleaved"))), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_window_is_kept_and_filled(schedule, window):
@@ -184,27 +166,26 @@ def test_default_window_is_what_the_sender_keeps_alive():
 
 
 def test_default_window_of_evaluation_is_two():
-    first, second = lower(families.forward_only(2, 4))
-    assert num_buffers(first) == 1
+    _, second = lower(families.forward_only(2, 4))
     assert [op[:2] for op in second[:2]] == [("post_activation", 0), ("post_activation", 1)]
     assert second[2].kind == "load"
 
 
 def ops(program):
-    return " ".join(f"{op.kind}:{op.micro_batch}/{op.buffer}" for op in program)
+    return " ".join(f"{op.kind}:{op.micro_batch}" for op in program)
 
 
 def test_free_by_hand():
     first, second = lower(families.one_f_one_b(2, 3))
     assert ops(first) == (
-        "load:0/0 forward:0/0 send_activation:0/0 post_gradient:0/0 load:1/1 forward:1/1 send_activation:1/1"
-        " post_gradient:1/1 wait_gradient:0/0 backward:0/0 load:2/0 forward:2/0 send_activation:2/0 post_gradient:2/0"
-        " wait_gradient:1/1 backward:1/1 wait_gradient:2/0 backward:2/0"
+        "load:0 forward:0 send_activation:0 post_gradient:0 load:1 forward:1 send_activation:1"
+        " post_gradient:1 wait_gradient:0 backward:0 load:2 forward:2 send_activation:2 post_gradient:2"
+        " wait_gradient:1 backward:1 wait_gradient:2 backward:2"
     )
     assert ops(second) == (
-        "post_activation:0/0 post_activation:1/1 load:0/0 wait_activation:0/0 post_activation:2/2 forward:0/0"
-        " backward:0/0 send_gradient:0/0 load:1/1 wait_activation:1/1 forward:1/1 backward:1/1 send_gradient:1/1"
-        " load:2/2 wait_activation:2/2 forward:2/2 backward:2/2 send_gradient:2/2"
+        "post_activation:0 post_activation:1 load:0 wait_activation:0 post_activation:2 forward:0"
+        " backward:0 send_gradient:0 load:1 wait_activation:1 forward:1 backward:1 send_gradient:1"
+        " load:2 wait_activation:2 forward:2 backward:2 send_gradient:2"
     )
 
 
@@ -212,12 +193,12 @@ def test_paired_by_hand():
     """Activation 0 is made at 1, activation 1 at 2, gradient 0 at 4, gradient 1 at 7 units of time."""
     first, second = lower(families.one_f_one_b(2, 2), order="paired")
     assert ops(first) == (
-        "load:0/0 forward:0/0 send_activation:0/0 load:1/1 forward:1/1 send_activation:1/1 post_gradient:0/0"
-        " wait_gradient:0/0 backward:0/0 post_gradient:1/1 wait_gradient:1/1 backward:1/1"
+        "load:0 forward:0 send_activation:0 load:1 forward:1 send_activation:1 post_gradient:0"
+        " wait_gradient:0 backward:0 post_gradient:1 wait_gradient:1 backward:1"
     )
     assert ops(second) == (
-        "post_activation:0/0 load:0/0 wait_activation:0/0 forward:0/0 post_activation:1/1 backward:0/0"
-        " send_gradient:0/0 load:1/1 wait_activation:1/1 forward:1/1 backward:1/1 send_gradient:1/1"
+        "post_activation:0 load:0 wait_activation:0 forward:0 post_activation:1 backward:0"
+        " send_gradient:0 load:1 wait_activation:1 forward:1 backward:1 send_gradient:1"
     )
 
 

@@ -1,0 +1,125 @@
+"""Messages between a stage that a rank holds and its neighbours: receives that are posted, waits, sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..comm.shapes import Value, meta_of, tensors_of
+from ..comm.transport import Lane
+from .stage_runner import Live, StageRunner
+
+
+class Waits(Protocol):
+    """Who books the time in which a rank has nothing to do."""
+
+    def wait(self, take: Callable[[], Value], micro_batch: int) -> Value: ...
+
+
+class OwnMemory:
+    """Gradients in memory to which nobody writes while they are sent.
+
+    Autograd may let a parameter's first gradient share the memory of an input's, and adds the next one to it. Once all
+    parameters have gradients that no longer happens.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._all_have_gradients = False
+        self.belong_to(parameters)
+
+    def belong_to(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Name the parameters of this rank, of which those that train count."""
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def forget(self) -> None:
+        """Gradients are being collected anew."""
+        self._all_have_gradients = False
+
+    def of(self, value: Value) -> Value:
+        """``value``, copied where it shares memory with a parameter's gradient."""
+        if self._all_have_gradients:
+            return value
+        own, self._all_have_gradients = set(), True
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                self._all_have_gradients = False
+            else:
+                own.add(parameter.grad.untyped_storage().data_ptr())
+        if isinstance(value, tuple):
+            return tuple(t.clone() if t.untyped_storage().data_ptr() in own else t for t in value)
+        return value.clone() if value.untyped_storage().data_ptr() in own else value
+
+
+class Boundary:
+    """One held stage's messages.
+
+    Args:
+        runner: of the stage.
+        lanes: those of the stage, by name; see :func:`~paceline.comm.transport.lanes_of`.
+        waits: books the time of a wait.
+        own: gives gradients memory of their own; None: they have it.
+    """
+
+    def __init__(self, runner: StageRunner, lanes: Mapping[str, Lane], waits: Waits, own: OwnMemory | None) -> None:
+        self._runner, self._waits, self._own = runner, waits, own
+        self._activations_in, self._activations_out = lanes.get("activations_in"), lanes.get("activations_out")
+        self._gradients_in, self._gradients_out = lanes.get("gradients_in"), lanes.get("gradients_out")
+        self.doing: tuple[str, int] | None = None
+        """What the last operation was, and with which stage: where a lost connection is noticed."""
+
+    def post_activation(self, live: Live, number: int) -> None:
+        assert self._activations_in is not None
+        self.doing = "receiving from", self._runner.stage - 1
+        self._activations_in.post(number, self._runner.activation_key(number))
+
+    def wait_activation(self, live: Live, number: int) -> None:
+        lane = self._activations_in
+        assert lane is not None
+        self.doing = "receiving from", self._runner.stage - 1
+        self._runner.arrived(live, number, self._waits.wait(lambda: lane.take(number), number))
+
+    def send_activation(self, live: Live, number: int) -> None:
+        runner, lane = self._runner, self._activations_out
+        assert lane is not None
+        self.doing = "sending to", runner.stage + 1
+        value = runner.leaving(live)
+        tensors_of(value, f"the last layer of stage {runner.stage}")  # refuses what cannot be sent
+        if not (torch.is_grad_enabled() and runner.runs_backward):
+            # A layer may give out the same memory again, which then has yet to be sent.
+            value = tuple(tensor.clone() for tensor in value) if isinstance(value, tuple) else value.clone()
+            live.inputs = live.outputs = None
+        lane.send(number, runner.activation_key(number), value)
+
+    def post_gradient(self, live: Live, number: int) -> None:
+        if not self._runner.runs_backward:
+            return
+        assert self._gradients_in is not None
+        self.doing = "receiving from", self._runner.stage + 1
+        self._gradients_in.post(number, self._runner.gradient_meta(live))
+
+    def wait_gradient(self, live: Live, number: int) -> None:
+        lane = self._gradients_in
+        if not self._runner.runs_backward:
+            return
+        assert lane is not None
+        self.doing = "receiving from", self._runner.stage + 1
+        live.gradients = self._waits.wait(lambda: lane.take(number), number)
+
+    def send_gradient(self, live: Live, number: int) -> None:
+        runner, lane = self._runner, self._gradients_out
+        if runner.sends_gradients:
+            assert lane is not None
+            self.doing = "sending to", runner.stage - 1
+            value = runner.leaving_gradients(live)
+            if self._own is not None:
+                value = self._own.of(value)
+            lane.send(number, meta_of(value), value)
+        live.inputs = None
+
+
+def detached(value: Value) -> Value:
+    """``value`` as a stage of the same rank takes it: the same memory, without the graph that made it."""
+    return tuple(tensor.detach() for tensor in value) if isinstance(value, tuple) else value.detach()

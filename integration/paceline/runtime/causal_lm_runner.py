@@ -1,0 +1,254 @@
+"""Compute one stage of a Hugging Face causal LM.
+
+Between stages pass hidden states, then the side inputs packed into one int32 tensor, then the experts' sums; gradients
+likewise, without the side inputs.
+
+Legend: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.shapes import Meta, Shapes, Value, meta_of
+from ..hf.masks import known
+from ..hf.stage import SIDE_INPUTS, CausalLMStage
+from .micro_batches import MicroBatch, MicroBatchShape
+from .module import CausalLMPipeline
+from .reach import Reach
+from .stage_runner import Live, LossBook, StageRunner, Surroundings, gradient_of
+
+Seen = tuple[Tensor, Any]
+"""Of a micro-batch: the sum of its losses, and what somebody wanted of its logits."""
+
+
+@dataclass
+class StepBook:
+    """What is known of the micro-batches that are under way, by their numbers."""
+
+    shapes: Sequence[MicroBatchShape] = ()
+    loaded: Sequence[MicroBatch] = ()
+    """On the ranks that read data; as many as there are shapes."""
+    label_tokens: int = 0
+    """Label tokens of the whole newest step, of all replicas."""
+    tokens: int = 0
+    """Its tokens, padding not counted."""
+
+    @property
+    def own_label_tokens(self) -> int:
+        """Label tokens of this replica."""
+        return sum(shape.label_tokens for shape in self.shapes)
+
+
+@dataclass
+class Inspection:
+    """An evaluation that looks at single micro-batches.
+
+    Args:
+        see: called with logits and labels; None: losses are enough.
+        whole_loss: with the router's, where the model has one.
+    """
+
+    see: Callable[[Tensor, Tensor], Any] | None = None
+    whole_loss: bool = False
+    seen: list[Seen] = field(default_factory=list)
+
+
+class StreamShapes(Shapes):
+    """Shapes of what passes between the stages of a causal LM.
+
+    Batch and length are in the step's table. Width and dtype of the hidden states are the model's business (some keep
+    them in fp32 under bf16), and announced with the first message.
+
+    Args:
+        router_size: numbers that the experts' sums are, if the model has a router loss.
+    """
+
+    def __init__(self, router_size: int | None) -> None:
+        super().__init__()
+        self._router_size = router_size
+        self._stream: tuple[int, torch.dtype] | None = None
+
+    def of(self, key: Hashable) -> Meta | None:
+        if self._stream is None:
+            return None
+        assert isinstance(key, MicroBatchShape)
+        width, dtype = self._stream
+        tensors: list[Any] = [((key.batch, key.length, width), dtype)]
+        if key.side:
+            tensors.append(((len(key.side), key.batch, key.length), torch.int32))
+        if self._router_size is not None:
+            tensors.append(((self._router_size,), torch.float32))
+        return Meta(tuple(tensors))
+
+    def learn(self, key: Hashable, meta: Meta) -> None:
+        (_, _, width), dtype = meta.tensors[0]
+        self._stream = (width, dtype)
+
+
+class CausalLMRunner(StageRunner):
+    """The stage of a :class:`~paceline.runtime.module.CausalLMPipeline` that computes when ``current`` is its chunk.
+
+    Args:
+        module: all that this rank holds of the model.
+        book: of the steps under way.
+        losses: where the last stage puts them.
+        num_replicas: pipelines side by side.
+        wants_logits: whether an evaluation asks for them.
+    """
+
+    own_loss: Callable[..., Tensor] | None = None
+    """Computes losses instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+
+    inspection: Inspection | None = None
+    """Set while an evaluation looks at single micro-batches."""
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        *,
+        reach: Reach,
+        around: Surroundings,
+        module: CausalLMPipeline,
+        device: torch.device,
+        book: StepBook,
+        losses: LossBook,
+        num_replicas: int,
+        wants_logits: Callable[[], bool],
+    ) -> None:
+        super().__init__(stage, num_stages, reach=reach, around=around)
+        self._module, self._device, self._book, self._losses = module, device, book, losses
+        self._num_replicas, self._wants_logits = num_replicas, wants_logits
+
+    @property
+    def _stage(self) -> CausalLMStage:
+        return self._module.stage
+
+    def load(self, live: Live, number: int) -> None:
+        batch = self._book.loaded[number]
+        if self.is_first:
+            live.inputs = (self._moved(batch.input_ids), {n: self._moved(t) for n, t in batch.side.items()}, None)
+        if self.is_last:
+            live.labels = self._moved(batch.labels)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    def forward(self, live: Live, number: int) -> None:
+        stream, side, routing = live.inputs
+        facts = self._book.shapes[number].masks
+        with self._graph(), known(facts), self._around.forward():
+            out, routing_out = self._module(stream, side, routing)
+        if not self.is_last:
+            live.outputs = (out, routing_out, side)
+        elif self.inspection is not None:
+            self._inspect(live, number, out, routing_out)
+        else:
+            live.outputs = (self._loss(live, number, out, routing_out), None, None)
+
+    def _loss(self, live: Live, number: int, logits: Tensor, routing: Tensor | None) -> Tensor:
+        """The micro-batch's share in the loss of the step, of all replicas together."""
+        book, losses = self._book, self._losses
+        if self._wants_logits():
+            losses.outputs = logits
+        num_losses = len(book.shapes) * self._num_replicas
+        # What only fills a short step up has no share in the router loss.
+        num_filled = max(1, sum(other.tokens > 0 for other in book.shapes))
+        has_tokens = bool(book.shapes[number].tokens)
+        router_share = 1 / (num_filled * self._num_replicas) if has_tokens else 0.0
+        num_items = max(book.label_tokens, 1)
+        if self.own_loss is None:
+            loss = self._stage.loss(logits, live.labels, routing, num_items, router_share=router_share)
+        elif has_tokens:
+            loss = self.own_loss(
+                self._stage,
+                logits,
+                self._batch_of(live.labels, number),
+                routing,
+                num_items=num_items,
+                router_share=router_share,
+                num_micro_batches=num_filled,
+            )
+        else:  # a loss of somebody's own need not be made for what has no labels
+            loss = logits.float().sum() * 0.0
+        losses.of_forwards.append(loss.detach() * num_losses)  # eval_batch takes their mean
+        losses.total = loss.detach() if losses.total is None else losses.total + loss.detach()
+        return loss
+
+    def _inspect(self, live: Live, number: int, logits: Tensor, routing: Tensor | None) -> None:
+        inspection, labels = self.inspection, live.labels
+        assert inspection is not None
+        loss = self._whole_loss(number, logits, labels, routing if inspection.whole_loss else None)
+        inspection.seen.append((loss, None if inspection.see is None else inspection.see(logits, labels)))
+
+    def _whole_loss(self, number: int, logits: Tensor, labels: Tensor, routing: Tensor | None) -> Tensor:
+        """The sum of a micro-batch's losses over its label tokens."""
+        count = self._book.shapes[number].label_tokens
+        assert self.inspection is not None
+        if not count:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        if self.own_loss is not None and self.inspection.whole_loss:
+            batch = self._batch_of(labels, number)
+            own = self.own_loss(self._stage, logits, batch, routing, num_items=count, router_share=1.0)
+            return count * own.double()
+        return self._stage.loss(logits, labels, routing, 1.0, router_share=count).double()
+
+    def _batch_of(self, labels: Tensor, number: int) -> dict[str, Tensor]:
+        """All that the last stage has loaded of a micro-batch, on its device."""
+        batch = self._book.loaded[number]
+        inputs = {"input_ids": batch.input_ids, **batch.side}
+        return {**{name: self._moved(value) for name, value in inputs.items()}, "labels": labels}
+
+    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+        out, routing, _ = live.outputs
+        if self.is_last:
+            pairs = [(self._around.scaled(out), None)]
+        else:
+            tensors = [out, routing][: len(live.gradients)]
+            pairs = [(t, g) for t, g in zip(tensors, live.gradients, strict=True) if t.requires_grad]
+        with self._around.backward(is_last=is_last):
+            if pairs:  # none where no output depends on what is trained
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        live.outputs = live.gradients = None
+
+    # -- the boundary
+
+    def activation_key(self, number: int) -> MicroBatchShape:
+        return self._book.shapes[number]
+
+    def leaving(self, live: Live) -> tuple[Tensor, ...]:
+        out, routing, side = live.outputs
+        leaving = [out]
+        if side:
+            leaving.append(torch.stack([side[name].to(torch.int32) for name in SIDE_INPUTS if name in side]))
+        if routing is not None:
+            leaving.append(routing)
+        return tuple(leaving)
+
+    def arrived(self, live: Live, number: int, value: Value) -> None:
+        stream, *more = value
+        side: dict[str, Tensor] = {}
+        names = self._book.shapes[number].side
+        if names:
+            packed = more.pop(0)
+            side = {name: packed[i].long() for i, name in enumerate(names)}
+        routing = more.pop() if more else None
+        if torch.is_grad_enabled() and self.sends_gradients:
+            stream.requires_grad_()
+            if routing is not None:
+                routing.requires_grad_()
+        live.inputs = (stream, side, routing)
+
+    def gradient_meta(self, live: Live) -> Meta:
+        out, routing, _ = live.outputs
+        return meta_of((out,) if routing is None else (out, routing))
+
+    def leaving_gradients(self, live: Live) -> tuple[Tensor, ...]:
+        stream, _, routing = live.inputs
+        return tuple(gradient_of(tensor) for tensor in (stream, routing) if tensor is not None)

@@ -1,0 +1,224 @@
+"""Run a rank's program: one interpreter for the operations of every schedule.
+
+With a flush or without one, with one held stage or several, forwards only or with backwards: a program is a list of
+:class:`~paceline.schedules.lower.Op`, and everything that differs between schedules is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..comm.transport import Transport
+from ..schedules.lower import (
+    APPLY,
+    COMPLETE,
+    LOAD,
+    POST_ACTIVATION,
+    POST_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    RUN_BACKWARD,
+    RUN_FORWARD,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    UPDATE,
+    WAIT_ACTIVATION,
+    WAIT_GRADIENT,
+    Op,
+)
+from ..schedules.schedule import BACKWARD, FORWARD
+from ..supervise.watch import DEVICE, EVERYONE, WATCH
+from .boundary import Boundary, detached
+from .meter import Meter
+from .stage_runner import Live, StageRunner
+
+ISSUED = frozenset((POST_ACTIVATION, SEND_ACTIVATION, POST_GRADIENT, SEND_GRADIENT))
+"""Operations that a transport may collect, to issue them together before the next one of another kind."""
+
+
+class Updates(Protocol):
+    """What becomes of gradients, by the operations of a program."""
+
+    def backward_complete(self, stage: int) -> None:
+        """The last backward of a step through ``stage`` has run, in a program without a flush."""
+
+    def apply(self) -> None:
+        """Put the update that was made of an earlier step into the model."""
+
+    def reduce_tied(self) -> None: ...
+
+    def reduce(self) -> None: ...
+
+    def update(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class HeldStage:
+    """A stage that this rank holds, as one of its chunks.
+
+    Args:
+        ranks: global rank of each stage, in the direction of the chunk.
+        next_chunk, previous_chunk: chunk of this rank that holds the neighbouring stage, if one does.
+    """
+
+    runner: StageRunner
+    boundary: Boundary
+    ranks: Sequence[int]
+    next_chunk: int | None = None
+    previous_chunk: int | None = None
+
+    def operations(self) -> dict[str, tuple[tuple[str, int | None], Callable[[Live, int], None]]]:
+        """By kind: what others are told if it hangs, with the rank that it waits for; and what runs it."""
+        runner, boundary = self.runner, self.boundary
+        before, behind = runner.stage - 1, runner.stage + 1
+        return {
+            LOAD: (("loading a micro-batch", DEVICE), runner.load),
+            RUN_FORWARD: (("computing forward", DEVICE), runner.forward),
+            RUN_BACKWARD: (("computing backward", DEVICE), runner.backward),
+            POST_ACTIVATION: (
+                self._with("preparing to receive activations from", before),
+                boundary.post_activation,
+            ),
+            WAIT_ACTIVATION: (self._with("receiving activations from", before), boundary.wait_activation),
+            SEND_ACTIVATION: (self._with("sending activations to", behind), boundary.send_activation),
+            POST_GRADIENT: (self._with("preparing to receive gradients from", behind), boundary.post_gradient),
+            WAIT_GRADIENT: (self._with("receiving gradients from", behind), boundary.wait_gradient),
+            SEND_GRADIENT: (self._with("sending gradients to", before), boundary.send_gradient),
+        }
+
+    def _with(self, verb: str, stage: int) -> tuple[str, int | None]:
+        return f"{verb} stage {stage}", self.ranks[stage] if 0 <= stage < len(self.ranks) else None
+
+    def ends_with(self, *, trains: bool) -> str:
+        """Kind of the operation after which nothing of a micro-batch is kept."""
+        runner = self.runner
+        if trains:
+            return RUN_BACKWARD if runner.is_first or self.previous_chunk is not None else SEND_GRADIENT
+        return RUN_FORWARD if runner.is_last or self.next_chunk is not None else SEND_ACTIVATION
+
+
+class Executor:
+    """Runs programs over the stages that this rank holds.
+
+    Args:
+        held: the stages, by chunk.
+        meter: what computations take.
+        transports: issue what they have collected before a rank computes or waits.
+        enter: told the chunk that the following operations are of, when it changes.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[HeldStage],
+        *,
+        meter: Meter,
+        transports: Sequence[Transport],
+        enter: Callable[[int], None] | None = None,
+    ) -> None:
+        self.held = tuple(held)
+        self._meter, self._transports, self._enter = meter, tuple(transports), enter
+        self._operations = [stage.operations() for stage in self.held]
+        self._live: dict[tuple[int, int], Live] = {}
+        self.chunk = 0
+        """The chunk whose operations run, or ran last."""
+        self.is_last_backward = False
+        """Whether the backward that runs now is the last of its step on its stage."""
+
+    def run(
+        self,
+        program: Iterable[Op],
+        *,
+        num_micro_batches: int,
+        step: int = 0,
+        updates: Updates | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        """Run one step, or what is left of earlier ones.
+
+        Args:
+            num_micro_batches: M of a step: micro-batch m of step n has the number n · M + m.
+            step: number of the step that ops without a lag are of.
+            updates: None: forwards only.
+            goes_on: micro-batches of earlier programs are under way.
+        """
+        ops = tuple(program)
+        trains = updates is not None
+        if not goes_on:
+            self._live.clear()
+        last = {op.chunk: op for op in ops if op.kind == RUN_BACKWARD}
+        ends = [stage.ends_with(trains=trains) for stage in self.held]
+        live_of, doing = self._live, WATCH.doing
+        self._go_to(0)
+        for op in ops:
+            kind, micro_batch, chunk, lag = op
+            if chunk < 0 or kind == COMPLETE:
+                assert updates is not None
+                self._update(kind, chunk, updates)
+                continue
+            if chunk != self.chunk:
+                self._go_to(chunk)
+            told, run = self._operations[chunk][kind]
+            doing(*told)
+            if kind not in ISSUED:
+                self._flush()
+            number = (step - lag) * num_micro_batches + micro_batch
+            live = live_of.get((chunk, number))
+            if live is None:
+                live = live_of[chunk, number] = Live()
+            if kind == RUN_BACKWARD:
+                self._backward(chunk, live, number, micro_batch, is_last=op == last[chunk])
+            elif kind == RUN_FORWARD:
+                self._forward(chunk, live, number, micro_batch)
+            else:
+                run(live, number)
+            if kind == ends[chunk]:
+                del live_of[chunk, number]
+        for transport in self._transports:
+            transport.finish()
+        self._go_to(0)
+
+    def _forward(self, chunk: int, live: Live, number: int, micro_batch: int) -> None:
+        held = self.held[chunk]
+        self._meter.compute(FORWARD, micro_batch, lambda: held.runner.forward(live, number))
+        if held.next_chunk is not None:
+            behind = self._live[held.next_chunk, number] = Live()
+            self.held[held.next_chunk].runner.arrived(behind, number, detached(held.runner.leaving(live)))
+
+    def _backward(self, chunk: int, live: Live, number: int, micro_batch: int, *, is_last: bool) -> None:
+        held = self.held[chunk]
+        runner = held.runner
+        self.is_last_backward = is_last
+
+        def run() -> None:
+            if runner.runs_backward:
+                runner.backward(live, number, is_last)
+
+        self._meter.compute(BACKWARD, micro_batch, run)
+        self.is_last_backward = False
+        if held.previous_chunk is not None and runner.sends_gradients:
+            self._live[held.previous_chunk, number].gradients = runner.leaving_gradients(live)
+
+    def _update(self, kind: str, chunk: int, updates: Updates) -> None:
+        if kind == COMPLETE:
+            updates.backward_complete(self.held[chunk].runner.stage)
+            return
+        told, run, booked = {
+            APPLY: ("waiting for an update", updates.apply, "step"),
+            REDUCE_TIED: ("reducing tied gradients", updates.reduce_tied, "reduce"),
+            REDUCE: ("reducing gradients", updates.reduce, "reduce"),
+            UPDATE: ("stepping the optimizer", updates.update, "step"),
+        }[kind]
+        WATCH.doing(told, EVERYONE)
+        self._flush()
+        self._meter.update(booked, run)
+
+    def _flush(self) -> None:
+        for transport in self._transports:
+            transport.flush()
+
+    def _go_to(self, chunk: int) -> None:
+        self.chunk = chunk
+        if self._enter is not None:
+            self._enter(chunk)

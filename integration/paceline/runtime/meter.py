@@ -1,0 +1,102 @@
+"""Measure one rank's steps: seconds of its computations and waits, bytes that a micro-batch keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..comm.shapes import Value
+from ..measure.clock import Clock
+from ..measure.layer_timer import LayerTimer
+from ..measure.recorder import Recorder, SavedBytes
+from ..schedules.schedule import FORWARD
+from .movable_layers import Layers
+from .rank_reports import WAIT, LayerReport
+
+
+class Meter:
+    """Books what a rank does while a program runs. Nothing here is collective.
+
+    Args:
+        module: the rank's part of the model.
+    """
+
+    def __init__(self, clock: Clock, module: nn.Module, device: torch.device) -> None:
+        self.clock, self.recorder = clock, Recorder(clock.now)
+        self.saved_bytes: dict[int, float] = {}
+        """What a live micro-batch keeps on this rank, by micro-batch size, as far as it was measured."""
+        self.layer_reports: dict[int, LayerReport] = {}
+        """What this rank says of its layers when the ranks are next brought together."""
+        self.measures_memory_of: int | None = None
+        """Micro-batch size of which the next forward tells what it keeps."""
+        self._module, self._device = module, device
+        self._layer_timer: LayerTimer | None = None
+
+    def compute(self, kind: str, micro_batch: int, run: Callable[[], None]) -> None:
+        """Time a forward or a backward."""
+        clock, recorder, timer = self.clock, self.recorder, self._layer_timer
+        start = clock.now()
+        if timer is not None:
+            timer.begin(kind)
+        if kind == FORWARD and self.measures_memory_of is not None:
+            self._measure_memory(run)
+            recorder.leave_out(kind, micro_batch)
+        else:
+            run()
+        if timer is not None:
+            timer.end(kind)
+        end = clock.now()
+        clock.add_compute(start, end)
+        recorder.add(kind, micro_batch, start, end)
+
+    def update(self, kind: str, run: Callable[[], None]) -> None:
+        """Record when gradients are reduced (``"reduce"``) or an update is made (``"step"``)."""
+        start = self.clock.now()
+        run()
+        self.recorder.add(kind, -1, start, self.clock.now())
+
+    def wait(self, take: Callable[[], Value], micro_batch: int) -> Value:
+        """Book the time until a message is there as idle."""
+        start = self.clock.now()
+        value = take()
+        end = self.clock.now()
+        self.clock.add_idle(start, end)
+        self.recorder.add(WAIT, micro_batch, start, end)
+        return value
+
+    def _measure_memory(self, run: Callable[[], None]) -> None:
+        size, self.measures_memory_of = self.measures_memory_of, None
+        assert size is not None
+        with SavedBytes(self._module, self._device) as saved:
+            run()
+        self.saved_bytes[size] = float(saved.num_bytes)
+
+    def time_layers(self, layers: Layers) -> None:
+        """Time each layer in the steps from here to :meth:`stop_timing_layers`."""
+        modules, before, after = layers.timed()
+        self._layer_timer = LayerTimer(
+            modules, self._device, stage=self._module, before=before, after=after, now=self.clock.now
+        )
+        self._layer_timer.install()
+
+    def stop_timing_layers(self, layers: Layers, micro_batch_size: int) -> dict[int, LayerReport]:
+        """What the layers of this stage took since :meth:`time_layers`."""
+        timer, self._layer_timer = self._layer_timer, None
+        assert timer is not None, "time_layers begins it"
+        timer.remove()
+        return {
+            item: LayerReport(layers.kind(item), layers.num_parameters(item), times, micro_batch_size)
+            for item, times in timer.result().items()
+        }
+
+    def take_layer_reports(self) -> dict[int, LayerReport]:
+        """:attr:`layer_reports`, once."""
+        found, self.layer_reports = self.layer_reports, {}
+        return found
+
+    def forget_stage(self) -> None:
+        """The rank's layers have changed: what was measured of them no longer counts."""
+        self.saved_bytes.clear()
+        self.recorder.forget()

@@ -1,0 +1,284 @@
+"""Compute one stage that a rank holds: load, forward and backward of a micro-batch, and what neighbours get of it.
+
+The numbers are those of DeepSpeed's own methods, which keep one loss for all micro-batches, copy what they receive, and
+go through the hooks of an engine that has no pipeline.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch import Tensor
+
+from ..comm.shapes import Meta, Value, meta_of
+from .reach import Reach
+
+
+class Live:
+    """A micro-batch in one of a rank's stages, from its first operation to its last: all that is kept of it."""
+
+    __slots__ = ("gradients", "inputs", "labels", "outputs")
+
+    def __init__(self) -> None:
+        self.inputs: Any = None
+        self.labels: Any = None
+        self.outputs: Any = None
+        self.gradients: Any = None
+        """Gradients of the outputs, from the stage behind."""
+
+
+@dataclass
+class LossBook:
+    """Losses of the step that runs, on the rank that computes them."""
+
+    of_forwards: list[Any] = field(default_factory=list)
+    total: Any = None
+    additional: OrderedDict[str, Any] | None = None
+    """Further losses that a ``PipelineModule`` reports, by name."""
+    outputs: Any = None
+    """Logits of the last micro-batch of an evaluation that wants them."""
+
+
+class Surroundings(Protocol):
+    """What the engine does around a computation."""
+
+    def load(self) -> AbstractContextManager[Any]:
+        """Around what brings a micro-batch to the device: timers."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around a forward: autocast, a profile of its operations."""
+
+    def backward(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Around a backward: timers, and the reduction of gradients beside the stage's last one of a step."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale."""
+
+
+class StageRunner(ABC):
+    """One stage of the model on this rank.
+
+    Args:
+        stage: number of it.
+        reach: which stages backwards reach.
+        around: what the engine does around a computation.
+    """
+
+    def __init__(self, stage: int, num_stages: int, *, reach: Reach, around: Surroundings) -> None:
+        self.stage, self.num_stages = stage, num_stages
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self._reach, self._around = reach, around
+
+    @property
+    def runs_backward(self) -> bool:
+        """Something trains on this stage or before it."""
+        return self._reach.runs_backward(self.stage)
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Something trains before this stage."""
+        return self._reach.sends_gradients(self.stage)
+
+    def _graph(self) -> AbstractContextManager[Any]:
+        """Around a forward: if no backward will come, autograd keeps nothing."""
+        return nullcontext() if self.runs_backward else torch.no_grad()
+
+    @abstractmethod
+    def load(self, live: Live, number: int) -> None:
+        """Inputs on the first stage, labels on the last, of the micro-batch of that number."""
+
+    @abstractmethod
+    def forward(self, live: Live, number: int) -> None:
+        """From inputs to outputs, on the last stage to the loss."""
+
+    @abstractmethod
+    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+        """From the outputs' gradients to those of the inputs; parameters add up theirs.
+
+        Args:
+            is_last: of the step, on this stage.
+        """
+
+    # -- the boundary
+
+    @abstractmethod
+    def activation_key(self, number: int) -> Hashable:
+        """Micro-batches with the same key have activations of the same shapes on every edge."""
+
+    @abstractmethod
+    def leaving(self, live: Live) -> Value:
+        """Tensors for the next stage."""
+
+    @abstractmethod
+    def arrived(self, live: Live, number: int, value: Value) -> None:
+        """Take the stage before's outputs as inputs."""
+
+    @abstractmethod
+    def gradient_meta(self, live: Live) -> Meta:
+        """Shapes of the gradients that the next stage will send."""
+
+    @abstractmethod
+    def leaving_gradients(self, live: Live) -> Value:
+        """Gradients of the inputs, for the stage before."""
+
+
+class PlainRunner(StageRunner):
+    """The stage of any :class:`deepspeed.pipe.PipelineModule`.
+
+    Args:
+        module: the stage itself.
+        next_batch: a micro-batch as ``(inputs, labels)``, each a tensor or several.
+        losses: where the last stage puts them.
+        wants: while an evaluation runs, ``(losses, outputs)``: what it asks for.
+        num_micro_batches: by which a loss is divided, so that gradients are those of the mean.
+        shapes_version: changes when the shapes of activations do.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        *,
+        reach: Reach,
+        around: Surroundings,
+        module: PipelineModule,
+        device: torch.device,
+        next_batch: Callable[[], Any],
+        losses: LossBook,
+        wants: Callable[[], tuple[bool, bool]],
+        num_micro_batches: Callable[[], int],
+        shapes_version: Callable[[], int],
+    ) -> None:
+        super().__init__(stage, num_stages, reach=reach, around=around)
+        self._module, self._device, self._next_batch, self._losses = module, device, next_batch, losses
+        self._wants, self._num_micro_batches = wants, num_micro_batches
+        self._shapes_version = shapes_version
+
+    def load(self, live: Live, number: int) -> None:
+        with self._around.load():
+            self._load(live, self._next_batch())
+
+    def _load(self, live: Live, batch: Any) -> None:
+        if self.is_first:
+            # Recomputation that runs a backward inside of a backward needs an input that requires a gradient.
+            interval, checkpoint = self._module.activation_checkpoint_interval, self._module.activation_checkpoint_func
+            wants_gradient = interval > 0 and checkpoint is not ds_checkpointing.non_reentrant_checkpoint
+            live.inputs = _each(batch[0], lambda tensor: self._input(tensor, wants_gradient))
+        if self.is_last:
+            live.labels = _each(batch[1], lambda tensor: tensor.to(self._device).detach())
+
+    def _input(self, tensor: Tensor, wants_gradient: bool) -> Tensor:
+        own = tensor.clone().detach().to(self._device)
+        return own.requires_grad_(wants_gradient and own.is_floating_point())
+
+    def forward(self, live: Live, number: int) -> None:
+        inputs = _each(live.inputs, lambda tensor: _Alias.apply(tensor) if tensor.requires_grad else tensor)
+        with self._graph(), self._around.forward():
+            outputs = self._module(inputs)
+        if not self._module.training:
+            ds_checkpointing.reset()
+        live.outputs = self._loss(live, outputs) if self.is_last else outputs
+
+    def _loss(self, live: Live, outputs: Any) -> Any:
+        wants_loss, wants_outputs = self._wants()
+        loss = outputs
+        if wants_loss and self._module.loss_fn is not None:
+            loss = self._module.loss_fn(outputs, live.labels)
+        losses = self._losses
+        if wants_outputs:
+            losses.outputs = outputs
+        losses.of_forwards.append(_detached(loss))
+        if not torch.is_grad_enabled():
+            return None
+        losses.total = _added(losses.total, loss)
+        additional = self._module.get_additional_losses()
+        if additional is not None:
+            totals = losses.additional or OrderedDict()
+            for name, value in additional.items():
+                totals[name] = _added(totals.get(name), value)
+            losses.additional = totals
+        return loss
+
+    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+        outputs, live.outputs = live.outputs, None
+        # From each tensor of a tuple in turn, as DeepSpeed does, and with reentrant checkpointing (its own) several
+        # times through a weight: a gradient is then not finished when it first arrives.
+        once = self.is_last or not isinstance(outputs, tuple)
+        with self._around.backward(is_last=is_last and once and self._module.activation_checkpoint_interval == 0):
+            if self.is_last:
+                self._around.scaled(outputs / self._num_micro_batches()).backward()
+            elif isinstance(outputs, tuple):
+                pairs = list(zip((t for t in outputs if t.is_floating_point()), live.gradients, strict=True))
+                pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+                for index, (tensor, gradient) in enumerate(pairs):
+                    tensor.backward(gradient=gradient, retain_graph=index < len(pairs) - 1)
+            else:
+                outputs.backward(gradient=live.gradients)
+        live.gradients = None
+
+    def activation_key(self, number: int) -> Hashable:
+        return self._shapes_version()
+
+    def leaving(self, live: Live) -> Value:
+        value: Value = live.outputs
+        return value
+
+    def arrived(self, live: Live, number: int, value: Value) -> None:
+        needs = torch.is_grad_enabled() and self.sends_gradients
+        for tensor in value if isinstance(value, tuple) else (value,):
+            tensor.requires_grad_(needs and tensor.is_floating_point())
+        live.inputs = value
+
+    def gradient_meta(self, live: Live) -> Meta:
+        outputs = live.outputs
+        if isinstance(outputs, tuple):
+            return meta_of(tuple(tensor for tensor in outputs if tensor.is_floating_point()))
+        return meta_of(outputs)
+
+    def leaving_gradients(self, live: Live) -> Value:
+        if not isinstance(live.inputs, tuple):
+            return gradient_of(live.inputs)
+        return tuple(gradient_of(tensor) for tensor in live.inputs if tensor.is_floating_point())
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as another tensor, so that a layer may write to what it receives; no copy."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """The gradient of an input that came from another stage; zeros where the loss does not depend on it."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _each(value: Any, act: Callable[[Tensor], Tensor]) -> Any:
+    """``act`` on a tensor, or on each of several, which become a tuple; anything else stays as it is."""
+    if isinstance(value, (tuple, list)):
+        return tuple(act(tensor) for tensor in value)
+    return act(value) if isinstance(value, Tensor) else value
+
+
+def _detached(loss: Any) -> Any:
+    return loss.detach() if isinstance(loss, Tensor) else [part.detach() for part in loss]
+
+
+def _added(total: Any, loss: Any) -> Any:
+    """The running sum of losses, each a tensor or several."""
+    if isinstance(loss, Tensor):
+        return loss.detach().clone() if total is None else total + loss.detach()
+    return [_added(None if total is None else total[index], part) for index, part in enumerate(loss)]

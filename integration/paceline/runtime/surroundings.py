@@ -1,0 +1,79 @@
+"""DeepSpeed's part in a computation: autocast, timers, loss scale, the profile of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from torch import Tensor
+
+
+class DeepSpeedSurroundings:
+    """The :class:`~paceline.runtime.stage_runner.Surroundings` of a DeepSpeed engine.
+
+    Args:
+        reduces_early: begin to reduce gradients beside a stage's last backward of a step.
+    """
+
+    def __init__(self, engine: Any, *, reduces_early: bool) -> None:
+        self._engine, self._reduces_early = engine, reduces_early
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        engine = self._engine
+        if not engine.wall_clock_breakdown():
+            yield
+            return
+        engine.timers(BATCH_INPUT_TIMER).start()
+        yield
+        engine.timers(BATCH_INPUT_TIMER).stop()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with autocast_if_enabled(self._engine), self._profiled():
+            yield
+
+    @contextmanager
+    def backward(self, *, is_last: bool) -> Iterator[None]:
+        engine = self._engine
+        engine._start_timers(engine.engine_timers.backward_timers)
+        engine._start_timers(engine.engine_timers.backward_inner_timers)
+        if self._reduces_early:
+            with engine.optimizer.final_backward(is_last):
+                yield
+        else:
+            yield
+        engine._stop_timers(engine.engine_timers.backward_inner_timers)
+        engine._stop_timers(engine.engine_timers.backward_timers)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self._engine.optimizer.scale_if_loss(loss)
+        return scaled
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """The forward of a stage, profiled if the JSON asks for it: on the first rank, of one micro-batch."""
+        engine = self._engine
+        profiler = getattr(engine, "flops_profiler", None)
+        step = engine._config.flops_profiler_config.profile_step
+        if profiler is None or engine.global_rank != 0 or engine.global_steps != step or not engine.module.training:
+            yield
+            return
+        engine.flops_profiler = None  # once
+        profiler.ds_engine = None  # its report would divide by times of a whole step
+        profiler.start_profile()
+        try:
+            yield
+            profiler.stop_profile()
+            profiler.print_model_profile(
+                profile_step=step,
+                module_depth=engine.flops_profiler_module_depth(),
+                top_modules=engine.flops_profiler_top_modules(),
+                detailed=engine.flops_profiler_detailed(),
+                output_file=engine.flops_profiler_output_file(),
+            )
+        finally:
+            profiler.end_profile()

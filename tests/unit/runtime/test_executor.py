@@ -1,0 +1,281 @@
+"""One executor runs the programs of every family: ranks are threads here, lanes are queues, stages are small layers."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Hashable
+from contextlib import nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.shapes import Meta, Value, meta_of
+from paceline.measure.clock import Clock
+from paceline.runtime.boundary import Boundary
+from paceline.runtime.executor import Executor, HeldStage
+from paceline.runtime.meter import Meter
+from paceline.runtime.stage_runner import Live, StageRunner, gradient_of
+from paceline.schedules import Schedule, families
+from paceline.schedules.directions import routes
+from paceline.schedules.lower import FLUSHED_UPDATE, LOAD, RUN_BACKWARD, Op, lower
+from paceline.schedules.schedule import backward, forward
+
+WIDTH, MICRO_BATCHES = 3, 8
+
+
+class Everything:
+    """All stages train, and nothing is done around a computation."""
+
+    def runs_backward(self, stage: int) -> bool:
+        return True
+
+    def sends_gradients(self, stage: int) -> bool:
+        return stage > 0
+
+    def forward(self) -> Any:
+        return nullcontext()
+
+    def backward(self, *, is_last: bool) -> Any:
+        self.last = is_last
+        return nullcontext()
+
+
+class LayerRunner(StageRunner):
+    """A stage of one linear layer and a tanh; the last one sums the squares of what it has."""
+
+    def __init__(self, stage: int, layers: list[nn.Linear], inputs: Tensor) -> None:
+        self.around = Everything()
+        super().__init__(stage, len(layers), reach=self.around, around=self.around)  # type: ignore[arg-type]
+        self.layer, self.data = layers[stage], inputs
+        self.ended: list[int] = []
+
+    def load(self, live: Live, number: int) -> None:
+        if self.is_first:
+            live.inputs = self.data[number]
+
+    def forward(self, live: Live, number: int) -> None:
+        live.outputs = self.layer(live.inputs).tanh()
+        if self.is_last:
+            live.outputs = live.outputs.square().sum()
+
+    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+        live.outputs.backward(live.gradients)
+        live.outputs = live.gradients = None
+        if is_last:
+            self.ended.append(number)
+
+    def activation_key(self, number: int) -> Hashable:
+        return number
+
+    def leaving(self, live: Live) -> Value:
+        return live.outputs
+
+    def arrived(self, live: Live, number: int, value: Value) -> None:
+        assert isinstance(value, Tensor)
+        live.inputs = value.requires_grad_()
+
+    def gradient_meta(self, live: Live) -> Meta:
+        return meta_of(live.outputs)
+
+    def leaving_gradients(self, live: Live) -> Value:
+        return gradient_of(live.inputs)
+
+
+class QueueLane:
+    """One way of an edge. What is taken must have been posted, and comes in any order."""
+
+    def __init__(self, queue: SimpleQueue[Any]) -> None:
+        self.queue, self.posted, self.here = queue, set[int](), dict[int, Tensor]()
+
+    def post(self, number: int, key: Hashable) -> None:
+        self.posted.add(number)
+
+    def send(self, number: int, key: Hashable, value: Tensor) -> None:
+        self.queue.put((number, value.detach().clone()))
+
+    def take(self, number: int) -> Tensor:
+        self.posted.remove(number)
+        while number not in self.here:
+            other, value = self.queue.get(timeout=60)
+            self.here[other] = value
+        return self.here.pop(number)
+
+
+class Ended:
+    """Counts what ends a step."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def backward_complete(self, stage: int) -> None:
+        self.calls.append(f"complete {stage}")
+
+    def apply(self) -> None:
+        self.calls.append("apply")
+
+    def reduce_tied(self) -> None:
+        self.calls.append("reduce_tied")
+
+    def reduce(self) -> None:
+        self.calls.append("reduce")
+
+    def update(self) -> None:
+        self.calls.append("update")
+
+
+def held_by(schedule: Schedule, rank: int, runners: list[StageRunner], queues: dict[Any, Any], meter: Meter) -> Any:
+    """The rank's chunks, with lanes to neighbouring cells on other ranks."""
+    held = []
+    cells = schedule.cells[rank]
+    for cell, runner in zip(cells, runners, strict=True):
+        before, behind = (None if runner.is_first else cell - 1), (None if runner.is_last else cell + 1)
+        lanes = {}
+        if before is not None and before not in cells:
+            lanes["activations_in"] = QueueLane(queues["activation", before])
+            lanes["gradients_out"] = QueueLane(queues["gradient", cell])
+        if behind is not None and behind not in cells:
+            lanes["activations_out"] = QueueLane(queues["activation", cell])
+            lanes["gradients_in"] = QueueLane(queues["gradient", behind])
+        held.append(
+            HeldStage(
+                runner,
+                Boundary(runner, lanes, meter, None),  # type: ignore[arg-type]
+                ranks=[place[0] for place in schedule.places[: schedule.num_stages]],
+                next_chunk=cells.index(behind) if behind in cells else None,
+                previous_chunk=cells.index(before) if before in cells else None,
+            )
+        )
+    return held
+
+
+def train(schedule: Schedule, order: str) -> tuple[list[list[list[nn.Linear]]], list[Ended], list[Executor]]:
+    """One step: the layers of each rank and chunk, with their gradients."""
+    inputs = torch.randn(MICRO_BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    queues: dict[Any, Any] = defaultdict(SimpleQueue)
+    for cell in range(len(schedule.places)):
+        queues["activation", cell], queues["gradient", cell] = SimpleQueue(), SimpleQueue()
+    programs = lower(schedule, order=order)
+    found: list[list[Any]] = [[] for _ in programs]
+    ended = [Ended() for _ in programs]
+    executors: list[Any] = [None for _ in programs]
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            meter = Meter(Clock(torch.device("cpu")), nn.Identity(), torch.device("cpu"))
+            runners: list[StageRunner] = [
+                LayerRunner(stage, model(schedule.num_stages), inputs) for stage in schedule.stages[rank]
+            ]
+            executors[rank] = Executor(held_by(schedule, rank, runners, queues, meter), meter=meter, transports=())
+            executors[rank].run(
+                (*programs[rank], *FLUSHED_UPDATE), num_micro_batches=MICRO_BATCHES, updates=ended[rank]
+            )
+            found[rank] = [(runner.stage, runner) for runner in runners]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(programs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+    return found, ended, executors
+
+
+def model(num_stages: int) -> list[nn.Linear]:
+    generator = torch.Generator().manual_seed(2)
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(num_stages)]
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    return layers
+
+
+def alone(num_stages: int, micro_batches: range) -> list[nn.Linear]:
+    """The same layers, with gradients added up over micro-batches in one process."""
+    inputs = torch.randn(MICRO_BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    layers = model(num_stages)
+    for number in micro_batches:
+        stream = inputs[number]
+        for layer in layers:
+            stream = layer(stream).tanh()
+        stream.square().sum().backward()
+    return layers
+
+
+def both_ways() -> Schedule:
+    """Two ranks, two directions: each rank holds both stages."""
+    ways = routes(2, 2)
+    numbers = [[m for m in range(MICRO_BATCHES) if m % 2 == direction] for direction in (0, 1)]
+    orders = []
+    for rank in range(2):
+        order = []
+        stages = [way.index(rank) for way in ways]
+        for even, odd in zip(*numbers, strict=True):
+            pair = sorted(((even, 0), (odd, 1)), key=lambda one: stages[one[1]])
+            order += [forward(m, chunk) for m, chunk in pair] + [backward(m, chunk) for m, chunk in reversed(pair)]
+        orders.append(tuple(order))
+    return Schedule(tuple(orders), MICRO_BATCHES, 2, "both ways", tuple(ways))
+
+
+SCHEDULES = {
+    "1f1b": families.one_f_one_b(3, MICRO_BATCHES),
+    "gpipe": families.gpipe(3, MICRO_BATCHES),
+    "kfkb": families.kfkb(3, MICRO_BATCHES, 2),
+    "eager": families.eager(3, MICRO_BATCHES, 1.0),
+    "one stage": families.one_f_one_b(1, MICRO_BATCHES),
+    "interleaved": families.interleaved(2, MICRO_BATCHES, 2),
+    "dualpipev": families.dualpipev(2, MICRO_BATCHES),
+    "two directions": both_ways(),
+}
+
+
+@pytest.mark.parametrize("order", ["free", "paired"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_those_of_one_process(name: str, order: str) -> None:
+    schedule = SCHEDULES[name]
+    found, ended, executors = train(schedule, order)
+    for rank, chunks in enumerate(found):
+        for chunk, (stage, runner) in enumerate(chunks):
+            way, ways = schedule.direction(rank, chunk), schedule.num_directions
+            expected = alone(schedule.num_stages, range(way, MICRO_BATCHES, ways))[stage]
+            assert torch.equal(runner.layer.weight.grad, expected.weight.grad)
+            assert torch.equal(runner.layer.bias.grad, expected.bias.grad)
+            assert runner.ended == [max(range(way, MICRO_BATCHES, ways))], "the last backward of a stage is known"
+    assert [end.calls for end in ended] == [["reduce_tied", "reduce", "update"]] * schedule.num_ranks
+    assert not any(executor._live for executor in executors), "nothing is kept of a micro-batch that is done"
+
+
+def test_forwards_only_keep_nothing() -> None:
+    schedule = families.forward_only(2, 3)
+    inputs = torch.ones(3, WIDTH, dtype=torch.float64)
+    queues: dict[Any, Any] = {(kind, cell): SimpleQueue() for kind in ("activation", "gradient") for cell in (0, 1)}
+    for rank, program in enumerate(lower(schedule)):
+        meter = Meter(Clock(torch.device("cpu")), nn.Identity(), torch.device("cpu"))
+        runner = LayerRunner(rank, model(2), inputs)
+        executor = Executor(held_by(schedule, rank, [runner], queues, meter), meter=meter, transports=())
+        with torch.no_grad():
+            executor.run(program, num_micro_batches=3)
+        assert not executor._live
+
+
+def test_a_step_may_leave_backwards_to_the_next_ones() -> None:
+    """Micro-batches of a step that lags keep what they have, by their numbers in the run."""
+    meter = Meter(Clock(torch.device("cpu")), nn.Identity(), torch.device("cpu"))
+    inputs = torch.arange(4 * WIDTH, dtype=torch.float64).reshape(4, WIDTH) / 9
+    runner, updates = LayerRunner(0, model(1), inputs), Ended()
+    executor = Executor([HeldStage(runner, Boundary(runner, {}, meter, None), [0])], meter=meter, transports=())
+    begin = [Op(LOAD, 0, 0), Op("forward", 0, 0), Op(LOAD, 1, 0), Op("forward", 1, 0), Op(RUN_BACKWARD, 0, 0)]
+    late = [Op(RUN_BACKWARD, 1, 0, 1), Op("backward_complete", 1, 0, 1), Op("apply")]
+    executor.run(begin, num_micro_batches=2, step=0, updates=updates, goes_on=True)
+    assert list(executor._live) == [(0, 1)]
+    executor.run([*late, *begin], num_micro_batches=2, step=1, updates=updates, goes_on=True)
+    assert list(executor._live) == [(0, 3)]
+    assert updates.calls == ["complete 0", "apply"]
+    executor.run([*begin[:2]], num_micro_batches=2, step=0, updates=updates)
+    assert list(executor._live) == [(0, 0)], "a step with a flush begins with nothing under way"
