@@ -18,6 +18,15 @@ from torch import Tensor, nn
 
 from .layout import Bucket, Rows, make_buckets
 
+# torch 2.13 renames these.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def has_reduce_scatter(group: Any) -> bool:
+    """Whether a reduce-scatter sends less than an all-reduce: gloo's is one, of a copy, and slower than reductions."""
+    return dist.get_backend(group) != "gloo"
+
 
 @dataclass(frozen=True)
 class Domain:
@@ -61,6 +70,11 @@ class DomainBucket:
         """What this rank answers for."""
         return self.bucket.parts[self.domain.rank]
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether one collective over all ranks serves all owners, where the backend has one."""
+        return self.shard and self.bucket.is_even and has_reduce_scatter(self.domain.group)
+
     def start_reduction(self, gradients: Tensor, communication_dtype: torch.dtype | None) -> list[Reduction]:
         """The sum of ``gradients``, memory of this bucket, to the owners or to all. Collective over the domain."""
         group = self.domain.group
@@ -69,6 +83,8 @@ class DomainBucket:
         if not self.shard:
             to_all = partial(dist.all_reduce, group=group, async_op=True)
             return [Reduction.start(gradients, communication_dtype, to_all)]
+        if self.is_scattered:
+            return [Reduction.start(gradients, communication_dtype, self._scatter, part=slice(*self._own_bounds))]
         return [
             Reduction.start(
                 part, communication_dtype, partial(dist.reduce, group=group, group_dst=owner, async_op=True)
@@ -78,8 +94,18 @@ class DomainBucket:
 
     def start_publishing(self, values: Tensor) -> Iterator[Any]:
         """What the owners have in ``values``, to all; what is to be waited for. Collective over the domain."""
+        if self.is_scattered:
+            yield _all_gather(values, values[slice(*self._own_bounds)], group=self.domain.group, async_op=True)
+            return
         for owner, part in self._parts(values):
             yield dist.broadcast(part, group=self.domain.group, group_src=owner, async_op=True)
+
+    @property
+    def _own_bounds(self) -> tuple[int, int]:
+        return self.bucket.bounds[self.domain.rank], self.bucket.bounds[self.domain.rank + 1]
+
+    def _scatter(self, memory: Tensor) -> Any:
+        return _reduce_scatter(memory[slice(*self._own_bounds)], memory, group=self.domain.group, async_op=True)
 
     def _parts(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Of each owner, what it has, if anything."""
@@ -96,22 +122,30 @@ class Reduction:
     Args:
         work: to be waited for.
         sent: the memory that travels, where it has another dtype.
-        gradients: where the sum is to be.
+        gradients: memory that the sum is to be in.
+        part: the elements in which this rank has the sum then.
     """
 
     work: Any
     sent: Tensor | None
     gradients: Tensor
+    part: slice
 
     @classmethod
-    def start(cls, gradients: Tensor, dtype: torch.dtype | None, collective: Callable[[Tensor], Any]) -> Reduction:
+    def start(
+        cls,
+        gradients: Tensor,
+        dtype: torch.dtype | None,
+        collective: Callable[[Tensor], Any],
+        part: slice = slice(None),
+    ) -> Reduction:
         sent = None if dtype in (None, gradients.dtype) else gradients.to(dtype)
-        return cls(collective(gradients if sent is None else sent), sent, gradients)
+        return cls(collective(gradients if sent is None else sent), sent, gradients, part)
 
     def finish(self) -> None:
         self.work.wait()
         if self.sent is not None:
-            self.gradients.copy_(self.sent)
+            self.gradients[self.part].copy_(self.sent[self.part])
 
 
 def lay_out(

@@ -1,7 +1,9 @@
 """Who owns which rows of which parameter: buckets of parameters, each cut into one part per owner.
 
-A bucket is one stretch of memory that is reduced at a time. Its owners have equally many elements of it, to within a
-row of a parameter; so most parameters have one owner, and a large one is cut by rows (its first dimension).
+A bucket is one stretch of memory that is reduced at a time. Its owners have equally many elements of it: parameters are
+placed such that a cut into equal parts cuts no row (a row is an index of the first dimension), with padding in front of
+the few that need it. So most parameters have one owner, a large one is cut by rows, and one reduce-scatter reduces the
+bucket. Where too much padding would be needed, parts are equal to within a row.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import lcm, prod
 
 ALIGNMENT = 16
 """Elements that a parameter's place in a bucket is aligned to: 64 bytes of fp32."""
+
+MOST_PADDING = 1 / 8
+"""Share of a bucket that may be added to it for parts of equal length."""
 
 LEAST_CUT = 0.02
 """A cut inside a parameter that would be off by less than this share of an owner's part falls on its edge instead."""
@@ -45,6 +50,11 @@ class Bucket:
     numel: int
     bounds: tuple[int, ...]
     parts: tuple[tuple[Rows, ...], ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks' parts are of the same length."""
+        return len({high - low for low, high in pairwise(self.bounds)}) == 1
 
 
 def make_buckets(
@@ -92,16 +102,18 @@ def make_buckets(
 def _bucket(
     parameters: Sequence[int], shapes: Sequence[Sequence[int]], num_ranks: int, owners: Sequence[int], cut: bool
 ) -> Bucket:
-    offsets: list[int] = []
-    end = 0
-    for index in parameters:
-        offsets.append(end)
-        end += -(-prod(shapes[index]) // ALIGNMENT) * ALIGNMENT
-    cuts = [0]
-    for number in range(1, len(owners)):
-        target = end * number // len(owners)
-        slack = LEAST_CUT * end / len(owners)
-        cuts.append(max(cuts[-1], _cut_near(target, slack, parameters, offsets, end, shapes, cut)))
+    sizes = [(prod(shapes[index]), prod(shapes[index][1 if cut else 0 :])) for index in parameters]
+    length = _equal_length(sizes, len(owners))
+    offsets, end = _placed(sizes, length)
+    if length:
+        end = length * len(owners)
+        cuts = [length * number for number in range(len(owners))]
+    else:
+        cuts = [0]
+        for number in range(1, len(owners)):
+            target = end * number // len(owners)
+            slack = LEAST_CUT * end / len(owners)
+            cuts.append(max(cuts[-1], _cut_near(target, slack, parameters, offsets, end, shapes, cut)))
     cuts.append(end)
     bounds = [cuts[bisect_left(owners, rank)] for rank in range(num_ranks + 1)]
     parts = tuple(
@@ -113,6 +125,36 @@ def _bucket(
         for low, high in pairwise(bounds)
     )
     return Bucket(tuple(parameters), tuple(offsets), end, tuple(bounds), parts)
+
+
+def _equal_length(sizes: Sequence[tuple[int, int]], num_parts: int) -> int:
+    """Length of each of ``num_parts`` parts that cut no row; 0 if that needs more than :data:`MOST_PADDING`.
+
+    Args:
+        sizes: elements of each parameter, and of a row of it.
+    """
+    _, total = _placed(sizes)
+    share = -(-total // num_parts)
+    # A parameter that is longer than a part may be cut twice or more: the length between cuts is whole rows of it.
+    step = lcm(ALIGNMENT, *(row for numel, row in sizes if numel > share and num_parts > 2))
+    length, growth = -(-share // step) * step, step
+    while length <= share * (1 + MOST_PADDING):
+        if _placed(sizes, length)[1] <= length * num_parts:
+            return length
+        length, growth = length + growth, 2 * growth
+    return 0
+
+
+def _placed(sizes: Sequence[tuple[int, int]], length: int = 0) -> tuple[list[int], int]:
+    """Offsets of parameters, none of whose rows crosses a multiple of ``length``; and the end of the last one."""
+    offsets: list[int] = []
+    end = 0
+    for numel, row in sizes:
+        if length and numel > (room := length - end % length):
+            end += room % row
+        offsets.append(end)
+        end = -(-(end + numel) // ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 def _cut_near(

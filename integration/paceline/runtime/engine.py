@@ -15,6 +15,7 @@ from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.control import ControlPlane
 from ..config import PacelineConfig
+from ..config.section import value_at
 from ..config.stage_counts import resolve_method
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
@@ -193,9 +194,20 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
             communication_dtype=communication_dtype,
             bucket_numel=int(self.zero_reduce_bucket_size()),
             device=torch.device(self.device),
-            # Concurrent communicators are not safe to assume with NCCL: there the user asks for it.
-            overlap=torch.distributed.get_backend() == "gloo" or bool(self.zero_overlap_comm()),
+            overlap=self._overlaps_reduction(),
         )
+
+    def _overlaps_reduction(self) -> bool:
+        """Whether buckets are reduced during the last backward.
+
+        In a rank's last backward all its receives are done, so that no transfer between stages waits for a reduction
+        that waits for it, even where operations of different communicators run one at a time (NCCL). Experts on several
+        ranks have collectives within the backward: there the user asks for it.
+        """
+        asked = value_at(self._config._param_dict, "zero_optimization.overlap_comm")
+        if isinstance(asked, bool):
+            return asked
+        return torch.distributed.get_backend() == "gloo" or self._expert_groups.size == 1
 
     def _make_sharded(
         self, basic: torch.optim.Optimizer, names: dict[nn.Parameter, str], **options: Any

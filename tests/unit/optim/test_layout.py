@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.optim.layout import ALIGNMENT, make_buckets
+from paceline.optim.layout import ALIGNMENT, MOST_PADDING, make_buckets
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=30)
 
@@ -47,10 +48,51 @@ def test_every_row_has_one_owner(
 
 @given(st.integers(2, 8), st.integers(16, 200), st.integers(1, 64))
 def test_owners_have_equal_shares(num_owners: int, rows: int, width: int) -> None:
-    """To within a row and the padding between parameters."""
+    """To within a row and padding."""
     (bucket,) = make_buckets([(rows, width), (width,), (rows, width)], num_owners, 10**9)
     parts = [sum(rows.numel for rows in part) for part in bucket.parts]
-    assert max(parts) - sum(parts) / num_owners <= max(width, width + 3 * ALIGNMENT, 0.05 * sum(parts) / num_owners)
+    share = sum(parts) / num_owners
+    assert max(parts) - share <= max(width + 3 * ALIGNMENT, 3 * ALIGNMENT + MOST_PADDING * (share + 2 * ALIGNMENT))
+    if bucket.is_even:
+        assert bucket.bounds == tuple(range(0, bucket.numel + 1, bucket.numel // num_owners))
+        assert bucket.numel <= (1 + MOST_PADDING) * (sum(parts) + (num_owners + 3) * ALIGNMENT)
+
+
+def linears(*shapes: tuple[int, int]) -> list[tuple[int, ...]]:
+    """A layer with two norms, a weight and a bias of each."""
+    return [(shapes[0][1],), (shapes[0][1],), *(one for shape in shapes for one in (shape, (shape[0],)))]
+
+
+LAYERS = {
+    "Llama 8B": linears(*[(4096, 4096), (1024, 4096)] * 2, *[(14336, 4096)] * 2, (4096, 14336)),
+    "Qwen 0.5B": linears(*[(896, 896), (128, 896)] * 2, *[(4864, 896)] * 2, (896, 4864)),
+    "GPT-2": linears((768, 2304), (768, 768), (768, 3072), (3072, 768)),
+    "embedding": [(50257, 768), (1024, 768)],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_are_cut_into_equal_parts(layer: str, num_ranks: int) -> None:
+    """One reduce-scatter reduces them, at the price of a little memory."""
+    numel = sum(prod(shape) for shape in LAYERS[layer])
+    (bucket,) = make_buckets(LAYERS[layer], num_ranks, 10**9)
+    assert bucket.is_even
+    assert bucket.numel <= 1.03 * numel
+    assert max(sum(rows.numel for rows in part) for part in bucket.parts) <= 1.03 * numel / num_ranks
+
+
+def test_rows_that_are_experts_are_cut_as_they_can() -> None:
+    layer = [(768,), (8, 768), (8, 1024, 768), (8, 768, 512)]
+    even = {num_ranks: make_buckets(layer, num_ranks, 10**9)[0].is_even for num_ranks in (2, 4)}
+    assert even == {2: True, 4: False}  # three rows and a little are an owner's share: the fourth would be padding
+
+
+def test_whole_parameters_are_placed_into_equal_parts() -> None:
+    """For optimizers that need all of a parameter, where its neighbours fill the other parts."""
+    assert make_buckets([(64, 64)] * 4, 2, 10**9, cut=False)[0].is_even
+    assert make_buckets([(64, 64)] * 4, 4, 10**9, cut=False)[0].bounds == (0, 4096, 8192, 12288, 16384)
+    assert not make_buckets([(64, 64)] * 4, 3, 10**9, cut=False)[0].is_even
 
 
 @given(shapes, st.integers(1, 5), st.integers(1, 5000), st.booleans(), st.data())

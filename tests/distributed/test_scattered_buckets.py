@@ -1,0 +1,129 @@
+"""One collective a bucket each way: the numbers are those of a collective for each owner, and of ZeRO 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ranks import run_ranks
+
+STEPS, MICRO_BATCHES, WIDTH = 4, 2, 24
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp32, clipped": {"max_norm": 0.05},
+    "sent in bf16": {"communication_dtype": torch.bfloat16},
+    "bf16 model": {"dtype": torch.bfloat16},
+    "bf16 model, sent in bf16": {"dtype": torch.bfloat16, "communication_dtype": torch.bfloat16},
+    "no overlap": {"overlap": False},
+    "no flush": {"asynchronous": True},
+    "no flush, bf16 model": {"asynchronous": True, "dtype": torch.bfloat16, "max_norm": 0.05},
+}
+COLLECTIVES = ("reduce", "broadcast", "_reduce_scatter", "_all_gather")
+
+
+@contextmanager
+def counted(*, scatters: bool) -> Iterator[Counter[str]]:
+    """Collectives of buckets; with ``scatters`` as on backends other than gloo."""
+    from paceline.optim import buckets
+
+    calls: Counter[str] = Counter()
+
+    def count(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            calls[name.lstrip("_")] += 1
+            return act(*args, **options)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            place = buckets if name.startswith("_") else dist
+            patch.setattr(place, name, count(name, getattr(place, name)))
+        if scatters:
+            patch.setattr(buckets, "has_reduce_scatter", lambda group: True)
+        yield calls
+
+
+def train(
+    *,
+    shard: bool,
+    scatters: bool,
+    asynchronous: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[Tensor], Counter[str], int]:
+    """Weights and norm of each step, collectives of all steps, and the number of buckets."""
+    from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
+    from paceline.optim.sharded import ShardedOptimizer
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 8))
+    names = {parameter: name for name, parameter in module.to(dtype).named_parameters()}
+    make: Callable[..., Any] = AsynchronousOptimizer if asynchronous else ShardedOptimizer
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizer = make(
+        torch.optim.Adam(names, lr=1e-2),
+        names,
+        group=dist.group.WORLD,
+        shard=shard,
+        divisor=float(world * MICRO_BATCHES),
+        bucket_numel=1000,
+        **options,
+    )
+    found = []
+    with counted(scatters=scatters) as calls:
+        for step in range(STEPS):
+            for micro_batch in range(MICRO_BATCHES):
+                generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+                x = torch.randn(5, WIDTH, generator=generator).to(dtype)
+                with optimizer.final_backward(micro_batch == MICRO_BATCHES - 1):
+                    module(x).square().mean().backward()
+            if asynchronous:
+                optimizer.close(0)
+                optimizer.finish_step()
+                optimizer.apply()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            found += [parameter.detach().clone() for parameter in module.parameters()]
+            found.append(torch.tensor(optimizer._global_grad_norm))
+    num_buckets = len(optimizer._buffers)
+    optimizer.destroy()
+    return found, calls, num_buckets
+
+
+def compare(exact: bool) -> list[str]:
+    """Differences of all cases."""
+    dist.init_process_group("gloo")
+    world, wrong = dist.get_world_size(), []
+    same = torch.equal if exact else partial(torch.allclose, rtol=1e-5, atol=1e-6)
+    for name, options in CASES.items():
+        rooted, by_owner, num_buckets = train(shard=True, scatters=False, **options)
+        scattered, at_once, _ = train(shard=True, scatters=True, **options)
+        whole, none, _ = train(shard=False, scatters=True, **options)
+        if not all(map(torch.equal, scattered, whole)):
+            wrong.append(f"{name}: ZeRO 0 and 1 differ")
+        if "bf16" not in name or exact:
+            wrong += [f"{name}: owners differ"] * (not all(map(same, rooted, scattered)))
+        each = STEPS * num_buckets
+        if (by_owner, at_once, none) != (
+            {"reduce": each * world, "broadcast": each * world},
+            {"reduce_scatter": each, "all_gather": each},
+            {},
+        ):
+            wrong.append(f"{name}: {num_buckets} buckets, {by_owner}, {at_once}, {none}")
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_one_collective_equals_one_for_each_owner(num_ranks: int) -> None:
+    """Two numbers have one sum; three have several, and gloo's reduce-scatter has that of its all-reduce."""
+    assert run_ranks(compare, num_ranks, num_ranks == 2) == [[]] * num_ranks

@@ -1,0 +1,103 @@
+"""Collectives of a bucket on a backend that is not gloo: one each way, whatever the number of owners."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
+from paceline.optim.buckets import Domain
+from paceline.optim.sharded import ShardedOptimizer
+
+WORLD, WIDTH = 4, 64
+
+
+class Collectives(TorchDispatchMode):
+    """Counts operations of process groups, whatever function of torch issues them, and notes what dtype they send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func._opname.strip("_")] += 1
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            self.dtypes.add(first.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    """Four of which this is one; their collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+def module(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(dtype)
+
+
+def step(optimizer: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -> Collectives:
+    with Collectives() as found:
+        with optimizer.final_backward():
+            model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
+        if isinstance(optimizer, AsynchronousOptimizer):
+            optimizer.close(0)
+            optimizer.finish_step()
+            optimizer.apply()
+        else:
+            optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("cls", [ShardedOptimizer, AsynchronousOptimizer])
+def test_one_each_way(cls: type[ShardedOptimizer]) -> None:
+    model = module()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = cls(torch.optim.Adam(names), names, group=dist.group.WORLD, bucket_numel=9000, overlap=False)
+    num_buckets = len(optimizer._buffers)
+    assert num_buckets == 2
+    assert all(len(part.bucket.parts) == WORLD and all(part.bucket.parts) for part in optimizer._buckets)
+    calls = step(optimizer, model).calls
+    assert calls.pop("allreduce") == 1  # the norm
+    assert sorted(calls.values()) == [num_buckets] * 2, calls
+    assert any("reduce_scatter" in name for name in calls)
+    assert any("allgather" in name for name in calls)
+    optimizer.destroy()
+
+
+def test_one_owner_needs_no_more() -> None:
+    """Of several directions one rank owns a stage: its mirrors send it their gradients, and get its values."""
+    model = module()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    domain = Domain(dist.group.WORLD, WORLD, 1, owners=(2,))
+    optimizer = ShardedOptimizer(torch.optim.Adam(names), names, group=dist.group.WORLD, domain=lambda _: domain)
+    assert step(optimizer, model).calls == {"reduce": 1, "broadcast": 1, "allreduce": 1}
+    optimizer.destroy()
+
+
+@pytest.mark.parametrize(("sent", "dtypes"), [(None, {torch.float32}), (torch.bfloat16, {torch.bfloat16})])
+def test_gradients_travel_in_their_dtype(sent: torch.dtype | None, dtypes: set[torch.dtype]) -> None:
+    """Those of a bf16 model are accumulated in fp32 all the same."""
+    model = module(torch.bfloat16)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = ShardedOptimizer(
+        torch.optim.Adam(names), names, group=dist.group.WORLD, communication_dtype=sent, overlap=False
+    )
+    assert {buffers.gradients.dtype for buffers in optimizer._buffers} == {torch.float32}
+    model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    with Collectives() as found:
+        optimizer.reduce_gradients()
+    assert found.dtypes == dtypes
+    optimizer.destroy()
