@@ -16,7 +16,8 @@ import pytest
 import torch
 import transformers
 
-from paceline.hf import router, weights
+from paceline.hf import masks, router, weights
+from paceline.hf import stage as stages_of_models
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError, refuse_known
 from paceline.hf.check import Family, compared_here, families
@@ -115,6 +116,31 @@ def test_router_loss_of_one_stage_only_shows(monkeypatch: pytest.MonkeyPatch) ->
     assert parity.loss > ROUNDING
     assert parity.gradient > 0.1
     assert "gate" in parity.worst_gradient
+
+
+PADDED_FAMILIES = [
+    "llama",
+    "gpt2",
+    "mixtral",
+    "opt",
+    "bloom",
+    "mistral",
+    "gemma2",
+    "qwen3",
+    "mamba",
+    "bamba",
+    "falcon_h1",
+]
+
+
+@pytest.mark.parametrize("model_type", PADDED_FAMILIES)
+def test_padding_behind_the_tokens_needs_no_mask(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: loss and gradients are the whole model's, which has the mask; outputs at padding are not."""
+    monkeypatch.setattr(stages_of_models, "needs_mask", lambda device: masks.needs_mask(torch.device("cuda")))
+    with quiet():
+        parity = check_split(tiny_configs(INSTALLED[model_type])[0], NUM_LAYERS)
+    assert max(parity.loss, parity.gradient) <= ROUNDING
+    assert parity.logits > 1e-3
 
 
 # Random weights.

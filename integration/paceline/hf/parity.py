@@ -87,7 +87,7 @@ def check_split(
             stage.model.load_state_dict({k: v for k, v in state.items() if k in stage.model.state_dict()})
             stage.train()
         try:
-            with applied(*transformers_masking_utils.PATCHES), known(facts_of(side)):  # as the engine runs them
+            with applied(*transformers_masking_utils.PATCHES), known(facts_of(side, labels)):  # as the engine runs them
                 results.append(_compare(reference, stages, ids, labels, side))
         except Exception as error:
             starts = [stage.cut.start for stage in stages[1:]]

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from . import router
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
 from .cross_entropy import cross_entropy_in_pieces, takes_pieces
+from .masks import needs_mask
 
 SIDE_INPUTS = ("attention_mask", "position_ids")
 ADAPTED = ("base_layer", "original_module")
@@ -206,7 +207,8 @@ class CausalLMStage(nn.Module):
                     f"{type(self.model).__name__}.forward takes no {name!r}, but the batch has it: leave it out of the "
                     "batch, or choose a model that can use it."
                 )
-            inputs[name] = tensor
+            if name != "attention_mask" or needs_mask(stream.device):
+                inputs[name] = tensor
         if "use_cache" in self.accepts:
             inputs["use_cache"] = False
         routed = self.router_loss is not None and self.cut.stop > self.cut.start

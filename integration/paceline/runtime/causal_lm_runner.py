@@ -9,7 +9,7 @@ Legend: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,6 +143,8 @@ class CausalLMRunner(StageRunner):
     def forward(self, live: Live, number: int) -> None:
         stream, side, routing = live.inputs
         facts = self._book.shapes[number].masks
+        if self.own_loss is not None or not self._module.training:  # they may look at outputs at padding
+            facts = replace(facts, is_dispensable=False)
         with self._graph(), known(facts), self._around.forward():
             out, routing_out = self._module(stream, side, routing)
         if not self.is_last:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..hf.masks import MaskFacts, facts_of
+from ..hf.masks import IGNORED, MaskFacts, facts_of
 from ..hf.stage import SIDE_INPUTS
-
-IGNORED = -100
-"""Label of a token that has no loss."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,8 @@ class MicroBatch:
 
     @property
     def row(self) -> list[int]:
-        facts = facts_of(self.side)
-        bits = sum(1 << i for i, name in enumerate(SIDE_INPUTS) if name in self.side)
-        bits |= facts.is_padded << len(SIDE_INPUTS) | facts.is_packed << len(SIDE_INPUTS) + 1
+        flags = [*(name in self.side for name in SIDE_INPUTS), *astuple(facts_of(self.side, self.labels))]
+        bits = sum(flag << place for place, flag in enumerate(flags))
         mask = self.side.get("attention_mask")
         tokens = self.input_ids.numel() if mask is None else int(mask.sum())
         if self.is_filler:
@@ -66,7 +62,7 @@ def shape_of(row: Sequence[int]) -> MicroBatchShape:
     """The shape that :attr:`MicroBatch.row` tells."""
     batch, length, bits, label_tokens, tokens, _ = row
     side = tuple(name for i, name in enumerate(SIDE_INPUTS) if bits >> i & 1)
-    facts = MaskFacts(bool(bits >> len(SIDE_INPUTS) & 1), bool(bits >> len(SIDE_INPUTS) + 1 & 1))
+    facts = MaskFacts(*(bool(bits >> len(SIDE_INPUTS) + i & 1) for i in range(len(fields(MaskFacts)))))
     return MicroBatchShape(batch, length, side, label_tokens, tokens, facts)
 
 
@@ -90,28 +86,28 @@ def read_micro_batch(batch: Any) -> MicroBatch:
     if isinstance(batch, MicroBatch):
         return batch
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        fields = dict(batch)
+        given = dict(batch)
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, labels = batch
-        fields = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
+        given = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
     else:
         raise ValueError(
             f"a micro-batch is a {type(batch).__name__}: it must be a mapping with 'input_ids' and 'labels', "
             "or a pair (input_ids, labels)."
         )
     for name in ("input_ids", "labels"):
-        if name not in fields:
+        if name not in given:
             raise ValueError(
-                f"a micro-batch has {sorted(fields)} but no {name!r}: add it"
+                f"a micro-batch has {sorted(given)} but no {name!r}: add it"
                 + (" (a copy of input_ids, -100 where there is no loss)." if name == "labels" else ".")
             )
-    unknown = set(fields) - {"input_ids", "labels", *SIDE_INPUTS}
+    unknown = set(given) - {"input_ids", "labels", *SIDE_INPUTS}
     if unknown:
         raise ValueError(
             f"a micro-batch has {sorted(unknown)}, which a causal-LM pipeline does not pass on: give only "
             f"{['input_ids', 'labels', *SIDE_INPUTS]}."
         )
-    tensors = {name: torch.as_tensor(value).long() for name, value in fields.items() if value is not None}
+    tensors = {name: torch.as_tensor(value).long() for name, value in given.items() if value is not None}
     shape = tensors["input_ids"].shape
     for name, tensor in tensors.items():
         if tensor.shape != shape or tensor.dim() != 2:

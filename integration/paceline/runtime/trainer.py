@@ -35,6 +35,7 @@ from ..config import PacelineConfig, Resolved, read_ds_config
 from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
+from ..hf.masks import IGNORED
 from ..hf.peft import is_peft_model, unwrapped
 from ..patches.repairs import repair_deepspeed
 from ..report.metrics import table
@@ -42,7 +43,7 @@ from ..report.run_records import tokens_so_far
 from ..supervise.output_lock import claimed
 from .builder import build_pipeline
 from .initialize import initialize, start_distributed
-from .micro_batches import FILLER, IGNORED, count_label_tokens
+from .micro_batches import FILLER, count_label_tokens
 from .model_export import export
 from .module import CausalLMPipeline, config_of
 from .run_log import RunLog

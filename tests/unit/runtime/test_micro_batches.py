@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.hf.masks import IGNORED
 from paceline.runtime.causal_lm_engine import CausalLMEngine
-from paceline.runtime.micro_batches import IGNORED, MicroBatch, count_label_tokens, read_micro_batch, recut
+from paceline.runtime.micro_batches import MicroBatch, count_label_tokens, read_micro_batch, recut
 
 
 def micro_batch(rows: int, length: int, first: int, **side: torch.Tensor) -> MicroBatch:
