@@ -29,7 +29,7 @@ from ..comm.groups import gloo_group
 from ..comm.loss_sums import SummedLosses
 from ..comm.pending_tensor import LaterTensor
 from ..comm.staging import Staging
-from ..comm.transport import TIMEOUT, Transport
+from ..comm.transport import TIMEOUT
 from ..config import PacelineConfig
 from ..config.schedules import resolve_schedule
 from ..config.section import value_at
@@ -42,14 +42,14 @@ from ..schedules.lower import Op
 from ..schedules.schedule import Schedule
 from ..supervise.lifetime import current
 from ..supervise.watch import EVERYONE, WATCH
-from .boundary import Boundary
-from .causal_lm_engine import COLUMNS, CausalLMEngine, shapes_in
-from .executor import HeldStage
+from .boundary import OwnMemory
+from .causal_lm_engine import CausalLMEngine
+from .causal_lm_steps import COLUMNS, shapes_in
 from .migration import Migration
 from .rank_random import OwnRandom
-from .scheduling import FlushedUpdates
 from .state_owners import Mirrors
 from .step_agreement import Ahead
+from .updates import FlushedUpdates
 
 logger = logging.getLogger("paceline")
 
@@ -102,6 +102,7 @@ class AsynchronousEngine(CausalLMEngine):
     """
 
     transport_order = "free"
+    _reduces_early = False
     optimizer: Any
     stage_id: int
 
@@ -120,7 +121,6 @@ class AsynchronousEngine(CausalLMEngine):
         """Steps since the start, or since the last flush."""
         self._number = 0
         """Of the next step of this engine: it counts on over flushes and resumes."""
-        self._more_transports: list[Transport] = []
         self._is_ahead: Ahead | None = None
         self._last_iterator: Any = None
         self._untold: tuple[Tensor, float, int] | None = None
@@ -136,7 +136,9 @@ class AsynchronousEngine(CausalLMEngine):
         super()._start_scheduling()
         self._choice = self.schedule_choice
         self._stream = self._choice.stream(self.num_stages, self.micro_batches)
-        self._stream_program = windows.StreamProgram(self._stream, self.device_number)
+        self._stream_program = windows.StreamProgram(self._stream, self.links.device_number)
+        name = self._choice.type if self._choice.is_asynchronous else f"{self._choice.type} staleness=0"
+        self._flushed_step = replace(self._stream.unrolled(1), name=name)
         num_steps = self._stream.most_lag + 1
         self._tables: tuple[_ByNumber, _ByNumber] = (
             _ByNumber(self.micro_batches, num_steps),
@@ -147,39 +149,19 @@ class AsynchronousEngine(CausalLMEngine):
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
         own = len(self._routes) > 1
         self._updates = _StreamUpdates(self) if self._choice.is_asynchronous else FlushedUpdates(self)
-        self._random = OwnRandom(self.device_number, torch.device(self.device)) if own else None
+        self._random = OwnRandom(self.links.device_number, torch.device(self.device)) if own else None
         device = torch.device(self.device)
         on_host = device.type == "cpu"
         self._losses = SummedLosses(
             self.control.world if on_host else gloo_group(timeout=TIMEOUT), None if on_host else Staging(device)
         )
 
-    def _hold(self) -> list[HeldStage]:
-        """A stage of each direction, which has process groups of its own. Collective."""
-        held = []
-        for direction, route in enumerate(self._routes):
-            ranks = tuple(self.pipe_ranks[device] for device in route)
-            if direction == 0:
-                transport = self.transport
-            else:
-                transport = Transport(
-                    [[pipe[device] for device in route] for pipe in self._pipes],
-                    self.global_rank,
-                    order=self.transport.order,
-                    device=torch.device(self.device),
-                    staging=self.transport.staging,
-                    activation_shapes=self._activation_shapes,
-                    failed=self.transport.failed,
-                )
-                self._more_transports.append(transport)
-            runner = self._make_runner(route.index(self.device_number), reduces_early=False)
-            # Beside the computation gradients lie in buckets, which share no memory with what is sent.
-            own = None if self.schedule_choice.is_asynchronous else self._own_memory
-            held.append(HeldStage(runner, Boundary(runner, transport.lanes(), self.meter, own), ranks))
-        return held
+    def _routes_of_directions(self) -> tuple[tuple[int, ...], ...]:
+        return self._routes
 
-    def _transports(self) -> list[Transport]:
-        return [self.transport, *self._more_transports]
+    def _gradients_to_send(self) -> OwnMemory | None:
+        """Beside the computation gradients lie in buckets, which share no memory with what is sent."""
+        return None if self.schedule_choice.is_asynchronous else self._own_memory
 
     def _enter(self, chunk: int) -> None:
         """From here on this rank is the stage that it has in direction ``chunk``."""
@@ -191,10 +173,7 @@ class AsynchronousEngine(CausalLMEngine):
     @property
     def schedule(self) -> Schedule:
         """A step that is flushed."""
-        if self._schedule is None:
-            name = f"{self._choice.type} staleness=0" if not self._choice.is_asynchronous else self._choice.type
-            self._schedule = replace(self._stream.unrolled(1), name=name)
-        return self._schedule
+        return self._flushed_step
 
     def set_schedule(self, schedule: Schedule) -> None:
         raise ValueError(
@@ -296,12 +275,12 @@ class AsynchronousEngine(CausalLMEngine):
             raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._check_whole()
+        self.half_way.check()
         self.module.train()
         self.total_loss = None
         with self._naming_lost_peers(), self._recorded():
             self._begin_step()
-            with self._half_way("it was interrupted"):
+            with self.half_way.during("it was interrupted"):
                 self._run_ops(self._stream_program.step(self._begun))
                 self._begun += 1
                 if self._choice.is_asynchronous:
@@ -334,7 +313,7 @@ class AsynchronousEngine(CausalLMEngine):
                     "one is read from the next step on",
                     self.global_steps,
                 )
-        self.is_stopping = agreed.stops
+        self.steps.is_stopping = agreed.stops
         tables, failed, error = agreed.tables, agreed.failed, ahead.error
         if not failed and bool((tables != tables[:, :1]).any()):
             failed = True
@@ -358,13 +337,13 @@ class AsynchronousEngine(CausalLMEngine):
 
     def _read_ahead(self, ended: Ahead | None = None) -> Ahead:
         """Begin to agree on a step; the iterator of ``ended`` is not asked again."""
-        reader = self._readers.get(self.device_number)
+        reader = self._readers.get(self.links.device_number)
         last, self._last_iterator = self._last_iterator, self.data_iterator
 
         def read() -> Any:
             if ended is not None and ended.iterator is self.data_iterator:
                 return [], [], ended.error
-            return self._read_step(self.micro_batches, trains=True, partial=False)
+            return self.steps.read(self.micro_batches, loads=self.reads_data)
 
         return Ahead.begin(
             self.data_iterator,
@@ -381,13 +360,8 @@ class AsynchronousEngine(CausalLMEngine):
         return self.dp_world_size, len(self._readers), 1 + self.micro_batches * COLUMNS
 
     @property
-    def _loads(self) -> bool:
-        """Who evaluates reads on the ends of direction 0, who trains on those of all."""
-        return self.reads_data if self.module.training else super()._loads
-
-    @property
     def reads_data(self) -> bool:
-        return self.device_number in self._readers
+        return self.links.device_number in self._readers
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As DeepSpeed's, also on ranks that are no end of direction 0."""
@@ -430,12 +404,12 @@ class AsynchronousEngine(CausalLMEngine):
 
     def flush(self) -> None:
         """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""
-        if not self._begun or self._broken is not None:
+        if not self._begun or not self.half_way.is_whole:
             return
         WATCH.step = self.global_steps
         was_training = self.module.training
         self.module.train()  # what is recomputed is what was computed
-        with self._naming_lost_peers(), self._half_way("a flush was interrupted"):
+        with self._naming_lost_peers(), self.half_way.during("a flush was interrupted"):
             self._drain()
         self.module.train(was_training)
         self._tell()
@@ -522,8 +496,6 @@ class AsynchronousEngine(CausalLMEngine):
         self._begun = 0
         super().destroy()
         self._losses.stop()
-        for transport in self._more_transports:
-            transport.close()
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.stop()
 

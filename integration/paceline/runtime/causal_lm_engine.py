@@ -1,10 +1,5 @@
 """Training and evaluation of a :class:`CausalLMPipeline`: dictionaries in, exact token-weighted losses out.
 
-A step begins with a look at all its micro-batches. The first stage tells the others their shapes and which side
-tensors they have, so that receives need no headers; all ranks learn the number of label tokens of the whole step, so
-that each micro-batch's loss can be weighted as if the step were one batch; and a rank that has no data, or bad data,
-stops every rank with the same message.
-
 Legend: M micro-batches a step, B batch, S sequence, H hidden size, D data-parallel size.
 """
 
@@ -21,24 +16,15 @@ from torch import Tensor
 from ..checkpoint.format import MODEL
 from ..comm.shapes import Shapes
 from ..hf import hub_files
-from ..hf.masks import MaskFacts
 from ..hf.peft import save_adapter_config
 from ..patches import transformers_masking_utils
 from ..patches.registry import apply
-from ..supervise.lifetime import current
-from ..supervise.watch import EVERYONE, WATCH
+from ..supervise.watch import WATCH
 from .causal_lm_layers import CausalLMLayers
 from .causal_lm_runner import CausalLMRunner, Inspection, Seen, StepBook, StreamShapes
+from .causal_lm_steps import CausalLMSteps, Cut, Replicas
 from .engine import PacelineEngine
-from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
 from .surroundings import DeepSpeedSurroundings
-
-COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
-
-
-def shapes_in(table: Tensor) -> list[MicroBatchShape]:
-    """Of the micro-batches of a step, from its table."""
-    return [shape_of(row) for row in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()]
 
 
 class CausalLMEngine(PacelineEngine):
@@ -50,16 +36,33 @@ class CausalLMEngine(PacelineEngine):
     """
 
     can_cut = True
+    _reduces_early = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.book = StepBook()
-        self.is_stopping = False
-        """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
         self.data_iterator: Any = None
         apply(*transformers_masking_utils.PATCHES)  # for the rest of the process: they act where facts are told only
         super().__init__(*args, **kwargs)
         if self._config.pipeline["activation_checkpoint_interval"] > 0:
             self.module.enable_gradient_checkpointing()
+
+    def _connect(self) -> None:
+        super()._connect()
+        self.steps = CausalLMSteps(
+            self,
+            self.book,
+            self.module,
+            self.control,
+            torch.device(self.device),
+            ends=(bool(self.is_first_stage()), bool(self.is_last_stage())),
+            replicas=Replicas(self.grid.data_parallel_id, self.dp_world_size, self._expert_groups.size),
+            raises=self._told_once,
+        )
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
+        return self.steps.is_stopping
 
     @property
     def step_tokens(self) -> int:
@@ -78,7 +81,7 @@ class CausalLMEngine(PacelineEngine):
 
     @property
     def _runners(self) -> list[CausalLMRunner]:
-        return [held.runner for held in self.held]
+        return [held.runner for held in self.held if isinstance(held.runner, CausalLMRunner)]
 
     def _make_layers(self) -> CausalLMLayers:
         return CausalLMLayers(self.module)
@@ -137,11 +140,12 @@ class CausalLMEngine(PacelineEngine):
         Args:
             whole_loss: with the router's, where the model has one.
         """
-        self._check_whole()
+        self.half_way.check()
         was_training = self.module.training
+        reads = self.is_first_stage() or self.is_last_stage()
         try:
             while True:
-                trained_on, self.data_iterator = self.data_iterator, batches if self._loads else None
+                trained_on, self.data_iterator = self.data_iterator, batches if reads else None
                 self.module.eval()
                 inspection = Inspection(see, whole_loss)
                 for runner in self._runners:
@@ -161,117 +165,18 @@ class CausalLMEngine(PacelineEngine):
         finally:
             self.module.train(was_training)
 
-    @property
-    def _loads(self) -> bool:
-        return self.is_first_stage() or self.is_last_stage()
-
     def _open_step(self, num_micro_batches: int, *, trains: bool = False, partial: bool = False) -> int:
-        """Load the step's micro-batches and agree on their shapes; returns how many there are on any replica.
+        """As :meth:`CausalLMSteps.open`; a training step's micro-batches are cut as the tuner wants them."""
+        is_cut = trains and self.cut != self.micro_batch_size
+        cut = Cut(self.cut, self.run_micro_batches) if is_cut else None
+        return self.steps.open(num_micro_batches, cut=cut, partial=partial)
 
-        Args:
-            trains: cut the micro-batches as the tuner wants them.
-            partial: take what is left of the data, down to nothing, instead of stopping when it is short.
-        """
-        loaded, own, error = self._read_step(num_micro_batches, trains=trains, partial=partial)
-        if trains:
-            num_micro_batches = self.run_micro_batches
-        # Both ends put their table down; every stage of the pipeline sees both.
-        width = 1 + num_micro_batches * COLUMNS
-        header = torch.zeros(2 * width + 2, dtype=torch.int64)
-        tables, flags = header[:-2].view(2, width), header[-2:]
-        for row, is_mine in enumerate((self.is_first_stage(), self.is_last_stage())):
-            if is_mine:
-                tables[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
-        WATCH.doing("agreeing on the step", EVERYONE)
-        flags += torch.tensor([error is not None, current().requested])
-        if self.is_pipe_parallel:
-            self.control.sum_over_stages(header)
-        failed, stopping = (bool(flag) for flag in flags)
-        table = tables[0]
-        if not failed and not torch.equal(*tables):
-            failed = True
-            error = ValueError(
-                f"the first and the last stage see different data at step {self.global_steps}: "
-                "give both the same iterator (same files, seed and data-parallel rank)."
-            )
-        self.book.shapes = [] if failed else shapes_in(table)
-        self.book.loaded = loaded
-        tokens = sum(shape.tokens for shape in self.book.shapes)
-        loads = [0] * self.dp_world_size
-        loads[self.grid.data_parallel_id] = len(self.book.shapes)
-        totals = [self.book.own_label_tokens, tokens, int(failed), int(stopping), *loads]
-        if self.is_data_parallel:
-            totals = self.control.sum(torch.tensor(totals) * self.is_last_stage()).tolist()
-        label_tokens, tokens, failures, stops, *loads = totals
-        self.is_stopping = stops > 0
-        if failures:
-            with self._told_once():
-                self.control.raise_shared(error, f"beginning step {self.global_steps}")
-        self.book.label_tokens, self.book.tokens = label_tokens, tokens
-        if self._expert_groups.size > 1:  # replicas that share experts compute in step, each as often as the others
-            missing = max(loads) - len(self.book.shapes)
-            self.book.shapes = [*self.book.shapes, *[MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing]
-            self.book.loaded = [*self.book.loaded, *[FILLER] * missing]
-        return sum(loads)
-
-    def _read_step(
-        self, num_micro_batches: int, *, trains: bool, partial: bool
-    ) -> tuple[list[MicroBatch], list[int], BaseException | None]:
-        """A step's micro-batches where they are read, the numbers of their table, and what went wrong."""
-        error: BaseException | None = self.checkpoint_error()
-        loaded: list[MicroBatch] = []
-        if not self._loads or error is not None:
-            return loaded, [], error
-        WATCH.doing("loading data")
-        try:
-            loaded = self._load(num_micro_batches, partial)
-            if trains and self.cut != self.micro_batch_size:
-                loaded = recut(loaded, self.cut, self.run_micro_batches)
-            row = [len(loaded), *(value for batch in loaded for value in batch.row)]
-            on_gpu = torch.device(self.device).type == "cuda"
-            return [pinned(batch) for batch in loaded] if on_gpu else loaded, row, None
-        except Exception as caught:
-            return [], [], caught
-
-    def _load(self, num_micro_batches: int, partial: bool) -> list[MicroBatch]:
-        if self.data_iterator is None:
-            raise ValueError("no training data: pass an iterator to train_batch, or training_data to initialize.")
-        loaded: list[MicroBatch] = []
-        while len(loaded) < num_micro_batches:
-            try:
-                batch = self._next_batch()
-            except StopIteration:
-                if partial:
-                    break
-                raise StopIteration(
-                    f"the data ended after {len(loaded)} of a step's {num_micro_batches} micro-batches"
-                ) from None
-            loaded.append(read_micro_batch(batch))
-            self._check_against_model(loaded[-1])
-        return loaded
-
-    def _check_against_model(self, batch: MicroBatch) -> None:
-        """What would fail in the middle of the pipeline, where the other stages could only wait."""
-        stage = self.module.stage
-        for name in batch.side:
-            if name not in stage.accepts:
-                raise ValueError(
-                    f"a micro-batch has {name!r}, which {type(stage.model).__name__} does not take: leave it out."
-                )
-        vocab_size = stage.model.config.get_text_config().vocab_size
-        least, most = (int(value) for value in batch.input_ids.aminmax())
-        if least < 0 or most >= vocab_size:
-            raise ValueError(
-                f"a micro-batch has the token id {least if least < 0 else most}, the model's vocabulary is 0 to "
-                f"{vocab_size - 1}: use the tokenizer that belongs to the model."
-            )
-
-    def _make_runner(self, stage: int, *, reduces_early: bool) -> CausalLMRunner:
+    def _make_runner(self, stage: int) -> CausalLMRunner:
         return CausalLMRunner(
             stage,
             self.num_stages,
             reach=self.reach,
-            around=DeepSpeedSurroundings(self, reduces_early=reduces_early),
+            around=DeepSpeedSurroundings(self, reduces_early=self._reduces_early),
             module=self.module,
             device=torch.device(self.device),
             book=self.book,

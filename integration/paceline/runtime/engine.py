@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,25 +18,42 @@ from torch import Tensor, nn
 from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.control import ControlPlane
+from ..comm.shapes import Shapes
+from ..comm.transport import Transport
 from ..config import PacelineConfig
+from ..config.partitions import resolve_partition
+from ..config.schedules import resolve_schedule
 from ..config.section import value_at
 from ..config.stage_counts import resolve_method
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
+from ..planning.candidates import Candidate
+from ..schedules.lower import UPDATE, Op
+from ..schedules.schedule import Schedule
 from ..state.named import is_copy, link_full_access, names_of, tied_weights
 from ..supervise.watch import WATCH
+from .boundary import Boundary, OwnMemory
 from .checkpointing import Checkpointing
+from .controller import Controller
+from .executor import Executor, HeldStage
 from .expert_part import Experts
+from .half_way import HalfWay
+from .links import Links
+from .lost_peers import forget_messages, naming_lost_peers
 from .meter import Meter
 from .migration import Migration, Migrator, Seat, StageParameters
 from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .plain_layers import PlainLayers
+from .programs import Programs
+from .rank_reports import COMPARISONS, machine_name
 from .rate import check_scheduler_object
 from .reach import Reach
-from .scheduling import Scheduling
-from .stage_runner import LossBook
+from .stage_runner import LossBook, PlainRunner, StageRunner
+from .surroundings import DeepSpeedSurroundings
+from .tracer import Tracer
+from .updates import FlushedUpdates
 
 _Asks = Callable[[nn.Parameter], bool]
 
@@ -40,7 +61,7 @@ TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
 
 
-class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngine):
+class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -56,6 +77,12 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
     natural_gradient: NaturalGradientPart | None = None
     """None: gradients are ordinary ones."""
 
+    transport_order: str | None = None
+    """``"free"`` or ``"paired"``; None: what suits the backend."""
+
+    can_cut = False
+    """Whether the samples of a step can be cut into micro-batches of another size."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         self.control = getattr(model, "control", None) or ControlPlane.create(
@@ -63,6 +90,11 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
         )
         self.loss_book = LossBook()
         self.reach = Reach(model.num_stages)
+        self.half_way = HalfWay()
+        self.run_dir = Path()
+        """Where recorded steps go."""
+        self._ahead: deque[Any] = deque()
+        self._shapes_reset = 0
         self._writer = None
         super().__init__(*args, **kwargs)
         self._start_experts()
@@ -74,9 +106,215 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
             self.optimizer.clock = self.clock
         self.meter = Meter(self.clock, self.module, self.clock.device)
         self.layers = self._make_layers()
+        self._resolve_schedule()
+        self._connect()
         self._start_scheduling()
         self.migrator = self._make_migrator()
         self._start_partition()
+
+    # -- the pipeline ----------------------------------------------------------------------------------------------
+
+    def _routes_of_directions(self) -> tuple[tuple[int, ...], ...]:
+        """Device of each stage, one route a direction."""
+        return (tuple(range(self.num_stages)),)
+
+    def _connect(self) -> None:
+        """Make lanes to the neighbours, and what computes the stages of this rank. Collective."""
+        # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
+        self.is_pipe_partitioned = self.is_grad_partitioned = False
+        pipes = self.grid._topo.get_axis_comm_lists("pipe") if self.is_pipe_parallel else []
+        self.links = Links(
+            pipes,
+            self.global_rank,
+            torch.device(self.device),
+            routes=self._routes_of_directions(),
+            order=self.transport_order,
+            activation_shapes=self._activation_shapes,
+            announces=self.dynamic_shape,
+            # DeepSpeed's own, whose other operations come between steps: a communicator costs memory on every GPU.
+            group=self.grid.get_pipe_parallel_group() if pipes else None,
+        )
+        self._own_memory = OwnMemory(self.module.parameters())
+        self.held = self._hold()
+        self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports, enter=self._enter)
+
+    def _hold(self) -> list[HeldStage]:
+        """The stages of this rank, by chunk: one of each direction."""
+        held = []
+        for direction, transport in enumerate(self.links.transports):
+            runner = self._make_runner(self.links.stage(direction))
+            boundary = Boundary(runner, transport.lanes(), self.meter, self._gradients_to_send())
+            held.append(HeldStage(runner, boundary, self.links.ranks_of_stages(direction)))
+        return held
+
+    def _gradients_to_send(self) -> OwnMemory | None:
+        """Gives gradients memory of their own; None: they have it."""
+        return self._own_memory
+
+    def _enter(self, chunk: int) -> None:
+        """The operations that follow are of a chunk."""
+
+    def _make_runner(self, stage: int) -> StageRunner:
+        return PlainRunner(
+            stage,
+            self.num_stages,
+            reach=self.reach,
+            around=DeepSpeedSurroundings(self, reduces_early=True),
+            module=self.module,
+            device=torch.device(self.device),
+            next_batch=self._next_batch,
+            losses=self.loss_book,
+            wants=lambda: (self._compute_loss, self.eval_return_logits),
+            num_micro_batches=self.gradient_accumulation_steps,
+            shapes_version=lambda: self._shapes_reset,
+        )
+
+    def _activation_shapes(self) -> Shapes:
+        return Shapes()
+
+    @property
+    def transport(self) -> Transport:
+        """Lanes of the first direction."""
+        return self.links.transports[0]
+
+    @property
+    def pipe_ranks(self) -> Sequence[int]:
+        """Global ranks of this pipeline, by device."""
+        return self.links.ranks
+
+    @property
+    def pipe_number(self) -> int:
+        """Number of this pipeline among those side by side."""
+        return self.links.pipe_number
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The global rank that has a stage of this rank's pipeline."""
+        return int(self.grid.stage_to_global(stage_id=stage))
+
+    # -- its schedule ----------------------------------------------------------------------------------------------
+
+    def _resolve_schedule(self) -> None:
+        section = PacelineConfig.of(self._config._param_dict)
+        self.schedule_choice, _ = resolve_schedule(
+            section, self.num_stages, self.micro_batches, micro_batch_size=self.micro_batch_size
+        )
+        sizes = self.schedule_choice.micro_batch_sizes or ()
+        if set(sizes) - {self.micro_batch_size} and not self.can_cut:
+            raise ValueError(
+                f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)}: this PipelineModule's data cannot be "
+                f"cut otherwise than into micro-batches of {self.micro_batch_size}; leave the key out."
+            )
+        self.cut = self.micro_batch_size
+
+    def _start_scheduling(self) -> None:
+        """Begin to follow the cluster, if the JSON asks for it. Collective."""
+        section = PacelineConfig.of(self._config._param_dict)
+        self.programs = Programs(self.schedule_choice, self.num_stages, self.links.device_number, self.links.order)
+        self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
+        """What the next stage's clock shows beyond this one's, and the latency to it, as compared last."""
+        self.is_one_machine = len(set(self.control.gather(machine_name()))) == 1
+        every = section.report.trace_every
+        self.tracer = None if every is None else Tracer(self, every)
+        self.partition_choice, _ = resolve_partition(section, resolve_method(self._config._param_dict)[0])
+        is_adaptive = self.schedule_choice.type == "adaptive"
+        follows = is_adaptive or (self.partition_choice.repartition_every and self.num_stages > 1)
+        self.controller = Controller(self, self.schedule_choice, self.partition_choice) if follows else None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the next step runs."""
+        return self.programs.schedule(self.run_micro_batches)
+
+    @property
+    def run_micro_batches(self) -> int:
+        """Micro-batches of a step as it is run: those that are loaded, unless the tuner cuts them otherwise."""
+        return int(self.micro_batches * self.micro_batch_size // self.cut)
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Run ``schedule`` from the next step on. Call it on all ranks, between steps.
+
+        Raises:
+            ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
+        """
+        self.programs.set(schedule, self.run_micro_batches)
+
+    def run_candidate(self, candidate: Candidate) -> None:
+        """Run what the tuner has chosen from the next step on."""
+        self.cut = candidate.micro_batch_size
+        self.set_schedule(candidate.schedule(self.num_stages, self.micro_batches * self.micro_batch_size))
+
+    def _train_schedule(self) -> tuple[Op, ...]:
+        return self.programs.training(self.run_micro_batches)
+
+    def _inference_schedule(self, micro_batches: int) -> tuple[Op, ...]:
+        return self.programs.forwards(micro_batches)
+
+    def _exec_schedule(self, pipe_schedule: tuple[Op, ...]) -> None:
+        trains = pipe_schedule[-1].kind == UPDATE
+        if trains and self.controller is not None and self.cut not in self.meter.saved_bytes:
+            self.meter.measures_memory_of = self.cut
+        updates = FlushedUpdates(self) if trains else None
+        self.loss_book.of_forwards = []
+        self._own_memory.forget()
+        with self.half_way.during("it was interrupted"):
+            self.executor.run(pipe_schedule, num_micro_batches=self.run_micro_batches, updates=updates)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Around a training step: the tuner's and the tracer's turns, and the step's times between them."""
+        forget_messages(self.held)
+        if self.controller is not None:
+            self.controller.before_step()
+        recorder = self.meter.recorder
+        recorder.begin((self.schedule.name, self.cut))
+        # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        except BaseException:
+            recorder.drop()
+            raise
+        finally:
+            if collects:
+                gc.enable()
+        recorder.end()
+        if self.tracer is not None:
+            self.tracer.after_step()
+
+    def _naming_lost_peers(self) -> AbstractContextManager[None]:
+        """Around what sends and receives: say where this rank was when the connection to another broke."""
+        return naming_lost_peers(
+            self.global_rank, lambda: (self.stage_id, self.global_steps, self.held[self.executor.chunk])
+        )
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def _open_step(self, num_micro_batches: int, *, trains: bool = False) -> Any:
+        """Read the whole step before it begins: a rank whose data ends, or is broken, stops all of them together."""
+        error: BaseException | None = self.checkpoint_error()
+        if error is None and (self.is_first_stage() or self.is_last_stage()):
+            try:
+                while len(self._ahead) < num_micro_batches:
+                    self._ahead.append(super()._next_batch())
+            except Exception as caught:
+                error = caught
+        with self._told_once():
+            try:
+                self.control.settle(error, f"beginning step {self.global_steps}")
+            except BaseException:
+                self._ahead.clear()
+                raise
+
+    def _next_batch(self) -> Any:
+        return self._ahead.popleft() if self._ahead else super()._next_batch()
+
+    def reset_activation_shape(self) -> None:
+        """The shapes of activations change with the next step; call it on all ranks (DeepSpeed's, for curricula)."""
+        super().reset_activation_shape()
+        self._shapes_reset += 1
+
+    # -- natural gradients -----------------------------------------------------------------------------------------
 
     def _start_natural_gradient(self) -> None:
         section, gather = PacelineConfig.of(self._config._param_dict), self.control.gather
@@ -260,7 +498,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
             raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._check_whole()
+        self.half_way.check()
         with self._naming_lost_peers():
             self._join_islands()
             with self._recorded():
@@ -286,7 +524,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
         num_micro_batches: int | None = None,
     ) -> Any:
         """As :meth:`deepspeed.PipelineEngine.eval_batch`."""
-        self._check_whole()
+        self.half_way.check()
         trained_on, self.data_iterator = self.data_iterator, data_iter
         with self._naming_lost_peers():
             try:
@@ -312,7 +550,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
         """As DeepSpeed's; what is under way is finished first. Not collective."""
         self._leave_islands()
         super().destroy()
-        self.transport.close()
+        self.links.close()
 
     # -- layers that move between stages --------------------------------------------------------------------------
 
@@ -337,7 +575,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
             RuntimeError: a rank or a connection was lost on the way: this engine is of no use any more.
         """
         WATCH.step = self.global_steps
-        self._check_whole()
+        self.half_way.check()
         if self.migrator is None:
             raise ValueError(
                 'there is no optimizer, so layers have no reason to move: write "optimizer" into the JSON.'
@@ -345,7 +583,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
         new = self.migrator.agree(parts)
         if new is None:
             return None
-        self._forget_doing()  # of the last step
+        forget_messages(self.held)  # of the last step
         with self._naming_lost_peers():
             migration = self.migrator.migrate(new, memory_bytes)
         WATCH.idle()
@@ -373,7 +611,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
             torch.device(self.device),
             parameters=self._placement,
             step=lambda: int(self.global_steps),
-            half_way=self._half_way,
+            half_way=self.half_way.during,
             learned=self.natural_gradient,
             refuse=self._refuse_migration,
             after=self._forget_the_old_stage,
@@ -437,7 +675,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, Scheduling, PipelineEngi
     # -- what ends a step ----------------------------------------------------------------------------------------
 
     def _exec_reduce_tied_grads(self) -> None:
-        self._forget_doing()
+        forget_messages(self.held)
         ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.trains(w)]
         num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
         with self.clock.transfer("tied", num_bytes):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.hf.masks import IGNORED
-from paceline.runtime.causal_lm_engine import CausalLMEngine
+from paceline.runtime.causal_lm_steps import CausalLMSteps
 from paceline.runtime.micro_batches import MicroBatch, count_label_tokens, read_micro_batch, recut
 
 
@@ -119,10 +119,12 @@ def test_what_goes_to_a_gpu_is_pinned(device: str, is_pinned: bool, monkeypatch:
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     batch = micro_batch(2, 4, 0, attention_mask=ones(2, 4))
-    engine: Any = SimpleNamespace(
-        device=device, checkpoint_error=lambda: None, _loads=True, _load=lambda num, partial: [batch], cut=2
+    steps: Any = SimpleNamespace(
+        _device=torch.device(device),
+        _reader=SimpleNamespace(checkpoint_error=lambda: None),
+        _load=lambda num, partial: [batch],
     )
-    (found,), row, error = CausalLMEngine._read_step(engine, 1, trains=False, partial=False)
+    (found,), row, error = CausalLMSteps.read(steps, 1, loads=True)
     assert error is None
     assert row == [1, *batch.row]
     tensors = [found.input_ids, found.labels, *found.side.values()]

@@ -1,0 +1,208 @@
+"""Begin a step of a causal LM: read its micro-batches, and agree on them.
+
+A step begins with a look at all its micro-batches. The first stage tells the others their shapes and which side
+tensors they have, so that receives need no headers; all ranks learn the number of label tokens of the whole step, so
+that each micro-batch's loss can be weighted as if the step were one batch; and a rank that has no data, or bad data,
+stops every rank with the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.control import ControlPlane
+from ..hf.masks import MaskFacts
+from ..supervise.lifetime import current
+from ..supervise.watch import EVERYONE, WATCH
+from .causal_lm_runner import StepBook
+from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
+from .module import CausalLMPipeline
+
+COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
+
+
+def shapes_in(table: Tensor) -> list[MicroBatchShape]:
+    """Shapes of the micro-batches of a step, from its table."""
+    return [shape_of(row) for row in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()]
+
+
+class Read(NamedTuple):
+    """A step as one rank has read it.
+
+    Args:
+        row: the numbers of its table.
+        error: why it could not be read.
+    """
+
+    loaded: list[MicroBatch]
+    row: list[int]
+    error: BaseException | None
+
+
+class Cut(NamedTuple):
+    """How the samples of a step are cut into micro-batches, if not as they come."""
+
+    size: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Place among the pipelines side by side.
+
+    Args:
+        number: of this pipeline.
+        num_sharing: pipelines that share experts and so compute in step.
+    """
+
+    number: int = 0
+    size: int = 1
+    num_sharing: int = 1
+
+
+class Reader(Protocol):
+    """What the engine says of the data."""
+
+    data_iterator: Any
+    global_steps: int
+
+    def _next_batch(self) -> Any: ...
+
+    def checkpoint_error(self) -> BaseException | None: ...
+
+
+class CausalLMSteps:
+    """Reads steps and agrees on them with the other ranks.
+
+    Args:
+        book: gets what is known of the step.
+        ends: whether this rank is the first stage, and whether it is the last.
+        raises: around an error that is raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        book: StepBook,
+        module: CausalLMPipeline,
+        control: ControlPlane,
+        device: torch.device,
+        *,
+        ends: tuple[bool, bool],
+        replicas: Replicas,
+        raises: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._reader, self._book, self._module, self._control, self._device = reader, book, module, control, device
+        self._ends, self._replicas, self._raises = ends, replicas, raises
+        self._is_pipe_parallel = not all(ends)
+        self.is_stopping = False
+        """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
+
+    def open(self, num_micro_batches: int, *, cut: Cut | None = None, partial: bool = False) -> int:
+        """Load the step's micro-batches and agree on their shapes. Collective.
+
+        Args:
+            partial: take what is left of the data, down to nothing, instead of stopping when it is short.
+
+        Returns:
+            How many there are, of all replicas.
+        """
+        book, control = self._book, self._control
+        loaded, own, error = self.read(num_micro_batches, cut=cut, partial=partial, loads=any(self._ends))
+        # Both ends put their table down; every stage of the pipeline sees both.
+        width = 1 + (cut.num_micro_batches if cut else num_micro_batches) * COLUMNS
+        header = torch.zeros(2 * width + 2, dtype=torch.int64)
+        tables, flags = header[:-2].view(2, width), header[-2:]
+        for row, is_mine in enumerate(self._ends):
+            if is_mine:
+                tables[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
+        WATCH.doing("agreeing on the step", EVERYONE)
+        flags += torch.tensor([error is not None, current().requested])
+        if self._is_pipe_parallel:
+            control.sum_over_stages(header)
+        failed, stopping = (bool(flag) for flag in flags)
+        step = self._reader.global_steps
+        if not failed and not torch.equal(*tables):
+            failed = True
+            error = ValueError(
+                f"the first and the last stage see different data at step {step}: "
+                "give both the same iterator (same files, seed and data-parallel rank)."
+            )
+        shapes = [] if failed else shapes_in(tables[0])
+        book.shapes, book.loaded = shapes, loaded
+        loads = [0] * self._replicas.size
+        loads[self._replicas.number] = len(shapes)
+        tokens = sum(shape.tokens for shape in shapes)
+        totals = [book.own_label_tokens, tokens, int(failed), int(stopping), *loads]
+        if self._replicas.size > 1:
+            totals = control.sum(torch.tensor(totals) * self._ends[1]).tolist()
+        label_tokens, tokens, failures, stops, *loads = totals
+        self.is_stopping = stops > 0
+        if failures:
+            with self._raises():
+                control.raise_shared(error, f"beginning step {step}")
+        book.label_tokens, book.tokens = label_tokens, tokens
+        if self._replicas.num_sharing > 1:  # replicas that share experts compute in step, each as often as the others
+            missing = max(loads) - len(shapes)
+            book.shapes = [*shapes, *[MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing]
+            book.loaded = [*loaded, *[FILLER] * missing]
+        return sum(loads)
+
+    def read(self, num_micro_batches: int, *, loads: bool, cut: Cut | None = None, partial: bool = False) -> Read:
+        """A step's micro-batches, where they are read.
+
+        Args:
+            loads: whether this rank reads data.
+        """
+        error = self._reader.checkpoint_error()
+        if not loads or error is not None:
+            return Read([], [], error)
+        WATCH.doing("loading data")
+        try:
+            loaded = self._load(num_micro_batches, partial)
+            if cut is not None:
+                loaded = recut(loaded, cut.size, cut.num_micro_batches)
+            row = [len(loaded), *(value for batch in loaded for value in batch.row)]
+            on_gpu = self._device.type == "cuda"
+            return Read([pinned(batch) for batch in loaded] if on_gpu else loaded, row, None)
+        except Exception as caught:
+            return Read([], [], caught)
+
+    def _load(self, num_micro_batches: int, partial: bool) -> list[MicroBatch]:
+        if self._reader.data_iterator is None:
+            raise ValueError("no training data: pass an iterator to train_batch, or training_data to initialize.")
+        loaded: list[MicroBatch] = []
+        while len(loaded) < num_micro_batches:
+            try:
+                batch = self._reader._next_batch()
+            except StopIteration:
+                if partial:
+                    break
+                raise StopIteration(
+                    f"the data ended after {len(loaded)} of a step's {num_micro_batches} micro-batches"
+                ) from None
+            loaded.append(read_micro_batch(batch))
+            self._check_against_model(loaded[-1])
+        return loaded
+
+    def _check_against_model(self, batch: MicroBatch) -> None:
+        """Refuse what would fail in the middle of the pipeline, where the other stages could only wait."""
+        stage = self._module.stage
+        for name in batch.side:
+            if name not in stage.accepts:
+                raise ValueError(
+                    f"a micro-batch has {name!r}, which {type(stage.model).__name__} does not take: leave it out."
+                )
+        vocab_size = stage.model.config.get_text_config().vocab_size
+        least, most = (int(value) for value in batch.input_ids.aminmax())
+        if least < 0 or most >= vocab_size:
+            raise ValueError(
+                f"a micro-batch has the token id {least if least < 0 else most}, the model's vocabulary is 0 to "
+                f"{vocab_size - 1}: use the tokenizer that belongs to the model."
+            )

@@ -1,0 +1,36 @@
+"""Know whether something that must not end in the middle did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class HalfWay:
+    """Ranks that were interrupted in the middle of a step, or of moving layers, are out of step with each other."""
+
+    def __init__(self) -> None:
+        self._left_in: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self._left_in is None
+
+    def check(self) -> None:
+        """Raise RuntimeError if something was interrupted."""
+        if self._left_in is not None:
+            raise RuntimeError(
+                f"this engine was left half-way ({self._left_in}): what its ranks have sent to each other is out of "
+                "step; make another engine, and load the last checkpoint."
+            )
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Around what must not end in the middle."""
+        self._left_in = what
+        try:
+            yield
+        except BaseException as error:
+            self._left_in = f"{what}; {type(error).__name__}: {error}"
+            raise
+        self._left_in = None

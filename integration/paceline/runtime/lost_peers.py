@@ -1,0 +1,45 @@
+"""Say where a rank was when the connection to another broke; the backends only say that it did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ..comm.control import PeerError
+from ..supervise.watch import WATCH
+from .executor import HeldStage
+
+_LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
+
+
+@contextmanager
+def naming_lost_peers(rank: int, where: Callable[[], tuple[int, int, HeldStage]]) -> Iterator[None]:
+    """Raise :class:`PeerError` for errors that tell of a lost connection.
+
+    Args:
+        where: gives the stage, the step and what the rank holds of the model that ran last.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _LOST_CONNECTION.search(str(error)):
+            raise
+        stage, step, held = where()
+        doing = WATCH.operation or "agreeing with the other ranks"
+        lane = getattr(error, "paceline_lane", None)
+        if lane is not None:  # the thread of one lane, while this one may have waited for another
+            doing = f"{'sending to' if lane.is_sender else 'receiving from'} rank {lane.peer}"
+        elif held.boundary.doing is not None:
+            verb, other = held.boundary.doing
+            doing = f"{verb} stage {other}, rank {held.ranks[other]}"
+        raise PeerError(
+            f"rank {rank}, stage {stage}, lost another rank at step {step} while {doing}; that rank's own error, if it "
+            f"could still give one, is the cause ({error})"
+        ) from error
+
+
+def forget_messages(held: Sequence[HeldStage]) -> None:
+    """What follows is no message between stages."""
+    for stage in held:
+        stage.boundary.doing = None
