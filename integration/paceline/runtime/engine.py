@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import Tensor, nn
 
@@ -23,11 +22,9 @@ from ..comm.transport import Transport
 from ..config import PacelineConfig
 from ..config.partitions import resolve_partition
 from ..config.schedules import resolve_schedule
-from ..config.section import value_at
 from ..config.stage_counts import resolve_method
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
-from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
 from ..planning.candidates import Candidate
 from ..schedules.lower import UPDATE, Op
 from ..schedules.schedule import Schedule
@@ -45,6 +42,7 @@ from .meter import Meter
 from .migration import Migration, Migrator, Seat, StageParameters
 from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
+from .optimizer_setup import basic_optimizer, check_own_parameters, sharding_options
 from .plain_layers import PlainLayers
 from .programs import Programs
 from .rank_reports import COMPARISONS, machine_name
@@ -59,6 +57,18 @@ _Asks = Callable[[nn.Parameter], bool]
 
 TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
+
+
+def _of_loss_book(name: str) -> Any:
+    """A property of the engine that is an attribute of its :class:`LossBook`."""
+
+    def read(engine: PacelineEngine) -> Any:
+        return getattr(engine.loss_book, name)
+
+    def write(engine: PacelineEngine, value: Any) -> None:
+        setattr(engine.loss_book, name, value)
+
+    return property(read, write)
 
 
 class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
@@ -376,76 +386,14 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
         super()._configure_lr_scheduler()
 
     def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
-        parameters = parameters or [{"params": []}]  # of a stage that is frozen; torch.optim refuses an empty list
-        if isinstance(client_optimizer, torch.optim.Optimizer):
-            basic = client_optimizer
-        elif client_optimizer is not None:
-            basic = client_optimizer(parameters)
-        elif torch_class(self.optimizer_name()) is not None:
-            device = torch.device(self.device)
-            basic = make_optimizer(self.optimizer_name(), parameters, self.optimizer_params() or {}, device)
-        else:
-            check_deepspeeds(str(self.optimizer_name()), torch.device(self.device))
-            basic = self._configure_basic_optimizer(parameters)  # one of DeepSpeed's own
-        for group in basic.param_groups:
-            group["params"] = [p for p in group["params"] if p.requires_grad]
-        return basic
+        return basic_optimizer(self, client_optimizer, parameters)
 
     def _shard(self, basic: torch.optim.Optimizer) -> ShardedOptimizer:
-        grid = self.module._grid
         names, counts, apart = self._placement()
-        outsiders = [p for g in basic.param_groups for p in g["params"] if p not in names]
-        if outsiders:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {list(outsiders[0].shape)} that is not in the module, "
-                f"one stage of the model that this {type(basic).__name__} was made for: pass a function of the "
-                "stage's parameters (optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)), or name "
-                'one under "optimizer" in the JSON.'
-            )
-        scaler = None
-        if self.fp16_enabled():
-            scaler = CreateLossScaler(
-                dtype=torch.half,
-                static_loss_scale=self.loss_scale(),
-                dynamic_scaling=self.dynamic_loss_scale(),
-                dynamic_loss_args=self.dynamic_loss_scale_args(),
-            )
-        accumulation_dtype = self._accumulation_dtype()
-        communication_dtype = self.communication_data_type  # of the model, unless the JSON says otherwise
-        # DeepSpeed says fp32 of fp64 models too.
-        is_wide = communication_dtype == torch.float32
-        if self._config.communication_data_type is None and (is_wide or accumulation_dtype is not None):
-            communication_dtype = accumulation_dtype
-        return self._make_sharded(
-            basic,
-            names,
-            group=grid.get_data_parallel_group() if grid.data_parallel_size > 1 else None,
-            model_group=grid.get_model_parallel_group(),
-            shard=self.zero_optimization_stage() == 1,
-            divisor=self._gradient_divisor(),
-            max_norm=self.gradient_clipping(),
-            loss_scaler=scaler,
-            counts=counts,
-            apart=apart,
-            domain=self._expert_domain(),
-            accumulation_dtype=accumulation_dtype,
-            communication_dtype=communication_dtype,
-            bucket_numel=int(self.zero_reduce_bucket_size()),
-            device=torch.device(self.device),
-            overlap=self._overlaps_reduction(),
-        )
-
-    def _overlaps_reduction(self) -> bool:
-        """Whether buckets are reduced during the last backward.
-
-        In a rank's last backward all its receives are done, so that no transfer between stages waits for a reduction
-        that waits for it, even where operations of different communicators run one at a time (NCCL). Experts on several
-        ranks have collectives within the backward: there the user asks for it.
-        """
-        asked = value_at(self._config._param_dict, "zero_optimization.overlap_comm")
-        if isinstance(asked, bool):
-            return asked
-        return torch.distributed.get_backend() == "gloo" or self._expert_groups.size == 1
+        check_own_parameters(basic, names)
+        options = sharding_options(self, self.module._grid, spreads_experts=self._expert_groups.size > 1)
+        own = {"counts": counts, "apart": apart, "domain": self._expert_domain(), "divisor": self._gradient_divisor()}
+        return self._make_sharded(basic, names, **options, **own)
 
     def _make_sharded(
         self, basic: torch.optim.Optimizer, names: dict[nn.Parameter, str], **options: Any
@@ -462,10 +410,6 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
             return not is_copy(parameter, tied) and (first_slice or is_slice)
 
         return StageParameters(names_of(module), counts, lambda parameter: id(parameter) in tied)
-
-    def _accumulation_dtype(self) -> torch.dtype | None:
-        """fp32 unless ``data_types.grad_accum_dtype`` says otherwise: a pipeline adds up many micro-batches."""
-        return None if self._config.grad_accum_dtype is None else self.get_data_types()[1]
 
     def _gradient_divisor(self) -> float:
         """Replicas average their gradients, or add them (``gradient_allreduce_op``)."""
@@ -636,37 +580,10 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
 
     # -- losses, which DeepSpeed's methods keep on the engine ------------------------------------------------------
 
-    @property
-    def total_loss(self) -> Any:
-        return self.loss_book.total
-
-    @total_loss.setter
-    def total_loss(self, value: Any) -> None:
-        self.loss_book.total = value
-
-    @property
-    def total_additional_losses(self) -> Any:
-        return self.loss_book.additional
-
-    @total_additional_losses.setter
-    def total_additional_losses(self, value: Any) -> None:
-        self.loss_book.additional = value
-
-    @property
-    def fwd_outputs(self) -> list[Any]:
-        return self.loss_book.of_forwards
-
-    @fwd_outputs.setter
-    def fwd_outputs(self, value: list[Any]) -> None:
-        self.loss_book.of_forwards = value
-
-    @property
-    def outputs(self) -> Any:
-        return self.loss_book.outputs
-
-    @outputs.setter
-    def outputs(self, value: Any) -> None:
-        self.loss_book.outputs = value
+    total_loss = _of_loss_book("total")
+    total_additional_losses = _of_loss_book("additional")
+    fwd_outputs = _of_loss_book("of_forwards")
+    outputs = _of_loss_book("outputs")
 
     def flops_profiler_profile_step(self) -> int:
         """None for DeepSpeed's hooks of the module, which in pipelines begin a profile and never show it."""

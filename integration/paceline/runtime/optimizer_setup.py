@@ -1,0 +1,99 @@
+"""Options of a pipeline's optimizer, from what DeepSpeed has read of its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import nn
+
+from ..config.section import value_at
+from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
+
+
+def basic_optimizer(engine: Any, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer of the caller, or the one that the JSON names, over the parameters that train.
+
+    Args:
+        engine: DeepSpeed's.
+        client_optimizer: an optimizer, a function that makes one, or None.
+        parameters: or groups of them.
+    """
+    parameters = parameters or [{"params": []}]  # of a stage that is frozen; torch.optim refuses an empty list
+    device = torch.device(engine.device)
+    if isinstance(client_optimizer, torch.optim.Optimizer):
+        basic = client_optimizer
+    elif client_optimizer is not None:
+        basic = client_optimizer(parameters)
+    elif torch_class(engine.optimizer_name()) is not None:
+        basic = make_optimizer(engine.optimizer_name(), parameters, engine.optimizer_params() or {}, device)
+    else:
+        check_deepspeeds(str(engine.optimizer_name()), device)
+        basic = engine._configure_basic_optimizer(parameters)  # one of DeepSpeed's own
+    for group in basic.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    return basic
+
+
+def check_own_parameters(basic: torch.optim.Optimizer, own: Collection[nn.Parameter]) -> None:
+    """Raise ValueError if the optimizer has a parameter that is none of the stage's."""
+    outsiders = [p for group in basic.param_groups for p in group["params"] if p not in own]
+    if outsiders:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {list(outsiders[0].shape)} that is not in the module, "
+            f"one stage of the model that this {type(basic).__name__} was made for: pass a function of the "
+            "stage's parameters (optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)), or name "
+            'one under "optimizer" in the JSON.'
+        )
+
+
+def sharding_options(engine: Any, grid: Any, *, spreads_experts: bool) -> dict[str, Any]:
+    """Arguments of :class:`~paceline.optim.sharded.ShardedOptimizer` that the JSON and the grid of ranks decide.
+
+    Args:
+        engine: DeepSpeed's.
+        spreads_experts: ranks of a stage have different experts.
+    """
+    scaler = None
+    if engine.fp16_enabled():
+        scaler = CreateLossScaler(
+            dtype=torch.half,
+            static_loss_scale=engine.loss_scale(),
+            dynamic_scaling=engine.dynamic_loss_scale(),
+            dynamic_loss_args=engine.dynamic_loss_scale_args(),
+        )
+    # fp32 unless ``data_types.grad_accum_dtype`` says otherwise: a pipeline adds up many micro-batches.
+    accumulation_dtype = None if engine._config.grad_accum_dtype is None else engine.get_data_types()[1]
+    communication_dtype = engine.communication_data_type  # of the model, unless the JSON says otherwise
+    # DeepSpeed says fp32 of fp64 models too.
+    is_wide = communication_dtype == torch.float32
+    if engine._config.communication_data_type is None and (is_wide or accumulation_dtype is not None):
+        communication_dtype = accumulation_dtype
+    backend = torch.distributed.get_backend()
+    return {
+        "group": grid.get_data_parallel_group() if grid.data_parallel_size > 1 else None,
+        "model_group": grid.get_model_parallel_group(),
+        "shard": engine.zero_optimization_stage() == 1,
+        "max_norm": engine.gradient_clipping(),
+        "loss_scaler": scaler,
+        "accumulation_dtype": accumulation_dtype,
+        "communication_dtype": communication_dtype,
+        "bucket_numel": int(engine.zero_reduce_bucket_size()),
+        "device": torch.device(engine.device),
+        "overlap": overlaps_reduction(engine._config._param_dict, backend, spreads_experts=spreads_experts),
+    }
+
+
+def overlaps_reduction(ds_config: Mapping[str, Any], backend: str, *, spreads_experts: bool) -> bool:
+    """Whether buckets are reduced during the last backward.
+
+    In a rank's last backward all its receives are done, so that no transfer between stages waits for a reduction that
+    waits for it, even where operations of different communicators run one at a time (NCCL). Experts on several ranks
+    have collectives within the backward: there the user asks for it.
+    """
+    asked = value_at(ds_config, "zero_optimization.overlap_comm")
+    if isinstance(asked, bool):
+        return asked
+    return backend == "gloo" or not spreads_experts
