@@ -1,0 +1,108 @@
+"""Messages between a stage and its neighbours."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.runtime.boundary import Boundary, OwnMemory
+from paceline.runtime.stage_runner import Live
+
+
+def test_gradients_that_share_memory_with_a_parameters_are_copied() -> None:
+    """Autograd adds the next micro-batch's gradient into that memory, perhaps while this one's is being sent."""
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    own = OwnMemory([first, second, frozen])
+    gradient = torch.full((3,), 2.0)
+    first.grad = gradient
+    copied, kept = own.of((gradient, torch.zeros(3)))
+    assert copied.data_ptr() != gradient.data_ptr()
+    assert torch.equal(copied, gradient)
+    other = torch.zeros(3)
+    assert own.of(other) is other
+    second.grad = torch.zeros(3)
+    assert own.of(gradient) is not gradient, "the second parameter had none yet when this was sent"
+    assert own.of(gradient) is gradient, "from now on autograd adds to what is there"
+    own.forget()
+    assert own.of(gradient) is not gradient
+
+
+class Lane:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def post(self, number: int, key: Any) -> None:
+        self.calls.append(("post", number, key))
+
+    def send(self, number: int, key: Any, value: Any) -> None:
+        self.calls.append(("send", number, value))
+
+    def take(self, number: int) -> str:
+        self.calls.append(("take", number))
+        return f"value {number}"
+
+
+class Waits:
+    def wait(self, take: Any, micro_batch: int) -> Any:
+        return take()
+
+
+def boundary(*, runs_backward: bool = True, sends_gradients: bool = True) -> tuple[Boundary, dict[str, Lane], Any]:
+    lanes = {name: Lane() for name in ("activations_in", "activations_out", "gradients_in", "gradients_out")}
+    runner = SimpleNamespace(
+        stage=1,
+        runs_backward=runs_backward,
+        sends_gradients=sends_gradients,
+        activation_key=lambda number: f"key {number}",
+        gradient_meta=lambda live: "meta",
+        leaving=lambda live: live.outputs,
+        leaving_gradients=lambda live: torch.ones(2),
+        arrived=lambda live, number, value: setattr(live, "inputs", value),
+    )
+    return Boundary(runner, lanes, Waits(), None), lanes, runner  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_an_evaluation_sends_is_its_own(grad: bool) -> None:
+    """A layer may give out the same memory again, and nothing of a forward is kept for a backward."""
+    edge, lanes, _ = boundary()
+    live = Live()
+    live.inputs = live.outputs = torch.ones(2)
+    with torch.set_grad_enabled(grad):
+        edge.send_activation(live, 4)
+    [(_, number, value)] = lanes["activations_out"].calls
+    assert number == 4
+    assert (value is live.outputs) is grad
+    assert (live.inputs is None) is not grad
+    assert edge.doing == ("sending to", 2)
+
+
+def test_messages_arrive_where_they_belong() -> None:
+    edge, lanes, _ = boundary()
+    live = Live()
+    edge.post_activation(live, 3)
+    edge.wait_activation(live, 3)
+    edge.post_gradient(live, 3)
+    edge.wait_gradient(live, 3)
+    assert (live.inputs, live.gradients) == ("value 3", "value 3")
+    assert lanes["activations_in"].calls == [("post", 3, "key 3"), ("take", 3)]
+    assert lanes["gradients_in"].calls == [("post", 3, "meta"), ("take", 3)]
+    assert edge.doing == ("receiving from", 2)
+    edge.send_gradient(live, 3)
+    assert [call[:2] for call in lanes["gradients_out"].calls] == [("send", 3)]
+    assert live.inputs is None
+
+
+@pytest.mark.parametrize(("runs_backward", "received", "sent"), [(True, 2, 0), (False, 0, 0)])
+def test_stages_that_no_backward_reaches_exchange_no_gradients(runs_backward: bool, received: int, sent: int) -> None:
+    edge, lanes, _ = boundary(runs_backward=runs_backward, sends_gradients=False)
+    live = Live()
+    edge.post_gradient(live, 0)
+    edge.wait_gradient(live, 0)
+    edge.send_gradient(live, 0)
+    assert (len(lanes["gradients_in"].calls), len(lanes["gradients_out"].calls)) == (received, sent)
