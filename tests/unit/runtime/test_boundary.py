@@ -20,7 +20,7 @@ def test_gradients_that_share_memory_with_a_parameters_are_copied() -> None:
     own = OwnMemory([first, second, frozen])
     gradient = torch.full((3,), 2.0)
     first.grad = gradient
-    copied, kept = own.of((gradient, torch.zeros(3)))
+    copied, _ = own.of((gradient, torch.zeros(3)))
     assert copied.data_ptr() != gradient.data_ptr()
     assert torch.equal(copied, gradient)
     other = torch.zeros(3)
