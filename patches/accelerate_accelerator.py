@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.patches.registry import BY_REPAIR, Patch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,7 +18,7 @@ def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     ``save_model`` writes a model that ``from_pretrained`` fills with random experts.
     """
 
-    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
+    def get_state_dict(self: Accelerator, model: Any, unwrap: bool = True) -> Any:
         from deepspeed import DeepSpeedEngine
 
         is_engine = isinstance(model, DeepSpeedEngine)

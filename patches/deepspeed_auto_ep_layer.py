@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.patches.registry import BY_REPAIR, Patch
+
+if TYPE_CHECKING:
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
 _SOURCE = "_paceline_source"
 
@@ -13,7 +16,7 @@ _SOURCE = "_paceline_source"
 def remember_source(original: Callable[..., None]) -> Callable[..., None]:
     """``AutoEPMoELayer.__init__`` that keeps what the way back needs: the spec, and shapes by name, no tensor."""
 
-    def __init__(self: Any, spec: Any, source_module: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: AutoEPMoELayer, spec: Any, source_module: Any, *args: Any, **kwargs: Any) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in source_module.state_dict().items()}
         original(self, spec, source_module, *args, **kwargs)
         setattr(self, _SOURCE, (spec, shapes))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.patches.registry import BY_REPAIR, Patch
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 def configure_optimizer(original: Callable[..., None]) -> Callable[..., None]:
@@ -17,7 +20,7 @@ def configure_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     groups without a name.
     """
 
-    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+    def _configure_optimizer(self: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:
         if self.has_moe_layers and client_optimizer is None:
             if model_parameters and all(isinstance(group, dict) for group in model_parameters):
                 groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
@@ -80,7 +83,7 @@ def with_moe_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def consolidated_16bit_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """``DeepSpeedEngine._consolidated_16bit_state_dict``, for experts that are spread over ranks too."""
 
-    def _consolidated_16bit_state_dict(self: Any, exclude_frozen_parameters: bool = False) -> Any:
+    def _consolidated_16bit_state_dict(self: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> Any:
         if not self._has_autoep_layers() or self.zero_optimization_partition_weights():
             return original(self, exclude_frozen_parameters)
         if self.pipeline_parallelism or self.autotp_size() > 1:
@@ -99,7 +102,10 @@ def save_16bit_model(original: Callable[..., bool]) -> Callable[..., bool]:
     """``DeepSpeedEngine.save_16bit_model`` that writes all experts, under the names that the model came with."""
 
     def save_16bit_model(
-        self: Any, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self: DeepSpeedEngine,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         if not self._has_autoep_layers() or self.zero_optimization_partition_weights():
             return original(self, save_dir, save_filename, exclude_frozen_parameters)

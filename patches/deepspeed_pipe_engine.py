@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.patches.registry import BY_REPAIR, Patch, Use
 
+if TYPE_CHECKING:
+    from deepspeed import PipelineEngine
 
-def allocate_or_extend_buffers(self: Any, idx: int, shape: list[int], dtype: Any) -> Any:
+
+def allocate_or_extend_buffers(self: PipelineEngine, idx: int, shape: list[int], dtype: Any) -> Any:
     """``PipelineEngine._allocate_or_extend_buffers``, for a buffer of the dtype that is asked for.
 
     Activations and gradients are received into the same pool, by their index in the tuple that is sent. The two can

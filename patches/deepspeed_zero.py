@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.patches.registry import BY_REPAIR, Patch, Use
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-def lazy_init_hp_params_optimizer_state(self: Any) -> None:
+
+def lazy_init_hp_params_optimizer_state(self: DeepSpeedZeroOptimizer) -> None:
     """``DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state``, for more than one parameter group.
 
     The inner optimizer steps one group at a time, and this is called after each. At the first call only the first
@@ -35,7 +38,7 @@ def link_all_hp_params(original: Callable[[Any], None]) -> Callable[[Any], None]
     that states are linked stays.
     """
 
-    def _link_all_hp_params(self: Any) -> None:
+    def _link_all_hp_params(self: DeepSpeedZeroOptimizer) -> None:
         original(self)
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()

@@ -202,7 +202,16 @@ class HFExpertLayer(ExpertLayer):
 class _ByRows:
     """Comes before the class of a family's ``experts`` module: each row ``[H]`` through one expert, unweighted."""
 
-    def forward(self: Any, rows: Tensor, slots: Tensor) -> Tensor:
+    config: Any
+    num_experts: int
+    has_bias: bool
+    has_gate: bool
+    is_transposed: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
+
+    def forward(self, rows: Tensor, slots: Tensor) -> Tensor:
         """``rows`` are sorted by the slots ``[N]`` of their experts."""
         if self.config._experts_implementation != "grouped_mm" or _grouped_linear is None:
             computed: Tensor = super().forward(rows, slots.unsqueeze(-1), rows.new_ones(rows.shape[0], 1))  # type: ignore[misc]

@@ -66,7 +66,7 @@ def taking_our_methods(original: Callable[..., None]) -> Callable[..., None]:
     See :class:`PipelineModule`, which takes them without a patch.
     """
 
-    def _partition_layers(self: Any, method: Any = "uniform") -> None:
+    def _partition_layers(self: stock.PipelineModule, method: Any = "uniform") -> None:
         if is_ours(method):
             partition_layers(self, method)
         else:
