@@ -36,13 +36,13 @@ from .controller import Controller
 from .executor import Executor, HeldStage
 from .expert_part import Experts
 from .half_way import HalfWay
-from .links import Links
 from .lost_peers import forget_messages, naming_lost_peers
 from .meter import Meter
 from .migration import Migration, Migrator, Seat, StageParameters
 from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .optimizer_setup import basic_optimizer, check_own_parameters, sharding_options
+from .pipeline_links import Links
 from .plain_layers import PlainLayers
 from .programs import Programs
 from .rank_reports import COMPARISONS, machine_name
