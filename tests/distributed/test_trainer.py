@@ -411,13 +411,15 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(
 def test_methods_that_would_never_be_called_are_refused(name: str) -> None:
     from transformers import Trainer
 
-    from paceline.runtime.trainer import PacelineTrainer, PipelineTraining, _refused_methods
+    from paceline.runtime.trainer import PacelineTrainer, PipelineTraining
+    from paceline.runtime.trainer_refusals import refused_methods
 
     own = type("Own", (Trainer,), {name: lambda self, *args: None, "__module__": "my_script"})
-    assert f"my_script has a {name} of its own and the JSON has" in _refused_methods(
-        type("OwnPipelines", (PipelineTraining, own), {})
+    assert f"my_script has a {name} of its own and the JSON has" in refused_methods(
+        type("OwnPipelines", (PipelineTraining, own), {}), PipelineTraining
     )
-    assert _refused_methods(type("Fine", (PacelineTrainer,), {"log": lambda self, *args: None})) == ""
+    fine = type("Fine", (PacelineTrainer,), {"log": lambda self, *args: None})
+    assert refused_methods(fine, PipelineTraining) == ""
 
 
 @pytest.mark.parametrize(
@@ -433,7 +435,8 @@ def test_trainers_of_other_losses_are_refused_for_their_own_reason(name: str, wh
     import trl
     from transformers import TrainingArguments
 
-    from paceline.runtime.trainer import PipelineTraining, refused_kind
+    from paceline.runtime.trainer import PipelineTraining
+    from paceline.runtime.trainer_refusals import refused_kind
 
     kind = type("Mine", (PipelineTraining, getattr(trl, name)), {})
     args = TrainingArguments(output_dir=str(tmp_path), deepspeed=None, use_cpu=True, report_to=[])
@@ -446,11 +449,12 @@ def test_trainers_of_other_losses_are_refused_for_their_own_reason(name: str, wh
 def test_a_compute_loss_before_trls_is_refused() -> None:
     from trl import SFTTrainer
 
-    from paceline.runtime.trainer import PipelineTraining, _refused_methods
+    from paceline.runtime.trainer import PipelineTraining
+    from paceline.runtime.trainer_refusals import refused_methods
 
     own = type("Own", (SFTTrainer,), {"compute_loss": lambda self, *args: None, "__module__": "my_script"})
-    assert "my_script has a compute_loss of its own and the JSON has" in _refused_methods(
-        type("OwnPipelines", (PipelineTraining, own), {})
+    assert "my_script has a compute_loss of its own and the JSON has" in refused_methods(
+        type("OwnPipelines", (PipelineTraining, own), {}), PipelineTraining
     )
 
 

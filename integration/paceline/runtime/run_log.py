@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from ..measure.profile_file import FILE_NAME as PROFILE
 from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
 from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
 from ..report.running import Running, StepLog
+from ..report.tally import Loss, Tally
 from .builder import dtype_of
 from .tracer import Tracer, is_drawn
 
@@ -44,7 +46,7 @@ class RunLog:
         section: of the JSON, as it was given.
         resolved: what the JSON came to.
         control: of all ranks.
-        facts: more to write down when training begins.
+        facts: more, or other, of what is written down when training begins.
         listeners: called with each record that the metrics file gets from :meth:`tell`; on the first rank.
     """
 
@@ -63,21 +65,28 @@ class RunLog:
         self.section, self.resolved, self.control = section, resolved, control
         self.is_first = dist.get_rank() == 0
         self.moves = 0
-        self.step_log = StepLog()
+        self.tally, self.step_log = Tally(), StepLog()
+        self.evaluation: dict[str, Any] | None = None
+        """The last one's figures."""
+        self.train_loss = math.nan
+        """That was reported last."""
         self.times = dict.fromkeys(TIMES, 0.0)
         self.metrics = MetricsFile(run_dir / METRICS if self.is_first and self.section.report.metrics else None)
         engine.run_dir = run_dir
         if (rebalancer := engine.rebalancer) is not None and rebalancer.log is None:
             rebalancer.log = run_dir / LOADS
 
-    def begin(self, num_steps: int, first_step: int = 0, island: int | None = None) -> None:
-        """Training begins, or goes on after ``first_step``: what an earlier run wrote of later steps goes.
+    def begin(self, num_steps: int) -> None:
+        """Training begins, or goes on after the engine's last step: what an earlier run wrote of later ones goes.
+
+        Args:
+            num_steps: of the whole run.
 
         Raises:
             ValueError: the directory cannot be written to; on all ranks.
         """
         engine, report = self.engine, self.section.report
-        self.first_step = first_step
+        self.first_step, self.first_tokens = engine.global_steps, self.tally.all_tokens
         self.totals = RankTotals(dist.get_rank(), engine.stage_id, *self._stage())
         with self.control.together("writing the profile"):
             if self.is_first:
@@ -85,15 +94,20 @@ class RunLog:
             if self.is_first and self.pipeline.profile is not None:
                 self.pipeline.profile.save(self.run_dir / PROFILE)
             if self.is_first and (report.metrics or report.html):
-                write_start(self.run_dir, self._start(num_steps, island))
+                write_start(self.run_dir, self._start(num_steps))
         if engine.controller is not None:
             engine.controller.records_switches = report.html
         elif report.html and engine.tracer is None and is_drawn(engine):
             engine.tracer = Tracer(engine, num_steps)  # the report shows the last step
         self.skip_time()
 
-    def add_step(self, step: int, seconds: float) -> Running:
-        """Step number ``step`` is over, and took so long; how it ran. On the first rank: it knows what was decided."""
+    def add_step(self, step: int, seconds: float, loss: Loss, tokens: int) -> Running:
+        """Count step number ``step``, which took so long.
+
+        Returns:
+            How it ran, as far as this rank knows: what was decided, the first one does.
+        """
+        self.tally.add(loss, tokens)
         engine = self.engine
         untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.expert_looks) if decider)
         running = Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), self.moves + untold)
@@ -113,27 +127,42 @@ class RunLog:
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def report(self, told: Mapping[str, Any], num_steps: int, tokens: int) -> dict[str, Any]:
+    def report(
+        self,
+        step: int,
+        epoch: float | None,
+        learning_rate: float | None,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+    ) -> dict[str, Any]:
         """Write a line of ``metrics.jsonl``, after those of what was decided since the last one. Collective.
 
         Args:
-            told: with ``step``, ``loss`` and what else is known of it.
-            num_steps: trained since the last report, within the time that was booked.
-            tokens: trained on in them.
+            learning_rate: that the last step was taken with.
+            loss: None: the mean of the steps since the last report, with the engine's ``grad_norm``.
 
         Returns:
-            The line: ``told``, rates, and where the time went.
+            The line: these, rates, and where the time went.
         """
         self.take_time()
+        counted = self.tally.report()
+        if loss is None:
+            loss, grad_norm = counted.loss, self.engine.grad_norm()
+        self.train_loss = loss
         self.tell_decisions()
-        self.tell_averaging(told["step"])
+        self.tell_averaging(step)
         times, self.times = self.times, dict.fromkeys(TIMES, 0.0)
         self.totals.add(times)
         engine = self.engine
         line = {
-            **told,
-            "tokens_per_s": tokens / times["wall_s"],
-            "step_s": times["wall_s"] / max(num_steps, 1),
+            "step": step,
+            "epoch": epoch,
+            "loss": self.train_loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "tokens": self.tally.tokens,
+            "tokens_per_s": counted.tokens / times["wall_s"],
+            "step_s": times["wall_s"] / max(counted.steps, 1),
             "skipped_steps": engine.skipped_steps,
             **({"loss_scale": engine.optimizer.loss_scale} if engine.fp16_enabled() else {}),
             **self._natural_gradient(),
@@ -143,6 +172,11 @@ class RunLog:
         }
         self.tell(line)
         return line
+
+    def tell_evaluation(self, where: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+        """Write the figures of an evaluation, after ``where``: its step, and what goes with that."""
+        self.evaluation = dict(figures)
+        self.tell({**where, **figures})
 
     def tell(self, record: Mapping[str, Any]) -> None:
         """Write ``record`` to the metrics file, to listeners and, by samples as they count, to DeepSpeed's monitors."""
@@ -215,22 +249,13 @@ class RunLog:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def summary(
-        self,
-        *,
-        steps: int,
-        tokens: int,
-        first_tokens: int,
-        sequence_length: int,
-        train_loss: float,
-        evaluation: Mapping[str, float] | None,
-    ) -> dict[str, Any] | None:
+    def summary(self, steps: int, sequence_length: int, train_loss: float | None = None) -> dict[str, Any] | None:
         """Write ``summary.json``, and return it on the first rank. Collective.
 
         Args:
             steps: of the whole run, also those before it was gone on with.
-            tokens: that all of them trained on, and ``first_tokens`` those before.
             sequence_length: tokens of a sample.
+            train_loss: None: that of the last report.
         """
         self.totals.where, self.totals.parameters = self._stage()  # layers may have moved
         self.totals.peak_memory_bytes = peak_bytes(torch.device(self.engine.device))
@@ -242,16 +267,16 @@ class RunLog:
                 ranks,
                 steps=steps,
                 first_step=self.first_step,
-                tokens=tokens,
-                first_tokens=first_tokens,
+                tokens=self.tally.all_tokens,
+                first_tokens=self.first_tokens,
                 flops_per_token=flops_per_token(
                     skeleton(self.pipeline.config),
                     self.pipeline.anatomy.num_layers,
                     sequence_length,
                     is_frozen=self.pipeline.adapters is not None,
                 ),
-                train_loss=train_loss,
-                evaluation=evaluation,
+                train_loss=self.train_loss if train_loss is None else train_loss,
+                evaluation=self.evaluation,
                 facts=self._facts(),
             )
             (self.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
@@ -279,7 +304,7 @@ class RunLog:
         where = " + ".join(lines[stage].partition(": ")[2] for stage in self.pipeline.held)
         return where, sum(p.numel() for p in self.pipeline.parameters())
 
-    def _start(self, num_steps: int, island: int | None) -> dict[str, Any]:
+    def _start(self, num_steps: int) -> dict[str, Any]:
         """What is known when training begins, for the report of a run that does not come to its end."""
         loads: str | Path | None = None  # this rank's stage may have no experts
         if self.engine.expert_looks is not None and self.section.moe is not None:
@@ -289,7 +314,7 @@ class RunLog:
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "planned_steps": num_steps,
             "first_step": self.first_step,
-            "island": island,
+            "island": None,
             "expert_loads": None if loads is None else os.path.relpath(loads, self.run_dir),
             "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
             **self._more,

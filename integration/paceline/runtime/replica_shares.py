@@ -1,0 +1,97 @@
+"""Data under a Trainer whose readers are pipelines, not ranks: all stages of one read the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import seed_worker
+
+from .micro_batches import count_label_tokens
+
+
+class ReplicaShares:
+    """Shares data out among pipelines, and gathers what they found in theirs.
+
+    Args:
+        replicas: pipelines side by side.
+        own: number of this rank's.
+        group: ranks of the same stage, one a pipeline.
+    """
+
+    def __init__(self, replicas: int, own: int, group: Any) -> None:
+        self.replicas, self.own, self._group = replicas, own, group
+        self.rows_at_end = 0
+        """Rows of an evaluation's last batch that do not only fill it up; 0 in any other batch, or if all count."""
+
+    def take(self, dataset: Any, description: str, batch_size: int, *, trains: bool) -> Any:
+        """This pipeline's rows of a stream; other data are shared out by :meth:`prepare`.
+
+        Raises:
+            ValueError: a stream is to be evaluated by several pipelines.
+        """
+        if not isinstance(dataset, IterableDataset) or self.replicas == 1:
+            return dataset
+        if not trains:
+            raise ValueError(
+                f"the data for {description.lower()} are a stream and there are {self.replicas} pipelines side by "
+                "side: rows that fill the last batch up would count twice; give data with a length, or as many stages "
+                "as ranks."
+            )
+        # Batch by batch: accelerate would give each pipeline files of its own, and not equally many batches.
+        return IterableDatasetShard(dataset, batch_size, num_processes=self.replicas, process_index=self.own)
+
+    def prepare(self, accelerator: Any, loader: Any, num_workers: int) -> Any:
+        """As accelerate's, for as many readers as there are pipelines. Batches stay on the CPU, for the engine."""
+        if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
+            loader.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=self.own)
+        is_shared_out = isinstance(loader.dataset, IterableDatasetShard)
+        prepared = prepare_data_loader(
+            loader,
+            num_processes=1 if is_shared_out else self.replicas,
+            process_index=0 if is_shared_out else self.own,
+            split_batches=accelerator.split_batches,
+            put_on_device=False,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, data: Any) -> Any:
+        """Tensors of all pipelines, one after another; their stages have the same."""
+        if self.replicas == 1:
+            return data
+
+        def gather(tensor: Tensor) -> Tensor:
+            own = (tensor if tensor.dim() else tensor[None]).contiguous()
+            found = [torch.empty_like(own) for _ in range(self.replicas)]
+            dist.all_gather(found, own, group=self._group)
+            return torch.cat(found)
+
+        return recursively_apply(gather, data, error_on_other_type=True)
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """And without what only fills the last batch up."""
+        data = self.gather(data)
+        if not self.rows_at_end:
+            return data
+        return recursively_apply(lambda tensor: tensor[: self.rows_at_end], data)
+
+    def share_of_loss(self, loss: Tensor, labels: Tensor, device: torch.device) -> Tensor:
+        """Weigh a batch's loss, so that the mean over pipelines is that of all label tokens, as Trainer has it."""
+        if self.replicas == 1:
+            return loss
+        tokens = count_label_tokens(labels)
+        counted = self.gather(torch.tensor([tokens], device=device)).sum().cpu()
+        return loss.nan_to_num() * tokens * self.replicas / counted

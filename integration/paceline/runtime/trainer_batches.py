@@ -1,0 +1,91 @@
+"""Batches of a Trainer as a pipeline takes them: what concerns the model, and evaluations several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..hf.masks import IGNORED
+from .replica_shares import ReplicaShares
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys of a batch that say again what its position_ids say: where samples that were packed begin."""
+
+
+class Predicts(Protocol):
+    """An engine's evaluation of several batches at a time."""
+
+    def predict(
+        self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
+    ) -> Iterator[tuple[Tensor, Any]]: ...
+
+
+class Batch(dict[str, Any]):
+    """An evaluation batch, and what a pipeline makes of it."""
+
+    outcome: tuple[Tensor, Any]
+
+
+class Seeing:
+    """What an evaluation keeps of logits, on the last stage."""
+
+    def __init__(self, preprocess: Callable[[Any, Any], Any] | None) -> None:
+        self._preprocess = preprocess
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Any:
+        return logits if self._preprocess is None else self._preprocess(logits, labels)
+
+
+class EvaluatedAhead:
+    """A data loader of an evaluation whose batches are evaluated, several at a time, before they are handed out."""
+
+    def __init__(self, engine: Predicts, loader: Any, see: Seeing | None, shares: ReplicaShares) -> None:
+        self._engine, self._loader, self._see, self._shares = engine, loader, see, shares
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        read: list[Batch] = []
+
+        def batches() -> Iterator[Any]:
+            for batch in self._loader:
+                read.append(Batch(batch))
+                yield _with_labels(without_extras(batch))
+
+        # One is held back: of the last of all some rows only fill it up.
+        held: Batch | None = None
+        source = batches()
+        try:
+            for outcome in self._engine.predict(source, self._see):
+                if held is not None:
+                    yield held
+                if not read:  # a stage in the middle reads no data
+                    next(source)
+                held = read.pop(0)
+                held.outcome = outcome
+            self._shares.rows_at_end = max(0, getattr(self._loader, "remainder", 0))
+            if held is not None:
+                yield held
+        finally:
+            self._shares.rows_at_end = 0
+
+
+def without_extras(batch: Any) -> dict[str, Any]:
+    """Of Trainer's batch what concerns the model."""
+    told_again = _PACKED if "position_ids" in batch else ()
+    return {
+        name: value
+        for name, value in batch.items()
+        if value is not None and name != "num_items_in_batch" and name not in told_again
+    }
+
+
+def _with_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch if "labels" in batch else {**batch, "labels": torch.full_like(batch["input_ids"], IGNORED)}

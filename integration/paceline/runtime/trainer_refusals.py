@@ -1,0 +1,138 @@
+"""What a script asks of its Trainer that a pipeline cannot do: value, rule and remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ..averaging.islands import combining_fault
+from ..config import PacelineConfig, Resolved, read_ds_config
+from .trainer_loss import home_of, refused_loss
+
+ASKED = 'the JSON has "paceline": {"pipeline": ...}'
+_OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
+"""Modules whose methods a pipeline stands in for; their loss is the model's."""
+
+_NOT_COMPILED = (
+    "torch.compile takes a forward and its backward as one, and a stage runs the forwards and backwards of several "
+    "micro-batches in an order of its own, layer by layer (fused attention needs no compiling: attn_implementation)"
+)
+
+
+def asks_for_pipeline(args: TrainingArguments) -> bool:
+    """Whether the DeepSpeed JSON has ``"paceline": {"pipeline": …}``."""
+    if args.deepspeed is None:
+        return False
+    section = read_ds_config(args.deepspeed).get("paceline")
+    return isinstance(section, dict) and "pipeline" in section
+
+
+_OTHER_TRAINING = {
+    "dpo": "it compares two answers to a prompt, under the model and under a second one for reference",
+    "kto": "it weighs answers under the model against those under a second one for reference",
+    "grpo": "it generates with the whole model between its steps",
+    "rloo": "it generates with the whole model between its steps",
+    "reward": "its model has a head for one number in place of the vocabulary, and compares two answers",
+    "distillation": "it needs the logits of a second model beside those of the first",
+}
+
+
+def refused_kind(kind: type) -> str:
+    """Why a Trainer of TRL's, or one derived from it, is none of pipelines; empty if it may be."""
+    for one in kind.__mro__:
+        name = one.__module__.rpartition(".")[2]
+        is_base = name == "base_trainer" or one.__module__ in _OWN
+        if one.__module__.startswith("trl.") and name.endswith("_trainer") and not is_base:
+            why = _OTHER_TRAINING.get(name.removesuffix("_trainer"), "its loss is another one")
+            return (
+                f"{one.__name__} trains otherwise than by a text's next tokens and {ASKED}: {why}; take "
+                'PacelineSFTTrainer or PacelineTrainer, or leave "pipeline" out.'
+            )
+    return ""
+
+
+def refused(trainer: Any, mixin: type) -> str:
+    """What a script asks for that a pipeline cannot do: value, rule and remedy; empty if there is nothing."""
+    args = trainer.args
+    named = [
+        (args.neftune_noise_alpha, "neftune_noise_alpha", "the embedding is on one stage only"),
+        (args.auto_find_batch_size, "auto_find_batch_size", "stages would run out of memory one by one"),
+        (getattr(args, "torch_compile", False), "torch_compile", _NOT_COMPILED),
+        (getattr(args, "bf16_full_eval", False), "bf16_full_eval", "stages evaluate in the dtype they train in"),
+        (getattr(args, "fp16_full_eval", False), "fp16_full_eval", "stages evaluate in the dtype they train in"),
+        (args.eval_use_gather_object, "eval_use_gather_object", "pipelines gather tensors only"),
+        (getattr(args, "activation_offloading", False), "activation_offloading", "stages keep what they compute"),
+        (args.batch_eval_metrics, "batch_eval_metrics", "several batches are under way at a time"),
+        (trainer.model_init, "model_init", "the model is cut once"),
+    ]
+    for value, name, why in named:
+        if value:
+            return f"{name} is {value!r} and {ASKED}: {why}; leave one of them out."
+    chosen = [
+        (args.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", "no metric moves the rate"),
+        (getattr(args, "loss_type", None), ("dft",), "loss_type", "the loss is the model's own"),
+        (getattr(args, "train_sampling_strategy", None), ("batch_rebalance",), "train_sampling_strategy",
+         "it gives each rank other samples, and a pipeline's ranks read the same"),
+    ]  # fmt: skip
+    for value, cannot, name, why in chosen:
+        if value is not None and str(getattr(value, "value", value)) in cannot:
+            return f"{name} is {str(getattr(value, 'value', value))!r} and {ASKED}: {why}; choose another one."
+    if fault := refused_methods(type(trainer), mixin):
+        return fault
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        return (
+            f"optimizers are given and {ASKED}: they would be of the whole model, and each stage trains its own part; "
+            "name them in the TrainingArguments (optim, lr_scheduler_type) or in the JSON, or give "
+            "optimizer_cls_and_kwargs."
+        )
+    return ""
+
+
+def refused_methods(kind: type, mixin: type) -> str:
+    """Methods of a Trainer of one's own that a pipeline would never call.
+
+    Args:
+        mixin: the class of ours in ``kind`` that stands in for what comes behind it.
+    """
+    order = kind.__mro__
+    behind = order[order.index(mixin) + 1 :]
+    asked = (
+        ("create_optimizer", order, "stages have their own parameters (get_decay_parameter_names may be overridden)"),
+        ("create_optimizer_and_scheduler", order, "stages have their own parameters"),
+        ("training_step", behind, "a step's micro-batches are trained on together"),
+        ("prediction_step", behind, "several batches are under way at a time"),
+    )
+    for name, classes, why in asked:
+        home = next((one.__module__ for one in classes if name in vars(one)), _OWN[0])
+        if home not in _OWN:
+            return f"{home} has a {name} of its own and {ASKED}: {why}; leave one of them out."
+    if why := refused_loss(kind):
+        home = home_of(kind, "compute_loss")
+        return f"{home} has a compute_loss of its own and {ASKED}: {why}; give a compute_loss_func instead."
+    return ""
+
+
+def refused_shape(args: TrainingArguments, resolved: Resolved) -> str:
+    """The same, of what is known once ranks are divided into stages and replicas."""
+    if resolved.data_parallel > 1 and not args.average_tokens_across_devices:
+        return (
+            f"average_tokens_across_devices is False and there are {resolved.data_parallel} pipelines side by side: "
+            "all label tokens of a step count alike; leave it at True."
+        )
+    sizes = resolved.schedule.micro_batch_sizes or ()
+    if len(sizes) > 1:
+        return (
+            f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)} under the Trainer, whose steps end short "
+            "where an epoch does: leave it out, or train with paceline.launch.finetune."
+        )
+    return ""
+
+
+def refused_combining(trainer: Any) -> str:
+    """Why islands cannot fit their weights on this Trainer's data; empty if they can, or there are none."""
+    section = read_ds_config(trainer.args.deepspeed).get("paceline") if trainer.args.deepspeed is not None else None
+    if not isinstance(section, dict):
+        return ""
+    config = PacelineConfig.of({"paceline": section})
+    return combining_fault(config, trainer.eval_dataset is not None, "give the Trainer an eval_dataset") or ""

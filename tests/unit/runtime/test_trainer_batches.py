@@ -1,0 +1,80 @@
+"""Evaluation batches under a Trainer, with an engine that hands out numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from paceline.runtime.replica_shares import ReplicaShares
+from paceline.runtime.trainer_batches import EvaluatedAhead, Seeing, without_extras
+
+
+class Loader(list[dict[str, Tensor]]):
+    remainder = 2
+
+
+class Engine:
+    """Evaluates two batches at a time; a stage in the middle reads none itself."""
+
+    def __init__(self, reads: bool, num_batches: int) -> None:
+        self.reads, self.num_batches = reads, num_batches
+        self.taken: list[dict[str, Tensor]] = []
+
+    def predict(
+        self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
+    ) -> Iterator[tuple[Tensor, Any]]:
+        source = iter(batches)
+        for start in range(0, self.num_batches, 2):
+            numbers = range(start, min(start + 2, self.num_batches))
+            self.taken += [next(source) for _ in numbers] if self.reads else []
+            for number in numbers:
+                yield torch.tensor(float(number)), None if see is None else see(torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_outcomes_belong_to_their_batches_and_the_last_one_is_cut(reads: bool, count: int) -> None:
+    loader = Loader({"input_ids": torch.full((3, 2), i)} for i in range(count))
+    shares, engine = ReplicaShares(1, 0, None), Engine(reads, count)
+    ahead = EvaluatedAhead(engine, loader, None, shares)
+    assert (len(ahead), ahead.remainder) == (count, 2)
+    seen = [(int(batch["input_ids"][0, 0]), batch.outcome[0].item(), shares.rows_at_end) for batch in ahead]
+    assert seen == [(i, float(i), 2 if i == count - 1 else 0) for i in range(count)]
+    assert shares.rows_at_end == 0
+    for batch in engine.taken:  # without labels they count nothing
+        assert (batch["labels"] == -100).all()
+
+
+def test_what_an_evaluation_keeps_of_logits() -> None:
+    ahead = EvaluatedAhead(Engine(True, 1), Loader([{"labels": torch.ones(1)}]), Seeing(lambda a, b: a + b), _shares())
+    ((loss, seen),) = [batch.outcome for batch in ahead]
+    assert (loss.item(), seen.item()) == (0.0, 2.0)
+
+
+def test_extras_stay_behind() -> None:
+    batch = {"input_ids": 1, "position_ids": 2, "seq_idx": 3, "num_items_in_batch": 4, "token_type_ids": None}
+    assert without_extras(batch) == {"input_ids": 1, "position_ids": 2}
+    assert without_extras({"seq_idx": 3}) == {"seq_idx": 3}  # nothing else says it
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_pipelines_take_turns_in_a_stream() -> None:
+    rows = [list(_shares(own).take(Stream(), "Training", 2, trains=True)) for own in range(2)]
+    assert rows == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    with pytest.raises(ValueError, match="data for evaluation are a stream and there are 2 pipelines"):
+        _shares().take(Stream(), "Evaluation", 2, trains=False)
+    data = [1, 2]
+    assert _shares().take(data, "Evaluation", 2, trains=False) is data
+
+
+def _shares(own: int = 0) -> ReplicaShares:
+    return ReplicaShares(2, own, None)
