@@ -163,12 +163,10 @@ def shift_clock() -> None:
 def run_sizes() -> dict[str, Any]:
     """The tuner measures other micro-batch sizes, with samples of all lengths and a clock that is off."""
     from paceline.runtime import rank_reports as observer
-    from paceline.runtime import scheduling
 
     fixed = train(make_engine(None), kind="ragged")
     if os.environ["RANK"] == str(SLOW_STAGE):
         shift_clock()
-        scheduling.time = observer.time  # type: ignore[attr-defined]
     engine = make_engine({**ADAPTIVE, "micro_batch_sizes": SIZES})
     make_slow(engine)
     adaptive = train(engine, kind="ragged")
