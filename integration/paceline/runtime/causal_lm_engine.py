@@ -55,7 +55,7 @@ class CausalLMEngine(PacelineEngine):
             self.control,
             torch.device(self.device),
             ends=(bool(self.is_first_stage()), bool(self.is_last_stage())),
-            replicas=Replicas(self.grid.data_parallel_id, self.dp_world_size, self._expert_groups.size),
+            replicas=Replicas(self.grid.data_parallel_id, self.dp_world_size, self.shared_experts.groups.size),
             raises=self._told_once,
         )
 

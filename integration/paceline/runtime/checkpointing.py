@@ -175,7 +175,7 @@ class Checkpointing:
         try:
             trained_only = meta["trained_only"] or not load_module_strict
             if states and not trained_only:
-                self._take_placements(checkpoint.rank_states)
+                self.experts.take([state.get("experts", {}) for state in checkpoint.rank_states])
             place(self.module, self._sharded, checkpoint, states=states, trained_only=trained_only)
         except Exception as caught:
             does_not_fit = isinstance(caught, ValueError) and not isinstance(caught, CheckpointError)
@@ -183,14 +183,12 @@ class Checkpointing:
         self.control.settle(error, f"loading {path}")
         if self._sharded is not None:
             self._sharded.publish()
-        for layer in self.expert_layers.values():
-            layer.fetch()
+        self.experts.fetch()
         with self.control.together(f"loading {path}"):
             if not load_module_only:
                 for name in COUNTERS:
                     setattr(self, name, meta[name])
-                if self.expert_looks is not None:
-                    self.expert_looks.go_on(self.global_steps)
+                self.experts.resume(self.global_steps)
                 if states:
                     self._load_groups(checkpoint)
                     load_scaler_state(self.optimizer.loss_scaler, meta["loss_scale"])
@@ -289,7 +287,7 @@ class Checkpointing:
             "groups": groups,
             "lr_scheduler": scheduler,
             "rng": _rng_state(torch.device(self.device)),
-            "experts": {} if self.rebalancer is None else self.rebalancer.placements(),
+            "experts": self.experts.placements(),
             "natural_gradient": {} if self.natural_gradient is None else self.natural_gradient.state_dict(),
             "averaging": self._averaging_state(),
         }

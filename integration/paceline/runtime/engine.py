@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
@@ -34,7 +34,7 @@ from .boundary import Boundary, OwnMemory
 from .checkpointing import Checkpointing
 from .controller import Controller
 from .executor import Executor, HeldStage
-from .expert_part import Experts
+from .expert_part import Experts, SharedExperts
 from .half_way import HalfWay
 from .lost_peers import forget_messages, naming_lost_peers
 from .meter import Meter
@@ -52,6 +52,12 @@ from .stage_runner import LossBook, PlainRunner, StageRunner
 from .surroundings import DeepSpeedSurroundings
 from .tracer import Tracer
 from .updates import FlushedUpdates
+
+if TYPE_CHECKING:
+    from ..moe.hf_experts import HFExpertLayer
+    from ..moe.rebalancer import Rebalancer
+    from ..moe.stage_agreement import Bystander
+    from ..planning.experts import Placement
 
 _Asks = Callable[[nn.Parameter], bool]
 
@@ -71,7 +77,7 @@ def _of_loss_book(name: str) -> Any:
     return property(read, write)
 
 
-class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
+class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -105,9 +111,10 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
         """Where recorded steps go."""
         self._ahead: deque[Any] = deque()
         self._shapes_reset = 0
+        self.shared_experts = SharedExperts.of(model)
         self._writer = None
         super().__init__(*args, **kwargs)
-        self._start_experts()
+        self.experts = self._make_experts()
         self._start_natural_gradient()
         if isinstance(self.optimizer, ShardedOptimizer):
             self._start_averaging(lambda: PipelineMasters(self))
@@ -369,7 +376,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
                     'models only, as "expert_parallel" in the JSON says; use ep_size 1.'
                 )
             self.basic_optimizer = self._make_basic_optimizer(client_optimizer, parameters)
-            self._check_experts_optimizer(self.basic_optimizer)
+            self.shared_experts.check_optimizer(self.basic_optimizer)
             self._check_for_duplicates(self.basic_optimizer)
             self.optimizer = self._shard(self.basic_optimizer)
         except Exception as caught:
@@ -391,8 +398,8 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
     def _shard(self, basic: torch.optim.Optimizer) -> ShardedOptimizer:
         names, counts, apart = self._placement()
         check_own_parameters(basic, names)
-        options = sharding_options(self, self.module._grid, spreads_experts=self._expert_groups.size > 1)
-        own = {"counts": counts, "apart": apart, "domain": self._expert_domain(), "divisor": self._gradient_divisor()}
+        options = sharding_options(self, self.module._grid, spreads_experts=self.shared_experts.groups.size > 1)
+        own = {"counts": counts, "apart": apart, "domain": self.shared_experts.domain(), "divisor": self._gradient_divisor()}
         return self._make_sharded(basic, names, **options, **own)
 
     def _make_sharded(
@@ -496,6 +503,58 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
         super().destroy()
         self.links.close()
 
+    # -- experts on several ranks of a stage ----------------------------------------------------------------------
+
+    @property
+    def expert_layers(self) -> Mapping[str, HFExpertLayer]:
+        """The stage's layers whose experts lie on several ranks, by Hugging Face's names, in the model's order."""
+        return self.shared_experts.layers
+
+    @property
+    def rebalancer(self) -> Rebalancer | None:
+        """Moves the experts of this stage; None: it has none that move."""
+        return self.experts.rebalancer
+
+    @property
+    def expert_looks(self) -> Rebalancer | Bystander | None:
+        """The part of this rank in looks at the experts' load; None: there are none."""
+        return self.experts.looks
+
+    def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
+        """See :meth:`~paceline.runtime.expert_part.Experts.place`."""
+        return self.experts.place(placements)
+
+    def is_last_backward(self) -> bool:
+        """Whether the backward that runs now is the last of this step on this stage."""
+        return bool(self.executor.is_last_backward)
+
+    def _make_experts(self) -> Experts:
+        from ..moe.moving import states_of
+        from ..moe.stage_agreement import Stages
+
+        stages = None
+        if self.num_stages > 1:
+            stages = Stages(
+                *(self.stage_id, self.num_stages, self.control),
+                computed_s=lambda: float(self.meter.recorder.computed_s()),  # made later
+                num_micro_batches=lambda: self.schedule.num_micro_batches,
+            )
+        return Experts(
+            self.shared_experts,
+            PacelineConfig.of(self._config._param_dict).moe,
+            control=self.control,
+            stages=stages,
+            group=self.grid.get_data_parallel_group,
+            states=lambda: states_of(self),
+            is_last_backward=self.is_last_backward,
+        )
+
+    def _broadcast_model(self) -> None:
+        if self.shared_experts.layers:
+            self.shared_experts.broadcast(self.module.parameters(), self.module._grid.get_data_parallel_group())
+        else:
+            super()._broadcast_model()
+
     # -- layers that move between stages --------------------------------------------------------------------------
 
     def repartition(self, parts: Sequence[int], *, memory_bytes: int | None = None) -> Migration | None:
@@ -557,7 +616,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
             step=lambda: int(self.global_steps),
             half_way=self.half_way.during,
             learned=self.natural_gradient,
-            refuse=self._refuse_migration,
+            refuse=self.shared_experts.check_migration,
             after=self._forget_the_old_stage,
         )
 
@@ -601,8 +660,7 @@ class PacelineEngine(Experts, Averaging, Checkpointing, PipelineEngine):
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         super()._exec_optimizer_step(lr_kwargs)
-        if self.expert_looks is not None:
-            self.expert_looks.after_step()
+        self.experts.after_step()
 
     def _exec_reduce_grads(self) -> None:
         self.optimizer.reduce_gradients()  # begins; the optimizer's step waits, and books the time

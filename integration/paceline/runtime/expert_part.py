@@ -1,16 +1,18 @@
-"""The part of :class:`~paceline.runtime.engine.PacelineEngine` that concerns experts on several ranks of a stage."""
+"""Experts of a stage that lie on several of its ranks: what the engine must know of them, and their moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from ..config import PacelineConfig
+from ..comm.control import ControlPlane
 from ..config.optimizers import ELEMENTWISE
+from ..config.section import MoeConfig
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN
 from ..optim.buckets import Domain
@@ -19,77 +21,135 @@ from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
     from ..moe.rebalancer import Rebalancer
-    from ..moe.stage_agreement import Bystander
+    from ..moe.stage_agreement import Bystander, Stages
+    from ..moe.wrapper_states import States
 
 ELEMENTWISE_OF_DEEPSPEED = frozenset(
     ("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
 )
 
 
+@dataclass(frozen=True)
+class SharedExperts:
+    """Layers of a stage whose experts lie on several ranks; known before there is an optimizer.
+
+    Args:
+        layers: by Hugging Face's names, in the model's order.
+        groups: of this rank.
+    """
+
+    layers: Mapping[str, HFExpertLayer] = field(default_factory=dict)
+    groups: ExpertGroups = field(default_factory=ExpertGroups)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> SharedExperts:
+        """Experts of a pipeline's module; none of one that does not spread them."""
+        groups: ExpertGroups | None = getattr(module, "expert_groups", None)
+        return cls(getattr(module, "expert_layers", {}), groups or ExpertGroups())
+
+    def parameters(self) -> set[nn.Parameter]:
+        layers = [cast(nn.Module, layer) for layer in self.layers.values()]
+        return {parameter for layer in layers for parameter in layer.parameters()}
+
+    def check_optimizer(self, basic: torch.optim.Optimizer) -> None:
+        """Raise ValueError for an optimizer that cannot step a part of the experts."""
+        name = type(basic).__name__
+        if self.groups.size > 1 and name not in ELEMENTWISE | ELEMENTWISE_OF_DEEPSPEED:
+            raise ValueError(
+                f"optimizer {name} looks at a parameter as a whole, and of the experts' every rank has another part: "
+                f"choose one of {', '.join(sorted(ELEMENTWISE))}, or leave expert_parallel out."
+            )
+
+    def check_migration(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Raise ValueError where layers cannot move between stages because of their experts."""
+        if self.groups.size > 1:
+            raise ValueError(
+                f"layers cannot move between stages ({list(old)} to {list(new)}) while their experts lie on "
+                f"{self.groups.size} ranks: leave expert_parallel out, or give the partition at the start."
+            )
+
+    def domain(self) -> Callable[[nn.Parameter], Domain | None]:
+        """Find the ranks over which a parameter is reduced; None stands for all replicas."""
+        alike, experts = Domain.of(self.groups.alike), self.parameters()
+        return lambda parameter: alike if parameter in experts else None
+
+    def broadcast(self, parameters: Iterable[nn.Parameter], everyone: Any) -> None:
+        """Have replicas begin with the weights of the first, and experts with those of the first that has them.
+
+        Args:
+            everyone: the group of the replicas.
+        """
+        experts = self.parameters()
+        for parameter in parameters:
+            group = self.groups.alike if parameter in experts else everyone
+            if group is not None:
+                first = torch.distributed.get_global_rank(group, 0)
+                dist.broadcast(parameter.data.view(-1).view(torch.uint8), first, group=group)
+
+
 class Experts:
-    """Mixed into the engine, before DeepSpeed's own."""
+    """Moves experts between the ranks of a stage, by the load or as somebody asks. All ranks make one together.
 
-    rebalancer: Rebalancer | None = None
-    """Moves the experts of this stage. Its group are the stage's data-parallel ranks."""
-    expert_looks: Rebalancer | Bystander | None = None
-    """Called after every step: the rebalancer, or in a stage without one whatever takes part for it."""
+    Args:
+        shared: of this rank's stage.
+        section: ``"moe"``; None: experts stay where they are.
+        stages: what the stages of a pipeline tell each other; None for one stage.
+        group: the stage's data-parallel ranks.
+        states: finds what belongs to a parameter (:func:`paceline.moe.moving.states_of` the engine).
+        is_last_backward: whether the backward that runs now is the last of its step on this stage.
 
-    @property
-    def expert_layers(self: Any) -> dict[str, HFExpertLayer]:
-        """The stage's layers whose experts lie on several ranks, by Hugging Face's names, in the model's order."""
-        return getattr(self.module, "expert_layers", {})
+    Attributes:
+        rebalancer: moves the experts of this stage; None: it has none that move.
+        looks: takes part in every look at the load: the rebalancer, or in a stage without one whatever does for it.
 
-    @property
-    def _expert_groups(self: Any) -> ExpertGroups:
-        return getattr(self.module, "expert_groups", None) or ExpertGroups()
+    Raises:
+        ValueError: the section is there, and every rank has all experts of its stage.
+    """
 
-    def _start_experts(self: Any) -> None:
-        section = PacelineConfig.of(self._config._param_dict).moe
-        groups = self._expert_groups
-        if section is not None and groups.size == 1:
+    def __init__(
+        self,
+        shared: SharedExperts,
+        section: MoeConfig | None,
+        *,
+        control: ControlPlane,
+        stages: Stages | None,
+        group: Callable[[], Any],
+        states: Callable[[], States],
+        is_last_backward: Callable[[], bool],
+    ) -> None:
+        self.layers, self._control = shared.layers, control
+        self.rebalancer: Rebalancer | None = None
+        self.looks: Rebalancer | Bystander | None = None
+        if section is not None and shared.groups.size == 1:
             raise ValueError(
                 'paceline.moe is there, and every rank has all experts of its stage: write "expert_parallel": '
                 '{"enabled": true, "autoep_size": …}, or leave "moe" out of "paceline".'
             )
-        for name, layer in self.expert_layers.items():
+        for name, layer in self.layers.items():
             layer.begin(
                 name,
-                groups.sharing,
+                shared.groups.sharing,
                 num_replicas=(section and section.replicas) or 0,
                 splitting=(section and section.splitting) or EVEN,
-                is_last_backward=self.is_last_backward,
+                is_last_backward=is_last_backward,
             )
         if section is None:
             return
-        from ..moe.moving import states_of
         from ..moe.rebalancer import Rebalancer, looks_every
-        from ..moe.stage_agreement import Bystander, Stages
+        from ..moe.stage_agreement import Bystander
 
-        stages = None
-        if self.num_stages > 1:
-            stages = Stages(
-                *(self.stage_id, self.num_stages, self.control),
-                computed_s=lambda: float(self.meter.recorder.computed_s()),  # made later
-                num_micro_batches=lambda: self.schedule.num_micro_batches,
-            )
-        if self.expert_layers:
-            layers, group = list(self.expert_layers.values()), self.grid.get_data_parallel_group()
-            self.expert_looks = self.rebalancer = Rebalancer(layers, states_of(self), group, section, stages=stages)
+        if self.layers:
+            self.rebalancer = Rebalancer(list(self.layers.values()), states(), group(), section, stages=stages)
+            self.looks = self.rebalancer
         elif stages is not None:
-            self.expert_looks = Bystander(looks_every(section), stages)
+            self.looks = Bystander(looks_every(section), stages)
 
-    def _take_placements(self: Any, rank_states: Sequence[Mapping[str, Any]]) -> None:
-        """Lay experts as they were in the run that was saved, if they lay on as many ranks: before all else is read."""
-        if self.rebalancer is None:
-            return
-        saved = {name: held for state in rank_states for name, held in state.get("experts", {}).items()}
-        for name, layer in self.expert_layers.items():
-            if len(saved.get(name, ())) == layer.size:
-                width = layer.num_slots + layer.num_replicas
-                devices = tuple(tuple(held[:width]) for held in saved[name])
-                layer.take_on(Placement(devices, (layer.num_slots,) * layer.size))
+    def after_step(self) -> None:
+        """Look at the load if it is time. Collective, after every step of the optimizer."""
+        if self.looks is not None:
+            self.looks.after_step()
 
-    def place_experts(self: Any, placements: Mapping[str, Placement]) -> dict[str, Any]:
+    def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
 
         Returns:
@@ -98,11 +158,11 @@ class Experts:
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
         """
-        movable = {} if self.rebalancer is None else self.expert_layers
-        with self.control.together("placing experts"):
+        movable = {} if self.rebalancer is None else self.layers
+        with self._control.together("placing experts"):
             for name in placements.keys() & movable.keys():
                 movable[name].check(placements[name])
-        known = sorted({name for names in self.control.gather(list(movable)) for name in names})
+        known = sorted({name for names in self._control.gather(list(movable)) for name in names})
         if unknown := sorted(set(placements) - set(known)):
             raise ValueError(
                 f"there is no layer {unknown[0]!r} whose experts can move: name one of {known}; they can where the "
@@ -113,45 +173,29 @@ class Experts:
         own: dict[str, Any] = self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
         return own
 
-    def is_last_backward(self: Any) -> bool:
-        """Whether the backward that runs now is the last of this step on this stage."""
-        return bool(self.executor.is_last_backward)
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _refuse_migration(self: Any, old: Sequence[int], new: Sequence[int]) -> None:
-        """Raise ValueError where layers cannot move because of their experts."""
-        if self._expert_groups.size > 1:
-            raise ValueError(
-                f"layers cannot move between stages ({list(old)} to {list(new)}) while their experts lie on "
-                f"{self._expert_groups.size} ranks: leave expert_parallel out, or give the partition at the start."
-            )
+    def placements(self) -> dict[str, list[list[int]]]:
+        """Experts on each rank by the layer's name, for a checkpoint; nothing where they stay."""
+        return {} if self.rebalancer is None else self.rebalancer.placements()
 
-    # -- the optimizer -------------------------------------------------------------------------------------------
-
-    def _check_experts_optimizer(self: Any, basic: torch.optim.Optimizer) -> None:
-        name = type(basic).__name__
-        if self._expert_groups.size > 1 and name not in ELEMENTWISE | ELEMENTWISE_OF_DEEPSPEED:
-            raise ValueError(
-                f"optimizer {name} looks at a parameter as a whole, and of the experts' every rank has another part: "
-                f"choose one of {', '.join(sorted(ELEMENTWISE))}, or leave expert_parallel out."
-            )
-
-    def _expert_domain(self: Any) -> Callable[[nn.Parameter], Domain | None]:
-        """The ranks over which a parameter is reduced, if it is not all replicas."""
-        alike = Domain.of(self._expert_groups.alike)
-        experts = {parameter for layer in self.expert_layers.values() for parameter in layer.parameters()}
-        return lambda parameter: alike if parameter in experts else None
-
-    # -- DeepSpeed's ---------------------------------------------------------------------------------------------
-
-    def _broadcast_model(self: Any) -> None:
-        """Replicas begin with the weights of the first; experts with those of the first that has them."""
-        if not self.expert_layers:
-            super()._broadcast_model()  # type: ignore[misc]
+    def take(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Lay experts as they were in the run that was saved, if they lay on as many ranks: before all else is read."""
+        if self.rebalancer is None:
             return
-        experts = {parameter for layer in self.expert_layers.values() for parameter in layer.parameters()}
-        everyone = self.module._grid.get_data_parallel_group()
-        for parameter in self.module.parameters():
-            group = self._expert_groups.alike if parameter in experts else everyone
-            if group is not None:
-                first = torch.distributed.get_global_rank(group, 0)
-                dist.broadcast(parameter.data.view(-1).view(torch.uint8), first, group=group)
+        merged = {name: held for placements in saved for name, held in placements.items()}
+        for name, layer in self.layers.items():
+            if len(merged.get(name, ())) == layer.size:
+                width = layer.num_slots + layer.num_replicas
+                devices = tuple(tuple(held[:width]) for held in merged[name])
+                layer.take_on(Placement(devices, (layer.num_slots,) * layer.size))
+
+    def fetch(self) -> None:
+        """Bring new values to the copies of experts."""
+        for layer in self.layers.values():
+            layer.fetch()
+
+    def resume(self, step: int) -> None:
+        """Count from ``step``, where a run goes on."""
+        if self.looks is not None:
+            self.looks.go_on(step)

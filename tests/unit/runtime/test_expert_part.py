@@ -1,0 +1,175 @@
+"""The part that spreads and moves experts, with fakes of layers, the rebalancer and the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config.section import MoeConfig
+from paceline.moe import rebalancer
+from paceline.planning.experts import Placement
+from paceline.runtime.expert_groups import ExpertGroups
+from paceline.runtime.expert_part import Experts, SharedExperts
+
+IN_ORDER, SWAPPED = Placement(((0, 1), (2, 3))), Placement(((0, 2), (1, 3)))
+
+
+class Layer(nn.Module):
+    """Two slots on each of two ranks."""
+
+    size, num_slots, num_replicas = 2, 2, 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.calls: list[Any] = []
+
+    def begin(self, name: str, group: Any, **options: Any) -> None:
+        self.calls.append(("begin", name, group, options["num_replicas"], options["splitting"]))
+
+    def check(self, placement: Placement) -> None:
+        if placement.num_devices != self.size:
+            raise ValueError(f"{placement.num_devices} devices are not {self.size}")
+
+    def take_on(self, placement: Placement) -> None:
+        self.calls.append(placement)
+
+    def fetch(self) -> None:
+        self.calls.append("fetch")
+
+
+class Control:
+    """This rank and another one, which has the layers ``others``."""
+
+    def __init__(self, others: Sequence[str] = ()) -> None:
+        self.others = list(others)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.others]
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        yield
+
+
+class FakeRebalancer:
+    def __init__(self, layers: Sequence[Any], states: Any, group: Any, config: MoeConfig, *, stages: Any) -> None:
+        self.made_of = (list(layers), states, group, stages)
+        self.calls: list[Any] = []
+
+    def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
+        self.calls.append(dict(placements))
+        return {"moved": 2, "num_bytes": 8, "seconds": 0.5}
+
+    def placements(self) -> dict[str, list[list[int]]]:
+        return {"mlp": [[0, 1], [2, 3]]}
+
+    def after_step(self) -> None:
+        self.calls.append("after step")
+
+    def go_on(self, step: int) -> None:
+        self.calls.append(step)
+
+
+@pytest.fixture(autouse=True)
+def fake_rebalancer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalancer, "Rebalancer", FakeRebalancer)
+
+
+def shared(*, size: int = 2, with_layer: bool = True) -> tuple[SharedExperts, Layer]:
+    layer: Any = Layer()
+    return SharedExperts({"mlp": layer} if with_layer else {}, ExpertGroups(size, "sharing")), layer
+
+
+def experts(of: SharedExperts, section: MoeConfig | None, others: Sequence[str] = (), stages: Any = None) -> Experts:
+    control: Any = Control(others)
+    return Experts(
+        of,
+        section,
+        control=control,
+        stages=stages,
+        group=lambda: "group",
+        states=lambda: "states",  # type: ignore[arg-type, return-value]
+        is_last_backward=lambda: True,
+    )
+
+
+def test_layers_begin_and_their_rebalancer_gets_what_it_needs() -> None:
+    of, layer = shared()
+    part = experts(of, MoeConfig(replicas=1), stages="stages")
+    assert layer.calls == [("begin", "mlp", "sharing", 1, "even")]
+    found: Any = part.rebalancer
+    assert part.looks is found
+    assert found.made_of == ([layer], "states", "group", "stages")
+    part.after_step()
+    part.resume(7)
+    assert found.calls == ["after step", 7]
+
+
+def test_without_the_section_experts_stay() -> None:
+    of, layer = shared()
+    part = experts(of, None)
+    assert (part.rebalancer, part.looks, part.placements()) == (None, None, {})
+    part.after_step()
+    part.resume(3)
+    part.take([{"mlp": [[0, 2], [1, 3]]}])
+    part.fetch()
+    assert layer.calls == [("begin", "mlp", "sharing", 0, "even"), "fetch"]
+
+
+def test_the_section_needs_experts_on_several_ranks() -> None:
+    with pytest.raises(ValueError, match=r"paceline\.moe is there, and every rank has all experts .*autoep_size"):
+        experts(shared(size=1)[0], MoeConfig())
+
+
+def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
+    part = experts(shared()[0], MoeConfig(), others=["other"])
+    found: Any = part.rebalancer
+    assert part.place({"mlp": SWAPPED, "other": SWAPPED})["moved"] == 2
+    assert found.calls == [{"mlp": SWAPPED}]
+    with pytest.raises(ValueError, match=r"no layer 'nowhere' whose experts can move: name one of \['mlp', 'other'\]"):
+        part.place({"nowhere": SWAPPED})
+    with pytest.raises(ValueError, match="1 devices are not 2"):
+        part.place({"mlp": Placement(((0, 1, 2, 3),))})
+    assert found.calls == [{"mlp": SWAPPED}]
+
+
+def test_a_stage_without_experts_takes_part() -> None:
+    part = experts(shared(with_layer=False)[0], MoeConfig(), others=["other"], stages="stages")
+    assert part.rebalancer is None
+    assert part.looks is not None
+    assert part.place({"other": SWAPPED}) == {"moved": 0, "num_bytes": 0, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(("saved", "taken"), [([[0, 2, 1], [1, 3, 0]], [SWAPPED]), ([[0, 1, 2, 3]], [])])
+def test_a_saved_placement_is_taken_on_without_copies_if_it_fits(saved: list[list[int]], taken: list[Any]) -> None:
+    of, layer = shared()
+    part = experts(of, MoeConfig())
+    part.take([{}, {"mlp": saved}])
+    found = [(call.devices, call.owned) for call in layer.calls if isinstance(call, Placement)]
+    assert found == [(((0, 2, 1), (1, 3, 0)), (2, 2))][: len(taken)]
+
+
+def test_what_the_engine_must_know_of_shared_experts() -> None:
+    of, layer = shared()
+    other = nn.Parameter(torch.zeros(1))
+    domain = of.domain()
+    assert domain(other) is None
+    assert domain(layer.weight) is not None
+    of.check_optimizer(torch.optim.AdamW([other]))
+    with pytest.raises(ValueError, match=r"optimizer Adafactor looks at a parameter as a whole.* AdamW"):
+        of.check_optimizer(torch.optim.Adafactor([other]))
+    with pytest.raises(ValueError, match=r"\[0, 1, 4\] to \[0, 2, 4\]\) while their experts lie on 2 ranks"):
+        of.check_migration([0, 1, 4], [0, 2, 4])
+
+
+def test_a_module_without_shared_experts_allows_everything() -> None:
+    of = SharedExperts.of(nn.Linear(1, 1))
+    of.check_migration([0, 1, 2], [0, 2, 2])
+    of.check_optimizer(torch.optim.Adafactor([nn.Parameter(torch.zeros(1))]))
+    assert (dict(of.layers), of.groups.size, of.parameters()) == ({}, 1, set())
