@@ -1,4 +1,4 @@
-"""What the parameters of a job are trained in, by name, brought together on its first rank and back again.
+"""Masters of a job's parameters by name, brought together on its first rank and back again.
 
 Of each parameter the fp32 master, where there is one, otherwise the parameter itself: flat, on the CPU.
 """
@@ -24,7 +24,7 @@ STATES = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam"), ("exp_avg", "exp_avg_sq")),
     "SGD": ("momentum_buffer",),
 }
-"""What optimizers keep of each element, by their class's name."""
+"""States per element that optimizers keep, by the name of their class."""
 
 
 class Share(NamedTuple):
@@ -49,7 +49,7 @@ class Masters(ABC):
 
     @abstractmethod
     def held(self, kind: str = MASTER) -> Iterator[Share]:
-        """What this rank answers for: together the ranks answer for every element once.
+        """Shares that this rank answers for: together the ranks answer for every element once.
 
         Args:
             kind: the masters, or a state that the optimizer keeps of each of their elements; zeros before it has any.
@@ -57,7 +57,7 @@ class Masters(ABC):
 
     @abstractmethod
     def stepped(self, kind: str = MASTER) -> Iterator[Share]:
-        """All that this rank steps; of a state what there is."""
+        """All shares that this rank steps; of a state those that there are."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -141,7 +141,7 @@ class Masters(ABC):
 
 
 def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """What can be averaged of the optimizer's states.
+    """Kinds of the optimizer's states that can be averaged.
 
     Raises:
         ValueError: it is not known.
@@ -160,7 +160,7 @@ def _held(share: Share, flat: Tensor) -> Held:
 
 
 class PipelineMasters(Masters):
-    """Of an engine with the pipelines' optimizer."""
+    """Masters of an engine with the pipelines' optimizer."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.control)
@@ -206,7 +206,7 @@ class PipelineMasters(Masters):
 
 
 class PlainMasters(Masters):
-    """Of an engine of DeepSpeed's without a pipeline: segments of parameters, in the order of the ranks.
+    """Masters of DeepSpeed's engine without a pipeline: segments of parameters, in the order of the ranks.
 
     Raises:
         ValueError: its optimizer cannot be averaged from here.
@@ -258,7 +258,7 @@ class PlainMasters(Masters):
                 yield Share(name, start, start + len(segment), tensor)
 
     def _state_of(self, segment: Tensor, kind: str) -> Tensor | None:
-        """Of the flat tensor that the segment lies in, the same stretch of its state."""
+        """Stretch of a state that belongs to the segment of a flat master."""
         for flat, state in self._engine.basic_optimizer.state.items():
             first, rest = divmod(segment.data_ptr() - flat.data_ptr(), flat.element_size())
             if not rest and 0 <= first < flat.numel() and flat.device == segment.device:

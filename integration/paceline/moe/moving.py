@@ -40,7 +40,7 @@ Change = tuple[ExpertLayer, Placement]
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move of experts was.
+    """Figures of a move of experts.
 
     Args:
         num_bytes: the most that one rank sent, or received.
@@ -101,7 +101,7 @@ def move_experts(
 
 
 def bytes_to_move(changes: Sequence[Change], states: States, group: Any = None) -> BytesToMove:
-    """What :func:`move_experts` will report as its ``num_bytes``. Collective over ``group``; raises the same."""
+    """Count the bytes that :func:`move_experts` will report. Collective over ``group``; raises the same."""
     with _naming_lost_peers():
         plans, rank = _plans(changes, states, group)
         volumes = [(0, 0)] * len(changes)
@@ -117,7 +117,7 @@ def bytes_to_move(changes: Sequence[Change], states: States, group: Any = None) 
 
 
 class _Plan:
-    """How the placement of one layer changes, as this rank sees it.
+    """Change of one layer's placement, as this rank sees it.
 
     Args:
         number: of the change among all.
@@ -180,7 +180,7 @@ class _Plan:
                     self.elements(number, VALUE, *at).copy_(self.elements(number, MASTER, *at))
 
     def elements(self, weight: int, kind: str, slot: int, start: int, stop: int) -> Tensor:
-        """Of a weight in an own slot: writing to them changes what the wrapper has."""
+        """Elements of a weight in an own slot: writing to them changes what the wrapper has."""
         parameter, first = self.weights[weight].places[slot]
         for held in self.held[parameter]:
             low, high = first + start - held.start, first + stop - held.start
@@ -214,7 +214,7 @@ def _plans(changes: Sequence[Change], states: States, group: Any) -> tuple[list[
 
 
 def _rounds(plans: Sequence[_Plan], rank: int) -> Iterator[list[Transfer]]:
-    """As many parts at a time as buffers have room for; the same on all ranks."""
+    """Put as many parts into a round as buffers have room for; the same on all ranks."""
     found: list[Transfer] = []
     num_bytes = 0
     for plan in plans:
@@ -238,7 +238,7 @@ def _volume(ends: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
-    """Of each rank of the group, in its order."""
+    """Gather the value of each rank of the group, in its order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

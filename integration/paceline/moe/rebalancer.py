@@ -41,10 +41,10 @@ TIMED_STEPS = 2
 """Before a look in which experts are timed."""
 
 FIXED_S, EXPERT_S = 0.02, 8e-4
-"""Of moving anything, and of each expert, beside sending it; before the first were moved."""
+"""Seconds that moving anything takes, and each expert, beside sending it; before the first were moved."""
 
 KEPT_MOVES = 8
-"""That tell what moving takes."""
+"""Last moves, from which is estimated what moving takes."""
 
 MUCH = 1 << 18
 """Bytes, of which so many tell how fast experts can be sent."""
@@ -55,7 +55,7 @@ PROBE_BYTES = (1 << 16, 1 << 20)
 
 @dataclass(frozen=True)
 class Window:
-    """What the ranks found out together since the last look.
+    """Loads and times that the ranks gathered since the last look.
 
     Args:
         loads: ``[L][E]`` tokens of each expert in a step, all ranks together.
@@ -229,7 +229,7 @@ class Rebalancer:
         return min(saved_s, self.stages.step_saved_s(saved_s, pays))
 
     def _candidates(self, loads: Sequence[LayerLoad]) -> list[list[Placement]]:
-        """Of each layer. The ranks share the search, and tell each other."""
+        """Search candidates for each layer. The ranks share the search, and tell each other."""
         if not loads:
             return []
         mine = [
@@ -247,7 +247,7 @@ class Rebalancer:
         return LayerLoad(loads, layer.placement, window.expert_bytes[number])
 
     def _gather(self, steps: int) -> Window:
-        """What every rank counted and timed, on all ranks, with one collective."""
+        """Gather what every rank counted and timed, on all ranks, with one collective."""
         width = max(layer.num_experts for layer in self.layers)
         mine = torch.zeros(len(self.layers), width + 4, dtype=torch.float64)
         for row, layer in zip(mine, self.layers, strict=True):
@@ -267,7 +267,7 @@ class Rebalancer:
         return Window(loads, _row_s(rows / timed, compute_s / timed, travel_s / timed), num_bytes.amax(dim=0).tolist())
 
     def _expert_bytes(self, layer: ExpertLayer) -> float:
-        """What this rank holds of one expert on average."""
+        """Bytes that this rank holds of one expert on average."""
         parameters = {
             id(part.parameter): part.parameter for slot in range(layer.num_slots) for part in layer.parts(slot)
         }

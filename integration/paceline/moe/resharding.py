@@ -45,7 +45,7 @@ _AUTOEP = re.compile(r"(?P<layer>.+)\.experts\.w[123]")
 
 @dataclass(frozen=True)
 class Spread:
-    """How a run spreads experts, in the model's order, over its D ranks.
+    """Spread of a run's experts, in the model's order, over its D ranks.
 
     Args:
         sizes: R of each layer, by its name.
@@ -71,7 +71,7 @@ class Spread:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any], now: Spread) -> Spread:
-        """That of the run which saved ``state``, the file with the weights outside experts; ``now`` where unsaid."""
+        """Spread of the run that saved ``state``, the file with the weights outside experts; ``now`` where unsaid."""
         sizes = {layer["module_path"]: layer["ep_size"] for layer in state.get(AUTOEP_LAYERS_KEY) or []}
         sizes |= state.get(SECTION, {}).get(SIZES, {})
         data_first = state.get("ds_config", {}).get("use_data_before_expert_parallelism", False)
@@ -82,7 +82,7 @@ class Spread:
         return self.num_experts[layer] // self.sizes[layer]
 
     def place(self, name: str, rank: int, numel: Mapping[str, int]) -> tuple[str, int]:
-        """Of a rank's parameter, the name in the whole model, and which element of that is its first.
+        """Name of a rank's parameter in the whole model, and the element of that which is its first.
 
         Args:
             numel: elements of one expert, of each parameter of AutoEP, which stack several.
@@ -192,14 +192,14 @@ def _files(checkpoint: Path, is_zero: bool) -> list[Path]:
 
 
 def _opened(file: Path) -> dict[str, Any]:
-    """Read when it is asked for."""
+    """Open a file whose tensors are read when they are used."""
     return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
 
 
 def _of_zero(
     states: Sequence[Mapping[str, Any]], saved: Spread, _: Any, numel: Mapping[str, int]
 ) -> Iterator[tuple[str, Fragment]]:
-    """Each rank has a run of elements of its parameters, after those of the ranks before it that have the same."""
+    """Read ZeRO's files: a rank has a run of its parameters' elements, after those of the ranks before it."""
     ends: dict[tuple[str, int], int] = {}
     for rank, state in enumerate(states):
         for number, addresses in enumerate(state[PARAM_SLICE_MAPPINGS]):
@@ -217,7 +217,7 @@ def _of_zero(
 def _of_plain(
     states: Sequence[Mapping[str, Any]], saved: Spread, names: Sequence[Sequence[str]], numel: Mapping[str, int]
 ) -> Iterator[tuple[str, Fragment]]:
-    """A file for each of the ranks that share the experts of the layers which most ranks share."""
+    """Read a file for each of the ranks that share the experts of the layers which most ranks share."""
     seen = set()
     for sharer, state in enumerate(states):
         rank = sharer * (saved.num_ranks // len(states)) if saved.data_first else sharer
@@ -231,7 +231,7 @@ def _of_plain(
 
 
 def _make_states(optimizer: Any, masters: Sequence[Sequence[Tensor]], base: Mapping[str, Any]) -> None:
-    """States like those saved, one for each master, to be filled. What is not per element is as it was."""
+    """Make states like those saved, to be filled, for each master. What is not per element is as it was."""
     for options, group in zip(base["param_groups"], masters, strict=True):
         saved = base["state"].get(options["params"][0], {})
         for master in group:

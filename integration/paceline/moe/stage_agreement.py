@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other when they look at their experts.
+"""Agreement of a pipeline's stages on moves of their experts.
 
 Each stage decides about its own experts. What it saves shortens the step only as far as the other stages let it, so
 they tell each other how long they compute; and the first rank of the job gets all decisions, for the log.
@@ -84,7 +84,7 @@ class Stages:
         return step_saved_s(busy, saved, self.stage, self.num_micro_batches())
 
     def decisions(self, own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        """Of all stages, in their order, on the first rank of the job; nothing elsewhere.
+        """Gather the decisions of all stages, in their order, on the first rank of the job; nothing elsewhere.
 
         Args:
             own: of this stage, on its first rank.

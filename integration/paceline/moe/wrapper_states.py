@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizer wrappers, and our pipelines' optimizer, keep what belongs to a parameter.
+"""Find what belongs to a parameter in DeepSpeed's optimizer wrappers and in our pipelines' optimizer.
 
 A wrapper replaces the parameters by masters: one each, or all of a group in a flat tensor that is cut at any element
 over the ranks which hold the same parameters. States are keyed by the master. Nothing here is collective.
@@ -20,7 +20,7 @@ LEAVE_OUT = 'or leave "moe" out of "paceline"'
 
 
 class StatePart(NamedTuple):
-    """What this rank holds of a parameter or of what belongs to it.
+    """Elements that this rank holds of a parameter or of what belongs to it.
 
     Args:
         kind: "value", "master", or a state of the optimizer by its name.
@@ -106,7 +106,7 @@ def _of_partitions(partitions: Sequence[Tensor], wrapper: Any) -> States:
 
 
 def _of_flat_masters(wrapper: Any) -> States:
-    """As partitions, with every rank having the whole."""
+    """Find states in flat masters of whole groups, which every rank has."""
     places: dict[nn.Parameter, tuple[Tensor, int]] = {}
     for parameters, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
         starts = accumulate((p.numel() for p in parameters[:-1]), initial=0)
@@ -147,7 +147,7 @@ def _of_masters(wrapper: Any) -> States:
 
 
 class _ShardedStates:
-    """Of a :class:`~paceline.optim.sharded.ShardedOptimizer`, which has masters of whole rows."""
+    """States of a :class:`~paceline.optim.sharded.ShardedOptimizer`, which has masters of whole rows."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

@@ -21,7 +21,7 @@ from .movable_layers import Layers, TensorNote, empty_tensors
 
 
 class CausalLMLayers(Layers):
-    """Of a Hugging Face model: decoder layers move; the embedding and the head stay on the first and last stage."""
+    """Items of a Hugging Face model: decoder layers move, the embedding and the head stay on their stages."""
 
     module: CausalLMPipeline
 

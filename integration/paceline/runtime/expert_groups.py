@@ -1,4 +1,4 @@
-"""Which ranks share the experts of a stage, and which hold the same ones.
+"""Groups of the ranks that share the experts of a stage, and of those that hold the same ones.
 
 Of the D data-parallel ranks of a stage, ``size`` consecutive ones share the experts; the ranks at the same place of
 these runs hold the same. DeepSpeed orders them so too.

@@ -71,7 +71,7 @@ class Layers(ABC):
 
     @abstractmethod
     def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
-        """What a JSON's partition method means for a module that is there; None: it was built so."""
+        """Boundaries that a JSON's partition method gives a module that is there; None: it was built so."""
 
     @abstractmethod
     def get(self, item: int) -> nn.Module | None:
@@ -79,11 +79,11 @@ class Layers(ABC):
 
     @abstractmethod
     def kind(self, item: int) -> tuple[str, str]:
-        """The first is the same for two items that certainly do the same work, the second if they probably do."""
+        """Two keys: the first is equal for items that certainly do the same work, the second if they probably do."""
 
     @abstractmethod
     def num_parameters(self, item: int) -> int:
-        """Of an item that is here."""
+        """Count the parameters of an item that is here."""
 
     @abstractmethod
     def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
@@ -91,11 +91,11 @@ class Layers(ABC):
 
     @abstractmethod
     def cuts(self) -> tuple[int, ...]:
-        """Where items may be cut so that layers can move there."""
+        """Boundaries that layers can move to."""
 
     @abstractmethod
     def prefix(self, item: int) -> str:
-        """What the names of an item's tensors begin with, where state is concerned."""
+        """Beginning of the names of an item's tensors in state and checkpoints."""
 
     @abstractmethod
     def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:

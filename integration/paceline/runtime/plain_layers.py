@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class PlainLayers(Layers):
-    """Of any ``PipelineModule``: specs, modules, functions. What is tied stays on its stages."""
+    """Items of any ``PipelineModule``: specs, modules, functions. Tied ones stay on their stages."""
 
     @property
     def num_items(self) -> int:

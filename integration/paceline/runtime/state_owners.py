@@ -1,4 +1,4 @@
-"""Who holds the same parameters in an asynchronous pipeline, and who of them owns the optimizer's state of which stage.
+"""Ranks that hold the same parameters in an asynchronous pipeline, and owners of the optimizer's state among them.
 
 With several directions the ranks of a mirror group hold the same stages, and so do their replicas. Gradients are summed
 over them. By default the rank that has a stage in direction 0 owns the state of it, with its replicas (ZeRO 1): no
@@ -62,7 +62,7 @@ class Mirrors:
         return cls(tuple(alike[number]), groups[number], model_group, stages, owners)
 
     def domain(self, stage: int) -> Domain:
-        """Of the parameters of a stage."""
+        """Ranks over which the parameters of a stage are reduced."""
         place = self.stages.index(stage)
         if self.group is None:
             return Domain(section=stage)

@@ -33,7 +33,7 @@ KINDS_OF_VALUE = (MASTER, VALUE)
 
 
 class Source(Protocol):
-    """Where state is read from, by name and kind."""
+    """Tensors that can be read by name, kind and rows, such as a checkpoint."""
 
     def kinds(self, name: str) -> list[str]: ...
 
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Numbering:
-    """Which rows of the job's tensor the rows of a parameter here are.
+    """Numbers that the rows of a parameter here have in the job's tensor.
 
     Args:
         shape: of the whole tensor.
@@ -97,7 +97,7 @@ class Numberings:
 def pieces(
     module: nn.Module, optimizer: ShardedOptimizer | None, *, replica: int, trained_only: bool = False
 ) -> Iterator[Piece]:
-    """What this rank answers for: all ranks' pieces together are the state of the job, each row once.
+    """Pieces that this rank answers for: those of all ranks are the state of the job, each row once.
 
     Args:
         replica: data-parallel rank: the first writes what all have alike, buffers and frozen parameters; of frozen
@@ -231,7 +231,7 @@ def _kind_of_value(source: Source, name: str) -> str:
 
 
 def _read(source: Source, name: str, kind: str, numbering: Numbering, start: int, stop: int) -> Tensor:
-    """What belongs to rows ``start`` to ``stop - 1`` here."""
+    """Read what belongs to rows ``start`` to ``stop - 1`` here."""
     if not numbering.shape:
         return source.read(name, kind)
     parts = [
