@@ -4,9 +4,9 @@ Layers that change stage, experts that change slot and averaged masters move thi
 elements it holds and which it wants; from the two lists all work out the same moves. Each element is sent once, from
 the nearest rank that has it: the rank itself, its peer of the same replica, any.
 
-Moves are carried out in rounds that are the same on all ranks. In a round a rank packs all that goes to one peer into
-one message, so buffers stay small and messages are few; what is larger than a round goes alone and is not copied. Every
-rank posts the sends and receives of a round together and of all rounds in the same order: no cycle of ranks can wait.
+Moves are carried out in rounds that are the same on all ranks. In a round a rank packs all small pieces for one peer
+into one message, so messages are few and buffers small; others are sent from where they lie. Every rank posts the sends
+and receives of a round together and those of all rounds in the same order: no cycle of ranks can wait.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from .named import VALUE
 ROUND_BYTES = 8 << 20
 """A rank buffers at most so much of what it sends, and of what it receives, in a round. Longer messages are not
 faster."""
+
+PACKED_BYTES = 128 << 10
+"""Smaller pieces travel together. A copy of a larger one costs more than a message of its own."""
 
 Span = tuple[int, int]
 """First element, end."""
@@ -244,7 +247,7 @@ def carry_out(
 
 
 class _Round:
-    """The messages of one round, posted when it is made: one to each peer, one from each."""
+    """The messages of one round, posted when it is made."""
 
     def __init__(self, transfers: Sequence[Transfer], sendable: torch.device, group: Any, in_place: bool) -> None:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -263,18 +266,20 @@ class _Round:
                 arriving.setdefault(source, []).append(place)
         operations = []
         for target, tensors in leaving.items():
-            flat = [_bytes(tensor).to(sendable) for tensor in tensors]
-            message = torch.cat(flat) if len(flat) > 1 else flat[0]
-            operations.append(dist.P2POp(dist.isend, message, ranks[target], group))
+            for together in _messages(tensors):
+                flat = [_bytes(tensor).to(sendable) for tensor in together]
+                message = torch.cat(flat) if len(flat) > 1 else flat[0]
+                operations.append(dist.P2POp(dist.isend, message, ranks[target], group))
         for source, places in arriving.items():
-            first = places[0]
-            if len(places) == 1 and not in_place and first.is_contiguous() and first.device.type == sendable.type:
-                message = _bytes(first)
-            else:
-                sizes = [place.nbytes for place in places]
-                message = torch.empty(sum(sizes), dtype=torch.uint8, device=sendable)
-                self._landed += zip(places, message.split(sizes), strict=True)
-            operations.append(dist.P2POp(dist.irecv, message, ranks[source], group))
+            for together in _messages(places):
+                first = together[0]
+                if len(together) == 1 and not in_place and first.is_contiguous() and first.device.type == sendable.type:
+                    message = _bytes(first)
+                else:
+                    sizes = [place.nbytes for place in together]
+                    message = torch.empty(sum(sizes), dtype=torch.uint8, device=sendable)
+                    self._landed += zip(together, message.split(sizes), strict=True)
+                operations.append(dist.P2POp(dist.irecv, message, ranks[source], group))
         self._operations = operations  # they keep what is sent
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -292,6 +297,12 @@ class _Round:
                 values = torch.empty(place.shape, dtype=place.dtype, device=arrived.device)
                 _bytes(values).copy_(arrived)
                 place.copy_(values)
+
+
+def _messages(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide what goes to one rank in a round into messages: first the small pieces, then each other one."""
+    small = [piece for piece in pieces if piece.nbytes < PACKED_BYTES]
+    return [*([small] if small else []), *([piece] for piece in pieces if piece.nbytes >= PACKED_BYTES)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
