@@ -399,8 +399,8 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
         names, counts, apart = self._placement()
         check_own_parameters(basic, names)
         options = sharding_options(self, self.module._grid, spreads_experts=self.shared_experts.groups.size > 1)
-        own = {"counts": counts, "apart": apart, "domain": self.shared_experts.domain(), "divisor": self._gradient_divisor()}
-        return self._make_sharded(basic, names, **options, **own)
+        own = {"counts": counts, "apart": apart, "domain": self.shared_experts.domain()}
+        return self._make_sharded(basic, names, divisor=self._gradient_divisor(), **options, **own)
 
     def _make_sharded(
         self, basic: torch.optim.Optimizer, names: dict[nn.Parameter, str], **options: Any
