@@ -14,7 +14,7 @@ from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.config import Resolved
+    from paceline.config import RunPlan
     from paceline.planning.memory import ItemMemory, StageMemory, States
     from paceline.schedules import Schedule
     from paceline.schedules.stream import Stream
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return FITS_NOT if short else FITS
 
 
-def _resolve(args: argparse.Namespace, config: Any) -> Resolved:
+def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
     """The JSON for so many ranks."""
     from paceline.config import read_ds_config, resolve
     from paceline.hf.anatomy import anatomy_of
@@ -196,7 +196,7 @@ def _here(world_size: int) -> int:
     return available_bytes(device, 1 if device.type == "cuda" else world_size)
 
 
-def _limits(args: argparse.Namespace, resolved: Resolved) -> list[float]:
+def _limits(args: argparse.Namespace, resolved: RunPlan) -> list[float]:
     given = args.device_memory_gib
     if given is None:
         limit = resolved.partition_choice.memory_bytes or _here(args.world_size)
@@ -216,7 +216,7 @@ def _checkpoints(ds_config: dict[str, Any]) -> bool:
 def _boundaries(
     config: Any,
     items: Sequence[ItemMemory],
-    resolved: Resolved,
+    resolved: RunPlan,
     states: States,
     limits: Sequence[float],
     schedule: Schedule | Stream,
@@ -311,7 +311,7 @@ def _stages(
 
 
 def _remedies(
-    args: argparse.Namespace, resolved: Resolved, states: States, checkpointing: bool, num_layers: int
+    args: argparse.Namespace, resolved: RunPlan, states: States, checkpointing: bool, num_layers: int
 ) -> list[str]:
     found = []
     if args.device_memory_gib is None and resolved.partition_choice.memory_bytes is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline.averaging.islands import ISLAND, combining_fault, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.comm.control import ControlPlane
-from paceline.config import PacelineConfig, Resolved, read_ds_config, without_secrets
+from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets
 from paceline.data.batch_plan import BatchPlan
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.peft import lora_config
@@ -89,6 +89,7 @@ class Job:
             resolved = plan_for(
                 self.inputs.config,
                 ds_config,
+                self.section,
                 args=self.args,
                 given=self.given,
                 num_steps=self._num_steps,
@@ -147,7 +148,7 @@ class Job:
             ds_config.setdefault("steps_per_print", None)  # DeepSpeed's own lines; progress is ours
         return ds_config
 
-    def _plan(self, resolved: Resolved, replica: int = 0) -> BatchPlan:
+    def _plan(self, resolved: RunPlan, replica: int = 0) -> BatchPlan:
         return self.inputs.data.plan(
             micro_batch_size=resolved.micro_batch_size,
             micro_batches_per_step=resolved.micro_batches,
@@ -158,14 +159,14 @@ class Job:
             num_islands=self.num_islands,
         )
 
-    def _num_steps(self, resolved: Resolved) -> int:
+    def _num_steps(self, resolved: RunPlan) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
         steps_per_epoch = self._plan(resolved).steps_per_epoch
         assert steps_per_epoch is not None, "a stream needs --max_steps, parse() has seen to it"
         return math.ceil(self.args.num_train_epochs * steps_per_epoch)
 
-    def _check_state_to_resume(self, resolved: Resolved) -> None:
+    def _check_state_to_resume(self, resolved: RunPlan) -> None:
         """Before the model is loaded: other data, another seed or batch size would not go on where the run stopped."""
         if self.resume_path is None:
             return
@@ -178,7 +179,7 @@ class Job:
                 )
             self.inputs.data.training_batches(self._plan(resolved)).check_state(run["data"])
 
-    def _build(self, resolved: Resolved) -> JobTrainer:
+    def _build(self, resolved: RunPlan) -> JobTrainer:
         pipeline = self._build_pipeline(resolved)
         run = Run(
             args=self.args,
@@ -202,7 +203,7 @@ class Job:
         torch.manual_seed(self.args.seed + self.rank)
         return trainer
 
-    def _build_pipeline(self, resolved: Resolved) -> CausalLMPipeline:
+    def _build_pipeline(self, resolved: RunPlan) -> CausalLMPipeline:
         args = self.model_args
         loading: dict[str, Any] = {}
         if args.attn_implementation:

@@ -23,7 +23,7 @@ from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 from paceline.checkpoint.format import MODEL
 from paceline.comm.control import is_shared
-from paceline.config import PacelineConfig, Resolved
+from paceline.config import PacelineConfig, RunPlan
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.datasets import Data
 from paceline.hf.arguments import TrainArguments
@@ -63,7 +63,7 @@ class Run:
     args: TrainArguments
     output: Path
     section: PacelineConfig
-    resolved: Resolved
+    resolved: RunPlan
     data: Data
     plan: BatchPlan
     tokenizer: PreTrainedTokenizerBase

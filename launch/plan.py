@@ -280,6 +280,7 @@ def _workload(
 
 def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
     """Types of schedule without a flush that may be planned, those that this precision has."""
+    from paceline.config import PacelineConfig, PipelineConfig
     from paceline.config.asynchronous_keys import check_asynchronous
     from paceline.launch.plan_report import precision
     from paceline.schedules.asynchronous import STREAMS
@@ -287,7 +288,9 @@ def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
     found = []
     for kind in STREAMS if args.late_gradients else ():
         with suppress(ValueError):
-            check_asynchronous({**precision(shape), "paceline": {"pipeline": {"schedule": kind}}})
+            check_asynchronous(
+                precision(shape), PacelineConfig(pipeline=PipelineConfig.model_validate({"schedule": kind}))
+            )
             found.append(kind)
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from paceline.patches.registry import BY_REPAIR, Load, Patch, Use
 
@@ -27,14 +29,15 @@ _PLAIN_ENGINE = replace(
 )
 
 
-def engine_class(cls: type) -> Patch:
-    """The patch with which ``deepspeed.initialize`` builds ``cls``, a subclass of its ``PipelineEngine``."""
-    return replace(_ENGINE, make=Use(cls))
+def engine_class(build: Callable[..., Any]) -> Patch:
+    """The patch with which ``deepspeed.initialize`` calls ``build``, a subclass of its ``PipelineEngine`` or a function
+    that makes one."""
+    return replace(_ENGINE, make=Use(build))
 
 
-def plain_engine_class(cls: type) -> Patch:
-    """As :func:`engine_class`, for models that are no pipeline: a subclass of ``DeepSpeedEngine``."""
-    return replace(_PLAIN_ENGINE, make=Use(cls))
+def plain_engine_class(build: Callable[..., Any]) -> Patch:
+    """As :func:`engine_class`, for models that are no pipeline: a ``DeepSpeedEngine``."""
+    return replace(_PLAIN_ENGINE, make=Use(build))
 
 
 SECTION = Patch(

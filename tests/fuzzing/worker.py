@@ -319,7 +319,7 @@ def _config(case: dict[str, Any]) -> int:
     open_autos(config)
     calls = (
         lambda: PacelineConfig.of(config),
-        lambda: check_features(config),
+        lambda: check_features(config, PacelineConfig.of(config)),
         lambda: _resolved(config, case["values"]),
     )
     statuses, told = [], ""

@@ -325,7 +325,8 @@ def test_measured_cuts_stay(kind):
     assert (got.partition, got.partition_choice.repartition_every) == ("hetero", 0)
     assert "paceline.pipeline.partition.repartition_every" in got.chosen
     assert resolved("1f1b", pipeline={"partition": "hetero"}).partition_choice.repartition_every == 100
-    check_features({"paceline": {"pipeline": {"schedule": kind}}, "pipeline": {"partition": "hetero"}})
+    config = {"paceline": {"pipeline": {"schedule": kind}}, "pipeline": {"partition": "hetero"}}
+    check_features(config, PacelineConfig.of(config))
 
 
 def test_what_goes_with_them():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import check_features, near_misses, without_effect
+from paceline.config import PacelineConfig, check_features, near_misses, without_effect
 from paceline.config.effects import EFFECTS, HONOURED, REFUSED, WARNED, effect_of
 from paceline.config.known import SECTIONS, TOP_LEVEL
 
@@ -73,7 +73,7 @@ def test_what_has_no_effect_is_named(path: str) -> None:
 def test_what_cannot_be_is_refused(path: str) -> None:
     key = path.rpartition(".")[2]
     with pytest.raises(ValueError, match=key):
-        check_features(config_with(path, REFUSALS.get(path, True)))
+        check_features(config_with(path, REFUSALS.get(path, True)), PacelineConfig())
 
 
 @pytest.mark.parametrize("path", [path for path, effect in EFFECTS.items() if effect.verdict == HONOURED])

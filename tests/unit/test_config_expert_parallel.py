@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from paceline.config import check_features, resolve
+from paceline.config import PacelineConfig, check_features, resolve
 from paceline.config.expert_parallel import _DEFAULTS, _READ, resolve_expert_parallel
 
 
@@ -87,4 +87,4 @@ def test_layers_stay_on_their_stages():
 
 def test_not_for_modules_of_other_kinds():
     with pytest.raises(ValueError, match=r"^expert_parallel\.enabled is true: a PipelineModule's own layers cannot"):
-        check_features({"expert_parallel": {"enabled": True}})
+        check_features({"expert_parallel": {"enabled": True}}, PacelineConfig())

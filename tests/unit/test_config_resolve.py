@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import ScheduleChoice, choose_stages, resolve, resolve_stages
+from paceline.config import PacelineConfig, ScheduleChoice, choose_stages, resolve, resolve_stages
 
 GB = 10**9
 
@@ -104,9 +104,8 @@ def test_choose_stages(world_size, num_layers, state_gb, device_gb, want):
     known = state_gb is not None
     sizes = (state_gb * GB, device_gb * GB) if known else (None, None)
     assert choose_stages(world_size, num_layers, *sizes) == want
-    got, why = resolve_stages(
-        {}, world_size=world_size, num_layers=num_layers, state_bytes=sizes[0], device_bytes=sizes[1]
-    )
+    room = {"num_layers": num_layers, "state_bytes": sizes[0], "device_bytes": sizes[1]}
+    got, why = resolve_stages(PacelineConfig(), {}, world_size=world_size, **room)
     assert got == want
     assert why
 

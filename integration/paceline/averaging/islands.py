@@ -662,7 +662,7 @@ class Averaging:
     """None: this job is alone."""
 
     def _start_averaging(self: Any, make_masters: Callable[[], Masters]) -> None:
-        section = PacelineConfig.of(self._config._param_dict).averaging
+        section = self.plan.averaging
         if section is None:
             return
         error: Exception | None = None

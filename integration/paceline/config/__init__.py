@@ -5,7 +5,8 @@ from .effects import without_effect
 from .files import read_ds_config, without_secrets
 from .known import near_misses, warn_near_misses
 from .partitions import PartitionChoice, resolve_partition
-from .resolve import Choice, Resolved, check_features, resolve
+from .resolve import check_features, resolve
+from .run_plan import Choice, RunPlan, plan_as_built
 from .schedulers import check_scheduler
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, PartitionConfig, PipelineConfig, ReportConfig, ScheduleConfig
@@ -18,7 +19,7 @@ __all__ = [
     "PartitionConfig",
     "PipelineConfig",
     "ReportConfig",
-    "Resolved",
+    "RunPlan",
     "ScheduleChoice",
     "ScheduleConfig",
     "check_features",
@@ -27,6 +28,7 @@ __all__ = [
     "fill_auto",
     "near_misses",
     "open_autos",
+    "plan_as_built",
     "read_ds_config",
     "resolve",
     "resolve_partition",

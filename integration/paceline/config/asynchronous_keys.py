@@ -10,18 +10,19 @@ from .section import SECTION, PacelineConfig, PartitionConfig, show, value_at
 from .stage_counts import PARTITION, TYPE, schedule_type
 
 
-def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
+def check_asynchronous(config: Mapping[str, Any], section: PacelineConfig, expert_parallel: int = 1) -> None:
     """Raise ValueError for what these types of schedule cannot do yet: one line with value, rule and remedy.
 
     Args:
         config: a DeepSpeed config; with a schedule of another type it is left alone.
+        section: of ``config``.
         expert_parallel: ranks of a stage that share its experts.
     """
-    kind = schedule_type(config)
+    kind = schedule_type(section)
     if kind not in STREAMS:
         return
     written = f"{TYPE} {show(kind)}"
-    every = (PacelineConfig.of(config).pipeline.partition or PartitionConfig()).repartition_every
+    every = (section.pipeline.partition or PartitionConfig()).repartition_every
     if every:
         raise ValueError(
             f"{PARTITION}.repartition_every is {every} and {written}: with this schedule a layer is on several "
@@ -32,18 +33,18 @@ def check_asynchronous(config: Mapping[str, Any], expert_parallel: int = 1) -> N
             f"expert_parallel.autoep_size is {expert_parallel} and {written}: with this schedule every rank has all "
             "experts of its stages; leave expert_parallel out, or take another schedule."
         )
-    if PacelineConfig.of(config).moe is not None:
+    if section.moe is not None:
         raise ValueError(
             f"{SECTION}.moe is there and {written}: with this schedule experts stay where they are; leave moe out, or "
             "take another schedule."
         )
     for part in ("natural_gradient", "max_change", "averaging"):
-        if getattr(PacelineConfig.of(config), part) is not None:
+        if getattr(section, part) is not None:
             raise ValueError(
                 f"{SECTION}.{part} is there and {written}: they have not been made to work together; leave one of them "
                 "out."
             )
-    trace_every = PacelineConfig.of(config).report.trace_every
+    trace_every = section.report.trace_every
     if trace_every is not None:
         raise ValueError(
             f"{SECTION}.report.trace_every is {trace_every} and {written}: timelines of this schedule are not recorded "

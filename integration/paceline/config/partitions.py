@@ -17,13 +17,14 @@ class PartitionChoice:
     """A partition as a run is started with it.
 
     Args:
-        method: a name, weights by regular expressions over class names, or boundaries over the pipeline's items.
+        method: a name, weights by regular expressions over class names, or boundaries over the pipeline's items;
+            ``None``: the pipeline stays as it was built.
         repartition_every: steps from one look for a better partition to the next; 0: never.
         profile: path of a profile file to take the layers' times from; ``None``: they are measured.
         memory_bytes: of each device that a partition may count on; ``None``: what is free.
     """
 
-    method: Method
+    method: Method | None
     repartition_every: int = 0
     profile: str | None = None
     memory_bytes: int | None = None
@@ -34,19 +35,22 @@ class PartitionChoice:
 
 
 def resolve_partition(
-    section: PacelineConfig, method: Method | None, schedule_type: str = "1f1b"
+    section: PacelineConfig, method: Method | None, schedule_type: str = "1f1b", *, default: str | None = WORK
 ) -> tuple[PartitionChoice, dict[str, tuple[Any, str]]]:
     """The partition of a run, and by path what was chosen because its key was left out: the value and why.
 
     Args:
         method: as :func:`~paceline.config.stage_counts.resolve_method` finds it; ``None`` if the JSON has none.
         schedule_type: without a flush, or with several directions, layers stay where they are.
+        default: method where the JSON has none; ``None``: the pipeline stays as it was built.
     """
     config = section.pipeline.partition
     chosen: dict[str, tuple[Any, str]] = {}
     if method is None:
-        method = WORK
-        chosen[PARTITION] = (method, "the default: stages of about equally much work, counted from the model's shapes")
+        method = default
+        if method is not None:
+            why = "the default: stages of about equally much work, counted from the model's shapes"
+            chosen[PARTITION] = (method, why)
         if config is None:
             return PartitionChoice(method), chosen
     config = config or PartitionConfig()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
 from .asynchronous_keys import check_asynchronous
 from .batch_sizes import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects
-from .partitions import PartitionChoice, resolve_partition
-from .schedules import ScheduleChoice, resolve_schedule
+from .partitions import resolve_partition
+from .run_plan import Choice, RunPlan
+from .schedules import resolve_schedule
 from .section import PacelineConfig, show, value_at
 from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type
 
@@ -31,40 +31,6 @@ ZERO_STAGE = "zero_optimization.stage"
 _OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
 
-class Choice(NamedTuple):
-    """A value that was chosen because its key was left out."""
-
-    value: Any
-    why: str
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What a run is started with.
-
-    Args:
-        partition: a method, or boundaries over the pipeline's items (``stages + 1`` of them).
-        partition_choice: the same, with what belongs to it: how often to look for a better one, profile, memory.
-        micro_batches: per step and pipeline; DeepSpeed's ``gradient_accumulation_steps``.
-        schedule: the order in which the stages compute.
-        ds_config: the dict for DeepSpeed, with all three batch sizes.
-        chosen: by path, every value that was chosen automatically.
-        expert_parallel: ranks of a stage that share its experts.
-    """
-
-    stages: int
-    data_parallel: int
-    partition: str | list[int] | dict[str, float]
-    partition_choice: PartitionChoice
-    micro_batch_size: int
-    micro_batches: int
-    train_batch_size: int
-    schedule: ScheduleChoice
-    ds_config: dict[str, Any]
-    chosen: dict[str, Choice]
-    expert_parallel: int = 1
-
-
 def resolve(
     ds_config: Mapping[str, Any],
     *,
@@ -74,7 +40,8 @@ def resolve(
     state_bytes: int | None,
     device_bytes: int | None,
     cpu: bool | None = None,
-) -> Resolved:
+    section: PacelineConfig | None = None,
+) -> RunPlan:
     """Decide what is left open and check what is not.
 
     Args:
@@ -85,6 +52,7 @@ def resolve(
         state_bytes: of weights, gradients and optimizer states of the whole model; ``None`` if unknown.
         device_bytes: memory of the smallest device; ``None`` if unknown.
         cpu: whether the ranks compute on CPUs; asks DeepSpeed's accelerator if ``None``.
+        section: of ``ds_config``, where it has been read already.
 
     Raises:
         ValueError: one line with the value, the rule and the remedy.
@@ -92,20 +60,26 @@ def resolve(
     config = copy.deepcopy(dict(ds_config))
     chosen: dict[str, Choice] = {}
     check_objects(config)
+    section = section or PacelineConfig.of(config)
 
     stages, why = resolve_stages(
-        config, world_size=world_size, num_layers=num_layers, state_bytes=state_bytes, device_bytes=device_bytes
+        section,
+        config,
+        world_size=world_size,
+        num_layers=num_layers,
+        state_bytes=state_bytes,
+        device_bytes=device_bytes,
     )
     if why:
         chosen[STAGES] = Choice(stages, why)
     # Not for DeepSpeed, which would put layers of its own into the stages.
     expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
-    check_features(config, expert_parallel)
+    check_features(config, section, expert_parallel)
 
-    method, path = resolve_method(config)
+    method, path = resolve_method(section, config)
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages, num_items)
-    partition, defaults = resolve_partition(PacelineConfig.of(config), method, schedule_type(config))
+    partition, defaults = resolve_partition(section, method, schedule_type(section))
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     if expert_parallel > 1 and partition.repartition_every:
         raise ValueError(
@@ -115,14 +89,12 @@ def resolve(
         )
 
     data_parallel = world_size // stages
-    in_rounds = schedule_type(config) == MULTIDIRECTION
+    in_rounds = schedule_type(section) == MULTIDIRECTION
     sizes, reasons = batch_sizes(config, stages, data_parallel, in_rounds=in_rounds)
     config.update(sizes)
     chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}
 
-    schedule, defaults = resolve_schedule(
-        PacelineConfig.of(config), stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH]
-    )
+    schedule, defaults = resolve_schedule(section, stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH])
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     if (schedule.directions or 1) > 1 and not value_at(config, ZERO_STAGE):
         why = "several directions have optimizer states once among the ranks that hold a stage, with 0 as with 1"
@@ -131,10 +103,10 @@ def resolve(
     if _is_stock_adam(config) and (_on_cpu() if cpu is None else cpu):
         config["optimizer"].setdefault("params", {})["torch_adam"] = True
         chosen["optimizer.params.torch_adam"] = Choice(True, "saves building DeepSpeed's C++ Adam on CPUs")
-    return Resolved(
+    return RunPlan(
+        section=section,
         stages=stages,
         data_parallel=data_parallel,
-        partition=list(partition.method) if isinstance(partition.method, tuple) else partition.method,
         partition_choice=partition,
         micro_batch_size=sizes[MICRO_BATCH],
         micro_batches=sizes[MICRO_BATCHES],
@@ -159,10 +131,11 @@ def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_i
         )
 
 
-def check_features(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
+def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_parallel: int = 1) -> None:
     """Raise ValueError for what a pipeline, or one with this schedule, cannot do: one line with value and remedy.
 
     Args:
+        section: of ``config``.
         expert_parallel: ranks of a stage that share its experts.
     """
     zero = config.get("zero_optimization", {})
@@ -199,7 +172,7 @@ def check_features(config: Mapping[str, Any], expert_parallel: int = 1) -> None:
         raise ValueError(
             f'torch_autocast.dtype is {show(autocast)}: pipelines scale no loss for it; write "bfloat16", or use fp16.'
         )
-    check_asynchronous(config, expert_parallel)
+    check_asynchronous(config, section, expert_parallel)
 
 
 def _is_stock_adam(config: Mapping[str, Any]) -> bool:

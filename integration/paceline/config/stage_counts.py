@@ -19,6 +19,7 @@ STATE_SHARE = 0.6
 
 
 def resolve_stages(
+    section: PacelineConfig,
     ds_config: Mapping[str, Any],
     *,
     world_size: int,
@@ -29,23 +30,25 @@ def resolve_stages(
     """Number of stages, and why if it was chosen (empty if the JSON says it).
 
     In this order: ``paceline.pipeline.stages``, DeepSpeed's ``pipeline.stages`` (which DeepSpeed parses and ignores),
-    as many as an explicit partition has, :func:`choose_stages`. Arguments as of :func:`~paceline.config.resolve`.
+    as many as an explicit partition has, :func:`choose_stages`. Arguments as of
+    :func:`~paceline.config.resolve`.
     A schedule with several directions has orders for some numbers only; of these the largest is chosen.
     """
-    has_directions = schedule_type(ds_config) == MULTIDIRECTION
-    asked = _directions(ds_config)
+    has_directions = schedule_type(section) == MULTIDIRECTION
+    schedule = section.pipeline.schedule
+    asked = None if schedule is None else schedule.directions
     usable = [s for s in divisors(world_size) if s <= num_layers]
     limits = f"{world_size} ranks and {num_layers} decoder layers"
     if has_directions:
         usable = _with_directions(usable, limits, asked)
     theirs = _deepspeeds(ds_config).get("stages")
     stages, path = _agree(
-        PacelineConfig.of(ds_config).pipeline.stages,
+        section.pipeline.stages,
         None if theirs in (None, "auto") else whole("pipeline.stages", theirs),
         STAGES,
     )
     if stages is None:
-        method, path = resolve_method(ds_config)
+        method, path = resolve_method(section, ds_config)
         if not isinstance(method, tuple) and has_directions:
             return _most_with_directions(usable, limits, asked)
         if not isinstance(method, tuple):
@@ -70,18 +73,18 @@ def resolve_stages(
     return stages, why
 
 
-def schedule_type(ds_config: Mapping[str, Any]) -> ScheduleType:
-    """The type of schedule that a config asks for."""
-    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+def schedule_type(section: PacelineConfig) -> ScheduleType:
+    """The type of schedule that the section asks for."""
+    schedule = section.pipeline.schedule
     return "1f1b" if schedule is None else schedule.type or "adaptive"
 
 
-def resolve_method(ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
+def resolve_method(section: PacelineConfig, ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
     """The partition method, ``None`` if the JSON has none, and the path of the key that says it.
 
     DeepSpeed's ``pipeline.partition`` counts too, with the same values; its default ``"best"`` means none.
     """
-    ours = PacelineConfig.of(ds_config).pipeline.partition
+    ours = section.pipeline.partition
     theirs = _deepspeeds(ds_config).get("partition")
     if theirs == "best":
         theirs = None
@@ -104,11 +107,6 @@ def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, dev
     usable = [s for s in divisors(world_size) if s <= num_layers]
     fitting = [s for s in usable if s >= min(2, world_size) and _fits(s, state_bytes, device_bytes)]
     return fitting[0] if fitting else usable[-1]
-
-
-def _directions(ds_config: Mapping[str, Any]) -> int | None:
-    schedule = PacelineConfig.of(ds_config).pipeline.schedule
-    return None if schedule is None else schedule.directions
 
 
 def _with_directions(usable: list[int], limits: str, asked: int | None) -> list[int]:

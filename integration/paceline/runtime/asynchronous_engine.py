@@ -30,8 +30,7 @@ from ..comm.loss_sums import SummedLosses
 from ..comm.pending_tensor import LaterTensor
 from ..comm.staging import Staging
 from ..comm.transport import TIMEOUT
-from ..config import PacelineConfig
-from ..config.schedules import resolve_schedule
+from ..config import RunPlan
 from ..config.section import value_at
 from ..optim.asynchronous_optimizer import AsynchronousOptimizer
 from ..optim.buckets import Domain
@@ -106,16 +105,14 @@ class AsynchronousEngine(CausalLMEngine):
     optimizer: Any
     stage_id: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
         model = kwargs["model"]
         topology = model._grid._topo
         self._pipes = [list(pipe) for pipe in topology.get_axis_comm_lists("pipe")] or [
             [rank] for rank in range(dist.get_world_size())
         ]
         self._routes = getattr(model, "routes", None) or (tuple(range(model.num_stages)),)
-        section = PacelineConfig.of(kwargs["config_class"]._param_dict)
-        schedule = section.pipeline.schedule
-        equal_parts = schedule is not None and schedule.optimizer_owners == _MIRROR
+        equal_parts = plan.schedule.optimizer_owners == _MIRROR
         self._mirrors = Mirrors.create(self._pipes, dist.get_rank(), self._routes, equal_parts=equal_parts)
         self._begun = 0
         """Steps since the start, or since the last flush."""
@@ -124,7 +121,7 @@ class AsynchronousEngine(CausalLMEngine):
         self._is_ahead: Ahead | None = None
         self._last_iterator: Any = None
         self._untold: tuple[Tensor, float, int] | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, plan=plan, **kwargs)
         self.module.settle = self.flush
         if isinstance(self.optimizer, AsynchronousOptimizer):
             self.optimizer.is_settled = lambda: not self._begun
@@ -134,7 +131,7 @@ class AsynchronousEngine(CausalLMEngine):
 
     def _start_scheduling(self) -> None:
         super()._start_scheduling()
-        self._choice = self.schedule_choice
+        self._choice = self.plan.schedule
         self._stream = self._choice.stream(self.num_stages, self.micro_batches)
         self._stream_program = windows.StreamProgram(self._stream, self.links.device_number)
         name = self._choice.type if self._choice.is_asynchronous else f"{self._choice.type} staleness=0"
@@ -161,7 +158,7 @@ class AsynchronousEngine(CausalLMEngine):
 
     def _gradients_to_send(self) -> OwnMemory | None:
         """Beside the computation gradients lie in buckets, which share no memory with what is sent."""
-        return None if self.schedule_choice.is_asynchronous else self._own_memory
+        return None if self.plan.schedule.is_asynchronous else self._own_memory
 
     def _enter(self, chunk: int) -> None:
         """From here on this rank is the stage that it has in direction ``chunk``."""
@@ -238,14 +235,9 @@ class AsynchronousEngine(CausalLMEngine):
             "shard": len(self._routes) > 1 or options["shard"],
             # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
             "overlap": options["overlap"]
-            or value_at(self._config._param_dict, "zero_optimization.overlap_comm") is not False,
+            or value_at(self.plan.ds_config, "zero_optimization.overlap_comm") is not False,
         }
-        choice, _ = resolve_schedule(
-            PacelineConfig.of(self._config._param_dict),
-            self.module.num_stages,
-            self.gradient_accumulation_steps(),
-            micro_batch_size=self.train_micro_batch_size_per_gpu(),
-        )
+        choice = self.plan.schedule
         if not choice.is_asynchronous:
             return ShardedOptimizer(basic, names, **own)
         ties = self.module.get_tied_weights_and_groups() if self.module.num_stages > 1 else []

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
-from ..config import Resolved
+from ..config import RunPlan
 from .module import CausalLMPipeline
 from .multi_direction_module import MultiDirectionPipeline
 from .startup import first_partition
@@ -20,7 +20,7 @@ from .startup import first_partition
 def build_pipeline(
     model: str | Path | PretrainedConfig | PreTrainedModel,
     hf_config: PretrainedConfig,
-    resolved: Resolved,
+    resolved: RunPlan,
     control: ControlPlane,
     *,
     sequence_length: int | None = None,

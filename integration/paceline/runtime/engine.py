@@ -19,10 +19,7 @@ from ..averaging.masters_by_name import PipelineMasters
 from ..comm.control import ControlPlane
 from ..comm.shapes import Shapes
 from ..comm.transport import Transport
-from ..config import PacelineConfig
-from ..config.partitions import resolve_partition
-from ..config.schedules import resolve_schedule
-from ..config.stage_counts import resolve_method
+from ..config import RunPlan
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..planning.candidates import Candidate
@@ -99,7 +96,8 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
     can_cut = False
     """Whether the samples of a step can be cut into micro-batches of another size."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
+        self.plan = plan
         model = kwargs["model"]
         self.control = getattr(model, "control", None) or ControlPlane.create(
             model.num_stages, pipes=model._grid._topo.get_axis_comm_lists("pipe")
@@ -123,7 +121,7 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
             self.optimizer.clock = self.clock
         self.meter = Meter(self.clock, self.module, self.clock.device)
         self.layers = self._make_layers()
-        self._resolve_schedule()
+        self._check_micro_batch_sizes()
         self._connect()
         self._start_scheduling()
         self.migrator = self._make_migrator()
@@ -210,12 +208,8 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
 
     # -- its schedule ----------------------------------------------------------------------------------------------
 
-    def _resolve_schedule(self) -> None:
-        section = PacelineConfig.of(self._config._param_dict)
-        self.schedule_choice, _ = resolve_schedule(
-            section, self.num_stages, self.micro_batches, micro_batch_size=self.micro_batch_size
-        )
-        sizes = self.schedule_choice.micro_batch_sizes or ()
+    def _check_micro_batch_sizes(self) -> None:
+        sizes = self.plan.schedule.micro_batch_sizes or ()
         if set(sizes) - {self.micro_batch_size} and not self.can_cut:
             raise ValueError(
                 f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)}: this PipelineModule's data cannot be "
@@ -225,17 +219,15 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
 
     def _start_scheduling(self) -> None:
         """Begin to follow the cluster, if the JSON asks for it. Collective."""
-        section = PacelineConfig.of(self._config._param_dict)
-        self.programs = Programs(self.schedule_choice, self.num_stages, self.links.device_number, self.links.order)
+        self.programs = Programs(self.plan.schedule, self.num_stages, self.links.device_number, self.links.order)
         self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
         """What the next stage's clock shows beyond this one's, and the latency to it, as compared last."""
         self.is_one_machine = len(set(self.control.gather(machine_name()))) == 1
-        every = section.report.trace_every
+        every = self.plan.report.trace_every
         self.tracer = None if every is None else Tracer(self, every)
-        self.partition_choice, _ = resolve_partition(section, resolve_method(self._config._param_dict)[0])
-        is_adaptive = self.schedule_choice.type == "adaptive"
-        follows = is_adaptive or (self.partition_choice.repartition_every and self.num_stages > 1)
-        self.controller = Controller(self, self.schedule_choice, self.partition_choice) if follows else None
+        is_adaptive = self.plan.schedule.type == "adaptive"
+        follows = is_adaptive or (self.plan.partition_choice.repartition_every and self.num_stages > 1)
+        self.controller = Controller(self, self.plan.schedule, self.plan.partition_choice) if follows else None
 
     @property
     def schedule(self) -> Schedule:
@@ -334,17 +326,17 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
     # -- natural gradients -----------------------------------------------------------------------------------------
 
     def _start_natural_gradient(self) -> None:
-        section, gather = PacelineConfig.of(self._config._param_dict), self.control.gather
-        if section.natural_gradient is not None:
+        gather = self.control.gather
+        if self.plan.natural_gradient is not None:
             self.natural_gradient = NaturalGradientPart(
-                section.natural_gradient,
+                self.plan.natural_gradient,
                 self.module,
                 gather=gather,
                 device=torch.device(self.device),
                 unit=self._unit_of_sum,
                 name_of=getattr(self.module, "state_name", str),
             )
-        limits = agreed_limits(section.limits, self.module, names_of(self.module), gather)
+        limits = agreed_limits(self.plan.max_change, self.module, names_of(self.module), gather)
         if limits is not None and self.optimizer is not None:
             self.optimizer.max_change = limits
 
@@ -541,7 +533,7 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
             )
         return Experts(
             self.shared_experts,
-            PacelineConfig.of(self._config._param_dict).moe,
+            self.plan.moe,
             control=self.control,
             stages=stages,
             group=self.grid.get_data_parallel_group,
@@ -622,10 +614,10 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
 
     def _start_partition(self) -> None:
         """Apply the JSON's partition to a module that was built with another one."""
-        method = resolve_method(self._config._param_dict)[0]
-        if method is None or self.num_stages == 1 or self.migrator is None:
+        choice = self.plan.partition_choice
+        if choice.method is None or self.num_stages == 1 or self.migrator is None:
             return
-        boundaries = self.layers.boundaries(method, self.partition_choice.profile)
+        boundaries = self.layers.boundaries(choice.method, choice.profile)
         if boundaries is not None:
             self.repartition(boundaries)
 

@@ -18,7 +18,7 @@ from ..comm.single_process import become_a_world, is_alone
 from ..comm.staging import share_gpu, shares_gpu
 from ..config import (
     PacelineConfig,
-    Resolved,
+    RunPlan,
     check_features,
     check_scheduler,
     read_ds_config,
@@ -26,7 +26,7 @@ from ..config import (
     without_effect,
 )
 from ..config.section import HETERO, WORK, show
-from ..config.stage_counts import resolve_method
+from ..config.stage_counts import PARTITION
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
@@ -40,11 +40,11 @@ from ..supervise.watch import WATCH
 from .builder import build_pipeline
 from .causal_lm_engine import CausalLMEngine
 from .engine import PacelineEngine
-from .initialize_patch import plain_engine_for
+from .initialize_patch import plain_engine_for, with_plan
 from .module import CausalLMPipeline, config_of
 from .multi_direction_module import MultiDirectionPipeline
 from .rate import check_scheduler_object
-from .startup import first_partition, plan_for, resolve_for
+from .startup import first_partition, plan_for, plan_for_pipeline
 
 logger = logging.getLogger("paceline")
 
@@ -76,7 +76,8 @@ def initialize(
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
             * any other module: given to DeepSpeed as it is, and run by an engine of ours if the ``"paceline"`` section
               has something for it: ``"moe"``, ``"natural_gradient"``, ``"max_change"``, ``"averaging"``.
-        config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section.
+        config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section; or the plan that it has been
+            resolved to, for a pipeline that was built as it says.
         lr_scheduler: a function, ``lambda optimizer: StepLR(optimizer, 100)``, called with the optimizer that trains;
             or a scheduler over ``optimizer``. One over another would never act, and is refused.
 
@@ -96,8 +97,9 @@ def initialize(
         source, args = getattr(args, "deepspeed_config", None), None
     if source is None:
         raise ValueError("no DeepSpeed config: pass config=PATH or a dict, or args with deepspeed_config.")
-    ds_config = read_ds_config(source)
-    PacelineConfig.of(ds_config)
+    plan = source if isinstance(source, RunPlan) else None
+    ds_config = read_ds_config(source) if plan is None else plan.ds_config
+    section = PacelineConfig.of(ds_config) if plan is None else plan.section
     check_scheduler(ds_config)
     check_scheduler_object(lr_scheduler, optimizer)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
@@ -110,30 +112,32 @@ def initialize(
     boundaries: list[int] | None = None
     is_in_memory = isinstance(model, PreTrainedModel) or is_peft_model(model)
     if isinstance(model, (str, Path, PretrainedConfig)) or (is_in_memory and has_section):
-        model, ds_config = _pipeline(model, ds_config)
-    elif isinstance(model, CausalLMPipeline):
-        resolved = resolve_for(model, ds_config)
-        ds_config = resolved.ds_config
-        if resolve_method(ds_config)[0] in (HETERO, WORK) and model.num_stages > 1 and not model.is_planned:
-            if resolved.schedule.type in STREAMS:
+        model, plan = _pipeline(model, ds_config, section)
+    elif isinstance(model, CausalLMPipeline) and plan is None:
+        plan = plan_for_pipeline(model, ds_config, section)
+        is_asked = PARTITION not in plan.chosen and plan.partition in (HETERO, WORK)
+        if is_asked and model.num_stages > 1 and not model.is_planned:
+            if plan.schedule.type in STREAMS:
                 raise ValueError(
-                    f'paceline.pipeline.partition is "{resolved.partition_choice.method}", the schedule '
-                    f"{resolved.schedule.type!r}, and the pipeline is built already: its layers stay where "
-                    "they are; give the model itself to have it built, or boundaries."
+                    f'paceline.pipeline.partition is "{plan.partition}", the schedule {plan.schedule.type!r}, and the '
+                    "pipeline is built already: its layers stay where they are; give the model itself to have it "
+                    "built, or boundaries."
                 )
-            boundaries = _measure(model, resolved)
+            boundaries = _measure(model, plan)
+    ds_config = ds_config if plan is None else plan.ds_config
     engine: type | None = None
     patches = []
     if isinstance(model, PipelineModule):
-        check_features(ds_config)
+        if plan is None:
+            check_features(ds_config, section)
         for line in without_effect(ds_config) if dist.get_rank() == 0 else ():
             logger.warning(line)
-        engine = _engine_for(model, ds_config)
-        patches = [engine_class(engine)]
+        engine = _engine_for(model, section)
+        patches = [engine_class(with_plan(engine, plan or section, stages=model.num_stages))]
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
-    elif (engine := plain_engine_for(ds_config)) is not None:
-        patches = [plain_engine_class(engine)]
+    elif (engine := plain_engine_for(section, ds_config)) is not None:
+        patches = [plain_engine_class(with_plan(engine, section))]
     with applied(*patches):
         results = deepspeed.initialize(
             args=args,
@@ -155,8 +159,8 @@ def initialize(
     return results
 
 
-def _engine_for(model: PipelineModule, ds_config: dict[str, Any]) -> type[PacelineEngine]:
-    schedule = PacelineConfig.of(ds_config).pipeline.schedule
+def _engine_for(model: PipelineModule, section: PacelineConfig) -> type[PacelineEngine]:
+    schedule = section.pipeline.schedule
     kind = None if schedule is None else schedule.type
     if kind in STREAMS and not isinstance(model, CausalLMPipeline):
         raise ValueError(
@@ -205,7 +209,7 @@ def start_distributed(**kwargs: Any) -> None:
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
 
 
-def _measure(pipeline: CausalLMPipeline, resolved: Resolved) -> list[int]:
+def _measure(pipeline: CausalLMPipeline, resolved: RunPlan) -> list[int]:
     """Boundaries by the layers' times or work, for a pipeline that was built by something else."""
     dtype = next(pipeline.parameters()).dtype
     found, profile = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
@@ -215,11 +219,11 @@ def _measure(pipeline: CausalLMPipeline, resolved: Resolved) -> list[int]:
 
 
 def _pipeline(
-    model: str | Path | PretrainedConfig | PreTrainedModel, ds_config: dict[str, Any]
-) -> tuple[CausalLMPipeline, dict[str, Any]]:
+    model: str | Path | PretrainedConfig | PreTrainedModel, ds_config: dict[str, Any], section: PacelineConfig
+) -> tuple[CausalLMPipeline, RunPlan]:
     control = ControlPlane.create()
     with control.together("reading the model's config"):
         hf_config = config_of(model)
         require_supported(hf_config)
-    resolved = plan_for(hf_config, ds_config, has_adapters=is_peft_model(model))
-    return build_pipeline(model, hf_config, resolved, control), resolved.ds_config
+    plan = plan_for(hf_config, ds_config, section, has_adapters=is_peft_model(model))
+    return build_pipeline(model, hf_config, plan, control), plan

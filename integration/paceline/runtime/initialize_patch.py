@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import PacelineConfig
+from ..config import PacelineConfig, PipelineConfig, RunPlan, plan_as_built
+from ..config.section import value_at
 from ..patches.deepspeed_initialize import plain_engine_class
 from ..patches.registry import applied
 
@@ -27,53 +28,81 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.pipe.engine import PipelineEngine
 
         given = signature.bind(*args, **kwargs).arguments
         config = given.get("config") or given.get("config_params")
         config = config or getattr(given.get("args"), "deepspeed_config", None)
-        ds_config = _as_dict(config)
-        asked = plain_parts(ds_config or {})
-        is_pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
-        section = (ds_config or {}).get("paceline") or {}
-        if not is_pipeline and "pipeline" in section and section["pipeline"] != {"stages": 1}:
-            raise ValueError(
-                "paceline.pipeline asks for stages, and deepspeed.initialize gets a model that is no pipeline: call "
-                "paceline.initialize instead, take paceline.PacelineTrainer for Hugging Face's Trainer, or leave "
-                '"pipeline" out of "paceline" (or its "stages" at 1).'
-            )
-        if not asked:
+        ds_config = _as_dict(config) or {}
+        is_chosen = any(getattr(deepspeed, kind.__name__) is not kind for kind in (PipelineEngine, DeepSpeedEngine))
+        if is_chosen:  # by paceline.initialize, which has read all this
             return original(*args, **kwargs)
-        if is_pipeline:
-            if deepspeed.PipelineEngine is deepspeed.runtime.pipe.engine.PipelineEngine:
+        section = PacelineConfig.of(ds_config)
+        if isinstance(given.get("model"), deepspeed.PipelineModule):
+            if asked := plain_parts(section):
                 raise ValueError(
                     f"paceline.{asked[0]} is for pipelines only with paceline.initialize: call that instead of "
                     f'deepspeed.initialize, or leave "{asked[0]}" out of "paceline".'
                 )
             return original(*args, **kwargs)
-        if ds_config.get("hybrid_engine", {}).get("enabled"):
-            raise ValueError(
-                f"paceline.{asked[0]} does not go with hybrid_engine, which is an engine of its own: leave one of them "
-                "out."
-            )
-        engine = plain_engine_for(ds_config)
-        assert engine is not None, asked
-        with applied(plain_engine_class(engine)):
+        engine = plain_engine_for(section, ds_config)
+        with applied(*(() if engine is None else (plain_engine_class(with_plan(engine, section)),))):
             return original(*args, **kwargs)
 
     return initialize
 
 
-def plain_parts(ds_config: Mapping[str, Any]) -> list[str]:
+def with_plan(engine: type, known: RunPlan | PacelineConfig, *, stages: int = 1) -> Callable[..., Any]:
+    """Builder of ``engine`` that gives it its plan; its arguments are those of DeepSpeed's engines.
+
+    Args:
+        known: the plan; or the section, for a model that was built by something else: DeepSpeed's batch sizes count.
+        stages: of that model.
+    """
+
+    def build(*args: Any, config_class: Any, **kwargs: Any) -> Any:
+        plan = known
+        if isinstance(plan, PacelineConfig):
+            plan = plan_as_built(
+                plan,
+                config_class._param_dict,
+                stages=stages,
+                data_parallel=int(config_class.world_size),
+                micro_batch_size=config_class.train_micro_batch_size_per_gpu,
+                micro_batches=config_class.gradient_accumulation_steps,
+                train_batch_size=config_class.train_batch_size,
+            )
+        return engine(*args, config_class=config_class, plan=plan, **kwargs)
+
+    build.__name__ = engine.__name__
+    return build
+
+
+def plain_parts(section: PacelineConfig) -> list[str]:
     """The parts of our section that are there and concern a model without a pipeline."""
-    section = PacelineConfig.of(ds_config)
     return [
         part for part in ("moe", "natural_gradient", "max_change", "averaging") if getattr(section, part) is not None
     ]
 
 
-def plain_engine_for(ds_config: Mapping[str, Any]) -> type | None:
-    """What runs a model without a pipeline; None: DeepSpeed's own engine."""
-    asked = plain_parts(ds_config)
+def plain_engine_for(section: PacelineConfig, ds_config: Mapping[str, Any]) -> type | None:
+    """Class of the engine that runs a model without a pipeline; None: DeepSpeed's own.
+
+    Raises:
+        ValueError: the section asks for stages, or for what goes with no engine of ours.
+    """
+    if "pipeline" in section.model_fields_set and section.pipeline != PipelineConfig(stages=1):
+        raise ValueError(
+            "paceline.pipeline asks for stages, and deepspeed.initialize gets a model that is no pipeline: call "
+            "paceline.initialize instead, take paceline.PacelineTrainer for Hugging Face's Trainer, or leave "
+            '"pipeline" out of "paceline" (or its "stages" at 1).'
+        )
+    asked = plain_parts(section)
+    if asked and value_at(ds_config, "hybrid_engine.enabled"):
+        raise ValueError(
+            f"paceline.{asked[0]} does not go with hybrid_engine, which is an engine of its own: leave one of them out."
+        )
     if "moe" in asked:
         from .plain_expert_engine import ExpertEngine
 

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PlainMasters
 from ..comm.control import ControlPlane
-from ..config import PacelineConfig
+from ..config import RunPlan
 from ..optim.zero_max_change import FlatMaxChange
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .rate import check_scheduler_object
@@ -29,20 +29,20 @@ class PlainEngine(Averaging, DeepSpeedEngine):
     """None: gradients are ordinary ones."""
     _max_change: FlatMaxChange | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
+        self.plan = plan
         super().__init__(*args, **kwargs)
-        section = PacelineConfig.of(self._config._param_dict)
         self.control = ControlPlane.create()
-        if section.natural_gradient is not None:
+        if plan.natural_gradient is not None:
             self.natural_gradient = NaturalGradientPart(
-                section.natural_gradient,
+                plan.natural_gradient,
                 self.module,
                 gather=self.control.gather,
                 device=torch.device(self.device),
                 unit=self._unit_of_sum,
             )
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        limits = agreed_limits(section.limits, self.module, names, self.control.gather)
+        limits = agreed_limits(plan.max_change, self.module, names, self.control.gather)
         if limits is not None and self.optimizer is not None:
             self._max_change = FlatMaxChange(self, limits)
         self._tokens = 0

@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
-from ..config import PacelineConfig
+from ..config import RunPlan
 from ..config.section import SECTION, MoeConfig
 from ..moe.auto_ep import RebalancedAutoEPLayer
 from ..moe.deepspeed_moe import RebalancedMOELayer
@@ -46,15 +46,15 @@ class ExpertEngine(PlainEngine):
 
     expert_layers: Mapping[str, ExpertLayer] = {}
 
-    def __init__(self, *args: Any, config_class: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, config_class: Any, plan: RunPlan, **kwargs: Any) -> None:
         check_config(config_class)
-        super().__init__(*args, config_class=config_class, **kwargs)
+        super().__init__(*args, config_class=config_class, plan=plan, **kwargs)
         if self.sequence_parallel_size > 1:
             raise ValueError(
                 f"paceline.moe does not go with sequence parallelism, of {self.sequence_parallel_size} ranks here: set "
                 'it to 1, or leave "moe" out of "paceline".'
             )
-        section = PacelineConfig.of(config_class._param_dict).moe
+        section = plan.moe
         assert section is not None, "chosen by the section"
         self.rebalancer: Rebalancer | None = None
         self.expert_layers = take_over(self.module, section, self._is_last_backward)

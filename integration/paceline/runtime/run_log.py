@@ -22,7 +22,7 @@ import transformers
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..config import PacelineConfig, Resolved
+from ..config import PacelineConfig, RunPlan
 from ..hf.weights import skeleton
 from ..measure.device_memory import peak_bytes
 from ..measure.flops import flops_per_token
@@ -55,7 +55,7 @@ class RunLog:
         engine: Any,
         run_dir: Path,
         section: PacelineConfig,
-        resolved: Resolved,
+        resolved: RunPlan,
         control: ControlPlane,
         facts: Mapping[str, Any] | None = None,
         listeners: Sequence[Callable[[Mapping[str, Any]], None]] = (),

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..config import PacelineConfig, Resolved, fill_auto, resolve, resolve_stages
+from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.section import HETERO, WORK, value_at
 from ..hf.activations import count_items
@@ -45,15 +45,17 @@ FROZEN_BYTES = 4
 def plan_for(
     hf_config: PretrainedConfig,
     ds_config: Mapping[str, Any],
+    section: PacelineConfig,
     *,
     args: Any = None,
     given: Iterable[str] = (),
-    num_steps: Callable[[Resolved], int] | None = None,
+    num_steps: Callable[[RunPlan], int] | None = None,
     has_adapters: bool = False,
-) -> Resolved:
+) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once.
 
     Args:
+        section: of ``ds_config``.
         args: the command line that fills ``"auto"`` values, see :func:`paceline.config.fill_auto`.
         given: names in ``args`` that the user gave.
         num_steps: optimizer steps of the run, once the batch sizes are known.
@@ -77,9 +79,9 @@ def plan_for(
     least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     room["device_bytes"] = int(least)
-    stages, _ = resolve_stages(ds_config, **room)
+    stages, _ = resolve_stages(section, ds_config, **room)
 
-    def filled(config: Mapping[str, Any], max_steps: int | None) -> Resolved:
+    def filled(config: Mapping[str, Any], max_steps: int | None) -> RunPlan:
         complete = fill_auto(
             config,
             args,
@@ -88,7 +90,7 @@ def plan_for(
             max_steps=max_steps,
             given=given,
         )
-        return resolve(complete, num_items=num_layers + 2, **room)
+        return resolve(complete, num_items=num_layers + 2, section=section, **room)
 
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
     max_steps = num_steps(filled(without_schedule, None)) if num_steps is not None else None
@@ -111,7 +113,7 @@ def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, Any]) ->
 
 def first_partition(
     hf_config: PretrainedConfig,
-    resolved: Resolved,
+    resolved: RunPlan,
     control: ControlPlane,
     *,
     dtype: torch.dtype,
@@ -169,7 +171,7 @@ def first_partition(
     )
 
 
-def _by_work(hf_config: PretrainedConfig, resolved: Resolved, shape: Shape, limit_bytes: Sequence[float]) -> list[int]:
+def _by_work(hf_config: PretrainedConfig, resolved: RunPlan, shape: Shape, limit_bytes: Sequence[float]) -> list[int]:
     """Boundaries over items that give all stages about equally much work, as far as memory allows.
 
     Where what a stage keeps cannot be counted (a forward that depends on values, several directions, experts on several
@@ -213,21 +215,24 @@ def work_boundaries(
         return partition_items(items, stages, "parameters")
 
 
-def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Resolved:
-    """``ds_config`` completed for a pipeline that is built already.
+def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any], section: PacelineConfig) -> RunPlan:
+    """Resolve what ``ds_config`` leaves open for a pipeline that is built already.
+
+    Args:
+        section: of ``ds_config``.
 
     Raises:
         ValueError: it asks for another number of stages than the pipeline has, or for a partition of another model.
     """
-    asked = PacelineConfig.of(ds_config).pipeline.stages
+    asked = section.pipeline.stages
     if asked not in (None, pipeline.num_stages):
         raise ValueError(
             f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
             "leave the key out, or build it anew."
         )
-    section = {**ds_config.get("paceline", {}).get("pipeline", {}), "stages": pipeline.num_stages}
+    built = section.pipeline.model_copy(update={"stages": pipeline.num_stages})
     experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
-    config = {EXPERT_PARALLEL: experts, **ds_config, "paceline": {"pipeline": section}}
+    config = {EXPERT_PARALLEL: experts, **ds_config}
     num_layers = pipeline.anatomy.num_layers
     resolved = resolve(
         fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),
@@ -236,10 +241,11 @@ def resolve_for(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> Res
         num_items=num_layers + 2,
         state_bytes=None,
         device_bytes=None,
+        section=section.model_copy(update={"pipeline": built}),
     )
     if resolved.expert_parallel != pipeline.expert_parallel:
         raise ValueError(
             f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "
             f"expert_parallel={pipeline.expert_parallel}: leave the section out, or build it anew."
         )
-    return replace(resolved, ds_config={**resolved.ds_config, "paceline": dict(ds_config.get("paceline", {}))})
+    return replace(resolved, section=section)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from ..comm.control import ControlPlane
-from ..config import PacelineConfig, Resolved, read_ds_config
+from ..config import PacelineConfig, RunPlan, read_ds_config
 from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
@@ -83,7 +83,7 @@ class PipelineTraining(_Trainer):
     """Records of the last training, once it has begun."""
     preprocess_logits_for_metrics: Any
     _built_of: Any = None
-    _resolved: Resolved
+    _resolved: RunPlan
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         repair_deepspeed()
@@ -119,7 +119,7 @@ class PipelineTraining(_Trainer):
         model = self.model
         control = ControlPlane.create()
         ds_config = read_ds_config(self.args.deepspeed)
-        PacelineConfig.of(ds_config)
+        section = PacelineConfig.of(ds_config)
         with control.together("reading the model's config"):
             hf_config = config_of(model)
             require_supported(hf_config)
@@ -130,6 +130,7 @@ class PipelineTraining(_Trainer):
         resolved = plan_for(
             hf_config,
             ds_config,
+            section,
             args=self.args,
             given=_given(self.args),
             num_steps=steps,
@@ -163,7 +164,7 @@ class PipelineTraining(_Trainer):
         pipeline = self._build()
         if self._engine is not None and num_steps is None:
             return self._engine
-        ds_config = self._resolved.ds_config
+        plan = self._resolved
         self._created_lr_scheduler, self.lr_scheduler = False, None
 
         def scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -173,13 +174,13 @@ class PipelineTraining(_Trainer):
             self._engine.destroy()
         names_optimizer = "optimizer" in read_ds_config(self.args.deepspeed)
         if not names_optimizer:  # then it is the TrainingArguments'
-            ds_config = {key: value for key, value in ds_config.items() if key != "optimizer"}
+            plan = replace(plan, ds_config={key: v for key, v in plan.ds_config.items() if key != "optimizer"})
         engine, _, _, lr_scheduler = initialize(
             model=pipeline,
-            model_parameters=self._parameter_groups(pipeline, ds_config),
+            model_parameters=self._parameter_groups(pipeline, plan.ds_config),
             optimizer=None if names_optimizer else partial(_make_optimizer, self),
-            lr_scheduler=None if "scheduler" in ds_config else scheduler,
-            config=ds_config,
+            lr_scheduler=None if "scheduler" in plan.ds_config else scheduler,
+            config=plan,
         )
         engine.own_loss = trainers_loss(self, pipeline._grid.data_parallel_size)
         self._engine = self.deepspeed = self.model_wrapped = engine
@@ -337,7 +338,7 @@ class PipelineTraining(_Trainer):
     # -- records of the run --------------------------------------------------------------------------------------
 
     def _make_log(self, engine: Any) -> RunLog:
-        run_dir, section = Path(self.args.output_dir), PacelineConfig.of(read_ds_config(self.args.deepspeed))
+        run_dir, section = Path(self.args.output_dir), self._resolved.section
         return RunLog(engine, run_dir, section, self._resolved, engine.module.control)
 
     def _begin_log(self, num_steps: int) -> None:
@@ -470,7 +471,7 @@ def _given(args: TrainingArguments) -> set[str]:
     return found | set(_BATCHES)
 
 
-def _warn_of_idling(resolved: Resolved) -> None:
+def _warn_of_idling(resolved: RunPlan) -> None:
     stages, micro_batches = resolved.stages, resolved.micro_batches
     if stages > 1 and micro_batches < FEW_MICRO_BATCHES * stages and dist.get_rank() == 0:
         logger.warning(
@@ -484,7 +485,7 @@ def _saved_beside(trainer: Any) -> Any:
     return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
 
 
-def _count_steps(args: TrainingArguments, dataset: Any, resolved: Resolved) -> int:
+def _count_steps(args: TrainingArguments, dataset: Any, resolved: RunPlan) -> int:
     """Of the whole training, as Trainer counts them."""
     if args.max_steps > 0:
         return int(args.max_steps)

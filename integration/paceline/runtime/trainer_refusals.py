@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..averaging.islands import combining_fault
-from ..config import PacelineConfig, Resolved, read_ds_config
+from ..config import PacelineConfig, RunPlan, read_ds_config
 from .trainer_loss import home_of, refused_loss
 
 ASKED = 'the JSON has "paceline": {"pipeline": ...}'
@@ -113,7 +113,7 @@ def refused_methods(kind: type, mixin: type) -> str:
     return ""
 
 
-def refused_shape(args: TrainingArguments, resolved: Resolved) -> str:
+def refused_shape(args: TrainingArguments, resolved: RunPlan) -> str:
     """The same, of what is known once ranks are divided into stages and replicas."""
     if resolved.data_parallel > 1 and not args.average_tokens_across_devices:
         return (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.config import ScheduleChoice
 from paceline.runtime import asynchronous_engine as asynchronous
 from paceline.runtime.asynchronous_engine import AsynchronousEngine
 from paceline.supervise.watch import EVERYONE, WATCH
@@ -29,15 +30,12 @@ def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
 ) -> None:
     made: dict[str, Any] = {}
     monkeypatch.setattr(asynchronous, "AsynchronousOptimizer", lambda basic, names, **options: made.update(options))
-    schedule = {"paceline": {"pipeline": {"stages": 2, "schedule": "one_direction"}}}
     engine = SimpleNamespace(
         _stage_of={},
         _mirrors=SimpleNamespace(group=None, model_group=None),
         _routes=((0, 1),),
-        _config=SimpleNamespace(_param_dict={"zero_optimization": zero, **schedule}),
+        plan=SimpleNamespace(ds_config={"zero_optimization": zero}, schedule=ScheduleChoice("one_direction")),
         module=SimpleNamespace(num_stages=2, get_tied_weights_and_groups=list),
-        gradient_accumulation_steps=lambda: 4,
-        train_micro_batch_size_per_gpu=lambda: 1,
     )
     basic = torch.optim.SGD([{"params": []}], lr=0.1)
     AsynchronousEngine._make_sharded(engine, basic, {}, overlap=by_default, shard=False)  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""Everything that a DeepSpeed JSON, our section of it and the command line come to: one frozen value for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .averaging_keys import AveragingConfig
+from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
+from .partitions import PartitionChoice, resolve_partition
+from .schedules import ScheduleChoice, resolve_schedule
+from .section import MoeConfig, PacelineConfig, ReportConfig
+from .stage_counts import resolve_method, schedule_type
+
+
+class Choice(NamedTuple):
+    """A value that was chosen because its key was left out."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is started with: made once, before anything is built; an engine has it as ``engine.plan``.
+
+    Args:
+        section: the ``"paceline"`` section as it was written.
+        micro_batches: per step and pipeline; DeepSpeed's ``gradient_accumulation_steps``.
+        partition_choice: which items each stage holds, and how often to look for a better partition.
+        schedule: the order in which the stages compute.
+        ds_config: the dict for DeepSpeed.
+        chosen: by path, every value that was chosen automatically.
+        expert_parallel: ranks of a stage that share its experts.
+    """
+
+    section: PacelineConfig
+    stages: int
+    data_parallel: int
+    micro_batch_size: int
+    micro_batches: int
+    train_batch_size: int
+    partition_choice: PartitionChoice
+    schedule: ScheduleChoice
+    ds_config: dict[str, Any]
+    chosen: dict[str, Choice] = field(default_factory=dict)
+    expert_parallel: int = 1
+
+    @property
+    def partition(self) -> str | list[int] | dict[str, float]:
+        """The method, or boundaries over the pipeline's items (``stages + 1`` of them)."""
+        method = self.partition_choice.method
+        assert method is not None, "the plan is for a model that was built by something else"
+        return list(method) if isinstance(method, tuple) else method
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """How experts follow the load; None: they stay where they are."""
+        return self.section.moe
+
+    @property
+    def natural_gradient(self) -> NaturalGradientConfig | None:
+        """Natural gradients of linear layers; None: ordinary ones."""
+        return self.section.natural_gradient
+
+    @property
+    def max_change(self) -> MaxChangeConfig | None:
+        """How far parameters may move in one update, wherever the section says it; None: any distance."""
+        return self.section.limits
+
+    @property
+    def averaging(self) -> AveragingConfig | None:
+        """Islands that average their parameters; None: the job is alone."""
+        return self.section.averaging
+
+    @property
+    def report(self) -> ReportConfig:
+        """Files that the run writes about itself."""
+        return self.section.report
+
+
+def plan_as_built(
+    section: PacelineConfig,
+    ds_config: Mapping[str, Any],
+    *,
+    stages: int,
+    data_parallel: int,
+    micro_batch_size: int,
+    micro_batches: int,
+    train_batch_size: int,
+) -> RunPlan:
+    """The plan for a model that was built by something else: nothing but the schedule's own keys is chosen.
+
+    Args:
+        section: of ``ds_config``.
+        stages: of the pipeline; 1 for a model that is no pipeline.
+        data_parallel: replicas, as DeepSpeed counts them; the sizes are DeepSpeed's too.
+
+    Raises:
+        ValueError: one line with the value, the rule and the remedy.
+    """
+    method, _ = resolve_method(section, ds_config)
+    partition, chosen = resolve_partition(section, method, schedule_type(section), default=None)
+    schedule, more = resolve_schedule(section, stages, micro_batches, micro_batch_size=micro_batch_size)
+    return RunPlan(
+        section=section,
+        stages=stages,
+        data_parallel=data_parallel,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        train_batch_size=train_batch_size,
+        partition_choice=partition,
+        schedule=schedule,
+        ds_config=dict(ds_config),
+        chosen={key: Choice(*default) for key, default in (chosen | more).items()},
+    )
