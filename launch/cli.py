@@ -163,6 +163,7 @@ def _check_config(args: argparse.Namespace) -> int:
     from paceline.config import (
         PacelineConfig,
         check_scheduler,
+        check_written,
         near_misses,
         open_autos,
         read_ds_config,
@@ -182,6 +183,7 @@ def _check_config(args: argparse.Namespace) -> int:
         print(f"paceline: warning: {line}", file=sys.stderr)
     if is_pipeline:
         check_optimizer(config)
+    check_written(config, section, is_pipeline=is_pipeline)
     shown: dict[str, Any] = {"paceline": section.model_dump(mode="json")}
     shown["auto"] = open_autos(config)
     if args.world_size is not None:
@@ -196,6 +198,7 @@ def _check_config(args: argparse.Namespace) -> int:
             state_bytes=None,
             device_bytes=None,
             cpu=False,
+            section=section,
         )
         names = ("stages", "data_parallel", "partition", "micro_batch_size", "micro_batches", "train_batch_size")
         shown["resolved"] = {name: getattr(resolved, name) for name in names}

@@ -280,17 +280,15 @@ def _workload(
 
 def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
     """Types of schedule without a flush that may be planned, those that this precision has."""
-    from paceline.config import PacelineConfig, PipelineConfig
-    from paceline.config.asynchronous_keys import check_asynchronous
+    from paceline.config import Features, PacelineConfig, PipelineConfig, check_exclusions
     from paceline.launch.plan_report import precision
     from paceline.schedules.asynchronous import STREAMS
 
     found = []
     for kind in STREAMS if args.late_gradients else ():
         with suppress(ValueError):
-            check_asynchronous(
-                precision(shape), PacelineConfig(pipeline=PipelineConfig.model_validate({"schedule": kind}))
-            )
+            pipeline = PipelineConfig.model_validate({"schedule": kind})
+            check_exclusions(Features(precision(shape), PacelineConfig(pipeline=pipeline)))
             found.append(kind)
     return found
 

@@ -20,6 +20,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from paceline.config.exclusions import GROUNDS, markdown
+
 TESTS = Path(__file__).resolve().parent
 GOLDEN = TESTS / "golden" / "combinations.json"
 README = TESTS.parent / "README.md"
@@ -290,11 +292,13 @@ def readme_part(found: Mapping[str, Mapping[str, Any]]) -> str:
         f"Every pair is a test, two steps of two pipelines of two stages. `=`: {counts[EXACT]} that give the losses of "
         f"one process; `+`: {counts[TRAINS]} that train, where there is no such process or rounding differs (half "
         f"precision, stale weights, estimates of each replica's own); `-`: {counts[REFUSED]} that are refused at the "
-        "start (reasons: `tests/golden/combinations.json`); empty: one key, one value. The table is written by "
+        "start, for a reason of the second table; empty: one key, one value. Both tables are written by "
         "`python tests/combinations_of_features.py --write`, and held to the truth by "
         "`tests/distributed/test_combinations.py`."
     )
-    return f"{BEGIN}\n{text}\n\n{table(found)}\n{END}"
+    reasons = " ".join(f"Ground *{ground}*: {meaning}." for ground, meaning in GROUNDS.items())
+    refused = f"Refused at the start, with the values, the reason and what to do instead. {reasons}\n\n{markdown()}"
+    return f"{BEGIN}\n{text}\n\n{table(found)}\n\n{refused}\n{END}"
 
 
 def write(found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -307,8 +311,12 @@ def write(found: Mapping[str, Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write-readme", action="store_true", help="of what was found last, without measuring")
     parser.add_argument("--only", nargs="*", help="features")
     args = parser.parse_args()
+    if args.write_readme:
+        write(json.loads(GOLDEN.read_text()))
+        return
     chosen = [cell for cell in cells() if args.only is None or set(args.only) & set(cell)]
     found = measure(chosen)
     for name, cell in found.items():

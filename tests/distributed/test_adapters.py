@@ -554,7 +554,7 @@ REFUSED = {
     "replication": r"peft_type LORA cannot be in a pipeline: its layers share weights",
     "two": r"the model has the adapters \['default', 'other'\]: a pipeline trains and writes one; delete",
     "merged": r"the adapter 'default' is merged into model\.layers\.0\.self_attn\.q_proj: unmerge it",
-    "experts": r"the model has LORA adapters, and expert_parallel\.autoep_size is 2: .*leave expert_parallel out",
+    "experts": r"the model has LORA adapters and expert_parallel\.autoep_size is 2: .*leave expert_parallel out",
     "quantised": r"the model's weights are quantised \(bitsandbytes\), and quantised weights cannot be trained: add",
 }
 

@@ -48,7 +48,7 @@ def test_without_the_section_it_is_deepspeeds_own(config: dict[str, Any]) -> Non
         ({"paceline": {"mo": {}}}, r'paceline.mo is not a key .* did you mean "moe"'),
         ({"paceline": {"moe": {"replicas": -1}}}, "paceline.moe.replicas is -1"),
         ({"paceline": {"pipeline": {}}}, r"paceline\.pipeline asks for stages, .* take paceline\.PacelineTrainer"),
-        (MOE | {"hybrid_engine": {"enabled": True}}, "does not go with hybrid_engine"),
+        (MOE | {"hybrid_engine": {"enabled": True}}, r"paceline\.moe is there and hybrid_engine\.enabled is true: "),
     ],
 )
 def test_what_is_refused(config: dict[str, Any], message: str) -> None:

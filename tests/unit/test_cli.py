@@ -144,6 +144,16 @@ def test_check_config_as_text(ds_json, capsys):
             ["--world-size", "4", "--num-layers", "12"],
             "paceline.pipeline.stages is 3 and there are 4 ranks",
         ),
+        (
+            {"paceline": {"pipeline": {"schedule": "one_direction"}, "averaging": {"lighthouse": "host:29510"}}},
+            [],
+            'paceline.averaging is there and paceline.pipeline.schedule.type "one_direction": they have not been made',
+        ),
+        (
+            {"paceline": {"moe": {}}, "zero_optimization": {"stage": 3}},
+            [],
+            "paceline.moe is there and zero_optimization.stage is 3: ",
+        ),
     ],
 )  # fmt: skip
 def test_one_clear_line(ds_json, capsys, config, more, message):

@@ -195,11 +195,6 @@ def test_batch_sizes_that_the_command_line_leaves_open():
             'write "auto" in the JSON.',
         ),
         (
-            {"bf16": {"enabled": True}},
-            {"fp16": True},
-            "fp16.enabled and bf16.enabled are both true: a run has one of them; turn one off.",
-        ),
-        (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}},
             {"warmup_steps": 0.5},
             "scheduler.params.warmup_num_steps is 10 in the JSON and --warmup_steps on the command line makes it 50; "
@@ -211,8 +206,7 @@ def test_contradictions(config, flags, message):
     args = replace(Args(), **flags)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fill(config, args, flags)
-    if "both" not in message:
-        fill(config, args)  # as defaults they contradict nothing
+    fill(config, args)  # as defaults they contradict nothing
 
 
 @pytest.mark.parametrize(

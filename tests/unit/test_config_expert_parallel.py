@@ -79,7 +79,9 @@ def test_layers_stay_on_their_stages():
         "expert_parallel": {"enabled": True, "autoep_size": 2},
         "paceline": {"pipeline": {"stages": 2, "partition": partition}},
     }
-    with pytest.raises(ValueError, match=r"repartition_every is 100 and expert_parallel\.autoep_size 2: .* write 0 "):
+    with pytest.raises(
+        ValueError, match=r"repartition_every is 100 and expert_parallel\.autoep_size is 2: .* write 0 "
+    ):
         resolved(config)
     partition["repartition_every"] = 0
     assert resolved(config).expert_parallel == 2

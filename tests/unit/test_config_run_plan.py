@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.config import PacelineConfig, PartitionChoice, RunPlan, ScheduleChoice, plan_as_built, resolve
+from paceline.config.expert_choice import MoeChoice
 
 SIZES = {"micro_batch_size": 2, "micro_batches": 6, "train_batch_size": 24}
 
@@ -43,8 +44,9 @@ def test_a_schedule_that_does_not_fit_is_refused() -> None:
 
 def test_parts_of_the_section() -> None:
     plan = as_built({"moe": {"replicas": 1}, "natural_gradient": {"max_change": {"layer": 0.5}}})
-    assert plan.moe is not None
-    assert plan.moe.replicas == 1
+    assert plan.moe == MoeChoice(rebalance_every=50, replicas=1, splitting="even", loads_file=None)
+    assert as_built({"moe": {"rebalance_every": 0, "replicas": None}}).moe == MoeChoice(rebalance_every=0)
+    assert as_built({}).moe is None
     assert plan.natural_gradient is not None
     assert plan.max_change == plan.natural_gradient.max_change
     assert plan.averaging is None

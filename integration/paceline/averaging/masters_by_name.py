@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.control import ControlPlane
+from ..config import exclusion
 from ..optim.sharded import Owned
 from ..optim.zero_partitions import masters_of, num_real
 from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, stretch
@@ -215,11 +216,8 @@ class PlainMasters(Masters):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.control)
         if any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()):
-            raise ValueError(
-                "paceline.averaging is there, and experts lie on different ranks of an engine without a pipeline: use "
-                'a pipeline ("paceline": {"pipeline": {}}), whose experts have names of their own, or leave '
-                "expert_parallel out."
-            )
+            row = exclusion("averaging", "experts on several ranks without a pipeline")
+            raise ValueError(row.message("paceline.averaging is there", "experts lie on different ranks"))
         self._engine = engine
         self._masters = masters_of(engine.optimizer)
         self.keeps_states_apart = False

@@ -2,10 +2,11 @@
 
 from .auto import fill_auto, open_autos
 from .effects import without_effect
+from .exclusions import Features, check_exclusions, exclusion
 from .files import read_ds_config, without_secrets
 from .known import near_misses, warn_near_misses
 from .partitions import PartitionChoice, resolve_partition
-from .resolve import check_features, resolve
+from .resolve import check_features, check_written, resolve
 from .run_plan import Choice, RunPlan, plan_as_built
 from .schedulers import check_scheduler
 from .schedules import ScheduleChoice, resolve_schedule
@@ -14,6 +15,7 @@ from .stage_counts import choose_stages, resolve_stages
 
 __all__ = [
     "Choice",
+    "Features",
     "PacelineConfig",
     "PartitionChoice",
     "PartitionConfig",
@@ -22,9 +24,12 @@ __all__ = [
     "RunPlan",
     "ScheduleChoice",
     "ScheduleConfig",
+    "check_exclusions",
     "check_features",
     "check_scheduler",
+    "check_written",
     "choose_stages",
+    "exclusion",
     "fill_auto",
     "near_misses",
     "open_autos",

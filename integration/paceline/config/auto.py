@@ -86,9 +86,6 @@ def fill_auto(
     if left:
         why = "there is no command line to fill it from" if args is None else "no command-line flag fills it"
         raise ValueError(f'{left[0]} is "auto" and {why}; write a value or leave the key out.')
-    both = [n for n in ("fp16", "bf16", "bfloat16") if value_at(config, f"{n}.enabled") is True]
-    if "fp16" in both and len(both) > 1:
-        raise ValueError(f"fp16.enabled and {both[1]}.enabled are both true: a run has one of them; turn one off.")
     return config
 
 

@@ -35,12 +35,12 @@ _DEFAULTS: dict[str, Any] = {
 """What DeepSpeed takes for other keys that are left out, where it is not null."""
 
 
-def resolve_expert_parallel(section: Any, data_parallel: int) -> int:
+def resolve_expert_parallel(section: Any, data_parallel: int | None) -> int:
     """Ranks of a stage that share its experts; 1 where the section is absent or not enabled.
 
     Args:
         section: ``expert_parallel`` of the JSON.
-        data_parallel: replicas of each stage.
+        data_parallel: replicas of each stage; None: not known.
 
     Raises:
         ValueError: a size that does not fit, or a key that asks DeepSpeed's own layers for something.
@@ -58,7 +58,7 @@ def resolve_expert_parallel(section: Any, data_parallel: int) -> int:
                 f"{EXPERT_PARALLEL}.{key} is {show(value)}: it is for DeepSpeed's own expert layers, and in a pipeline "
                 "the model's own compute (how: experts_implementation of its config); leave it out."
             )
-    if data_parallel % size:
+    if data_parallel is not None and data_parallel % size:
         raise ValueError(
             f"{EXPERT_PARALLEL}.autoep_size is {size}: it must divide the {data_parallel} replicas of each stage "
             "(ranks / stages); choose a divisor, or other stages."

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
-from .asynchronous_keys import check_asynchronous
 from .batch_sizes import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
+from .exclusions import Features, check_exclusions
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects
 from .partitions import resolve_partition
@@ -17,18 +17,7 @@ from .schedules import resolve_schedule
 from .section import PacelineConfig, show, value_at
 from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type
 
-# DeepSpeed features that this version has not been tested with in a pipeline, or whose work its optimizer does not do.
-_NOT_IN_PIPELINES = (
-    "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
-    "fp16.fp16_master_weights_and_grads",
-    "hybrid_engine.enabled",
-    "sequence_parallel_size",
-    "tensor_parallel.autotp_size",
-    "zero_optimization.cpu_offload",
-)
 ZERO_STAGE = "zero_optimization.stage"
-_OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
 
 def resolve(
@@ -81,13 +70,6 @@ def resolve(
         _check_boundaries(path, method, stages, num_items)
     partition, defaults = resolve_partition(section, method, schedule_type(section))
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
-    if expert_parallel > 1 and partition.repartition_every:
-        raise ValueError(
-            f"paceline.pipeline.partition.repartition_every is {partition.repartition_every} and "
-            f"expert_parallel.autoep_size {expert_parallel}: layers with experts on several ranks do not change their "
-            "stage; write 0 for repartition_every, or leave expert_parallel out."
-        )
-
     data_parallel = world_size // stages
     in_rounds = schedule_type(section) == MULTIDIRECTION
     sizes, reasons = batch_sizes(config, stages, data_parallel, in_rounds=in_rounds)
@@ -132,7 +114,7 @@ def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_i
 
 
 def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_parallel: int = 1) -> None:
-    """Raise ValueError for what a pipeline, or one with this schedule, cannot do: one line with value and remedy.
+    """Raise ValueError for features of a pipeline that exclude each other: one line with values, rule and remedy.
 
     Args:
         section: of ``config``.
@@ -141,38 +123,21 @@ def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_pa
     zero = config.get("zero_optimization", {})
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
-        raise ValueError(f"zero_optimization.stage is {show(zero_stage)}: it must be 0, 1, 2 or 3; write one of them.")
-    if zero_stage > 1:
-        raise ValueError(
-            f"zero_optimization.stage is {zero_stage}: DeepSpeed has pipelines, also of one stage, with ZeRO 0 and 1 "
-            "only; write 1."
-        )
-    for path in _NOT_IN_PIPELINES:
-        value = value_at(config, path)
-        if value is True or (isinstance(value, int) and value > 1):
-            raise ValueError(f"{path} is {show(value)}: this version has no pipelines with it; leave it out.")
-    if config.get("managed_gradient_accumulation") is False:
-        raise ValueError(
-            "managed_gradient_accumulation is false: a pipeline's step has all of its micro-batches; leave it out."
-        )
-    if value_at(config, "expert_parallel.enabled"):
-        raise ValueError(
-            "expert_parallel.enabled is true: a PipelineModule's own layers cannot be spread, those of a Hugging Face "
-            "model can; leave it out."
-        )
-    for path in _OFFLOADS:
-        value = value_at(config, path)
-        if value not in (None, "none"):
-            raise ValueError(
-                f'{path} is {show(value)}: pipelines keep their states on the devices; write "none", and take more '
-                "stages or ZeRO 1 if they do not fit."
-            )
-    autocast = value_at(config, "torch_autocast.dtype")
-    if value_at(config, "torch_autocast.enabled") and str(autocast).lower() not in ("bf16", "bfloat16"):
-        raise ValueError(
-            f'torch_autocast.dtype is {show(autocast)}: pipelines scale no loss for it; write "bfloat16", or use fp16.'
-        )
-    check_asynchronous(config, section, expert_parallel)
+        raise ValueError(f"{ZERO_STAGE} is {show(zero_stage)}: it must be 0, 1, 2 or 3; write one of them.")
+    kind, (method, _) = schedule_type(section), resolve_method(section, config)
+    partition, _ = resolve_partition(section, method, kind, default=None)
+    check_exclusions(
+        Features(config, section, repartition_every=partition.repartition_every, expert_parallel=expert_parallel)
+    )
+
+
+def check_written(config: Mapping[str, Any], section: PacelineConfig, *, is_pipeline: bool) -> None:
+    """:func:`check_features`, as far as a JSON alone tells: without ranks and model."""
+    if not is_pipeline:
+        check_exclusions(Features(config, section, is_pipeline=False))
+        return
+    expert_parallel = resolve_expert_parallel(config.get(EXPERT_PARALLEL, {}), None)
+    check_features({key: value for key, value in config.items() if key != EXPERT_PARALLEL}, section, expert_parallel)
 
 
 def _is_stock_adam(config: Mapping[str, Any]) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .averaging_keys import AveragingConfig
+from .expert_choice import MoeChoice, resolve_moe
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
-from .section import MoeConfig, PacelineConfig, ReportConfig
+from .section import PacelineConfig, ReportConfig
 from .stage_counts import resolve_method, schedule_type
 
 
@@ -55,9 +56,9 @@ class RunPlan:
         return list(method) if isinstance(method, tuple) else method
 
     @property
-    def moe(self) -> MoeConfig | None:
+    def moe(self) -> MoeChoice | None:
         """How experts follow the load; None: they stay where they are."""
-        return self.section.moe
+        return resolve_moe(self.section.moe)
 
     @property
     def natural_gradient(self) -> NaturalGradientConfig | None:

@@ -379,17 +379,19 @@ def meaning(name: str) -> str:
 
 def config(path: str) -> dict[str, Any]:
     """A DeepSpeed JSON as ``paceline check-config`` reads it: its warnings, what is filled in later, or the error."""
-    from ..config import PacelineConfig, near_misses, open_autos, read_ds_config, without_effect
+    from ..config import PacelineConfig, check_written, near_misses, open_autos, read_ds_config, without_effect
 
     try:
         found = read_ds_config(path)
-        section = PacelineConfig.of(found).model_dump(mode="json", exclude_none=True)
+        section = PacelineConfig.of(found)
+        is_pipeline = "pipeline" in found.get("paceline", {})
+        check_written(found, section, is_pipeline=is_pipeline)
     except ValueError as error:
         return {"path": path, "error": " ".join(str(error).split())}
     return {
         "path": path,
         "error": "",
-        "near_misses": near_misses(found) + (without_effect(found) if "pipeline" in found.get("paceline", {}) else []),
+        "near_misses": near_misses(found) + (without_effect(found) if is_pipeline else []),
         "autos": open_autos(found),
-        "section": json.dumps(section),
+        "section": json.dumps(section.model_dump(mode="json", exclude_none=True)),
     }

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config.section import MoeConfig
+from ..config.expert_choice import MoeChoice
 from ..planning.experts import Placement, device_loads, moved
 from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose
 from ..planning.splitting import split
@@ -33,9 +33,6 @@ from .stage_agreement import KEPT, Looks, Stages
 from .timing import ExpertClock
 
 logger = logging.getLogger("paceline")
-
-EVERY = 50
-"""Steps between looks, if the config does not say."""
 
 TIMED_STEPS = 2
 """Before a look in which experts are timed."""
@@ -75,7 +72,7 @@ class Rebalancer:
         layers: of this rank, in the model's order; the same on all ranks of ``group``.
         states: what this rank holds of a parameter (:func:`paceline.moe.moving.states_of`).
         group: all ranks that hold these layers: expert-parallel times expert-data-parallel.
-        config: the section ``"moe"``.
+        config: how often, and with how many copies.
         stages: of the pipeline, if these layers are of one stage of several.
         log: file that the first rank of the group appends each window to, a line of JSON, unless the config names one.
 
@@ -90,7 +87,7 @@ class Rebalancer:
         layers: Sequence[ExpertLayer],
         states: Callable[[nn.Parameter], Sequence[StatePart]],
         group: Any,
-        config: MoeConfig,
+        config: MoeChoice,
         *,
         stages: Stages | None = None,
         log: Path | None = None,
@@ -99,9 +96,9 @@ class Rebalancer:
         self.layers, self.states, self.group = list(layers), states, group
         self.log = log if config.loads_file is None else Path(config.loads_file)
         self.by_name = {layer.name: layer for layer in self.layers}
-        self.num_replicas = config.replicas or 0
-        self.looks = Looks(looks_every(config))
-        self.evens_out = (config.splitting or EVEN) != EVEN
+        self.num_replicas = config.replicas
+        self.looks = Looks(config.rebalance_every)
+        self.evens_out = config.splitting != EVEN
         self.rule = SwitchRule(max(1, self.looks.every))
         self.decisions: list[dict[str, Any]] = []
         self.windows: list[dict[str, Any]] = []
@@ -370,11 +367,6 @@ class Rebalancer:
         shares = split(placement, loads) if self.evens_out and num_copies(placement) else None
         each = device_loads(placement, loads, shares)
         return max(each) * len(each) / sum(each) if sum(each) else 1.0
-
-
-def looks_every(config: MoeConfig) -> int:
-    """Steps between looks; 0: never."""
-    return EVERY if config.rebalance_every is None else config.rebalance_every
 
 
 def _row_s(rows: Tensor, compute_s: Tensor, travel_s: Tensor) -> float | None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config import exclusion
 from .max_change import Changes, Limits, Part
 from .sharded import MOST_LEFT_OUT
 from .zero_partitions import masters_of, num_real
@@ -134,19 +135,14 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _check(engine: Any, limits: Limits) -> None:
-    offloads = [engine.zero_offload_optimizer(), engine.zero_offload_param()]
-    remedy = "or leave max_change out."
     if engine.pipeline_parallelism:
         raise ValueError(f"{limits} of a pipeline: its optimizer limits changes itself; give it max_change.")
-    if any(offload is not None and offload.device != "none" for offload in offloads):
-        raise ValueError(
-            f"{limits}: changes are limited where the masters are on the device: leave offload_optimizer and "
-            f"offload_param out of zero_optimization, {remedy}"
-        )
-    if engine.zenflow:
-        raise ValueError(f"{limits}: changes are not limited with ZenFlow: leave zenflow out, {remedy}")
-    if engine.mp_world_size > 1:
-        raise ValueError(
-            f"{limits}: changes are not limited with tensor parallelism ({engine.mp_world_size} ranks hold a layer): "
-            f"use data parallelism, {remedy}"
-        )
+    offloads = [engine.zero_offload_optimizer(), engine.zero_offload_param()]
+    found = {
+        "offload": any(offload is not None and offload.device != "none" for offload in offloads),
+        "ZenFlow": bool(engine.zenflow),
+        "tensor parallelism": engine.mp_world_size > 1,
+    }
+    for feature, is_on in found.items():
+        if is_on:
+            raise ValueError(exclusion("max_change", feature).message(str(limits), f"the engine has {feature}"))

@@ -11,8 +11,8 @@ from deepspeed import comm as dist
 from torch import nn
 
 from ..comm.control import ControlPlane
+from ..config.expert_choice import MoeChoice
 from ..config.optimizers import ELEMENTWISE
-from ..config.section import MoeConfig
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN
 from ..optim.buckets import Domain
@@ -109,7 +109,7 @@ class Experts:
     def __init__(
         self,
         shared: SharedExperts,
-        section: MoeConfig | None,
+        section: MoeChoice | None,
         *,
         control: ControlPlane,
         stages: Stages | None,
@@ -129,20 +129,20 @@ class Experts:
             layer.begin(
                 name,
                 shared.groups.sharing,
-                num_replicas=(section and section.replicas) or 0,
-                splitting=(section and section.splitting) or EVEN,
+                num_replicas=section.replicas if section else 0,
+                splitting=section.splitting if section else EVEN,
                 is_last_backward=is_last_backward,
             )
         if section is None:
             return
-        from ..moe.rebalancer import Rebalancer, looks_every
+        from ..moe.rebalancer import Rebalancer
         from ..moe.stage_agreement import Bystander
 
         if self.layers:
             self.rebalancer = Rebalancer(list(self.layers.values()), states(), group(), section, stages=stages)
             self.looks = self.rebalancer
         elif stages is not None:
-            self.looks = Bystander(looks_every(section), stages)
+            self.looks = Bystander(section.rebalance_every, stages)
 
     def after_step(self) -> None:
         """Look at the load if it is time. Collective, after every step of the optimizer."""

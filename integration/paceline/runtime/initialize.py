@@ -21,10 +21,12 @@ from ..config import (
     RunPlan,
     check_features,
     check_scheduler,
+    exclusion,
     read_ds_config,
     warn_near_misses,
     without_effect,
 )
+from ..config.exclusions import LAYERS, NO_FLUSH
 from ..config.section import HETERO, WORK, show
 from ..config.stage_counts import PARTITION
 from ..hf.check import require_supported
@@ -163,10 +165,8 @@ def _engine_for(model: PipelineModule, section: PacelineConfig) -> type[Paceline
     schedule = section.pipeline.schedule
     kind = None if schedule is None else schedule.type
     if kind in STREAMS and not isinstance(model, CausalLMPipeline):
-        raise ValueError(
-            f"paceline.pipeline.schedule.type is {kind!r}, which is for Hugging Face models: this is a "
-            f"{type(model).__name__}; choose another schedule."
-        )
+        written = (f"paceline.pipeline.schedule.type {show(kind)}", f"the model is a {type(model).__name__}")
+        raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
     is_made_for = MULTIDIRECTION if isinstance(model, MultiDirectionPipeline) else None
     if (kind == MULTIDIRECTION or is_made_for) and kind != is_made_for:
         raise ValueError(

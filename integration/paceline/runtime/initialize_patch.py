@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import PacelineConfig, PipelineConfig, RunPlan, plan_as_built
-from ..config.section import value_at
+from ..config import Features, PacelineConfig, PipelineConfig, RunPlan, check_exclusions, plan_as_built
 from ..patches.deepspeed_initialize import plain_engine_class
 from ..patches.registry import applied
 
@@ -99,10 +98,8 @@ def plain_engine_for(section: PacelineConfig, ds_config: Mapping[str, Any]) -> t
             '"pipeline" out of "paceline" (or its "stages" at 1).'
         )
     asked = plain_parts(section)
-    if asked and value_at(ds_config, "hybrid_engine.enabled"):
-        raise ValueError(
-            f"paceline.{asked[0]} does not go with hybrid_engine, which is an engine of its own: leave one of them out."
-        )
+    if asked:
+        check_exclusions(Features(ds_config, section, is_pipeline=False))
     if "moe" in asked:
         from .plain_expert_engine import ExpertEngine
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
 from ..comm.transport import TIMEOUT
+from ..config import exclusion
 from ..config.section import HETERO, WORK, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.model_workload import work_of_items
@@ -251,11 +252,9 @@ class CausalLMPipeline(PipelineModule):
             )
         if expert_parallel > 1:
             if self.adapters is not None:
-                raise ValueError(
-                    f"the model has {self.adapters.method} adapters, and expert_parallel.autoep_size is "
-                    f"{expert_parallel}: adapters are trained where every rank of a stage has all its experts; leave "
-                    "expert_parallel out."
-                )
+                adapters = f"the model has {self.adapters.method} adapters"
+                size = f"expert_parallel.autoep_size is {expert_parallel}"
+                raise ValueError(exclusion("adapters", "expert_parallel").message(adapters, size))
             check_experts(whole, expert_parallel)
         # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
         with contextlib.redirect_stdout(io.StringIO()):

@@ -15,11 +15,12 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
-from ..config import RunPlan
-from ..config.section import SECTION, MoeConfig
+from ..config import RunPlan, exclusion
+from ..config.expert_choice import MoeChoice
+from ..config.section import SECTION
 from ..moe.auto_ep import RebalancedAutoEPLayer
 from ..moe.deepspeed_moe import RebalancedMOELayer
-from ..moe.layer import EVEN, ExpertLayer
+from ..moe.layer import ExpertLayer
 from ..moe.moving import states_of
 from ..moe.rebalancer import Rebalancer
 from ..moe.resharding import PLACEMENTS, SIZES, Spread, load_states
@@ -46,14 +47,11 @@ class ExpertEngine(PlainEngine):
 
     expert_layers: Mapping[str, ExpertLayer] = {}
 
-    def __init__(self, *args: Any, config_class: Any, plan: RunPlan, **kwargs: Any) -> None:
-        check_config(config_class)
-        super().__init__(*args, config_class=config_class, plan=plan, **kwargs)
+    def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
+        super().__init__(*args, plan=plan, **kwargs)
         if self.sequence_parallel_size > 1:
-            raise ValueError(
-                f"paceline.moe does not go with sequence parallelism, of {self.sequence_parallel_size} ranks here: set "
-                'it to 1, or leave "moe" out of "paceline".'
-            )
+            size = f"the sequence-parallel size is {self.sequence_parallel_size}"
+            raise ValueError(exclusion("moe", "sequence parallelism").message("paceline.moe is there", size))
         section = plan.moe
         assert section is not None, "chosen by the section"
         self.rebalancer: Rebalancer | None = None
@@ -212,24 +210,7 @@ class ExpertEngine(PlainEngine):
             return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
 
 
-def check_config(config: Any) -> None:
-    """Raise ValueError if experts cannot move in an engine of this ``DeepSpeedConfig``."""
-    zero = config.zero_config
-    if zero.stage == 3:
-        raise ValueError(
-            "paceline.moe does not go with zero_optimization.stage 3, which cuts experts over their replicas: set "
-            'stage 0, 1 or 2, or leave "moe" out of "paceline".'
-        )
-    for name in ("offload_optimizer", "offload_param"):
-        section = getattr(zero, name)
-        if section is not None and section.device != "none":
-            raise ValueError(
-                f"paceline.moe does not go with zero_optimization.{name}: leave it out, or leave "
-                '"moe" out of "paceline".'
-            )
-
-
-def take_over(model: nn.Module, section: MoeConfig, is_last_backward: Callable[[], bool]) -> dict[str, ExpertLayer]:
+def take_over(model: nn.Module, section: MoeChoice, is_last_backward: Callable[[], bool]) -> dict[str, ExpertLayer]:
     """Make the expert layers of ``model`` ours, in place, after DeepSpeed has given them their groups.
 
     Args:
@@ -264,8 +245,8 @@ def take_over(model: nn.Module, section: MoeConfig, is_last_backward: Callable[[
         layer.__class__ = ours[type(layer)]
         layer.rebalance(
             name,
-            num_replicas=section.replicas or 0,
-            splitting=section.splitting or EVEN,
+            num_replicas=section.replicas,
+            splitting=section.splitting,
             is_last_backward=is_last_backward,
         )
         layers[name] = layer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config.section import MoeConfig
+from paceline.config.expert_choice import MoeChoice
 from paceline.moe import rebalancer
 from paceline.moe.rebalancer import EXPERT_S, FIXED_S, Rebalancer
 from paceline.moe.stage_agreement import Bystander, Looks, Stages
@@ -104,7 +104,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(rebalancer, "time", SimpleNamespace(perf_counter=lambda: group.now_s))
         moved = SimpleNamespace(num_bytes=0, transfer_s=0.0)
         monkeypatch.setattr(rebalancer, "move_experts", lambda changes, states, group: moved)
-        config = MoeConfig(rebalance_every=every)
+        config = MoeChoice(rebalance_every=every)
         one = Rebalancer([layer], lambda _: [state], None, config, **more)  # type: ignore[list-item, arg-type, return-value]
         for _ in range(steps):
             layer.routed += torch.tensor(LOADS, dtype=torch.int64) // 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config.section import MoeConfig
+from paceline.config.expert_choice import MoeChoice
 from paceline.moe import rebalancer
 from paceline.planning.experts import Placement
 from paceline.runtime.expert_groups import ExpertGroups
@@ -58,7 +58,7 @@ class Control:
 
 
 class FakeRebalancer:
-    def __init__(self, layers: Sequence[Any], states: Any, group: Any, config: MoeConfig, *, stages: Any) -> None:
+    def __init__(self, layers: Sequence[Any], states: Any, group: Any, config: MoeChoice, *, stages: Any) -> None:
         self.made_of = (list(layers), states, group, stages)
         self.calls: list[Any] = []
 
@@ -86,7 +86,7 @@ def shared(*, size: int = 2, with_layer: bool = True) -> tuple[SharedExperts, La
     return SharedExperts({"mlp": layer} if with_layer else {}, ExpertGroups(size, "sharing")), layer
 
 
-def experts(of: SharedExperts, section: MoeConfig | None, others: Sequence[str] = (), stages: Any = None) -> Experts:
+def experts(of: SharedExperts, section: MoeChoice | None, others: Sequence[str] = (), stages: Any = None) -> Experts:
     control: Any = Control(others)
     return Experts(
         of,
@@ -101,7 +101,7 @@ def experts(of: SharedExperts, section: MoeConfig | None, others: Sequence[str] 
 
 def test_layers_begin_and_their_rebalancer_gets_what_it_needs() -> None:
     of, layer = shared()
-    part = experts(of, MoeConfig(replicas=1), stages="stages")
+    part = experts(of, MoeChoice(replicas=1), stages="stages")
     assert layer.calls == [("begin", "mlp", "sharing", 1, "even")]
     found: Any = part.rebalancer
     assert part.looks is found
@@ -124,11 +124,11 @@ def test_without_the_section_experts_stay() -> None:
 
 def test_the_section_needs_experts_on_several_ranks() -> None:
     with pytest.raises(ValueError, match=r"paceline\.moe is there, and every rank has all experts .*autoep_size"):
-        experts(shared(size=1)[0], MoeConfig())
+        experts(shared(size=1)[0], MoeChoice())
 
 
 def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
-    part = experts(shared()[0], MoeConfig(), others=["other"])
+    part = experts(shared()[0], MoeChoice(), others=["other"])
     found: Any = part.rebalancer
     assert part.place({"mlp": SWAPPED, "other": SWAPPED})["moved"] == 2
     assert found.calls == [{"mlp": SWAPPED}]
@@ -140,7 +140,7 @@ def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
 
 
 def test_a_stage_without_experts_takes_part() -> None:
-    part = experts(shared(with_layer=False)[0], MoeConfig(), others=["other"], stages="stages")
+    part = experts(shared(with_layer=False)[0], MoeChoice(), others=["other"], stages="stages")
     assert part.rebalancer is None
     assert part.looks is not None
     assert part.place({"other": SWAPPED}) == {"moved": 0, "num_bytes": 0, "seconds": 0.0}
@@ -149,7 +149,7 @@ def test_a_stage_without_experts_takes_part() -> None:
 @pytest.mark.parametrize(("saved", "taken"), [([[0, 2, 1], [1, 3, 0]], [SWAPPED]), ([[0, 1, 2, 3]], [])])
 def test_a_saved_placement_is_taken_on_without_copies_if_it_fits(saved: list[list[int]], taken: list[Any]) -> None:
     of, layer = shared()
-    part = experts(of, MoeConfig())
+    part = experts(of, MoeChoice())
     part.take([{}, {"mlp": saved}])
     found = [(call.devices, call.owned) for call in layer.calls if isinstance(call, Placement)]
     assert found == [(((0, 2, 1), (1, 3, 0)), (2, 2))][: len(taken)]
