@@ -26,7 +26,8 @@ def test_runs_are_the_rows_in_order(numbers: list[int], held: int, data: st.Data
 def test_experts_have_their_numbers_in_the_model() -> None:
     class Layer(nn.Module):
         placement = Placement(((4, 0, 1, 2), (2, 5, 3)), (3, 3))
-        rank, size, num_experts, num_slots = 0, 2, 6, 3
+        size, num_experts = 2, 6
+        own_experts = placement.devices[0][:3]
 
         def __init__(self) -> None:
             super().__init__()
