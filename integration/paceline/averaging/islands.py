@@ -29,6 +29,7 @@ from ..config import PacelineConfig
 from ..config.averaging_keys import HELD_OUT, NESTEROV, AveragingConfig
 from ..hf.weights import is_pretrained
 from ..messages import brief
+from ..state.rank_states import RankStates
 from ..supervise.lifetime import current
 from ..supervise.watch import WATCH
 from .combining import RunningMean, fit_weights
@@ -624,6 +625,11 @@ class Averager:
             if self._outer is not None:
                 state |= {"anchors": dict(self._anchors), "outer": self._outer.state_dict()}
         return state
+
+    def load_saved(self, saved: RankStates) -> None:
+        """Go on as the first rank of the run that was saved."""
+        if saved.first:
+            self.load_state_dict(saved.first)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Of any rank of an island; the first takes the first's."""

@@ -39,6 +39,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..schedules import windows
 from ..schedules.lower import Op
 from ..schedules.schedule import Schedule
+from ..state.rank_states import SavedPart
 from ..supervise.lifetime import current
 from ..supervise.watch import EVERYONE, WATCH
 from .boundary import OwnMemory
@@ -314,7 +315,7 @@ class AsynchronousEngine(CausalLMEngine):
                 "last stage of every direction the same iterator (same files, seed and data-parallel rank)."
             )
         if failed:
-            with self._told_once():
+            with self.checkpointer.reported():
                 self.control.raise_shared(error, f"beginning step {self.global_steps}")
         of_replicas = [shapes_in(table) for table in tables[:, 0]]
         shapes, loaded = self._tables
@@ -503,14 +504,9 @@ class AsynchronousEngine(CausalLMEngine):
     def _shape(self) -> dict[str, Any]:
         return {**super()._shape(), "directions": len(self._routes)}
 
-    def _rank_state(self) -> dict[str, Any]:
-        own = {} if self._random is None else {"own_random": self._random.state_dict()}
-        return {**super()._rank_state(), **own}
-
-    def _load_rng(self, checkpoint: Any) -> None:
-        super()._load_rng(checkpoint)
-        if self._random is not None and checkpoint.meta["shape"] == self._shape():
-            self._random.load_state_dict(checkpoint.rank_state(self.global_rank)["own_random"])
+    def _run_states(self) -> dict[str, SavedPart]:
+        own: dict[str, SavedPart] = {} if self._random is None else {"own_random": self._random}
+        return {**super()._run_states(), **own}
 
 
 class _StreamUpdates(FlushedUpdates):

@@ -56,7 +56,7 @@ class CausalLMEngine(PacelineEngine):
             torch.device(self.device),
             ends=(bool(self.is_first_stage()), bool(self.is_last_stage())),
             replicas=Replicas(self.grid.data_parallel_id, self.dp_world_size, self.shared_experts.groups.size),
-            raises=self._told_once,
+            raises=lambda: self.checkpointer.reported(),  # noqa: PLW0108 - it is made later
         )
 
     @property
@@ -215,11 +215,10 @@ class CausalLMEngine(PacelineEngine):
         self.dp_group_loss = total.clone()
         return total
 
-    def _write_files(self, draft: Path, more: Callable[[Path], None] | None) -> None:
+    def _write_model(self, draft: Path) -> None:
         """The model's config, so that a checkpoint can become a model of its own (``paceline export``)."""
         folder = draft / MODEL
         folder.mkdir(exist_ok=True)
         hub_files.save_config(self.module.stage.model, folder)
         if self.module.adapters is not None:
             save_adapter_config(self.module.stage.model, self.module.adapters, folder)
-        super()._write_files(draft, more)

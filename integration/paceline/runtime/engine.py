@@ -16,19 +16,22 @@ from torch import Tensor, nn
 
 from ..averaging.islands import Averaging
 from ..averaging.masters_by_name import PipelineMasters
+from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
 from ..comm.shapes import Shapes
 from ..comm.transport import Transport
 from ..config import RunPlan
+from ..hf.quantised import quantisation_of
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..planning.candidates import Candidate
 from ..schedules.lower import UPDATE, Op
 from ..schedules.schedule import Schedule
 from ..state.named import is_copy, link_full_access, names_of, tied_weights
+from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, SchedulerState
 from ..supervise.watch import WATCH
 from .boundary import Boundary, OwnMemory
-from .checkpointing import Checkpointing
+from .checkpointer import Checkpointer
 from .controller import Controller
 from .executor import Executor, HeldStage
 from .expert_part import Experts, SharedExperts
@@ -74,7 +77,7 @@ def _of_loss_book(name: str) -> Any:
     return property(read, write)
 
 
-class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
+class PacelineEngine(Averaging, PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -110,7 +113,6 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
         self._ahead: deque[Any] = deque()
         self._shapes_reset = 0
         self.shared_experts = SharedExperts.of(model)
-        self._writer = None
         super().__init__(*args, **kwargs)
         self.experts = self._make_experts()
         self._start_natural_gradient()
@@ -125,6 +127,7 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
         self._connect()
         self._start_scheduling()
         self.migrator = self._make_migrator()
+        self.checkpointer = self._make_checkpointer()
         self._start_partition()
 
     # -- the pipeline ----------------------------------------------------------------------------------------------
@@ -308,7 +311,7 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
                     self._ahead.append(super()._next_batch())
             except Exception as caught:
                 error = caught
-        with self._told_once():
+        with self.checkpointer.reported():
             try:
                 self.control.settle(error, f"beginning step {self.global_steps}")
             except BaseException:
@@ -492,6 +495,8 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
     def destroy(self) -> None:
         """As DeepSpeed's; what is under way is finished first. Not collective."""
         self._leave_islands()
+        if hasattr(self, "checkpointer"):
+            self.checkpointer.close()
         super().destroy()
         self.links.close()
 
@@ -546,6 +551,84 @@ class PacelineEngine(Averaging, Checkpointing, PipelineEngine):
             self.shared_experts.broadcast(self.module.parameters(), self.module._grid.get_data_parallel_group())
         else:
             super()._broadcast_model()
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **options: Any,
+    ) -> bool:
+        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.save`, which has the other options."""
+        return self.checkpointer.save(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters=exclude_frozen_parameters, **options
+        )
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, *args: Any, custom_load_fn: Any = None, **options: Any
+    ) -> tuple[str | None, dict[str, Any]]:
+        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.load`, which has the other options."""
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn is given: tensors are loaded by name; leave it out.")
+        return self.checkpointer.load(load_dir, tag, *args, **options)
+
+    def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
+        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.prepare`."""
+        self.checkpointer.prepare(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def finish_checkpoint(self) -> None:
+        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.finish`."""
+        self.checkpointer.finish()
+
+    def checkpoint_error(self) -> CheckpointError | None:
+        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.error`."""
+        return self.checkpointer.error()
+
+    def _make_checkpointer(self) -> Checkpointer:
+        optimizer = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
+        stage, is_first = getattr(self.module, "stage", None), self.global_rank == 0
+        learned = {"natural_gradient": self.natural_gradient, "averaging": self.averager}
+        return Checkpointer(
+            self.control,
+            self.module,
+            optimizer,
+            self,
+            world_size=torch.distributed.get_world_size(),
+            replica=self.replica,
+            shape=self._shape,
+            groups=None if optimizer is None else ParameterGroups(optimizer, warns=is_first),
+            scheduler=SchedulerState(lambda: self.lr_scheduler, lambda: self.basic_optimizer.param_groups),
+            learned={name: part for name, part in learned.items() if part is not None},
+            run=self._run_states(),
+            experts=self.experts,
+            settle=self._settle_averaging,
+            write_model=self._write_model,
+            is_quantised=stage is not None and quantisation_of(stage.model.config) is not None,
+        )
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank among those that hold the same parameters."""
+        return int(self.grid.data_parallel_id)
+
+    def _shape(self) -> dict[str, Any]:
+        return {
+            "stages": self.num_stages,
+            "data_parallel": self.dp_world_size,
+            "parts": [int(part) for part in self.module.parts],
+            "train_batch_size": self.train_batch_size(),
+        }
+
+    def _run_states(self) -> dict[str, SavedPart]:
+        """States of this rank that go on whatever becomes of the optimizer's."""
+        return {"rng": RandomStates(torch.device(self.device), warns=self.global_rank == 0)}
+
+    def _write_model(self, draft: Path) -> None:
+        """Write what a checkpoint needs to become a model of its own. On rank 0."""
 
     # -- layers that move between stages --------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import carry_out, in_rounds, plan_moves, sent_bytes
 from ..state.named import MASTER, link_full_access, parts_of, unlink_full_access
+from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
-from .checkpointing import NOT_RESTORED
 from .movable_layers import Layers, TensorNote, tensors_of_layer
 from .stage_tensors import Holdings, Wishes, transfer
 

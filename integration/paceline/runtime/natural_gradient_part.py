@@ -15,6 +15,7 @@ from torch import nn
 from ..config.natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from ..optim.max_change import Limits
 from ..optim.natural_layers import NaturalGradients
+from ..state.rank_states import RankStates
 
 logger = logging.getLogger("paceline")
 
@@ -90,6 +91,10 @@ class NaturalGradientPart:
     def state_dict(self) -> dict[str, Any]:
         """Estimates of this rank's layers, by the name of the weight."""
         return self._layers.state_dict()
+
+    def load_saved(self, saved: RankStates) -> None:
+        """Go on with the estimates of a run that was saved; those of this rank's replica before others."""
+        self.load(saved.nearest_last)
 
     def load(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Take this rank's estimates from those of several ranks; of one weight the last counts."""

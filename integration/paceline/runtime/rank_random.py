@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..state.rank_states import RankStates
+
 
 class OwnRandom:
     """Between :meth:`enter` and :meth:`leave` the global generators are in a state of this object's own.
@@ -42,3 +44,8 @@ class OwnRandom:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._state |= {kind: tensor for kind, tensor in state.items() if kind in self._state}
+
+    def load_saved(self, saved: RankStates) -> None:
+        """Go on where this rank was; in a run of another shape it starts anew."""
+        if saved.own is not None:
+            self.load_state_dict(saved.own)

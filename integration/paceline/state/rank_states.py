@@ -1,0 +1,190 @@
+"""States that belong to a rank and to no tensor, in checkpoints: parameter groups, schedulers, random generators.
+
+Each is an entry of what a rank saves. A run of another shape has other ranks: each kind of state knows what it takes
+from the entries of all ranks that were saved (:class:`RankStates`).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..optim.loss_scale import load_scaler_state, scaler_state
+from ..optim.sharded import ShardedOptimizer
+
+logger = logging.getLogger("paceline")
+
+NOT_RESTORED = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
+"""Entries of a parameter group that belong to the run at hand."""
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """One entry of the states of all ranks that were saved.
+
+    Args:
+        entries: by rank; None where a rank had no such entry.
+        rank: of the run that loads, if it has the shape of the one that was saved; None otherwise.
+        replica: number of the rank that loads among those with the same parameters.
+        num_replicas: in the run that was saved, where the ranks of a stage follow one another.
+    """
+
+    entries: Sequence[Any]
+    rank: int | None
+    replica: int
+    num_replicas: int
+
+    @property
+    def own(self) -> Any | None:
+        """Entry of this very rank; None in a run of another shape."""
+        return None if self.rank is None else self.entries[self.rank]
+
+    @property
+    def first(self) -> Any | None:
+        """Entry of rank 0."""
+        return self.entries[0]
+
+    @property
+    def nearest_last(self) -> list[Any]:
+        """Entries from which to take what this rank has now: its own, or those of all ranks, of its replica last."""
+        if self.rank is not None:
+            chosen = [self.entries[self.rank]]
+        else:
+            number = self.replica % self.num_replicas
+            order = sorted(range(len(self.entries)), key=lambda rank: rank % self.num_replicas == number)
+            chosen = [self.entries[rank] for rank in order]
+        return [entry for entry in chosen if entry is not None]
+
+
+class SavedPart(Protocol):
+    """A part with a state of its own on each rank: tensors, numbers, strings, lists, dicts."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_saved(self, saved: RankStates) -> None:
+        """Take what fits of a run that was saved; all ranks call it, and it is not collective."""
+
+
+class ParameterGroups:
+    """Options of the optimizer's parameter groups (learning rates, weight decay), and its loss scale.
+
+    Args:
+        warns: whether this rank says when a learning rate that was given makes way for the checkpoint's.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, *, warns: bool) -> None:
+        self._optimizer, self._warns = optimizer, warns
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        name_of = self._names()
+        return [
+            {
+                "names": [name_of[id(master)] for master in group["params"]],
+                "options": {k: v for k, v in group.items() if k not in NOT_RESTORED},
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def load_saved(self, saved: RankStates) -> None:
+        options_of: dict[str, dict[str, Any]] = {}
+        for groups in saved.entries:
+            for group in groups or ():
+                options_of |= dict.fromkeys(group["names"], group["options"])
+        first, name_of = saved.first or [], self._names()
+        for index, group in enumerate(self._optimizer.param_groups):
+            known = (options_of.get(name_of[id(master)]) for master in group["params"])
+            options = next((options for options in known if options is not None), None)
+            if options is None and len(first) == len(self._optimizer.param_groups):
+                options = first[index]["options"]  # none of the group's rows are here
+            given, saved_rate = group.get("initial_lr"), (options or {}).get("initial_lr")
+            if self._warns and None not in (given, saved_rate) and given != saved_rate:
+                logger.warning("the learning rate %g gives way to the checkpoint's, %g", given, saved_rate)
+            group.update(options or {})
+
+    def loss_scale(self) -> dict[str, Any]:
+        """State of the loss scaler, the same on all ranks."""
+        return scaler_state(self._optimizer.loss_scaler)
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Put :meth:`loss_scale` back."""
+        load_scaler_state(self._optimizer.loss_scaler, state)
+
+    def _names(self) -> dict[int, str]:
+        return {id(owned.master): owned.name for owned in self._optimizer.owned}
+
+
+class SchedulerState:
+    """State of the learning rate's scheduler, which keeps something for each parameter group of its rank.
+
+    Args:
+        scheduler: returns it, or None where there is none.
+        groups: returns the parameter groups of this rank.
+    """
+
+    def __init__(self, scheduler: Callable[[], Any], groups: Callable[[], list[dict[str, Any]]]) -> None:
+        self._scheduler, self._groups = scheduler, groups
+
+    def state_dict(self) -> dict[str, Any] | None:
+        scheduler = self._scheduler()
+        return None if scheduler is None else dict(scheduler.state_dict())
+
+    def load_saved(self, saved: RankStates) -> None:
+        scheduler = self._scheduler()
+        state = saved.first if saved.rank is None else saved.own
+        if scheduler is None or state is None:
+            return
+        scheduler.load_state_dict(state)
+        if saved.rank is None:
+            _fit_groups(scheduler, self._groups())
+
+
+class RandomStates:
+    """States of the generators of Python, numpy and torch. In a run of another shape they start anew.
+
+    Args:
+        warns: whether this rank says so then.
+    """
+
+    def __init__(self, device: torch.device, *, warns: bool) -> None:
+        self._device, self._warns = device, warns
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state()
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": [kind, [int(key) for key in keys], *rest],
+            "torch": torch.get_rng_state(),
+        }
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def load_saved(self, saved: RankStates) -> None:
+        state = saved.own
+        if state is None:
+            if self._warns:
+                logger.info("the checkpoint has another shape: random number generators (dropout) start anew")
+            return
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(state["torch"])
+        if self._device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self._device)
+
+
+def _fit_groups(scheduler: Any, groups: list[dict[str, Any]]) -> None:
+    """Have a scheduler of torch, and those inside it, keep what this rank's parameter groups say."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _fit_groups(inner, groups)
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = [group["lr"] for group in groups]

@@ -1,0 +1,320 @@
+"""Saving and loading, with the other parts of an engine replaced by small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint import CheckpointError
+from paceline.optim.sharded import ShardedOptimizer
+from paceline.runtime.checkpointer import Checkpointer
+from paceline.state.rank_states import ParameterGroups, RankStates, SchedulerState
+
+SHAPE = {"stages": 1, "data_parallel": 1, "parts": [0, 2], "train_batch_size": 4}
+
+
+class Alone:
+    """The only rank, or one of two of which the other says what it is given."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.others: list[Any] = []
+        self.failure_elsewhere: Exception | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+    def settle(self, error: BaseException | None, doing: str) -> None:
+        if error is not None:
+            raise error
+        if self.failure_elsewhere is not None:
+            raise self.failure_elsewhere
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        yield
+        self.settle(None, doing)
+
+
+@dataclass
+class Counts:
+    global_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+    micro_steps: int = 0
+
+
+@dataclass
+class Part:
+    """Keeps what it is given."""
+
+    value: Any
+    saved: RankStates | None = None
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_saved(self, saved: RankStates) -> None:
+        self.saved = saved
+
+
+@dataclass
+class Placed:
+    """Writes down in which order it is called, with a value of the model at that time."""
+
+    weight: nn.Parameter
+    calls: list[tuple[str, Any, float]] = field(default_factory=list)
+
+    def _note(self, call: str, given: Any = None) -> None:
+        self.calls.append((call, given, self.weight.flatten()[0].item()))
+
+    def placements(self) -> Mapping[str, Any]:
+        return {"layer": [[1, 0]]}
+
+    def take(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        self._note("take", list(saved))
+
+    def fetch(self) -> None:
+        self._note("fetch")
+
+    def resume(self, step: int) -> None:
+        self._note("resume", step)
+
+
+class Stage(nn.Sequential):
+    num_stages = 1
+
+
+class Job:
+    """A model that trains, and its checkpointer."""
+
+    def __init__(
+        self, seed: int = 0, optimizer: type[Any] = torch.optim.Adam, frozen: bool = False, **options: Any
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = Stage(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.model[0].requires_grad_(not frozen)
+        names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        basic = optimizer(list(names), lr=0.1)
+        self.optimizer = ShardedOptimizer(basic, names)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(basic, 1, gamma=0.5)
+        self.control, self.counts = Alone(), Counts()
+        self.learned, self.run = Part("what was learned"), Part("how it runs")
+        self.experts = Placed(self.model[0].weight)
+        given: dict[str, Any] = {"shape": lambda: dict(SHAPE), **options}
+        self.checkpointer = Checkpointer(
+            self.control,
+            self.model,
+            self.optimizer,
+            self.counts,
+            world_size=1,
+            replica=0,
+            groups=ParameterGroups(self.optimizer, warns=True),
+            scheduler=SchedulerState(lambda: self.scheduler, lambda: basic.param_groups),
+            learned={"natural_gradient": self.learned},
+            run={"rng": self.run},
+            experts=self.experts,
+            **given,
+        )
+
+    def step(self) -> None:
+        x = torch.arange(6.0).view(2, 3) + self.counts.global_steps
+        self.optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self.optimizer.reduce_gradients()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.counts.global_steps += 1
+        self.counts.global_samples += 2
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Job]:
+    job = Job()
+    for _ in range(3):
+        job.step()
+    assert job.checkpointer.save(tmp_path, client_state={"epoch": 7})
+    return tmp_path, job
+
+
+def test_a_job_goes_on_bitwise(saved: tuple[Path, Job]) -> None:
+    root, job = saved
+    other = Job(seed=1)
+    assert other.checkpointer.load(root) == (str(root / "global_step3"), {"epoch": 7})
+    assert other.counts == job.counts == Counts(3, 6)
+    assert same(other.values, job.values)
+    for each in (job, other):
+        each.step()
+    assert same(other.values, job.values)
+    assert other.scheduler.get_last_lr() == job.scheduler.get_last_lr() == [0.1 * 0.5**4]
+    for part, value in ((other.learned, "what was learned"), (other.run, "how it runs")):
+        assert part.saved is not None
+        assert part.saved.own == value
+
+
+def test_experts_are_placed_before_anything_is_read(saved: tuple[Path, Job]) -> None:
+    root, job = saved
+    other = Job(seed=1)
+    before, after = other.values[0][0, 0].item(), job.values[0][0, 0].item()
+    other.checkpointer.load(root)
+    assert other.experts.calls == [
+        ("take", [{"layer": [[1, 0]]}], before),
+        ("fetch", None, after),
+        ("resume", 3, after),
+    ]
+
+
+def test_another_shape_gets_no_state_as_its_own(saved: tuple[Path, Job]) -> None:
+    root, job = saved
+    other = Job(shape=lambda: {**SHAPE, "stages": 2, "parts": [0, 1, 2]})
+    other.checkpointer.load(root)
+    assert same(other.values, job.values)
+    assert other.run.saved is not None
+    assert other.run.saved.own is None
+    assert other.learned.saved is not None
+    assert other.learned.saved.nearest_last == ["what was learned"]
+
+
+def test_only_the_model_is_loaded(saved: tuple[Path, Job]) -> None:
+    root, job = saved
+    other = Job(seed=1)
+    other.checkpointer.load(root, load_module_only=True)
+    assert same(other.values, job.values)
+    assert other.counts == Counts()
+    assert other.run.saved is other.learned.saved is None
+
+
+@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"optimizer": torch.optim.SGD}])
+def test_without_the_optimizers_states_what_was_learned_starts_anew(
+    saved: tuple[Path, Job], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    root, job = saved
+    kind = {"optimizer": options["optimizer"]} if "optimizer" in options else {}
+    other = Job(seed=1, **kind)
+    other.checkpointer.load(root, **{name: value for name, value in options.items() if name not in kind})
+    assert same(other.values, job.values)
+    assert other.learned.saved is None
+    assert other.run.saved is not None
+    assert ("its states start anew" in caplog.text) == bool(kind)
+    assert [call for call, *_ in other.experts.calls] == ["fetch", "resume"]
+
+
+def test_what_is_under_way_ends_before_anything_is_copied(tmp_path: Path) -> None:
+    def settle() -> None:
+        with torch.no_grad():
+            for owned in job.optimizer.owned:
+                owned.master.fill_(5.0)
+        job.optimizer.publish()
+
+    job = Job(settle=settle)
+    job.checkpointer.save(tmp_path, "a")
+    other = Job()
+    other.checkpointer.load(tmp_path, "a")
+    assert all(bool((value == 5.0).all()) for value in other.values)
+
+
+def test_files_are_written_into_the_draft(tmp_path: Path) -> None:
+    job = Job(write_model=lambda draft: (draft / "model").touch())
+    job.checkpointer.save(tmp_path, "a", files=lambda draft: (draft / "mine").touch())
+    assert {"model", "mine"} <= {path.name for path in (tmp_path / "a").iterdir()}
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_frozen_parameters_can_be_left_out(tmp_path: Path, is_quantised: bool) -> None:
+    """Quantised ones always are."""
+    job, other = Job(frozen=True, is_quantised=is_quantised), Job(seed=1, frozen=True)
+    job.checkpointer.save(tmp_path, "a", exclude_frozen_parameters=not is_quantised)
+    before = other.values
+    other.checkpointer.load(tmp_path)
+    assert same(other.values[:2], before[:2])
+    assert same(other.values[2:], job.values[2:])
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    job = Job()
+    with pytest.raises(ValueError, match="save_latest is False"):
+        job.checkpointer.save(tmp_path, save_latest=False)
+    job.control.others = [(str(tmp_path), "b")]
+    with pytest.raises(ValueError, match=r"different names.*give all the same"):
+        job.checkpointer.save(tmp_path, "a")
+    job.control.others = []
+    with pytest.raises(ValueError, match=r"client_state.*pathlib"):
+        job.checkpointer.save(tmp_path, "a", {"path": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_writes_if_another_rank_cannot(tmp_path: Path) -> None:
+    job = Job()
+    job.checkpointer.prepare()
+    job.control.failure_elsewhere = ValueError("rank 1 cannot")
+    with pytest.raises(ValueError, match="rank 1 cannot"):
+        job.checkpointer.save(tmp_path, "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def failing(tmp_path: Path) -> Job:
+    """A job whose last save could not be written, and which has not been told."""
+
+    def files(draft: Path) -> None:
+        raise OSError("no space")
+
+    job = Job()
+    job.checkpointer.save(tmp_path, "a", wait=False, files=files)
+    writer = job.checkpointer._writer
+    assert writer is not None
+    assert writer._thread is not None
+    writer._thread.join()
+    return job
+
+
+def test_a_failed_save_is_told_once(tmp_path: Path) -> None:
+    job = failing(tmp_path / "1")
+    assert "no space" in str(job.checkpointer.error())
+    assert job.checkpointer.error() is None
+    with pytest.raises(CheckpointError, match="no space"):
+        failing(tmp_path / "2").checkpointer.finish()
+    job = failing(tmp_path / "3")
+    with pytest.raises(CheckpointError, match="by another rank"), job.checkpointer.reported():
+        raise CheckpointError("told by another rank")
+    assert job.checkpointer.error() is None
+    job.checkpointer.finish()
+    assert Job().checkpointer.error() is None
+
+
+def test_a_failed_save_does_not_keep_a_job_from_ending(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing(tmp_path).checkpointer.close()
+    assert "no space" in caplog.text
+
+
+def test_a_folder_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Job().checkpointer.load(tmp_path) == (None, {})
+    assert "has no checkpoint" in caplog.text
+
+
+def test_another_model_does_not_fit(saved: tuple[Path, Job]) -> None:
+    root, _ = saved
+    other = Job()
+    wide = Stage(nn.Linear(3, 5), nn.Linear(5, 2))
+    names = {parameter: name for name, parameter in wide.named_parameters()}
+    other.checkpointer._model = wide
+    other.checkpointer._optimizer = ShardedOptimizer(torch.optim.Adam(list(names)), names)
+    with pytest.raises(ValueError, match=r"global_step3 does not fit: .*0\.weight"):
+        other.checkpointer.load(root)
+    with pytest.raises(CheckpointError, match="global_step9"):
+        Job().checkpointer.load(root, "global_step9")

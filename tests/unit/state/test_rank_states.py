@@ -1,0 +1,116 @@
+"""States of ranks in checkpoints: what each kind takes from those of all ranks that were saved."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline.optim.sharded import ShardedOptimizer
+from paceline.state.rank_states import ParameterGroups, RandomStates, RankStates, SchedulerState
+
+CPU = torch.device("cpu")
+
+
+def saved(*entries: Any, rank: int | None = None, replica: int = 0, num_replicas: int = 1) -> RankStates:
+    return RankStates(entries, rank, replica, num_replicas)
+
+
+def optimizer_of(*names: str, rates: tuple[float, ...] = (0.1,)) -> ShardedOptimizer:
+    """A group for each rate, with an equal share of the names."""
+    parameters = {nn.Parameter(torch.ones(2)): name for name in names}
+    each, share = list(parameters), len(names) // len(rates)
+    groups = [{"params": each[n * share : (n + 1) * share], "lr": rate} for n, rate in enumerate(rates)]
+    return ShardedOptimizer(torch.optim.SGD(groups, lr=1.0), parameters)
+
+
+def test_the_same_rank_takes_its_own() -> None:
+    states = saved("a", "b", rank=1)
+    assert (states.own, states.first, states.nearest_last) == ("b", "a", ["b"])
+
+
+def test_another_shape_takes_all_and_its_replica_last() -> None:
+    """Ranks of a stage follow one another: of two replicas the odd ranks are of the second."""
+    states = saved("a", "b", "c", "d", replica=1, num_replicas=2)
+    assert states.own is None
+    assert states.nearest_last == ["a", "c", "b", "d"]
+    assert saved("a", "b", "c", "d", replica=2, num_replicas=2).nearest_last == ["b", "d", "a", "c"]
+    assert saved(None, "b", replica=0).nearest_last == ["b"]
+
+
+def test_groups_are_found_by_the_names_of_their_parameters() -> None:
+    """Stage 1's group is another rank's here; options of how to compute are not taken."""
+    before = [
+        ParameterGroups(optimizer_of("a", "b", rates=(0.1, 0.2)), warns=False).state_dict(),
+        ParameterGroups(optimizer_of("c", "d", rates=(0.3, 0.4)), warns=False).state_dict(),
+    ]
+    before[1][0]["options"] |= {"momentum": 0.5}
+    now = optimizer_of("c", "b", rates=(1.0, 2.0))
+    now.param_groups[0]["foreach"] = False
+    ParameterGroups(now, warns=False).load_saved(saved(*before))
+    assert [group["lr"] for group in now.param_groups] == [0.3, 0.2]
+    assert now.param_groups[0]["momentum"] == 0.5
+    assert now.param_groups[0]["foreach"] is False
+    assert "foreach" not in before[0][0]["options"]
+
+
+def test_a_group_without_rows_here_is_that_of_its_number() -> None:
+    before = ParameterGroups(optimizer_of("a", "b", rates=(0.1, 0.2)), warns=False).state_dict()
+    now = optimizer_of("a", "b", rates=(1.0, 2.0))
+    now.param_groups[1]["params"].clear()
+    ParameterGroups(now, warns=False).load_saved(saved(before))
+    assert [group["lr"] for group in now.param_groups] == [0.1, 0.2]
+
+
+def test_another_rate_is_said_by_who_warns(caplog: pytest.LogCaptureFixture) -> None:
+    before, now = optimizer_of("a"), optimizer_of("a")
+    before.param_groups[0]["initial_lr"], now.param_groups[0]["initial_lr"] = 0.5, 0.25
+    entry = ParameterGroups(before, warns=False).state_dict()
+    with caplog.at_level(logging.WARNING, "paceline"):
+        ParameterGroups(optimizer_of("a"), warns=True).load_saved(saved(entry))
+        assert not caplog.records
+        ParameterGroups(now, warns=True).load_saved(saved(entry))
+    assert "0.25 gives way to the checkpoint's, 0.5" in caplog.text
+
+
+def test_a_scheduler_fits_the_groups_of_its_rank() -> None:
+    def scheduled(*rates: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates], lr=1.0)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    optimizer, scheduler = scheduled(0.5, 0.25)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    entry = SchedulerState(lambda: scheduler, lambda: optimizer.param_groups).state_dict()
+
+    same, other = scheduled(1.0, 2.0), scheduled(8.0)
+    SchedulerState(lambda: same[1], lambda: same[0].param_groups).load_saved(saved(entry, rank=0))
+    assert same[1].base_lrs == [0.5, 0.25]
+    SchedulerState(lambda: other[1], lambda: other[0].param_groups).load_saved(saved(entry))
+    assert other[1].last_epoch == 2
+    assert other[1].base_lrs == [8.0]
+
+    nothing = SchedulerState(lambda: None, list)
+    assert nothing.state_dict() is None
+    nothing.load_saved(saved(entry, rank=0))
+
+
+def test_generators_go_on_in_the_same_shape_only(caplog: pytest.LogCaptureFixture) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    states = RandomStates(CPU, warns=True)
+    entry = states.state_dict()
+    first, second = drawn(), drawn()
+    states.load_saved(saved(None, entry, rank=1))
+    assert drawn() == first
+    with caplog.at_level(logging.INFO, "paceline"):
+        states.load_saved(saved(entry, entry))
+    assert "start anew" in caplog.text
+    assert drawn() == second
