@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.averaging.islands import ISLAND, combining_fault, island_number
+from paceline.averaging.combining import combining_fault
+from paceline.averaging.island_numbers import ISLAND, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets

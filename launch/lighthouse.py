@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> Any:
-    from paceline.averaging.rounds import coordination
+    from paceline.averaging.presence import coordination
 
     failed = ""
     for host in [args.host] if args.host else ["::", "0.0.0.0"]:  # the first is both, where there is IPv6

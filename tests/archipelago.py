@@ -47,7 +47,7 @@ def lighthouse(*flags: str) -> Iterator[str]:
 @contextmanager
 def lighthouses(count: int) -> Iterator[list[str]]:
     """Addresses of several, in this process: for islands that do one job after another."""
-    from paceline.averaging.rounds import coordination
+    from paceline.averaging.presence import coordination
 
     waits = {"min_replicas": 1, "join_timeout_ms": 600_000, "heartbeat_timeout_ms": 5_000}
     servers = [coordination().LighthouseServer(bind="127.0.0.1:0", **waits) for _ in range(count)]

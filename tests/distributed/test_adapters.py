@@ -484,7 +484,7 @@ def averaged(**kwargs: Any) -> dict[str, Any]:
 
     engine = make_engine(2, **kwargs)
     steps_of(engine, 0, 1)
-    masters, before = PipelineMasters(engine), state_of(engine)
+    masters, before = PipelineMasters(engine.control, engine.module, engine.optimizer), state_of(engine)
     names = sorted(masters.numels())
     flat = masters.gather(names)
     masters.scatter(names, None if flat is None else [tensor + 1 for tensor in flat])

@@ -134,7 +134,7 @@ def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, exper
     rank = engine.grid.data_parallel_id
     for step in range(2):
         engine.train_batch(iter(step_batches(1000 * seed + step, "plain")[rank::expert_parallel]))
-    masters = PipelineMasters(engine)
+    masters = PipelineMasters(engine.control, engine.module, engine.optimizer, engine.experts.fetch)
     names = sorted(masters.numels())
     found = masters.gather(names)
     moved = expert_parallel > 1 and any(

@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from ..config import PacelineConfig
+from ..config.averaging_keys import HELD_OUT
 
 SWEEPS = 3
 """Times that each weight is fitted."""
 
 ENOUGH = 1e-4
 """Share of the loss: a sweep that gains less is the last."""
+
+
+def combining_fault(section: PacelineConfig, has_held_out: bool, remedy: str) -> str | None:
+    """Why the last rounds' models could not be combined as ``section`` says, in the end; None: they can be.
+
+    Args:
+        remedy: how to have held-out data, where the one who asks takes them from.
+    """
+    averaging = section.averaging
+    if has_held_out or averaging is None or averaging.combine_weights != HELD_OUT:
+        return None
+    return (
+        f'paceline.averaging.combine_weights is "{HELD_OUT}" and there are no held-out data to fit the weights on: '
+        f'{remedy}, or write "mean".'
+    )
 
 
 class RunningMean:
@@ -78,6 +96,51 @@ class RunningMean:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         models = state["models"]
         self._models = deque(zip(state.get("periods", [1.0] * len(models)), models, strict=True))
+
+
+class LastModels:
+    """Models of the last rounds, each put together from the averages of its parts.
+
+    The first rank of an island has the tensors; all ranks count periods.
+
+    Args:
+        num_rounds: models that are combined; with 1 there is nothing to combine, and none is kept.
+    """
+
+    def __init__(self, num_rounds: int) -> None:
+        self.moved = 0.0
+        """Periods that the parts have been averaged over since the last model was kept, all together."""
+        self._models = RunningMean(num_rounds)
+        self._newest: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def update(self, indices: Iterable[int], tensors: Iterable[Tensor]) -> None:
+        """New values of some of the model's tensors."""
+        if self._models.num_rounds > 1:
+            self._newest.update(zip(indices, tensors, strict=True))
+
+    def keep(self, num_tensors: int, num_parts: int) -> None:
+        """Keep the model as it is, if all of its tensors have been averaged."""
+        if num_tensors and len(self._newest) == num_tensors:
+            self._models.add([self._newest[i] for i in range(num_tensors)], min(1.0, self.moved / num_parts))
+        self.moved = 0.0
+
+    def weights(self) -> list[float]:
+        """See :meth:`RunningMean.weights`."""
+        return self._models.weights()
+
+    def mean(self, weights: Sequence[float]) -> list[Tensor]:
+        """See :meth:`RunningMean.mean`."""
+        return self._models.mean(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_rounds": self._models.state_dict(), "average": dict(self._newest)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._models.load_state_dict(state["last_rounds"])
+        self._newest = dict(state["average"])
 
 
 def fit_weights(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> tuple[list[float], float]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.control import ControlPlane
 from ..config import exclusion
-from ..optim.sharded import Owned
+from ..optim.sharded import Owned, ShardedOptimizer
 from ..optim.zero_partitions import masters_of, num_real
 from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, stretch
 from ..state.named import MASTER, Numberings, is_copy, tied_weights
@@ -161,14 +161,25 @@ def _held(share: Share, flat: Tensor) -> Held:
 
 
 class PipelineMasters(Masters):
-    """Masters of an engine with the pipelines' optimizer."""
+    """Masters of a pipeline.
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.control)
-        self._engine = engine
+    Args:
+        module: this rank's stage.
+        fetch: brings new values to the copies of experts.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        module: nn.Module,
+        optimizer: ShardedOptimizer,
+        fetch: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(control)
+        self._module, self._optimizer, self._fetch = module, optimizer, fetch
 
     def held(self, kind: str = MASTER) -> Iterator[Share]:
-        optimizer, tied = self._engine.optimizer, tied_weights(self._engine.module)
+        optimizer, tied = self._optimizer, tied_weights(self._module)
         for position, start, stop in optimizer.shares():
             owned = optimizer.owned[position]
             if not is_copy(owned.parameter, tied):
@@ -176,7 +187,7 @@ class PipelineMasters(Masters):
                 yield from self._rows(owned, start, stop, torch.zeros_like(owned.master) if tensor is None else tensor)
 
     def stepped(self, kind: str = MASTER) -> Iterator[Share]:
-        for owned in self._engine.optimizer.owned:
+        for owned in self._optimizer.owned:
             tensor = self._tensor(owned, kind)
             if tensor is not None:
                 yield from self._rows(owned, owned.start, owned.stop, tensor)
@@ -184,23 +195,22 @@ class PipelineMasters(Masters):
     def _tensor(self, owned: Owned, kind: str) -> Tensor | None:
         if kind == MASTER:
             return owned.master.detach()
-        state: Tensor | None = self._engine.optimizer.state.get(owned.master, {}).get(kind)
+        state: Tensor | None = self._optimizer.state.get(owned.master, {}).get(kind)
         return state
 
     def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor) -> Iterator[Share]:
         """Rows ``start`` to ``stop - 1`` of the parameter, of which ``tensor`` has those that are owned."""
         row = prod(tensor.shape[1:]) if tensor.dim() else 1
-        for first, end, number in Numberings(self._engine.module).of(owned.parameter).runs(start, stop):
+        for first, end, number in Numberings(self._module).of(owned.parameter).runs(start, stop):
             rows = tensor[first - owned.start : end - owned.start] if tensor.dim() else tensor
             yield Share(owned.name, number * row, (number + end - first) * row, rows)
 
     def publish(self) -> None:
-        self._engine.optimizer.publish()
-        for layer in self._engine.expert_layers.values():
-            layer.fetch()
+        self._optimizer.publish()
+        self._fetch()
 
     def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        optimizer, wanted = self._engine.optimizer, set(names)
+        optimizer, wanted = self._optimizer, set(names)
         for owned in optimizer.owned:
             if owned.name in wanted:
                 yield optimizer.state.get(owned.master, {})
@@ -209,22 +219,27 @@ class PipelineMasters(Masters):
 class PlainMasters(Masters):
     """Masters of DeepSpeed's engine without a pipeline: segments of parameters, in the order of the ranks.
 
+    Args:
+        optimizer: of DeepSpeed, which has the masters.
+        basic: the optimizer of ``torch.optim`` inside, which has the states.
+
     Raises:
         ValueError: its optimizer cannot be averaged from here.
     """
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.control)
-        if any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()):
+    keeps_states_apart = False
+
+    def __init__(self, control: ControlPlane, module: nn.Module, optimizer: Any, basic: torch.optim.Optimizer) -> None:
+        super().__init__(control)
+        if any(getattr(p, "allreduce", True) is False for p in module.parameters()):
             row = exclusion("averaging", "experts on several ranks without a pipeline")
             raise ValueError(row.message("paceline.averaging is there", "experts lie on different ranks"))
-        self._engine = engine
-        self._masters = masters_of(engine.optimizer)
-        self.keeps_states_apart = False
+        self._module, self._basic = module, basic
+        self._masters = masters_of(optimizer)
         self._starts: dict[str, int] | None = None
 
     def _segments(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in self._module.named_parameters():
             segment = self._masters.segment(parameter) if parameter.requires_grad else None
             if segment is not None:
                 real = segment.detach().reshape(-1)[: num_real(parameter, segment)]
@@ -257,7 +272,7 @@ class PlainMasters(Masters):
 
     def _state_of(self, segment: Tensor, kind: str) -> Tensor | None:
         """Stretch of a state that belongs to the segment of a flat master."""
-        for flat, state in self._engine.basic_optimizer.state.items():
+        for flat, state in self._basic.state.items():
             first, rest = divmod(segment.data_ptr() - flat.data_ptr(), flat.element_size())
             if not rest and 0 <= first < flat.numel() and flat.device == segment.device:
                 values = state.get(kind)
@@ -268,4 +283,4 @@ class PlainMasters(Masters):
         self._masters.publish()
 
     def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        yield from self._engine.basic_optimizer.state.values()
+        yield from self._basic.state.values()

@@ -1,52 +1,35 @@
 """Rounds between islands over real networks: who is there, what each reports, the weighted sum of their tensors.
 
-Who is there is torchft's: each island sends heartbeats to the lighthouse (``paceline lighthouse``) and asks it for a
-quorum, which comes when all that are alive have asked; the reports travel with the question. Tensors go over a gloo
-group of the quorum's islands. An island that dies takes its part of the round with it: the others do it again.
+Who is there is the lighthouse's to say (:mod:`.presence`). Tensors go over a gloo group of the quorum's islands
+(:mod:`.weighted_sums`). An island that dies takes its part of the round with it: the others do it again.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
-import os
-import queue
 import re
-import socket
 import threading
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .addresses import is_loopback, split
+from .presence import CONNECT_S, Closed, Presence, report_of
 from .rules import Report, is_no_round, island_weights, refusals
+from .weighted_sums import IslandGroup, weighted_mean
 
 logger = logging.getLogger("paceline")
 
-CHUNK_BYTES = 8 << 20
-IN_FLIGHT = 4
-"""Chunks that are under way at once, so that long distances cost bandwidth rather than latency."""
-
 Tensors = Sequence[Tensor] | Callable[[Sequence[Report]], Sequence[Tensor]]
 
-_CONNECT_S = 20.0
 _STALL_S = 120.0
-_HEARTBEAT_S = 0.5
-_SETTLE_S = 4 * _HEARTBEAT_S
 _PAUSE_S = 1.0
-_SAY_EVERY_S = 60.0
 _LONG_S = 30 * 86400.0
-_CALLED = "paceline/called/{}"
-"""Key in the store of an island that is waited for, by the rounds that are finished."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +59,7 @@ class Outcome:
         return sum(weight > 0 for weight in self.weights)
 
 
-class _Closed(RuntimeError):
-    """:meth:`Islands.close` was called."""
-
-
-class Left(_Closed):
+class Left(Closed):
     """This island did not come when it was called, and the others count it as dead: let another object join them."""
 
 
@@ -110,6 +89,7 @@ class Islands:
             from then on, until it comes.
         weigh: the weights of the reports. It must be the same on all islands, so what it depends upon belongs into
             :attr:`Report.digest`.
+        join: makes the presence at the lighthouse.
 
     Raises:
         ValueError: ``lighthouse`` is no address.
@@ -132,38 +112,15 @@ class Islands:
         timeout_s: float,
         grace_s: float = math.inf,
         weigh: Callable[[Sequence[Report]], Sequence[float]] = island_weights,
+        join: Callable[[str, int, float], Presence] = Presence,
     ) -> None:
         self.island, self.min_islands, self.timeout_s, self.weigh = island, min_islands, timeout_s, weigh
         self.lighthouse, self.grace_s = lighthouse, grace_s
-        host, port = _split(lighthouse)
-        connect_s = min(30.0, timeout_s)
-        self.address = _own_address(lighthouse, host, port, connect_s)
-        self._replica_id = f"island{island}:{uuid.uuid4()}"
-        self._store = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
-        torchft = coordination()
-        url = f"http://{_bracketed(host)}:{port}"
-        try:
-            # Its RPCs, one of which ends this process, are for nobody else: it listens to this host alone.
-            self._heart = torchft.ManagerServer(
-                replica_id=self._replica_id,
-                lighthouse_addr=url,
-                hostname="127.0.0.1",
-                bind="127.0.0.1:0",
-                store_addr=self._store_address,
-                world_size=1,
-                heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
-                connect_timeout=timedelta(seconds=connect_s),
-                quorum_retries=0,
-            )
-            self._client = torchft.LighthouseClient(url, connect_timeout=timedelta(seconds=connect_s))
-            self._client.heartbeat(self._replica_id, timeout=timedelta(seconds=connect_s))
-        except (RuntimeError, TimeoutError) as error:
-            raise _unreachable(lighthouse, error) from None
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._presence = join(lighthouse, island, timeout_s)
         self._twins: set[str] = set()
         self._failures = 0
-        self._group: _Group | None = None
-        self._closed = self._has_left = False
+        self._group: IslandGroup | None = None
+        self._has_left = False
         self._others: list[str] = []
         """Stores of the other islands of the last round."""
         self._next = 0
@@ -175,23 +132,12 @@ class Islands:
 
     def is_called(self, finished: int) -> bool:
         """Whether others wait for this island, which has finished so many rounds, longer than the grace time."""
-        return not self._closed and self._store.check([_CALLED.format(finished)])
-
-    def _call(self, finished: int) -> None:
-        """Say to those of the last round that others wait for them. Those that are gone do not answer."""
-        for address in self._others:
-            try:
-                host, port = _split(address)
-                limit = timedelta(seconds=min(_CONNECT_S, self.grace_s + 1))
-                store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-                store.set(_CALLED.format(finished), "")
-            except RuntimeError as error:
-                logger.info("island %d: %s does not hear that it is waited for (%s)", self.island, address, error)
+        return self._presence.is_called(finished)
 
     def _watch(self) -> None:
         """Leave when this island has been called and does not come: the others then need not wait for it."""
         called_at = None
-        while not self._closed:
+        while not self._presence.is_closed:
             time.sleep(min(_PAUSE_S, self.grace_s / 4))
             if not self._stays.acquire(blocking=False):
                 called_at = None
@@ -214,16 +160,12 @@ class Islands:
             finally:
                 self._stays.release()
 
-    @property
-    def _store_address(self) -> str:
-        return f"{_bracketed(self.address)}:{self._store.port}"
-
     def close(self) -> None:
         """Leave: the others wait no longer than for a dead one. A round under way on another thread raises."""
-        self._closed = True
-        self._group = None
-        self._heart.shutdown()
-        self._answers.put(_Closed(f"island {self.island} has left the other islands"))
+        try:
+            self._presence.close()
+        finally:
+            self._group = None
 
     def round(self, report: Report, tensors: Tensors) -> Outcome:
         """Average with all islands that are there. It blocks; on one thread at a time, which may be any.
@@ -245,8 +187,8 @@ class Islands:
         """
         assert report.island == self.island, report
         with self._stays:
-            if self._closed:
-                kind = Left if self._has_left else _Closed
+            if self._presence.is_closed:
+                kind = Left if self._has_left else Closed
                 raise kind(f"island {self.island} has left the other islands")
             try:
                 outcome = self._round(report, tensors)
@@ -279,17 +221,23 @@ class Islands:
     def _attempt(self, report: Report, tensors: Tensors, limit_s: float) -> Outcome:
         asked = time.monotonic()
         try:
-            quorum = self._quorum(report, limit_s if report.counts else _LONG_S)
+            quorum = self._presence.quorum(
+                report,
+                self._failures,
+                limit_s if report.counts else _LONG_S,
+                called=self._others,
+                grace_s=self.grace_s if report.counts else math.inf,
+            )
         except TimeoutError:
             raise _Again("others are alive and have not come, or the lighthouse is gone", limit_s) from None
-        except _Closed:
+        except Closed:
             raise
         except RuntimeError as error:
-            self._find_again(asked + limit_s)
+            self._presence.find_again(asked + limit_s)
             raise _Again(f"lighthouse: {error}", time.monotonic() - asked + _PAUSE_S) from None
         spent_s = time.monotonic() - asked + _PAUSE_S if report.counts else 0.0
-        reports = [_report_of(member) for member in quorum.participants]
-        mine = [member.replica_id for member in quorum.participants].index(self._replica_id)
+        reports = [report_of(member) for member in quorum.participants]
+        mine = [member.replica_id for member in quorum.participants].index(self._presence.id)
         if lacking := self._lacking(quorum.participants, reports, mine):
             raise _Again(lacking, spent_s)
         weights = [float(weight) for weight in self.weigh(reports)]
@@ -316,7 +264,7 @@ class Islands:
         try:
             yield
         except RuntimeError as error:
-            if self._closed:
+            if self._presence.is_closed:
                 raise
             # Less where in gloo's source it was, and its guesses.
             said = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).partition(". This is")[0]
@@ -328,59 +276,6 @@ class Islands:
         logger.warning("island %d: round %d is done again, it failed %s", self.island, outcome.round, why)
         raise _Again(why, max(spent_s, _PAUSE_S))
 
-    def _quorum(self, report: Report, timeout_s: float) -> Any:
-        """The islands that are there now, each with its report. All of them get the same answer."""
-        answers = self._answers = queue.SimpleQueue()
-        if self._closed:  # before the answers were replaced
-            raise _Closed(f"island {self.island} has left the other islands")
-
-        def ask() -> None:
-            try:
-                answers.put(
-                    self._client.quorum(
-                        replica_id=self._replica_id,
-                        timeout=timedelta(seconds=timeout_s),
-                        address=self._heart.address(),
-                        store_address=self._store_address,
-                        step=report.round,
-                        world_size=1,
-                        data=_data_of(report, self._failures),
-                    )
-                )
-            except Exception as error:
-                answers.put(error)
-
-        # The call cannot be interrupted, and may take hours: an island that has just come waits for a whole round.
-        threading.Thread(target=ask, name="paceline-quorum", daemon=True).start()
-        waited_s, calls = 0.0, report.counts and math.isfinite(self.grace_s)
-        while True:
-            patience_s = min(_SAY_EVERY_S, self.grace_s - waited_s) if calls else _SAY_EVERY_S
-            try:
-                answer = answers.get(timeout=patience_s)
-                break
-            except queue.Empty:
-                waited_s += patience_s
-                if calls and waited_s >= self.grace_s - 1e-6:
-                    calls = False
-                    threading.Thread(target=self._call, args=(report.round,), name="paceline-call", daemon=True).start()
-                logger.info("island %d: waiting for other islands, %.0f s so far", self.island, waited_s)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _find_again(self, deadline: float) -> None:
-        """Wait until the lighthouse answers, and then until it has heard of the others, should it have been started
-        anew: it would take whoever asks first for the only one.
-        """
-        while time.monotonic() < deadline and not self._closed:
-            try:
-                self._client.heartbeat(self._replica_id, timeout=timedelta(seconds=_CONNECT_S))
-            except (RuntimeError, TimeoutError):
-                time.sleep(_PAUSE_S)
-            else:
-                time.sleep(_SETTLE_S)
-                return
-
     def _lacking(self, members: Sequence[Any], reports: Sequence[Report], mine: int) -> str | None:
         """Why there cannot be a round of these islands now.
 
@@ -391,7 +286,7 @@ class Islands:
         if mine in refused:
             # One that was killed as it waited, and has been started anew, may still be asking when it does.
             twins = {m.replica_id for m, r in zip(members, reports, strict=True) if r.island == self.island}
-            twins.remove(self._replica_id)
+            twins.remove(self._presence.id)
             if not twins or twins & self._twins:
                 raise ValueError(f"island {self.island} is refused: {refused[mine]}")
             self._twins |= twins
@@ -399,8 +294,8 @@ class Islands:
             return "; ".join(f"island {reports[i].island} is refused: {why}" for i, why in refused.items())
         if len(reports) < self.min_islands:
             return f"{len(reports)} of at least {self.min_islands} islands are there"
-        hosts = [_split(member.store_address)[0] for member in members]
-        loopback = [_is_loopback(host) for host in hosts]
+        hosts = [split(member.store_address)[0] for member in members]
+        loopback = [is_loopback(host) for host in hosts]
         if any(loopback) and not all(loopback):
             near, far = reports[loopback.index(True)].island, reports[loopback.index(False)].island
             raise ValueError(
@@ -427,7 +322,7 @@ class Islands:
         )
         return True
 
-    def _meet(self, quorum: Any, mine: int) -> _Group:
+    def _meet(self, quorum: Any, mine: int) -> IslandGroup:
         """The group of a quorum's islands, all of whom have been heard of. RuntimeError if one is not to be reached."""
         members = [(member.replica_id, member.data["failures"]) for member in quorum.participants]
         key = (quorum.quorum_id, *members)
@@ -436,164 +331,6 @@ class Islands:
             created = f"{quorum.created.seconds}.{quorum.created.nanos}"
             prefix = f"{quorum.quorum_id}/{created}/{sum(failures for _, failures in members)}"
             store = quorum.participants[0].store_address
-            self._group = _Group(key, store, prefix, mine, len(members), self.address)
-        self._group.meet(min(_CONNECT_S, self.timeout_s))
+            self._group = IslandGroup(key, store, prefix, mine, len(members), self._presence.address)
+        self._group.meet(min(CONNECT_S, self.timeout_s))
         return self._group
-
-
-class _Group:
-    """A gloo group of the islands of one quorum. Its connections are closed when it is dropped.
-
-    DeepSpeed's groups are not concerned. torchft's own wrapper would bind to what the host's name resolves to, which is
-    the wrong address where hosts are network namespaces, or have several networks.
-    """
-
-    def __init__(self, key: tuple[Any, ...], store: str, prefix: str, rank: int, size: int, address: str) -> None:
-        self.key, self.size = key, size
-        host, port = _split(store)
-        timeout = timedelta(seconds=_CONNECT_S)
-        client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        gloo: Any = dist.ProcessGroupGloo  # whose stubs are not complete
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=address)]
-        options._timeout = timeout
-        options._threads = IN_FLIGHT
-        self._backend = gloo(dist.PrefixStore(f"paceline/{prefix}", client), rank, size, options)
-
-    def sum(self, values: Tensor, timeout_s: float) -> Any:
-        """Begin to sum over the islands, in place."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        options.timeout = timedelta(seconds=timeout_s)
-        return self._backend.allreduce([values], options)
-
-    def meet(self, timeout_s: float) -> None:
-        """Until all have come here."""
-        self.sum(torch.zeros(1), timeout_s).wait()
-
-
-def weighted_mean(
-    group: Any, tensors: Sequence[Tensor], weights: Sequence[float], mine: int, timeout_s: float
-) -> tuple[list[Tensor], int]:
-    """The weighted sum over islands of each tensor, in new tensors, and the bytes that were summed.
-
-    Islands without weight contribute zeros, whatever they hold. With equal weights it is the sum divided by the number
-    of islands, rounded twice; all islands get the same bits.
-    """
-    if odd := {str(t.dtype) for t in tensors if not t.is_floating_point()}:
-        raise ValueError(f"tensors of {', '.join(sorted(odd))} have no average: leave them out.")
-    largest = max(weights)
-    total = sum(weight / largest for weight in weights)
-    results = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-    sources, sinks = [t.detach().reshape(-1) for t in tensors], [t.view(-1) for t in results]
-    num_bytes = 0
-    under_way: deque[tuple[Any, Tensor, list[tuple[int, int, int]]]] = deque()
-
-    def finish() -> None:
-        work, chunk, pieces = under_way.popleft()
-        work.wait()
-        if total != 1:
-            chunk /= total
-        for (index, start, end), values in zip(pieces, chunk.split([e - s for _, s, e in pieces]), strict=True):
-            sinks[index][start:end] = values
-
-    for dtype, pieces in _chunks(tensors):
-        chunk = torch.zeros(sum(end - start for _, start, end in pieces), dtype=dtype)
-        if weights[mine] > 0:
-            torch.cat([sources[index][start:end].to(dtype) for index, start, end in pieces], out=chunk)
-            if weights[mine] != largest:
-                chunk *= weights[mine] / largest
-        num_bytes += chunk.nbytes
-        under_way.append((group.sum(chunk, timeout_s), chunk, pieces))
-        if len(under_way) == IN_FLIGHT:
-            finish()
-    while under_way:
-        finish()
-    return results, num_bytes
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.dtype, list[tuple[int, int, int]]]]:
-    """What is summed together, in order: (index, start, end) of elements, in the dtype they are summed in."""
-    dtype, pieces, room = torch.float32, list[tuple[int, int, int]](), 0
-    for index, tensor in enumerate(tensors):
-        wanted = torch.promote_types(tensor.dtype, torch.float32)
-        start = 0
-        while start < tensor.numel():
-            if pieces and (room == 0 or dtype != wanted):
-                yield dtype, pieces
-                pieces = []
-            if not pieces:
-                dtype, room = wanted, max(1, CHUNK_BYTES // wanted.itemsize)
-            end = min(tensor.numel(), start + room)
-            pieces.append((index, start, end))
-            room -= end - start
-            start = end
-    if pieces:
-        yield dtype, pieces
-
-
-def _data_of(report: Report, failures: int) -> dict[str, Any]:
-    """JSON has no infinities, and few of its readers all 64 bits."""
-    exact = {"digest": str(report.digest), "checksum": report.checksum.hex(), "loss": report.loss.hex()}
-    return {"report": asdict(report) | exact, "failures": failures}
-
-
-def _report_of(member: Any) -> Report:
-    try:
-        told = member.data["report"]
-        exact = {"digest": int(told["digest"])} | {name: float.fromhex(told[name]) for name in ("checksum", "loss")}
-        return Report(**(told | exact))
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{member.replica_id} at the lighthouse is no island of this version of paceline; have the same version "
-            "everywhere, and a lighthouse for each job."
-        ) from None
-
-
-def coordination() -> Any:
-    """torchft's module, which writes a line for every message of its own unless told otherwise before its import."""
-    before = os.environ.get("RUST_LOG")
-    os.environ.setdefault("RUST_LOG", "error")
-    try:
-        import torchft.coordination
-    except ImportError as error:
-        raise ImportError(f"averaging between islands needs torchft ({error}): pip install 'torchft==0.2.*'") from error
-    finally:
-        if before is None:
-            del os.environ["RUST_LOG"]
-    return torchft.coordination
-
-
-def _own_address(lighthouse: str, host: str, port: int, timeout_s: float) -> str:
-    """The address of this host that packets to the lighthouse come from. Hosts may share their name."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout=timeout_s) as connection:
-                return str(connection.getsockname()[0])
-        except OSError as error:
-            if time.monotonic() + _PAUSE_S > deadline:
-                raise _unreachable(lighthouse, error) from None
-        time.sleep(_PAUSE_S)
-
-
-def _unreachable(lighthouse: str, error: Exception) -> ConnectionError:
-    return ConnectionError(
-        f"no lighthouse answers at {lighthouse} ({error}); run `paceline lighthouse` on a host that all islands reach, "
-        "and give its address in averaging.lighthouse."
-    )
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f'{address!r} is no address: give host:port, such as "node1:29510".')
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback

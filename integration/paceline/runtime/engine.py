@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import Tensor, nn
 
-from ..averaging.islands import Averaging
+from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
@@ -22,6 +22,7 @@ from ..comm.shapes import Shapes
 from ..comm.transport import Transport
 from ..config import RunPlan
 from ..hf.quantised import quantisation_of
+from ..hf.weights import is_pretrained
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..planning.candidates import Candidate
@@ -77,7 +78,7 @@ def _of_loss_book(name: str) -> Any:
     return property(read, write)
 
 
-class PacelineEngine(Averaging, PipelineEngine):
+class PacelineEngine(PipelineEngine):
     """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
 
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
@@ -92,6 +93,8 @@ class PacelineEngine(Averaging, PipelineEngine):
     data_iterator: Any
     natural_gradient: NaturalGradientPart | None = None
     """None: gradients are ordinary ones."""
+    averager: Averager | None = None
+    """None: this job is alone."""
 
     transport_order: str | None = None
     """``"free"`` or ``"paired"``; None: what suits the backend."""
@@ -117,7 +120,7 @@ class PacelineEngine(Averaging, PipelineEngine):
         self.experts = self._make_experts()
         self._start_natural_gradient()
         if isinstance(self.optimizer, ShardedOptimizer):
-            self._start_averaging(lambda: PipelineMasters(self))
+            self.averager = self._make_averager(self.optimizer)
         self.clock = Clock(torch.device(self.device))
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.clock = self.clock
@@ -351,6 +354,20 @@ class PacelineEngine(Averaging, PipelineEngine):
         """See :meth:`NaturalGradientPart.report`; None without natural gradients."""
         return None if self.natural_gradient is None else self.natural_gradient.report()
 
+    def _make_averager(self, optimizer: ShardedOptimizer) -> Averager | None:
+        return make_averager(
+            self.plan.averaging,
+            self.control,
+            lambda: PipelineMasters(self.control, self.module, optimizer, self.experts.fetch),
+            self.basic_optimizer,
+            is_pretrained=getattr(self.module, "is_pretrained", is_pretrained(self.module)),
+        )
+
+    def finish_averaging(self, held_out_loss: Callable[[], float] | None = None) -> None:
+        """See :meth:`~paceline.averaging.averager.Averager.finish`."""
+        if self.averager is not None:
+            self.averager.finish(self.global_steps, held_out_loss)
+
     def steps_per_print(self) -> int | None:
         """As the JSON says. DeepSpeed's pipelines cannot report times without it."""
         every: int | None = super().steps_per_print()
@@ -446,13 +463,15 @@ class PacelineEngine(Averaging, PipelineEngine):
             self.set_dataiterator(data_iter)
         self.half_way.check()
         with self._naming_lost_peers():
-            self._join_islands()
+            if self.averager is not None:
+                self.averager.join(self.global_steps)
             with self._recorded():
                 self._open_step(self.micro_batches, trains=True)
                 loss = super().train_batch()
             if self.steps_per_print() is None:  # nobody reads it, and it keeps two events a step until somebody does
                 self.timers(TRAIN_BATCH_TIMER).reset()
-            self._average(loss, self._tokens_of_step())
+            if self.averager is not None:
+                self.averager.after_step(self.global_steps, loss, self._tokens_of_step())
         WATCH.idle()
         return loss
 
@@ -494,7 +513,8 @@ class PacelineEngine(Averaging, PipelineEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's; what is under way is finished first. Not collective."""
-        self._leave_islands()
+        if self.averager is not None:
+            self.averager.close()
         if hasattr(self, "checkpointer"):
             self.checkpointer.close()
         super().destroy()
@@ -605,7 +625,7 @@ class PacelineEngine(Averaging, PipelineEngine):
             learned={name: part for name, part in learned.items() if part is not None},
             run=self._run_states(),
             experts=self.experts,
-            settle=self._settle_averaging,
+            settle=(lambda: None) if self.averager is None else self.averager.settle,
             write_model=self._write_model,
             is_quantised=stage is not None and quantisation_of(stage.model.config) is not None,
         )

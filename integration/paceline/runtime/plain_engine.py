@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ..averaging.islands import Averaging
+from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PlainMasters
 from ..comm.control import ControlPlane
 from ..config import RunPlan
+from ..hf.weights import is_pretrained
 from ..optim.zero_max_change import FlatMaxChange
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .rate import check_scheduler_object
@@ -22,11 +23,13 @@ OWN_FILE = "paceline_rank_{rank:05d}.pt"
 """In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
 
 
-class PlainEngine(Averaging, DeepSpeedEngine):
+class PlainEngine(DeepSpeedEngine):
     """A ``DeepSpeedEngine`` for a config whose ``"paceline"`` section has something for models without a pipeline."""
 
     natural_gradient: NaturalGradientPart | None = None
     """None: gradients are ordinary ones."""
+    averager: Averager | None = None
+    """None: this job is alone."""
     _max_change: FlatMaxChange | None = None
 
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
@@ -47,7 +50,13 @@ class PlainEngine(Averaging, DeepSpeedEngine):
             self._max_change = FlatMaxChange(self, limits)
         self._tokens = 0
         self._losses: list[torch.Tensor] = []
-        self._start_averaging(lambda: PlainMasters(self))
+        self.averager = make_averager(
+            plan.averaging,
+            self.control,
+            lambda: PlainMasters(self.control, self.module, self.optimizer, self.basic_optimizer),
+            self.basic_optimizer,
+            is_pretrained=getattr(self.module, "is_pretrained", is_pretrained(self.module)),
+        )
 
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
@@ -62,7 +71,8 @@ class PlainEngine(Averaging, DeepSpeedEngine):
         return None if self.natural_gradient is None else self.natural_gradient.report()
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        self._join_islands()  # of a loop that calls the module itself
+        if self.averager is not None:  # of a loop that calls the module itself
+            self.averager.join(self.global_steps)
         if self._max_change is not None:
             self._max_change.before()
         super()._take_model_step(*args, **kwargs)
@@ -71,14 +81,15 @@ class PlainEngine(Averaging, DeepSpeedEngine):
         if self.averager is not None:
             losses, self._losses = self._losses, []
             tokens, self._tokens = int(self.control.sum(torch.tensor([self._tokens]))), 0
-            self._average(torch.stack(losses).mean() if losses else math.nan, tokens)
+            loss = torch.stack(losses).mean() if losses else math.nan
+            self.averager.after_step(self.global_steps, loss, tokens)
 
     # -- what averaging counts -----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; where islands average, the first one finds the others."""
         if self.averager is not None and torch.is_grad_enabled():
-            self._join_islands()
+            self.averager.join(self.global_steps)
             self._tokens += _num_tokens(inputs, kwargs)
         return super().forward(*inputs, **kwargs)
 
@@ -90,8 +101,14 @@ class PlainEngine(Averaging, DeepSpeedEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's."""
-        self._leave_islands()
+        if self.averager is not None:
+            self.averager.close()
         super().destroy()
+
+    def finish_averaging(self, held_out_loss: Callable[[], float] | None = None) -> None:
+        """See :meth:`~paceline.averaging.averager.Averager.finish`."""
+        if self.averager is not None:
+            self.averager.finish(self.global_steps, held_out_loss)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -105,12 +122,13 @@ class PlainEngine(Averaging, DeepSpeedEngine):
     ) -> bool:
         """As DeepSpeed's, with a small file of each rank beside its own where there is something for it."""
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        self._settle_averaging()
+        if self.averager is not None:
+            self.averager.settle()
         if self.natural_gradient is not None or self.averager is not None:
             folder = Path(save_dir, tag)
             folder.mkdir(parents=True, exist_ok=True)
-            learned = {} if self.natural_gradient is None else self.natural_gradient.state_dict()
-            own = {"natural_gradient": learned, "averaging": self._averaging_state()}
+            parts = {"natural_gradient": self.natural_gradient, "averaging": self.averager}
+            own = {name: {} if part is None else part.state_dict() for name, part in parts.items()}
             torch.save(own, folder / OWN_FILE.format(rank=self.global_rank))
         saved = super().save_checkpoint(
             save_dir,
@@ -152,7 +170,8 @@ class PlainEngine(Averaging, DeepSpeedEngine):
             saved = torch.load(own, map_location=torch.device(self.device), weights_only=True)
             if self.natural_gradient is not None:
                 self.natural_gradient.load([saved["natural_gradient"]])
-            self._load_averaging_state(saved["averaging"])
+            if self.averager is not None and saved["averaging"]:
+                self.averager.load_state_dict(saved["averaging"])
 
 
 def _num_tokens(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..averaging.islands import combining_fault
+from ..averaging.combining import combining_fault
 from ..config import PacelineConfig, RunPlan, read_ds_config
 from .trainer_loss import home_of, refused_loss
 

@@ -1,0 +1,426 @@
+"""Islands that average their parameters: one DeepSpeed job among others, which come and go.
+
+Every so many tokens the masters of the parameters, by name, are brought together on the island's first rank, averaged
+with those of the other islands over :mod:`.rounds`, and brought back to whoever steps them. So islands may have other
+stages, partitions, replicas and ZeRO stages, or no pipeline at all. Inside, everything goes on as usual.
+
+Legend: P parts that the parameters are averaged in, one after another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..comm.control import ControlPlane
+from ..config import PacelineConfig
+from ..config.averaging_keys import HELD_OUT, AveragingConfig
+from ..state.rank_states import RankStates
+from .background_rounds import BackgroundRounds, Connection, Messages
+from .combining import LastModels, combining_fault, fit_weights
+from .island_numbers import island_number
+from .masters_by_name import Masters, state_kinds
+from .outer_step import OuterStep
+from .period_loss import PeriodLoss
+from .round_records import Exchange, News, Values, are_alike, log_round, news_of, numbers_of, settings_digest
+from .rounds import Islands, Outcome
+from .rules import (
+    Report,
+    is_no_round,
+    island_weights,
+    learning_rate_factor,
+    parts_of,
+    period_of,
+)
+from .scaled_rate import ScaledRate
+
+logger = logging.getLogger("paceline")
+
+Weigh = Callable[[Sequence[Report]], Sequence[float]]
+Connect = Callable[[AveragingConfig, int, Weigh], Connection]
+"""Joins the other islands; is given this one's number and the rule of weights."""
+
+KEPT_EXCHANGES = 256
+
+
+def connect_islands(section: AveragingConfig, island: int, weigh: Weigh) -> Connection:
+    """Join the other islands at the lighthouse of ``section``."""
+    return Islands(
+        section.lighthouse,
+        island,
+        min_islands=section.min_islands,
+        timeout_s=section.timeout_s,
+        grace_s=section.grace_s,
+        weigh=weigh,
+    )
+
+
+class Averager:
+    """The part of an engine that averages with other islands. All ranks of the island call everything together.
+
+    Args:
+        messages: between the ranks of this island.
+        masters: of the parameters that are averaged.
+        basic: the optimizer of ``torch.optim`` inside, whose learning rate is scaled.
+        is_pretrained: whether the weights at the start are another training's, rather than drawn at random.
+        connect: how to join the other islands.
+
+    Raises:
+        ValueError: states of the optimizer cannot be treated as ``section`` says, or this island has no number.
+    """
+
+    def __init__(
+        self,
+        section: AveragingConfig,
+        messages: Messages,
+        masters: Masters,
+        basic: torch.optim.Optimizer,
+        *,
+        is_pretrained: bool = False,
+        connect: Connect = connect_islands,
+    ) -> None:
+        self.section, self._messages, self._masters = section, messages, masters
+        self.island, _ = island_number(section)
+        self.is_first = messages.rank == 0
+        if section.optimizer_state == "reset" and section.parts > 1 and not masters.keeps_states_apart:
+            raise ValueError(
+                'paceline.averaging.optimizer_state is "reset" and there are parts, whose states this optimizer keeps '
+                'in one: leave "parts" out, or take "keep" or "average".'
+            )
+        self._kinds = state_kinds(basic) if section.optimizer_state == "average" else ()
+        self._outer = OuterStep.of(section)
+        self._models = LastModels(section.combine_rounds)
+        is_mean = self._outer.has_optimizer or is_pretrained
+        self.first_round: Literal["best", "mean"] = section.first_round or ("mean" if is_mean else "best")
+        self._rounds = BackgroundRounds(messages, lambda: connect(section, self.island, self._weigh))
+        self._exchange: Exchange | None = None
+        self._joined = False
+        self._names: list[str] = []
+        self._parts: list[range] = []
+        self._loss = PeriodLoss()
+        self.round = 0
+        """Exchanges that are done; each is of part ``round % P``."""
+        self.tokens = 0
+        """That this island has trained on."""
+        self.tokens_of_all = 0
+        self.num_islands = section.min_islands
+        """Expected in the next average: those of the last round, whatever it made of them."""
+        self._to_take = 0
+        """Exchanges in which it does not count, as it has missed others and lacks what they brought."""
+        self._trained_until: dict[int, int] = {}
+        """Tokens at the last round of each part."""
+        self._next_tokens = 0.0
+        self.exchanges: list[dict[str, Any]] = []
+        """Numbers of each exchange, on the first rank: of the last 256, or since they were taken away."""
+        self._scales_rate = section.scale_learning_rate
+        if self._scales_rate is None:
+            self._scales_rate = not self._outer.has_optimizer and type(basic).__name__ == "SGD"
+        self._rate = ScaledRate(basic, lambda: self.learning_rate_factor)
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """Factor of the scheduled learning rate."""
+        own = self._loss.tokens + (0 if self._exchange is None else self._exchange.tokens)
+        tokens = self.tokens_of_all + own * self.num_islands
+        return learning_rate_factor(tokens, self.section.decay_tokens, self.num_islands, bool(self._scales_rate))
+
+    # -- what an engine calls ------------------------------------------------------------------------------------
+
+    def join(self, step: int) -> None:
+        """Before the first step: find the others; where they have gone on already, wait for their next round."""
+        if self._joined:
+            return
+        self._joined = True
+        numels = self._masters.numels()
+        self._names = sorted(numels)
+        self._parts = parts_of([numels[name] for name in self._names], self.section.parts)
+        has_come_back = False
+        for _ in self._parts:
+            self._begin(step, counts=False, starts=True)
+            if not self.settle():
+                break
+            has_come_back = True
+        lacks_anchors = self._outer.has_optimizer and self._outer.num_anchors < len(self._names)
+        if self._outer.has_optimizer and self._messages.from_first(lacks_anchors):
+            self._outer.anchor(self._masters.gather(self._names) or ())
+        every = self.section.every_tokens / len(self._parts)
+        if has_come_back or self._next_tokens <= self.tokens:
+            self._next_tokens = self.tokens + every
+        if self.is_first:
+            logger.info(
+                "island %d: averages with others every %.6g tokens%s, learning rate %s",
+                self.island,
+                every,
+                "" if len(self._parts) == 1 else f" a part of {len(self._parts)}",
+                "times the number of islands" if self._scales_rate else "as scheduled",
+            )
+
+    def after_step(self, step: int, loss: Tensor | float, tokens: int) -> None:
+        """A step is done: ``tokens`` of all ranks of this island together, and its mean loss."""
+        self.tokens += tokens
+        self._loss.add(loss, tokens)
+        if self._exchange is not None and step >= self._exchange.due:
+            self.settle()
+        is_due = self.tokens >= self._next_tokens
+        if is_due or self._is_called():
+            self.settle()
+            every = self.section.every_tokens / len(self._parts)
+            self._next_tokens = (self._next_tokens if is_due else self.tokens) + every
+            overlaps = self.section.overlap_steps > 0
+            self._begin(step, counts=not self._to_take, overlaps=overlaps, is_early=not is_due)
+            if not overlaps:
+                self.settle()
+
+    def finish(self, step: int, held_out_loss: Callable[[], float] | None = None) -> None:
+        """Training is over: average what is new once more, and combine the last rounds where that is asked for.
+
+        Args:
+            held_out_loss: computes the loss of the model as it is then, on held-out data. Called by all ranks, which
+                are told the first one's.
+
+        Raises:
+            ValueError: weights are to be fitted, and there are no held-out data.
+        """
+        if not self._joined:
+            return
+        fits = self.section.combine_weights == HELD_OUT
+        remedy = "give finish_averaging a function that computes the loss on some"
+        if fault := combining_fault(PacelineConfig(averaging=self.section), held_out_loss is not None, remedy):
+            raise ValueError(fault)
+        self.settle()
+        for _ in self._parts:
+            self._begin(step, counts=not self._to_take, is_early=True)
+            if not self.settle():
+                break
+        if self.section.combine_rounds > 1:
+            if self._models.moved:
+                self._models.keep(len(self._names), len(self._parts))
+            if self._messages.from_first(len(self._models) > 0):
+                self._combine(held_out_loss if fits else None)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the others. Not collective."""
+        self._joined = False
+        self._rounds.close()
+
+    def _combine(self, held_out_loss: Callable[[], float] | None) -> None:
+        """Take the mean of the last rounds, or what loses least on held-out data."""
+
+        def take(weights: Sequence[float]) -> None:
+            self._masters.scatter(self._names, self._models.mean(weights) if self.is_first else None)
+
+        def loss_of(weights: Sequence[float]) -> float:
+            assert held_out_loss is not None
+            take(weights)
+            return float(self._messages.from_first(held_out_loss()))
+
+        weights = self._messages.from_first(self._models.weights() if self.is_first else None)
+        if held_out_loss is not None:
+            weights, loss = fit_weights(loss_of, weights)
+            if self.is_first:
+                told = ", ".join(f"{weight:.3g}" for weight in weights)
+                logger.info("island %d: last rounds' models weigh %s: held-out loss %.5g", self.island, told, loss)
+        take(weights)
+
+    # -- one exchange --------------------------------------------------------------------------------------------
+
+    def _begin(
+        self, step: int, *, counts: bool, starts: bool = False, overlaps: bool = False, is_early: bool = False
+    ) -> None:
+        part = self.round % len(self._parts)
+        # Where it does not count, the others' round decides which part it is.
+        names = [self._names[i] for i in self._parts[part]] if counts else self._names
+        loss, tokens = self._loss.take(self._messages) if counts else (math.nan, 0)
+        sent = self._masters.gather(names)
+        gathered = [self._masters.gather(names, kind) or [] for kind in self._kinds if counts]
+        states = [tensor for tensors in gathered for tensor in tensors]
+        due = step + self.section.overlap_steps
+        exchange = self._exchange = Exchange(due, counts, starts, overlaps, tokens, self.tokens, sent, states)
+        if not self.is_first:
+            return
+        assert sent is not None
+        checksum = math.fsum(tensor.double().sum().item() for tensor in sent) if not counts else 0.0
+        trained = self.tokens - self._trained_until.get(part, 0) if counts else 0
+        period = min(1.0, trained / self.section.every_tokens) if is_early else 1.0
+        digest = settings_digest(self.section, self.first_round, self._masters.numels(), self._kinds)
+        report = Report(self.island, digest, checksum, loss, tokens, counts, self.round, trained, period)
+        self._rounds.begin(report, partial(self._to_send, exchange))
+
+    def _to_send(self, exchange: Exchange, reports: Sequence[Report]) -> list[Tensor]:
+        """Tensors of a round with these islands, on the first rank."""
+        indices = self._indices_of(reports)
+        sent = self._sent(exchange, indices)
+        if are_alike(reports):
+            return [*sent, *exchange.states]
+        tokens = torch.tensor([self.tokens_of_all], dtype=torch.float64)
+        return [*sent, tokens, *self._outer.shared(indices, sent)]
+
+    @torch.no_grad()
+    def settle(self) -> bool:
+        """Wait for the exchange that is under way, and take what it brought.
+
+        Returns:
+            Whether it was a round; not where none is under way, or no other island has trained.
+        """
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return False
+        outcome = self._rounds.wait(must_succeed=exchange.starts)
+        values, news, is_void = Values(), None, False
+        if outcome is not None:
+            is_void = is_no_round(outcome.reports)
+        if outcome is not None and not is_void:
+            values = self._digested(exchange, outcome)
+            news = news_of(outcome, values, self._indices_of(outcome.reports), self.tokens_of_all)
+        news, is_void = self._messages.from_first((news, is_void))
+        if news is not None:
+            return self._take(exchange, news, values)
+        if not is_void:
+            # It came to nothing; the others may have done it, and will be there again at the next.
+            self.tokens_of_all += exchange.tokens
+            self.num_islands = self.section.min_islands
+        return False
+
+    def _digested(self, exchange: Exchange, outcome: Outcome) -> Values:
+        """On the first rank: what the masters become, or by how much they change, and the states."""
+        indices = self._indices_of(outcome.reports)
+        sent = self._sent(exchange, indices)
+        self.exchanges.append(numbers_of(outcome, exchange.tokens))
+        del self.exchanges[:-KEPT_EXCHANGES]
+        log_round(self.island, outcome)
+        averages, more = outcome.tensors, list[Tensor]()
+        if averages is not None:
+            averages, more = averages[: len(sent)], averages[len(sent) :]
+        states = None
+        if are_alike(outcome.reports):
+            states = more or None
+        elif more:
+            self.tokens_of_all = round(more[0].item())
+            self._outer.take_shared(indices, more[1:])
+        if not any(report.counts for report in outcome.reports):
+            return Values(averages, replaces=True)
+        period = period_of(outcome.reports, outcome.weights)
+        new = self._outer.step(indices, sent if averages is None else averages, period)
+        self._models.update(indices, new)
+        if new is sent:
+            return Values(states=states)
+        if not exchange.overlaps or not exchange.counts:
+            return Values(new, replaces=True, states=states)
+        return Values([a - b for a, b in zip(new, sent, strict=True)], states=states)
+
+    def _take(self, exchange: Exchange, news: News, values: Values) -> bool:
+        """Put what a round has brought into place, on all ranks."""
+        missed = news.round - 1 - self.round
+        self.round, self.tokens_of_all, self.num_islands = news.round, news.tokens_of_all, news.num_islands
+        if news.anyone_counts or news.has_changed:  # else each has its own values still, and what they were trained on
+            for part, indices in enumerate(self._parts):
+                if news.indices.start <= indices.start and indices.stop <= news.indices.stop:
+                    self._trained_until[part] = exchange.trained_until if exchange.counts else self.tokens
+        names = [self._names[i] for i in news.indices]
+        if news.has_changed:
+            self._masters.scatter(names, values.new, add=not news.replaces)
+        for number, kind in enumerate(self._kinds if news.has_states else ()):
+            own = values.states and values.states[number * len(names) : (number + 1) * len(names)]
+            self._masters.scatter(names, own, kind=kind)
+        if exchange.counts and self.section.optimizer_state == "reset":
+            self._masters.reset_states(names)
+        if not exchange.counts and not news.anyone_counts:
+            self.round = max(self.round - 1, 0)  # nobody has trained: it was no round
+            self._to_take = 0
+            return False
+        if news.anyone_counts:
+            self._models.moved += news.period
+            if news.period and news.indices.stop == len(self._names):
+                self._models.keep(len(self._names), len(self._parts))
+        if exchange.counts:
+            self._to_take = len(self._parts) - 1 if missed > 0 else 0
+        else:
+            self._to_take = max(self._to_take - 1, 0)
+            self._loss.forget()
+        return True
+
+    def _is_called(self) -> bool:
+        """Whether others have come to the next round, and waited for this island as long as they do."""
+        if self._exchange is not None or self.num_islands == 1:
+            return False
+        return self._rounds.is_called(self.round)
+
+    def _weigh(self, reports: Sequence[Report]) -> list[float]:
+        newest = max((report.round for report in reports if report.counts), default=0)
+        if newest < len(self._parts):  # the first round is one of each part
+            reports = [replace(report, round=report.round - newest) if report.counts else report for report in reports]
+        return island_weights(
+            reports, first_round=self.first_round, difference_threshold=self.section.difference_threshold
+        )
+
+    def _indices_of(self, reports: Sequence[Report]) -> range:
+        """Names whose parameters a round of these islands is of: of all where none has trained yet."""
+        rounds = [report.round for report in reports if report.counts]
+        return self._parts[max(rounds) % len(self._parts)] if rounds else range(len(self._names))
+
+    @staticmethod
+    def _sent(exchange: Exchange, indices: range) -> list[Tensor]:
+        assert exchange.sent is not None
+        return exchange.sent if exchange.counts else [exchange.sent[i] for i in indices]
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank between exchanges: the first rank has the outer optimizer and the last rounds."""
+        return {
+            "round": self.round,
+            "tokens": self.tokens,
+            "tokens_of_all": self.tokens_of_all,
+            "num_islands": self.num_islands,
+            "_next_tokens": self._next_tokens,
+            "_to_take": self._to_take,
+            "_since": self._loss.tokens,
+            "_last_loss": self._loss.last,
+            "_moved": self._models.moved,
+            "loss_sum": float(self._loss.sum),
+            "trained_until": dict(self._trained_until),
+            **(self._models.state_dict() | self._outer.state_dict() if self.is_first else {}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """State of any rank of an island; the first takes the first's."""
+        state = tree_map_only(Tensor, Tensor.cpu, dict(state))
+        for name in ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take"):
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self._loss.tokens = state.get("_since", self._loss.tokens)
+        self._loss.last = state.get("_last_loss", self._loss.last)
+        self._models.moved = state.get("_moved", self._models.moved)
+        self._loss.sum, self._trained_until = state["loss_sum"], dict(state.get("trained_until", {}))
+        if self.is_first and "last_rounds" in state:
+            self._models.load_state_dict(state)
+            self._outer.load_state_dict(state)
+
+    def load_saved(self, saved: RankStates) -> None:
+        """Go on as the first rank of the run that was saved."""
+        if saved.first:
+            self.load_state_dict(saved.first)
+
+
+def make_averager(
+    section: AveragingConfig | None,
+    control: ControlPlane,
+    make_masters: Callable[[], Masters],
+    basic: torch.optim.Optimizer,
+    *,
+    is_pretrained: bool,
+) -> Averager | None:
+    """The :class:`Averager` of an engine, on all ranks or on none; None without a section."""
+    if section is None:
+        return None
+    with control.together("beginning to average"):
+        return Averager(section, control, make_masters(), basic, is_pretrained=is_pretrained)
+    return None

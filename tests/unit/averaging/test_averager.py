@@ -1,0 +1,368 @@
+"""An island among others that the tests play: what becomes of masters, counts and learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from paceline.averaging.averager import Averager, Weigh
+from paceline.averaging.island_numbers import ISLAND
+from paceline.averaging.rounds import Outcome
+from paceline.averaging.rules import Report, is_no_round
+from paceline.config.averaging_keys import AveragingConfig
+from paceline.hf.weights import is_pretrained
+
+NUMEL = 3
+Other = tuple[Report, float]
+"""What another island reports, and the value of all of its parameters."""
+
+
+class Alone:
+    """The only rank of an island."""
+
+    rank = 0
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+
+class FakeMasters:
+    """Parameters ``w0``, ``w1``, … with one state each, on one rank."""
+
+    keeps_states_apart = True
+
+    def __init__(self, count: int = 1) -> None:
+        self.values = {f"w{i}": torch.zeros(NUMEL) for i in range(count)}
+        self.momenta = {name: torch.ones(NUMEL) for name in self.values}
+        self.reset: list[str] = []
+
+    def _of(self, kind: str) -> dict[str, Tensor]:
+        return self.values if kind == "master" else self.momenta
+
+    def numels(self) -> dict[str, int]:
+        return dict.fromkeys(self.values, NUMEL)
+
+    def gather(self, names: Sequence[str], kind: str = "master") -> list[Tensor]:
+        return [self._of(kind)[name].clone() for name in names]
+
+    def scatter(
+        self, names: Sequence[str], tensors: Sequence[Tensor], *, add: bool = False, kind: str = "master"
+    ) -> None:
+        held = self._of(kind)
+        for name, tensor in zip(names, tensors, strict=True):
+            held[name] = held[name] + tensor if add else tensor.clone()
+
+    def reset_states(self, names: Sequence[str]) -> None:
+        self.reset += names
+
+
+class Others:
+    """The other islands of each round, and a round with them as :class:`~paceline.averaging.rounds.Islands` does it."""
+
+    def __init__(self) -> None:
+        self.there: Callable[[Report], Sequence[Other]] = lambda own: ()
+        self.weigh: Weigh = lambda reports: []
+        self.calls = self.is_closed = False
+        self.error: Exception | None = None
+        self.reports: list[Report] = []
+        """Of this island, of each round."""
+
+    def round(self, report: Report, tensors: Any) -> Outcome:
+        if self.error is not None:
+            raise self.error
+        self.reports.append(report)
+        others = list(self.there(report))
+        reports = [report, *(other for other, _ in others)]
+        weights = [float(weight) for weight in self.weigh(reports)]
+        finished = max(each.round for each in reports) + (not is_no_round(reports))
+        means = None
+        if len(reports) > 1 and not is_no_round(reports) and any(each.counts for each in reports):
+            own = tensors(reports)
+            means = [weights[0] * tensor for tensor in own]
+            for weight, (_, value) in zip(weights[1:], others, strict=True):
+                means = [mean + weight * value for mean in means]
+        return Outcome(means, reports, weights, finished, 0.0, 0.0, 0, 1)
+
+    def is_called(self, finished: int) -> bool:
+        return self.calls
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Job:
+    """An island that has joined another one that has just started, too."""
+
+    def __init__(self, *, joins: bool = True, params: int = 1, is_pretrained: bool = False, **section: Any) -> None:
+        self.masters, self.others = FakeMasters(params), Others()
+        config = AveragingConfig(lighthouse="localhost:29510", min_islands=2, every_tokens=100, **section)
+        self.parameter = torch.nn.Parameter(torch.zeros(NUMEL))
+        self.basic = torch.optim.SGD([self.parameter], lr=1.0, momentum=0.5)
+        masters: Any = self.masters
+        self.averager = Averager(
+            config, Alone(), masters, self.basic, is_pretrained=is_pretrained, connect=self._connected
+        )
+        self.steps = 0
+        if joins:
+            self.others.there = lambda own: [(Report(1, own.digest, 0.0, math.nan, 0, False, 0), 0.0)]
+            self.averager.join(0)
+
+    def _connected(self, section: AveragingConfig, island: int, weigh: Weigh) -> Others:
+        self.others.weigh = weigh
+        return self.others
+
+    @property
+    def value(self) -> float:
+        return float(self.masters.values["w0"][0])
+
+    def trains_to(self, value: float) -> None:
+        for name in self.masters.values:
+            self.masters.values[name] = torch.full((NUMEL,), value)
+
+    def after_step(self, tokens: int, *others: tuple[float, float, int], loss: float = 2.0) -> None:
+        """A step; if a round is due or called, others are there with ``(value, loss, tokens)`` of the same round."""
+
+        def there(own: Report) -> list[Other]:
+            return [
+                (Report(i, own.digest, 0.0, lost, n, True, own.round, n, min(1.0, n / 100)), value)
+                for i, (value, lost, n) in enumerate(others, 1)
+            ]
+
+        self.steps += 1
+        self.others.there, self.others.calls = there, tokens < 100
+        self.averager.after_step(self.steps, loss, tokens)
+
+
+@pytest.fixture(autouse=True)
+def _is_island_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISLAND, "0")
+
+
+def test_masters_become_the_mean_by_tokens() -> None:
+    job = Job(first_round="mean")
+    job.trains_to(1.0)
+    job.after_step(100, (4.0, 2.0, 300))
+    assert job.value == pytest.approx(0.25 * 1.0 + 0.75 * 4.0)
+    averager = job.averager
+    assert (averager.round, averager.tokens, averager.tokens_of_all) == (1, 100, 400)
+    [entry] = [each for each in averager.exchanges if len(each["islands"]) > 1]
+    assert (entry["islands"], entry["weights"], entry["tokens"]) == ([0, 1], [0.25, 0.75], 100)
+
+
+def test_the_rate_is_for_the_islands_of_the_next_round() -> None:
+    """The first round takes one of three; the next average divides by three all the same."""
+    job = Job(first_round="best")
+    assert job.averager.learning_rate_factor == 2.0  # nobody is known yet: min_islands
+    job.after_step(100, (1.0, 1.0, 100), (5.0, 3.0, 100))
+    assert job.value == 1.0
+    assert job.averager.learning_rate_factor == 3.0
+    job.after_step(100, (2.0, 2.0, 100))
+    assert job.averager.learning_rate_factor == 2.0
+
+
+def test_only_the_step_sees_the_scaled_rate() -> None:
+    job = Job()
+    job.parameter.grad = torch.ones(NUMEL)
+    job.basic.step()
+    assert torch.equal(job.parameter.detach(), torch.full((NUMEL,), -2.0))
+    assert job.basic.param_groups[0]["lr"] == 1.0
+    unscaled = Job(scale_learning_rate=False)
+    assert unscaled.averager.learning_rate_factor == 1.0
+
+
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_without_new_tokens_nothing_moves_and_no_model_is_counted(outer: Any) -> None:
+    job = Job(outer=outer, combine_rounds=2)
+    for value in (1.0, 2.0):
+        job.after_step(100, (value, 2.0, 100))
+    before, state = job.value, job.averager.state_dict()
+    job.after_step(0, (9.0, 2.0, 0))
+    assert job.value == before
+    assert len(job.others.reports) == 4, "with the one of the start"
+    after = job.averager.state_dict()
+    assert after["round"] == 2
+    assert after["last_rounds"]["periods"] == state["last_rounds"]["periods"] == [1.0, 1.0]
+
+
+def test_islands_that_join_with_equal_values_keep_count_of_their_tokens() -> None:
+    """Of two that go on from checkpoints in the middle of a period: their next average is of all of it."""
+    job = Job(joins=False)
+    state = {**job.averager.state_dict(), "round": 2, "tokens": 250, "trained_until": {0: 200}}
+    job.averager.load_state_dict(state)
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, math.nan, 0, False, 2), 0.0)]
+    job.averager.join(5)
+    assert job.averager.state_dict()["trained_until"] == {0: 200}
+
+
+@pytest.mark.parametrize("trained", [100, 1])
+def test_a_short_period_takes_a_short_outer_step(trained: int) -> None:
+    """From the same momentum: with a hundredth of the tokens, and an average that is as much nearer."""
+    job = Job(outer="nesterov", combine_rounds=2)
+    job.trains_to(1.0)
+    job.after_step(100, (1.0, 2.0, 100))
+    start = job.value
+    job.trains_to(start + trained / 100)
+    job.after_step(trained, (start + trained / 100, 2.0, trained))
+    # b = 0.9^p b + g, a step of 0.7 (g + 0.9 (p 0.9^p b + g)), with b of the first round
+    gradient, period, first = -trained / 100, trained / 100, -1.0
+    change = gradient + 0.9 * (period * 0.9**period * first + gradient)
+    assert job.value - start == pytest.approx(-0.7 * change, rel=1e-4)
+    periods = job.averager.state_dict()["last_rounds"]["periods"]
+    assert periods == [1.0, pytest.approx(trained / 100)]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_island_that_comes_later_takes_what_the_others_have(loads: bool) -> None:
+    """Also one that went on from a checkpoint, unless the others have done no more rounds."""
+    job = Job(joins=False)
+    if loads:
+        job.averager.load_state_dict({**job.averager.state_dict(), "round": 3, "tokens": 320})
+    job.trains_to(7.0)
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, 2.0, 100, True, 8, 100), 3.0)]
+    job.averager.join(0)
+    assert job.value == 3.0
+    assert job.averager.round == 9
+    assert not job.others.reports[0].counts
+    job.after_step(100, (3.0, 2.0, 100))
+    assert job.others.reports[1].counts
+
+
+def test_training_goes_on_while_islands_average() -> None:
+    """By how much the average differs from what was sent is added to what has been learned since."""
+    job = Job(first_round="mean", overlap_steps=2)
+    job.trains_to(1.0)
+    job.after_step(100, (3.0, 2.0, 100))
+    assert job.value == 1.0
+    assert job.averager.learning_rate_factor == 2.0
+    job.trains_to(1.5)
+    job.after_step(10)
+    assert job.value == 1.5
+    job.after_step(10)
+    assert job.value == 1.5 + (2.0 - 1.0)
+
+
+def test_parts_are_averaged_in_turn() -> None:
+    job = Job(params=2, parts=2, first_round="mean")
+    job.trains_to(1.0)
+    job.after_step(50, (3.0, 2.0, 50))
+    assert [float(value[0]) for value in job.masters.values.values()] == [2.0, 1.0]
+    job.after_step(50, (3.0, 2.0, 300))
+    assert [float(value[0]) for value in job.masters.values.values()] == [2.0, 2.5]
+
+
+def test_others_that_are_gone_do_not_stop_a_job(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.others.error = TimeoutError("round 1 is not done.")
+    job.trains_to(1.0)
+    job.after_step(100)
+    assert job.value == 1.0
+    assert job.averager.round == 0
+    assert job.averager.tokens_of_all == 100
+    assert "Training goes on without the others" in caplog.text
+    job.others.error = None
+    job.after_step(100, (3.0, 2.0, 200))
+    assert job.averager.round == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ConnectionError("no lighthouse"), ValueError), (KeyError("lighthouse"), RuntimeError)]
+)
+def test_a_job_does_not_begin_without_a_lighthouse(error: Exception, kind: type[Exception]) -> None:
+    job = Job(joins=False)
+    job.others.error = error
+    with pytest.raises(kind, match="lighthouse"):
+        job.averager.join(0)
+
+
+def test_the_optimizers_states_are_kept_reset_or_averaged() -> None:
+    found = {}
+    for how in ("keep", "reset", "average"):
+        job = Job(optimizer_state=how, first_round="mean")
+        job.after_step(100, (3.0, 2.0, 100))
+        found[how] = float(job.masters.momenta["w0"][0]), job.masters.reset
+    assert found == {"keep": (1.0, []), "reset": (1.0, ["w0"]), "average": (2.0, [])}
+    masters: Any = FakeMasters()
+    masters.keeps_states_apart = False
+    section = AveragingConfig(lighthouse="a:1", min_islands=2, optimizer_state="reset", parts=2)
+    with pytest.raises(ValueError, match=r'optimizer_state is "reset".*leave "parts" out'):
+        Averager(section, Alone(), masters, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+
+
+def test_the_last_rounds_are_combined_at_the_end() -> None:
+    job = Job(combine_rounds=2, first_round="mean")
+    for value in (1.0, 3.0):
+        job.trains_to(value)
+        job.after_step(100, (value, 2.0, 100))
+    job.others.there = lambda own: ()
+    job.averager.finish(3)
+    assert job.value == 2.0
+    assert job.others.is_closed
+    job.averager.finish(3)  # it has left
+
+
+def test_the_last_rounds_are_combined_as_held_out_data_say() -> None:
+    job = Job(combine_rounds=2, combine_weights="held_out", first_round="mean")
+    for value in (1.0, 3.0):
+        job.trains_to(value)
+        job.after_step(100, (value, 2.0, 100))
+    job.others.there = lambda own: ()
+    with pytest.raises(ValueError, match="no held-out data"):
+        job.averager.finish(3)
+    job.averager.finish(3, lambda: (job.value - 1.5) ** 2)
+    assert job.value == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_a_job_goes_on_from_its_state(outer: Any) -> None:
+    """The same next rounds, in every bit; another rank of an island has the counts alone."""
+    values = []
+    for is_saved in (False, True):
+        job = Job(outer=outer, combine_rounds=2)
+        job.trains_to(1.0)
+        job.after_step(100, (2.0, 2.0, 100))
+        if is_saved:
+            before, job = job, Job(joins=False, outer=outer, combine_rounds=2)
+            job.averager.load_state_dict(before.averager.state_dict())
+            job.masters.values = before.masters.values
+            job.others.there = lambda own: [(Report(1, own.digest, 0.0, math.nan, 0, False, own.round), 0.0)]
+            job.averager.join(1)
+        job.trains_to(job.value + 1.0)
+        job.after_step(100, (job.value, 2.0, 100))
+        values.append((job.value, job.averager.tokens_of_all, job.averager.round))
+        job.others.there = lambda own: ()
+        job.averager.finish(2)
+        values[-1] += (job.value,)
+    assert values[0] == values[1]
+
+
+def test_a_pretrained_model_begins_with_a_mean() -> None:
+    def first_round(**options: Any) -> str:
+        return Job(joins=False, **options).averager.first_round
+
+    assert first_round(is_pretrained=True) == "mean"
+    assert first_round() == "best"
+    assert first_round(is_pretrained=True, first_round="best") == "best"
+    assert first_round(outer="nesterov") == "mean"
+
+
+def test_models_that_are_pretrained() -> None:
+    config = LlamaConfig()
+    assert is_pretrained("Qwen/Qwen3-0.6B")
+    assert is_pretrained(Path("model"))
+    assert not is_pretrained(config)
+    model = torch.nn.Linear(1, 1)
+    assert not is_pretrained(model)
+    model.config = config
+    assert not is_pretrained(model)
+    config._name_or_path = "model"
+    assert is_pretrained(model)
