@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.averaging.combining import combining_fault
-from paceline.averaging.island_numbers import ISLAND, island_number
+from paceline.averaging.islands import ISLAND, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets

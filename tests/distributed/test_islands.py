@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import ranks as runner
-from paceline.averaging import rounds as module
+from paceline.averaging import rounds, weighted_sums
 from paceline.averaging.rounds import Islands, Left, Outcome
 from paceline.averaging.rules import Report, island_weights
 
@@ -65,7 +65,7 @@ def serve_island(
     pipe: Any, lighthouse: str, island: int, min_islands: int, timeout_s: float, stall_s: float, grace_s: float
 ) -> None:
     """Does what it is told, and tells what came of it."""
-    module.CHUNK_BYTES, module._STALL_S = SMALL_CHUNK, stall_s
+    weighted_sums.CHUNK_BYTES, rounds._STALL_S = SMALL_CHUNK, stall_s
     islands: Islands | None = None
     while True:
         try:
@@ -100,16 +100,16 @@ def take_part(islands: Islands, report: Report, tensors: list[Tensor], die: str 
         islands.round(report, lambda reports: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[arg-type,return-value]
     if die in ("sending", "stopped"):
         number = signal.SIGKILL if die == "sending" else signal.SIGSTOP
-        chunks = module._chunks
+        chunks = weighted_sums._chunks
 
         def some(tensors: Any) -> Iterator[Any]:
             for count, chunk in enumerate(chunks(tensors)):
-                if count == 2 * module.IN_FLIGHT:
-                    module._chunks = chunks
+                if count == 2 * weighted_sums.IN_FLIGHT:
+                    weighted_sums._chunks = chunks
                     os.kill(os.getpid(), number)
                 yield chunk
 
-        module._chunks = some
+        weighted_sums._chunks = some
     outcome = islands.round(report, tensors)
     assert all(torch.equal(x, y) for x, y in zip(before, tensors, strict=True)), "the inputs have changed"
     return outcome

@@ -288,7 +288,7 @@ def _job(case: dict[str, Any]) -> int:
 
 
 def _environment(case: dict[str, Any]) -> int:
-    from paceline.averaging.island_numbers import island_share
+    from paceline.averaging.islands import island_share
     from paceline.config.averaging_keys import AveragingConfig
     from paceline.launch.finetune import _set_up_logging
 

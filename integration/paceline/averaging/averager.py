@@ -26,7 +26,7 @@ from ..config.averaging_keys import HELD_OUT, AveragingConfig
 from ..state.rank_states import RankStates
 from .background_rounds import BackgroundRounds, Connection, Messages
 from .combining import LastModels, combining_fault, fit_weights
-from .island_numbers import island_number
+from .islands import island_number
 from .masters_by_name import Masters, state_kinds
 from .outer_step import OuterStep
 from .period_loss import PeriodLoss

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from paceline.averaging.averager import Averager, Weigh
-from paceline.averaging.island_numbers import ISLAND
+from paceline.averaging.islands import ISLAND
 from paceline.averaging.rounds import Outcome
 from paceline.averaging.rules import Report, is_no_round
 from paceline.config.averaging_keys import AveragingConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.averaging.island_numbers import ISLAND, island_share
+from paceline.averaging.islands import ISLAND, island_share
 from paceline.config.averaging_keys import AveragingConfig
 
 SECTION = AveragingConfig(lighthouse="localhost:29510", min_islands=2)
