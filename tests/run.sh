@@ -10,6 +10,7 @@ SIDE_BY_SIDE=(-n 2 --dist worksteal) # ranks mostly wait for each other, and not
 LOWEST_TESTS=(
   tests/parity
   tests/unit/hf
+  tests/unit/data
   tests/distributed/test_ds_configs.py
   tests/distributed/test_weights.py::test_export_loads_as_anybody_loads_it
   tests/distributed/test_weights.py::test_fine_tune_a_checkpoint_by_name_and_from_memory
