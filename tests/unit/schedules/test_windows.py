@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.schedules.asynchronous import multidirection, one_direction
-from paceline.schedules.lower import RUN_BACKWARD, RUN_FORWARD
+from paceline.schedules.lower import APPLY, COMPLETE, RUN_BACKWARD, RUN_FORWARD
 from paceline.schedules.stream import UPDATE, Stream
-from paceline.schedules.windows import APPLY, CLOSE, StreamProgram
+from paceline.schedules.windows import StreamProgram
 
 STREAMS = [multidirection(2, 4), multidirection(4, 8), multidirection(6, 6), one_direction(4, 2), one_direction(3, 4)]
 
@@ -23,8 +23,8 @@ def test_a_stage_closes_once_a_step_after_its_last_backward(stream: Stream) -> N
             own = [op for of, op in ops if of == step]
             for chunk in range(stream.num_chunks):
                 kinds = [op.kind for op in own if op.chunk == chunk]
-                assert kinds.count(CLOSE) == 1
-                assert RUN_BACKWARD not in kinds[kinds.index(CLOSE) :]
+                assert kinds.count(COMPLETE) == 1
+                assert RUN_BACKWARD not in kinds[kinds.index(COMPLETE) :]
             assert [op.kind for op in own].count(APPLY) == 1
             assert [op.kind for op in own][-1] == APPLY  # of gradients that are complete
 
