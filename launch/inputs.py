@@ -1,4 +1,4 @@
-"""What the flags of the main job name: tokenizer, model config and rows of data."""
+"""Inputs that the flags of the main job name: tokenizer, model config and rows of data."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Run:
-    """What a run trains on, how, and where it leaves its files.
+    """A run: its data, how it trains on them, and where it leaves its files.
 
     Args:
         section: ours of the JSON, as it was given; ``resolved`` is what the JSON came to.
@@ -286,7 +286,7 @@ class JobTrainer(PacelineTrainer):
 
 
 def training_arguments(run: Run) -> TrainingArguments:
-    """What Trainer is told of ``run``: one step a batch, and nothing to log, save or evaluate by itself.
+    """Trainer's arguments for ``run``: one step a batch, and nothing to log, save or evaluate by itself.
 
     accelerate and transformers read a JSON that says no more than they have to know; the engine gets the resolved one.
     """

@@ -109,7 +109,7 @@ class Averager:
         self.round = 0
         """Exchanges that are done; each is of part ``round % P``."""
         self.tokens = 0
-        """That this island has trained on."""
+        """Tokens that this island has trained on."""
         self.tokens_of_all = 0
         self.num_islands = section.min_islands
         """Expected in the next average: those of the last round, whatever it made of them."""

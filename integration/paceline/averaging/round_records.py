@@ -39,7 +39,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class News:
-    """What an exchange has brought, for all ranks of the island. Tensors are on the first."""
+    """Result of an exchange, for all ranks of the island. Tensors are on the first."""
 
     round: int
     num_islands: int

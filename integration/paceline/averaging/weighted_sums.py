@@ -92,7 +92,7 @@ def weighted_mean(
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.dtype, list[tuple[int, int, int]]]]:
-    """What is summed together, in order: (index, start, end) of elements, in the dtype they are summed in."""
+    """Stretches that are summed together, in order: (index, start, end) of elements, in the dtype of the sum."""
     dtype, pieces, room = torch.float32, list[tuple[int, int, int]](), 0
     for index, tensor in enumerate(tensors):
         wanted = torch.promote_types(tensor.dtype, torch.float32)

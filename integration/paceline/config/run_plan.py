@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is started with: made once, before anything is built; an engine has it as ``engine.plan``.
+    """JSON and flags, resolved: made once, before anything is built; an engine has it as ``engine.plan``.
 
     Args:
         section: the ``"paceline"`` section as it was written.

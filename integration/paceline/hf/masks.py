@@ -41,7 +41,7 @@ class MaskFacts:
 
 
 def facts_of(side: Mapping[str, Tensor], labels: Tensor | None = None) -> MaskFacts:
-    """Of a batch on the CPU: ``attention_mask`` and ``position_ids`` ``[B, S]``, where it has them.
+    """Facts of a batch on the CPU, from ``attention_mask`` and ``position_ids`` ``[B, S]`` where it has them.
 
     Args:
         labels: ``[B, S]``; where they are not known, a mask is never dispensable.
@@ -75,7 +75,7 @@ def known(facts: MaskFacts) -> Iterator[None]:
 
 
 def known_facts() -> MaskFacts | None:
-    """Of the batch that is under way in this thread; None if nobody has told."""
+    """Facts of the batch that is under way in this thread; None if nobody has told."""
     return _KNOWN.get()
 
 

@@ -179,7 +179,7 @@ def _cut_near(
 
 
 def _rows(index: int, shape: Sequence[int], offset: int, low: int, high: int) -> Rows | None:
-    """What of the parameter lies between ``low`` and ``high``, which cut no row."""
+    """Rows of the parameter between ``low`` and ``high``, which cut none."""
     row = prod(shape[1:]) if shape else 1
     num_rows = shape[0] if shape else 1
     if row == 0:

@@ -68,7 +68,7 @@ class Boundary:
         self._activations_in, self._activations_out = lanes.get("activations_in"), lanes.get("activations_out")
         self._gradients_in, self._gradients_out = lanes.get("gradients_in"), lanes.get("gradients_out")
         self.doing: tuple[str, int] | None = None
-        """What the last operation was, and with which stage: where a lost connection is noticed."""
+        """The last operation and the other stage in it, for the error if the connection is lost."""
 
     def post_activation(self, live: Live, number: int) -> None:
         assert self._activations_in is not None

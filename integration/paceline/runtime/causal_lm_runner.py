@@ -24,12 +24,12 @@ from .reach import Reach
 from .stage_runner import Live, LossBook, StageRunner, Surroundings, gradient_of
 
 Seen = tuple[Tensor, Any]
-"""Of a micro-batch: the sum of its losses, and what somebody wanted of its logits."""
+"""Sum of a micro-batch's losses, and what somebody wanted of its logits."""
 
 
 @dataclass
 class StepBook:
-    """What is known of the micro-batches that are under way, by their numbers."""
+    """Micro-batches that are under way, by their numbers."""
 
     shapes: Sequence[MicroBatchShape] = ()
     loaded: Sequence[MicroBatch] = ()

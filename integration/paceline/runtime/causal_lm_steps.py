@@ -67,7 +67,7 @@ class Replicas:
 
 
 class Reader(Protocol):
-    """What the engine says of the data."""
+    """The engine, as far as reading data goes."""
 
     data_iterator: Any
     global_steps: int

@@ -227,7 +227,7 @@ class PacelineEngine(PipelineEngine):
         """Begin to follow the cluster, if the JSON asks for it. Collective."""
         self.programs = Programs(self.plan.schedule, self.num_stages, self.links.device_number, self.links.order)
         self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
-        """What the next stage's clock shows beyond this one's, and the latency to it, as compared last."""
+        """The next stage's clock minus this one's, and the latency to it, as compared last."""
         self.is_one_machine = len(set(self.control.gather(machine_name()))) == 1
         every = self.plan.report.trace_every
         self.tracer = None if every is None else Tracer(self, every)
@@ -237,7 +237,7 @@ class PacelineEngine(PipelineEngine):
 
     @property
     def schedule(self) -> Schedule:
-        """What the next step runs."""
+        """Schedule of the next step."""
         return self.programs.schedule(self.run_micro_batches)
 
     @property
@@ -476,7 +476,7 @@ class PacelineEngine(PipelineEngine):
         return loss
 
     def _tokens_of_step(self) -> int:
-        """That the last step was of, of all replicas; samples, where a layer's inputs are anything."""
+        """Tokens of the last step, of all replicas; samples, where a layer's inputs are anything."""
         return int(self.train_batch_size())
 
     def eval_batch(

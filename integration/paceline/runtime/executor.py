@@ -39,7 +39,7 @@ ISSUED = frozenset((POST_ACTIVATION, SEND_ACTIVATION, POST_GRADIENT, SEND_GRADIE
 
 
 class Updates(Protocol):
-    """What becomes of gradients, by the operations of a program."""
+    """Makes updates of gradients, by the operations of a program."""
 
     def backward_complete(self, stage: int) -> None:
         """The last backward of a step through ``stage`` has run, in a program without a flush."""

@@ -26,9 +26,9 @@ class Meter:
     def __init__(self, clock: Clock, module: nn.Module, device: torch.device) -> None:
         self.clock, self.recorder = clock, Recorder(clock.now)
         self.saved_bytes: dict[int, float] = {}
-        """What a live micro-batch keeps on this rank, by micro-batch size, as far as it was measured."""
+        """Bytes that a live micro-batch keeps on this rank, by micro-batch size, as far as measured."""
         self.layer_reports: dict[int, LayerReport] = {}
-        """What this rank says of its layers when the ranks are next brought together."""
+        """This rank's report of its layers for when the ranks are next brought together."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which the next forward tells what it keeps."""
         self._module, self._device = module, device
@@ -82,7 +82,7 @@ class Meter:
         self._layer_timer.install()
 
     def stop_timing_layers(self, layers: Layers, micro_batch_size: int) -> dict[int, LayerReport]:
-        """What the layers of this stage took since :meth:`time_layers`."""
+        """Times of the layers of this stage since :meth:`time_layers`."""
         timer, self._layer_timer = self._layer_timer, None
         assert timer is not None, "time_layers begins it"
         timer.remove()

@@ -48,7 +48,7 @@ class LossBook:
 
 
 class Surroundings(Protocol):
-    """What the engine does around a computation."""
+    """The engine's part in a computation."""
 
     def load(self) -> AbstractContextManager[Any]:
         """Around what brings a micro-batch to the device: timers."""

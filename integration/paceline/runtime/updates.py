@@ -1,4 +1,4 @@
-"""What ends a training step, by the operations of its program."""
+"""Updates at the end of a training step, by the operations of its program."""
 
 from __future__ import annotations
 
