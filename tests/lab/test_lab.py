@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,7 +333,14 @@ def test_layers_of_a_stage_take_together_what_they_should(device):
     assert 0.013 <= least_s(torch.nn.Sequential(Busy(), *layers), "forward", 0.0155) < 0.0155
 
 
-def test_noise_is_within_its_share_and_the_same_again(device):
+def test_noise_is_within_its_share_and_the_same_again(device, monkeypatch):
+    now_s = 100.0
+
+    def sleep(seconds):
+        nonlocal now_s
+        now_s += max(seconds, 1e-5)
+
+    monkeypatch.setattr("lab.device.time", SimpleNamespace(perf_counter=lambda: now_s, sleep=sleep))
     layer = Emulation.of(1, [0.004], [0.004], 256, 1).layer(0)
     taken = []
     for seed in (1, 1, 2):
@@ -341,11 +349,10 @@ def test_noise_is_within_its_share_and_the_same_again(device):
         expected = [0.004 * (1 + 0.5 * chance.uniform(-1, 1)) for _ in range(10)]
         taken.append([])
         for _ in range(10):
-            begin = time.perf_counter()
+            begin_s = now_s
             layer(torch.zeros(1, 64))
-            taken[-1].append(time.perf_counter() - begin)
-        assert all(got >= want for got, want in zip(taken[-1], expected, strict=True))
-        assert sorted(got - want for got, want in zip(taken[-1], expected, strict=True))[5] < 0.001
+            taken[-1].append(now_s - begin_s)
+        assert taken[-1] == pytest.approx(expected, abs=2e-5)
     assert max(taken[0]) - min(taken[0]) > 0.001
 
 

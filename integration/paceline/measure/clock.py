@@ -87,20 +87,28 @@ def work_times(device: torch.device) -> WorkTimes | None:
 
 @dataclass
 class Clock:
-    """Sums of seconds by kind since the last :meth:`read`."""
+    """Sums of seconds by kind since the last :meth:`read`.
+
+    Args:
+        host_s: the host's clock in seconds.
+    """
 
     device: torch.device
+    host_s: Callable[[], float] = time.perf_counter
     _compute_s: float = 0.0
     _communication_s: float = 0.0
     _idle_s: float = 0.0
     _pending: deque[tuple[Any, Any, tuple[str, int] | None]] = field(default_factory=deque)
     _fastest: dict[tuple[str, int], float] = field(default_factory=dict)
-    _since: float = field(default_factory=time.perf_counter)
+    _since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self.host_s()
 
     def now(self) -> Any:
         """This moment on the device: seconds on a CPU, else an event that nobody waits for."""
         if self.device.type != "cuda":
-            return time.perf_counter()
+            return self.host_s()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -161,7 +169,7 @@ class Clock:
         for start, stop, transfer in self._pending:
             stop.synchronize()
             self._add_elapsed(start, stop, transfer)
-        now = time.perf_counter()
+        now = self.host_s()
         spent = {"compute_s": self._compute_s, "communication_s": self._communication_s, "idle_s": self._idle_s}
         wall = now - self._since
         self._compute_s = self._communication_s = self._idle_s = 0.0

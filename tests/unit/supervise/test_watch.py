@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import time
+import sys
 
 import pytest
 
@@ -185,13 +185,10 @@ def test_an_error_keeps_the_phase_that_it_was_raised_in(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "paceline: error: rank 0 failed reading the weights: KeyError: 'lost'\n"
 
 
-def test_updates_cost_less_than_a_microsecond() -> None:
-    """They are in the engine's hot path, a few for each message."""
-    watch = Watch()
-    calls, best_s = 20_000, 1.0
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(calls):
-            watch.doing("receiving from stage 1", 1)
-        best_s = min(best_s, (time.perf_counter() - began) / calls)
-    assert best_s < 1e-6
+def test_an_update_calls_nothing_and_takes_no_lock() -> None:
+    """Updates are in the engine's hot path, a few for each message: one assignment, no clock, no lock."""
+    watch, calls = Watch(), list[str]()
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    watch.doing("receiving from stage 1", 1)
+    sys.setprofile(None)
+    assert calls == ["call", "return", "c_call"], "one that sets the profile again"
