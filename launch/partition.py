@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from itertools import pairwise
-from math import inf, isfinite
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.json_values import as_list, as_number, as_object, as_rate, read_json
 from paceline.launch.simulate import DEFAULTS
 
 if TYPE_CHECKING:
@@ -185,36 +184,11 @@ def _text(facts: Mapping[str, Any], num_blocks: int) -> str:
 
 
 def _read(path: str, search: bool) -> _Given:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or "not a path of UTF-8 text"
-        raise ValueError(f"{path}: {reason}; give a file with the JSON of the costs.") from None
-    try:
-        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
-    except RecursionError:
-        raise ValueError(f"{path}: too many brackets inside each other.") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    values = read_json(path, "give a file with the JSON of the costs")
     try:
         return _given(values, search)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in unique:
-            raise ValueError(f"duplicate key {json.dumps(key)}; keep one of them.")
-        unique[key] = value
-    return unique
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON; write a number or null.")
 
 
 def _given(values: Any, search: bool) -> _Given:
@@ -226,25 +200,20 @@ def _given(values: Any, search: bool) -> _Given:
             "it is a profile, which belongs in a JSON for `paceline fit` (paceline.pipeline.partition.profile); costs "
             'are such as {"blocks": [{"work": 1}, {"work": 2}], "devices": [{"speed": 1}, {"speed": 2}]}.'
         )
-    known = _object("the file", values, ("blocks", "devices", "links"))
+    known = as_object("the file", values, ("blocks", "devices", "links"))
     blocks, forward = [], []
-    for index, value in enumerate(_list("blocks", known.get("blocks"))):
+    for index, value in enumerate(as_list("blocks", known.get("blocks"))):
         block, part = _block(f"blocks[{index}]", value)
         blocks.append(block)
         forward.append(part)
     devices = []
-    for index, value in enumerate(_list("devices", known.get("devices"))):
+    for index, value in enumerate(as_list("devices", known.get("devices"))):
         label = f"devices[{index}]"
-        device = _object(label, value, _DEVICE)
+        device = as_object(label, value, _DEVICE)
         if "speed" not in device:
             raise ValueError(f"{label} has no speed: give work a second.")
-        limit = device.get("memory_bytes")
-        devices.append(
-            Device(
-                _number(f"{label}.speed", device["speed"]),
-                inf if limit is None else _number(f"{label}.memory_bytes", limit),
-            )
-        )
+        speed, limit = as_number(f"{label}.speed", device["speed"]), device.get("memory_bytes")
+        devices.append(Device(speed, as_rate(f"{label}.memory_bytes", limit)))
     links = _links(known.get("links"), search, len(devices))
     check(blocks, devices, () if search else links, None)
     return _Given(blocks, forward, devices, links)
@@ -254,11 +223,11 @@ def _block(label: str, value: Any) -> tuple[Block, float]:
     """With the part of its work that is forward."""
     from paceline.planning import Block
 
-    block = _object(label, value, _BLOCK)
+    block = as_object(label, value, _BLOCK)
     if ("work" in block) == ("forward" in block or "backward" in block):
         raise ValueError(f"{label}: give either work, or forward and backward.")
     numbers: dict[str, float] = {"activation_bytes": 0, "memory_bytes": 0, "live_bytes": 0}
-    numbers |= {name: _number(f"{label}.{name}", number) for name, number in block.items()}
+    numbers |= {name: as_number(f"{label}.{name}", number) for name, number in block.items()}
     for name in ("forward", "backward"):
         if name not in block and "work" not in block:
             raise ValueError(f"{label} has no {name}: give forward and backward, or work alone.")
@@ -272,7 +241,7 @@ def _block(label: str, value: Any) -> tuple[Block, float]:
 
 
 def _links(value: Any, search: bool, num_devices: int) -> list[Any]:
-    rows = [] if value is None else _list("links", value)
+    rows = [] if value is None else as_list("links", value)
     is_matrix = any(isinstance(row, list) for row in rows)
     if is_matrix and not search:
         raise ValueError(
@@ -284,45 +253,8 @@ def _links(value: Any, search: bool, num_devices: int) -> list[Any]:
                 "links between neighbours say nothing about another order: give a matrix of bytes a second, from each "
                 "device (row) to each (column), or leave links out, or --order launch."
             )
-        return [_rate(f"links[{index}]", rate) for index, rate in enumerate(rows)]
+        return [as_rate(f"links[{index}]", rate) for index, rate in enumerate(rows)]
     return [
-        [_rate(f"links[{i}][{j}]", rate) for j, rate in enumerate(_list(f"links[{i}]", row))]
+        [as_rate(f"links[{i}][{j}]", rate) for j, rate in enumerate(as_list(f"links[{i}]", row))]
         for i, row in enumerate(rows)
     ]
-
-
-def _object(label: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{label} holds {_short(value)}: give an object with {', '.join(names)}.")
-    for key in value:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            remedy = f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(names)}."
-            raise ValueError(f"{json.dumps(key)} is not a key of {label}; {remedy}")
-    return value
-
-
-def _list(label: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{label} is {'missing' if value is None else _short(value)}: give a list.")
-    return value
-
-
-def _rate(label: str, value: Any) -> float:
-    return inf if value is None else _number(label, value)
-
-
-def _number(label: str, value: Any) -> float:
-    """An int stays one, so that sums of bytes are exact."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{label} is {_short(value)}: give a number.")
-    if value and not 1e-60 <= abs(value) <= 1e60:
-        raise ValueError(f"{label} is too large or too small to be computed with: choose units that bring it near 1.")
-    return value
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

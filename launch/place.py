@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from paceline.json_values import as_number, read_json, short
 
 if TYPE_CHECKING:
     from paceline.planning.placement import Placement
@@ -146,14 +147,15 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _loads(path: str) -> list[list[float]]:
     from paceline.planning.experts import checked_loads
 
-    layers = _read(path, "[[load per expert] per layer]")
+    layers = read_json(path, _remedy("[[load per expert] per layer]"))
     if isinstance(layers, dict):
         raise ValueError(f"{path} holds an object: give a list of layers, each a list of the experts' loads.")
     found: list[list[float]] = []
     for index, layer in enumerate(_list(path, "the file", layers)):
         label = f"layer {index}"
         loads = [
-            _number(path, f"{label}, expert {expert}", value) for expert, value in enumerate(_list(path, label, layer))
+            as_number(f"{path}: {label}, expert {expert}", value)
+            for expert, value in enumerate(_list(path, label, layer))
         ]
         if found and len(loads) != len(found[0]):
             raise ValueError(
@@ -173,7 +175,7 @@ def _current(args: argparse.Namespace, layers: Sequence[Sequence[float]]) -> lis
     if path is None:
         return [Placement.contiguous(num_experts, args.devices)] * len(layers)
     form = '{"layers": [{"placement": [[experts] per device]}]}'
-    values = _read(path, form)
+    values = read_json(path, _remedy(form))
     if not isinstance(values, dict) or "layers" not in values:
         raise ValueError(f"{path} has no layers: give {form}, as `paceline place --json` prints it.")
     given = _list(path, "layers", values["layers"])
@@ -211,54 +213,19 @@ def _owned(
 
 
 def _experts(path: str, label: str, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{path}: {label} holds {_short(values)}: give a list of whole numbers.")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{path}: {label} holds {_short(value)}: give a list of whole numbers.")
+    for value in values if isinstance(values, list) else [values]:
+        if isinstance(value, bool) or not isinstance(value, int) or not isinstance(values, list):
+            raise ValueError(f"{path}: {label} holds {short(value)}: give a list of whole numbers.")
     return tuple(values)
 
 
-def _read(path: str, form: str) -> Any:
-    if not path:
-        raise ValueError(f"the name of a file is empty; give a file with JSON, {form}.")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or "not a path of UTF-8 text"
-        raise ValueError(f"{path}: {reason}; give a file with JSON, {form}.") from None
-    try:
-        return json.loads(text, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; give {form}.") from None
-    except RecursionError:
-        raise ValueError(f"{path}: too many brackets inside each other; give {form}.") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON; write a number.")
+def _remedy(form: str) -> str:
+    return f"give a file with JSON, {form}"
 
 
 def _list(path: str, label: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(
-            f"{path}: {label} is {'empty' if value == [] else _short(value)}: give a list with something in it."
+            f"{path}: {label} is {'empty' if value == [] else short(value)}: give a list with something in it."
         )
     return value
-
-
-def _number(path: str, label: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{path}: {label} is {_short(value)}: give a number.")
-    if value and not 1e-60 <= abs(value) <= 1e60:
-        raise ValueError(f"{path}: {label} is too large or too small to be computed with: give loads in another unit.")
-    return value
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -18,6 +18,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.json_values import read_json
 from paceline.launch.plan_report import devices_here, facts, text, write
 from paceline.launch.profile import DTYPES
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
@@ -305,18 +306,7 @@ def _loads(values: Any) -> tuple[tuple[float, ...], ...]:
 
 
 def _read_json(flag: str, path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}; give a JSON file.") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{flag} {path}: not UTF-8 text; give a JSON file.") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} {path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
-    except RecursionError:
-        raise ValueError(f"{flag} {path}: too many brackets inside each other.") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{flag} {path}: {error}") from None
+    return read_json(path, "give a JSON file", label=f"{flag} {path}")
 
 
 def _free_port() -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from paceline.json_values import read_json, read_text
 
 if TYPE_CHECKING:
     from paceline.schedules.costs import Costs
@@ -139,27 +140,11 @@ def _refuse_together(args: argparse.Namespace, flag: str, others: tuple[str, ...
         raise ValueError(f"{flag} says what {', '.join(both)} would say: give one or the other.")
 
 
-def _read(path: str, what: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ValueError(f"{path}: {reason}; give a file with {what}.") from None
-
-
 def _costs_of_file(args: argparse.Namespace) -> Costs:
     from paceline.schedules.costs import Costs
 
     _refuse_together(args, "--costs", _SECONDS)
-    text = _read(args.costs, "the JSON of the costs")
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{args.costs}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
-    except RecursionError:
-        raise ValueError(f"{args.costs}: too many brackets inside each other.") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{args.costs}: {error}; choose units that bring it near 1.") from None
+    values = read_json(args.costs, "give a file with the JSON of the costs")
     if not isinstance(values, dict):
         raise ValueError(f"{args.costs}: holds {type(values).__name__}, costs are an object {{...}}.")
     try:
@@ -201,7 +186,7 @@ def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule |
         from paceline.schedules.text import from_text
 
         _refuse_together(args, "--schedule-file", (*_SHAPE, "compare"))
-        return [from_text(_read(args.schedule_file, "a schedule in text form"))]
+        return [from_text(read_text(args.schedule_file, "give a file with a schedule in text form"))]
     num_stages = args.stages if args.stages is not None or costs is None else len(costs.forward_s)
     for name, value in (("stages", num_stages), ("micro-batches", args.micro_batches)):
         if value is None:

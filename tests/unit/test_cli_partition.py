@@ -137,19 +137,19 @@ def changed(**values):
     [
         ({"format": 1, "items": [], "devices": []}, (), "it is a profile, which belongs in a JSON for `paceline fit`"),
         (changed(devices=[{"speed": 1, "memory_bytes": 55}] * 4), (), "no split fits in memory: stage 3 on device 3"),
-        ("", (), "line 1, column 1: Expecting value."),
+        ("", (), "line 1, column 1: Expecting value"),
         ('{"blocks": [],}', (), "line 1, column "),
         ('{"blocks": NaN}', (), "NaN is not JSON; write a number or null."),
-        ('{"blocks": [], "blocks": []}', (), 'duplicate key "blocks"; keep one of them.'),
-        ("[" * 100_000, (), "too many brackets inside each other."),
+        ('{"blocks": [], "blocks": []}', (), 'duplicate key "blocks", first at line 1, column 2; keep one of them.'),
+        ("[" * 100_000, (), "too many brackets inside each other"),
         ('{"blocks": ' + "9" * 5000 + "}", (), "Exceeds the limit"),
-        ([1], (), "the file holds a list: give an object with blocks, devices, links."),
+        ([1], (), "the file is a list: give an object with blocks, devices, links."),
         (changed(block=[]), (), '"block" is not a key of the file; did you mean "blocks"?'),
         (changed(blocks=[{"wrok": 1}]), (), '"wrok" is not a key of blocks[0]; did you mean "work"?'),
         (changed(devices=[{"zzz\n": 1}]), (), '"zzz\\n" is not a key of devices[0]; choose from speed, memory_bytes.'),
         ({"devices": []}, (), "blocks is missing: give a list."),
         (changed(devices={}), (), "devices is an object: give a list."),
-        (changed(blocks=[3]), (), "blocks[0] holds 3: give an object with work, forward, backward"),
+        (changed(blocks=[3]), (), "blocks[0] is 3: give an object with work, forward, backward"),
         (changed(blocks=[]), (), "there are no blocks: give one at least."),
         (changed(blocks=[BLOCK]), (), "4 devices are more than 1 blocks"),
         (changed(blocks=[{}]), (), "blocks[0]: give either work, or forward and backward."),
@@ -182,7 +182,8 @@ def test_one_clear_line(capsys, costs, values, argv, message):
     assert main(["partition", "--costs", path, *argv, "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.removeprefix("paceline: ").removeprefix(path).lstrip(":, ").startswith(message)
+    assert err.startswith("paceline: ")
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -191,7 +192,7 @@ def test_one_clear_line(capsys, costs, values, argv, message):
     [
         ("nowhere.json", "nowhere.json: No such file or directory; give a file with the JSON of the costs."),
         (".", ".: Is a directory; give a file with the JSON of the costs."),
-        ("a\0b", "a\0b: not a path of UTF-8 text; give a file with the JSON of the costs."),
+        ("a\0b", "a\0b: not a path; give a file with the JSON of the costs."),
     ],
 )
 def test_no_such_file(capsys, path, message):
@@ -203,10 +204,9 @@ def test_not_text(capsys, tmp_path):
     path = tmp_path / "costs.json"
     path.write_bytes(b"\xff\xfe")
     assert main(["partition", "--costs", str(path)]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"paceline: {path}: not a path of UTF-8 text; give a file with the JSON of the costs.\n"
-    )
+    err = capsys.readouterr().err
+    assert err.startswith(f"paceline: {path}: not UTF-8 text")
+    assert err.endswith("give a file with the JSON of the costs.\n")
 
 
 NUMBERS = st.one_of(

@@ -122,8 +122,8 @@ def test_text(capsys, write):
 @pytest.mark.parametrize(
     ("values", "argv", "message"),
     [
-        ("", EVEN, "line 1, column 1: Expecting value; give [[load per expert] per layer]."),
-        ("[[1, NaN]]", EVEN, "NaN is not JSON; write a number."),
+        ("", EVEN, "line 1, column 1: Expecting value; give a file with JSON, [[load per expert] per layer]."),
+        ("[[1, NaN]]", EVEN, "line 1, column 6: NaN is not JSON; write a number"),
         ("[[1, Infinity]]", EVEN, "Infinity is not JSON"),
         ("[[1, 1e999]]", EVEN, "layer 0, expert 1 is too large or too small to be computed with"),
         ("[" * 100_000, EVEN, "too many brackets inside each other"),

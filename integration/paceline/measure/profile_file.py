@@ -5,7 +5,6 @@ A value and a JSON file, so that a run can be planned from what another one, or 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import socket
@@ -15,11 +14,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from .. import __version__
+from ..json_values import known_keys, read_json
 from .device_memory import room_bytes
 
 FORMAT = 1
@@ -171,19 +171,7 @@ class Profile:
                 the remedy.
         """
         remedy = "make one with `paceline profile`"
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
-        except OSError as error:
-            raise ValueError(f"profile {path}: {error.strerror}; {remedy}.") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"profile {path}: not UTF-8 text; {remedy}.") from None
-        except json.JSONDecodeError as error:
-            at = f"line {error.lineno}, column {error.colno}"
-            raise ValueError(f"profile {path}, {at}: {error.msg}; {remedy}.") from None
-        except RecursionError:
-            raise ValueError(f"profile {path}: too many brackets inside each other; {remedy}.") from None
-        except ValueError as error:
-            raise ValueError(f"profile {path}: {error}; {remedy}.") from None
+        values = read_json(path, remedy, label=f"profile {path}")
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"profile {path}: its format is {found!r} and must be {FORMAT}; {remedy} of this version.")
@@ -260,11 +248,7 @@ def _build(cls: Any, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.')} is {values!r}: give an object {{...}}.")
     known = {f.name: str(f.type) for f in fields(cls)}
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            remedy = f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(known)}."
-            raise ValueError(f'"{where}{key}" is not a key of a profile; {remedy}')
+    known_keys(where.rstrip(".") or "a profile", values, known)
     for key in known:
         if key not in values and key not in _OPTIONAL:
             raise ValueError(f'"{where}{key}" is missing; make the profile anew with `paceline profile`.')
@@ -291,10 +275,6 @@ def _value(path: str, kind: str, value: Any) -> Any:
     if kind in ("int", "float") and not abs(value) <= MOST:
         raise ValueError(f"{path} is too large to be computed with: give at most {MOST:g}, or measure anew.")
     return float(value) if kind == "float" else value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _from_zero(label: str, entry: ItemProfile | DeviceProfile) -> None:

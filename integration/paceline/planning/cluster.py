@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf, isfinite, log2
 from typing import Any
+
+from ..json_values import as_object, as_whole, or_null, short
 
 GIB = 2**30
 
@@ -130,7 +131,7 @@ class Cluster:
         Raises:
             ValueError: the key, its value, the rule and the remedy.
         """
-        known = _object("the cluster", values, _CLUSTER)
+        known = as_object("the cluster", values, _CLUSTER)
         if "devices" not in known:
             raise ValueError('the cluster has no "devices": give the number of them.')
         devices = _whole("devices", known["devices"])
@@ -150,11 +151,11 @@ class Cluster:
         return {
             "devices": self.num_devices,
             "devices_per_node": self.devices_per_node,
-            "memory_gib": _or_none(self.memory_bytes / GIB),
-            "flops_per_s": _or_none(self.flops_per_s),
-            "state_bytes_per_s": _or_none(self.state_bytes_per_s),
-            "intra_node": {name: _or_none(getattr(self.inside, name)) for name in _FABRIC},
-            "inter_node": {name: _or_none(getattr(self.across, name)) for name in _FABRIC},
+            "memory_gib": or_null(self.memory_bytes / GIB),
+            "flops_per_s": or_null(self.flops_per_s),
+            "state_bytes_per_s": or_null(self.state_bytes_per_s),
+            "intra_node": {name: or_null(getattr(self.inside, name)) for name in _FABRIC},
+            "inter_node": {name: or_null(getattr(self.across, name)) for name in _FABRIC},
         }
 
 
@@ -171,7 +172,7 @@ def _hops(size: int) -> int:
 
 
 def _fabric(where: str, values: Any) -> Fabric:
-    known = _object(where, values, _FABRIC)
+    known = as_object(where, values, _FABRIC)
     given = {name: _limit(f"{where}.{name}", value) for name, value in known.items() if value is not None}
     try:
         return Fabric(**given)
@@ -179,21 +180,10 @@ def _fabric(where: str, values: Any) -> Fabric:
         raise ValueError(f"{where}.{error}") from None
 
 
-def _object(where: str, values: Any, names: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is {values!r}: give an object with {', '.join(names)}.")
-    for key in values:
-        if key not in names:
-            raise ValueError(f'"{key}" is not a key of {where}; choose from {", ".join(names)}.')
-    return values
-
-
 def _whole(where: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where} is {value!r}: give a whole number.")
-    if value < 1:
+    if as_whole(where, value) < 1:
         raise ValueError(f"{where} is {value}: give a whole number from 1 upwards.")
-    return value
+    return int(value)
 
 
 def _above_0(where: str, value: Any) -> float:
@@ -207,12 +197,8 @@ def _limit(where: str, value: Any) -> float:
     if value is None:
         return inf
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where} is {value!r}: give a number.")
+        raise ValueError(f"{where} is {short(value)}: give a number.")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"{where} is too large to be computed with: leave it out if there is no limit.") from None
-
-
-def _or_none(value: float | None) -> float | None:
-    return value if value is not None and isfinite(value) else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any
+
+from ..json_values import as_list, as_number, as_object, as_rate, as_whole, known_keys, or_null
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("down", "up"):
-                value = [{"bytes_per_s": _or_none(link.bytes_per_s), "latency_s": link.latency_s} for link in value]
+                value = [{"bytes_per_s": or_null(link.bytes_per_s), "latency_s": link.latency_s} for link in value]
             elif field.name == "egress_bytes_per_s":
-                value = [_or_none(rate) for rate in value]
+                value = [or_null(rate) for rate in value]
             elif field.name != "step_s":
                 value = list(value)
             if value:
@@ -125,67 +126,33 @@ class Costs:
         Raises:
             ValueError: a key is unknown, a value is no number or list of numbers, or the costs are none.
         """
-        _known(values, [field.name for field in fields(cls)], "the costs")
+        known_keys("the costs", values, [field.name for field in fields(cls)])
         for name in ("forward_s", "backward_s"):
             if name not in values:
                 raise ValueError(f"{name} is missing: give a list of seconds, one number a stage.")
         given: dict[str, Any] = {}
         for name, value in values.items():
             if name == "step_s":
-                given[name] = _number(name, value)
+                given[name] = float(as_number(name, value))
                 continue
-            if not isinstance(value, list):
-                raise ValueError(f"{name} is {value!r}: give a list.")
-            items = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+            items = [(f"{name}[{index}]", item) for index, item in enumerate(as_list(name, value))]
             if name in ("down", "up"):
                 given[name] = tuple(_link(label, item) for label, item in items)
             elif name == "egress_bytes_per_s":
-                given[name] = tuple(_rate(label, item) for label, item in items)
+                given[name] = tuple(float(as_rate(label, item)) for label, item in items)
             elif name == "hosts":
-                given[name] = tuple(_whole(label, item) for label, item in items)
+                given[name] = tuple(as_whole(label, item) for label, item in items)
             else:
-                given[name] = tuple(_number(label, item) for label, item in items)
+                given[name] = tuple(float(as_number(label, item)) for label, item in items)
         return cls(**given)
 
 
 def _link(label: str, value: Any) -> Link:
-    if not isinstance(value, dict):
-        raise ValueError(f'{label} is {value!r}: give {{"bytes_per_s": …, "latency_s": …}}.')
-    _known(value, ["bytes_per_s", "latency_s"], label)
+    link = as_object(label, value, ("bytes_per_s", "latency_s"))
     return Link(
-        _rate(f"{label}.bytes_per_s", value.get("bytes_per_s")),
-        _number(f"{label}.latency_s", value.get("latency_s", 0.0)),
+        float(as_rate(f"{label}.bytes_per_s", link.get("bytes_per_s"))),
+        float(as_number(f"{label}.latency_s", link.get("latency_s", 0.0))),
     )
-
-
-def _known(values: Mapping[str, Any], names: list[str], where: str) -> None:
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            remedy = f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(names)}."
-            raise ValueError(f'"{key}" is not a key of {where}; {remedy}')
-
-
-def _number(label: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{label} is {value!r}: give a number.")
-    if value and not 1e-60 <= abs(value) <= 1e60:
-        raise ValueError(f"{label} is too large or too small to be computed with: choose units that bring it near 1.")
-    return float(value)
-
-
-def _rate(label: str, value: Any) -> float:
-    return inf if value is None else _number(label, value)
-
-
-def _whole(label: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{label} is {value!r}: give a whole number.")
-    return value
-
-
-def _or_none(rate: float) -> float | None:
-    return rate if isfinite(rate) else None
 
 
 def _from_zero(label: str, value: float) -> None:

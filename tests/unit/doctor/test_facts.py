@@ -138,7 +138,7 @@ def test_names_that_lead_nowhere() -> None:
 def test_a_json_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"a": 1,}')
     assert "line 1, column" in facts.config(str(tmp_path / "ds.json"))["error"]
-    assert "no such file" in facts.config(str(tmp_path / "none.json"))["error"]
+    assert "No such file" in facts.config(str(tmp_path / "none.json"))["error"]
     (tmp_path / "two.json").write_text('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}')
     assert "a run has one of them; turn one off." in facts.config(str(tmp_path / "two.json"))["error"]
 

@@ -77,12 +77,12 @@ def test_the_json() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "the cluster is []: give an object with devices, devices_per_node"),
+        ([], "the cluster is a list: give an object with devices, devices_per_node"),
         ({}, 'the cluster has no "devices": give the number of them.'),
         ({"devices": 2.5}, "devices is 2.5: give a whole number."),
         ({"devices": 0}, "devices is 0: give a whole number from 1 upwards."),
         ({"devices": 2, "nodes": 1}, '"nodes" is not a key of the cluster; choose from devices, '),
-        ({"devices": 2, "memory_gib": "80"}, "memory_gib is '80': give a number."),
+        ({"devices": 2, "memory_gib": "80"}, 'memory_gib is "80": give a number.'),
         ({"devices": 2, "memory_gib": -1}, "memory_gib is -1.0: give a number above 0."),
         ({"devices": 2, "memory_gib": 10**400}, "memory_gib is too large to be computed with: leave it out"),
         ({"devices": 2, "flops_per_s": 0}, "flops_per_s is 0.0: give a number above 0."),

@@ -76,13 +76,13 @@ def test_refused(changes, message):
         ({"foward_s": [1.0]}, r'"foward_s" is not a key of the costs; did you mean "forward_s"\?'),
         ({"colour": 1}, r'"colour" is not a key of the costs; choose from forward_s, backward_s, '),
         ({"down": [{"latency": 1}, {}]}, r'"latency" is not a key of down\[0\]; did you mean "latency_s"\?'),
-        ({"down": [1.0, 2.0]}, r"down\[0\] is 1.0: give \{\"bytes_per_s\": …, \"latency_s\": …\}"),
+        ({"down": [1.0, 2.0]}, r"down\[0\] is 1.0: give an object with bytes_per_s, latency_s"),
         ({"forward_s": 1.0}, r"forward_s is 1.0: give a list"),
-        ({"forward_s": [1.0, "2", 3.0]}, r"forward_s\[1\] is '2': give a number"),
-        ({"forward_s": [1.0, True, 3.0]}, r"forward_s\[1\] is True: give a number"),
+        ({"forward_s": [1.0, "2", 3.0]}, r'forward_s\[1\] is "2": give a number'),
+        ({"forward_s": [1.0, True, 3.0]}, r"forward_s\[1\] is true: give a number"),
         ({"hosts": [0, 0.5, 1]}, r"hosts\[1\] is 0.5: give a whole number"),
-        ({"step_s": None}, r"step_s is None: give a number"),
-        ({"step_s": [1.0]}, r"step_s is \[1.0\]: give a number"),
+        ({"step_s": None}, r"step_s is null: give a number"),
+        ({"step_s": [1.0]}, r"step_s is a list: give a number"),
     ],
 )
 def test_no_costs(changes, message):
