@@ -24,6 +24,21 @@ OK, BAD_INPUT, REFUSED = 0, 2, 3
 MOST = 2**20
 """Ranks, or layers, that a config is checked for."""
 
+COMMANDS: tuple[tuple[str, Any, str], ...] = (
+    ("simulate", simulate, "Predict how long a step of a pipeline schedule takes."),
+    ("partition", partition, "Split a model's blocks over unequal devices."),
+    ("place", place, "Say which devices should hold which experts, from the experts' loads."),
+    ("profile", profile, "Measure what each kind of layer of a model costs on this machine."),
+    ("fit", fit, "Say whether a model fits the devices, and what takes the memory."),
+    ("plan", plan, "Rank all ways to use a cluster for a model, and write the JSON of the best."),
+    ("trace", trace, "Draw a step that a run recorded, as predicted and as measured."),
+    ("loads", loads, "Show how the load of experts moved over a run, and what placing them made of it."),
+    ("report", report, "Make a page and a JSON value of a run: what was decided, and what came of it."),
+    ("lighthouse", lighthouse, "Run the place where islands that average their parameters find each other."),
+    ("doctor", doctor, "Check an installation, or a job's ranks and what connects them; say what to fix."),
+)
+"""Name, module (``add_arguments`` and ``run``) and help of each command that has a module of its own."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
@@ -97,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     check_model = add("check-model", _check_model, "Say whether a Hugging Face model can be a pipeline.")
     check_model.add_argument("model", metavar="NAME_OR_DIR", help="name on the hub, or a directory with a config.json")
     add("schema", _schema, 'Print the JSON schema of the "paceline" section.')
-    patches = add("patches", _patches, "List what paceline replaces in other packages at run time, and why.")
+    add("patches", _patches, "List what paceline replaces in other packages at run time, and why.")
     export = add("export", _export, "Turn a checkpoint, of a killed run too, into a Hugging Face model.")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder of them: its latest one")
     export.add_argument("directory", metavar="DIR", help="where to write the model")
@@ -105,49 +120,11 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: as trained"
     )
-    predict = add("simulate", simulate.run, "Predict how long a step of a pipeline schedule takes.")
-    simulate.add_arguments(predict)
-    split = add("partition", partition.run, "Split a model's blocks over unequal devices.")
-    partition.add_arguments(split)
-    assign = add("place", place.run, "Say which devices should hold which experts, from the experts' loads.")
-    place.add_arguments(assign)
-    measure = add("profile", profile.run, "Measure what each kind of layer of a model costs on this machine.")
-    profile.add_arguments(measure)
-    room = add("fit", fit.run, "Say whether a model fits the devices, and what takes the memory.")
-    fit.add_arguments(room)
-    ways = add("plan", plan.run, "Rank all ways to use a cluster for a model, and write the JSON of the best.")
-    plan.add_arguments(ways)
-    draw_step = add("trace", trace.run, "Draw a step that a run recorded, as predicted and as measured.")
-    trace.add_arguments(draw_step)
-    draw_loads = add(
-        "loads", loads.run, "Show how the load of experts moved over a run, and what placing them made of it."
-    )
-    loads.add_arguments(draw_loads)
-    tell = add("report", report.run, "Make a page and a JSON value of a run: what was decided, and what came of it.")
-    report.add_arguments(tell)
-    meet = add(
-        "lighthouse", lighthouse.run, "Run the place where islands that average their parameters find each other."
-    )
-    lighthouse.add_arguments(meet)
-    look = add("doctor", doctor.run, "Check an installation, or a job's ranks and what connects them; say what to fix.")
-    doctor.add_arguments(look)
-    for sub in (
-        check_config,
-        check_model,
-        patches,
-        export,
-        predict,
-        split,
-        assign,
-        measure,
-        room,
-        ways,
-        draw_step,
-        draw_loads,
-        tell,
-        look,
-    ):
-        sub.add_argument("--json", action="store_true", help="print JSON")
+    for name, module, help in COMMANDS:
+        module.add_arguments(add(name, module.run, help))
+    for name, sub in commands.choices.items():
+        if name not in ("schema", "lighthouse"):
+            sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -280,34 +280,27 @@ def _stages(
     from paceline.planning.shared_devices import held_by
     from paceline.schedules import verify
 
+    found: list[tuple[dict[str, Any], int, StageMemory]] = []
     if schedule.num_directions > 1:
-        return [
-            {
-                "stage": device,
-                "stages": list(held.stages),
-                "items": [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages],
-                "live_micro_batches": held.peak,
-                **(need := held.memory(items, boundaries, states)).to_dict(),
-                "limit": round(limit),
-                "fits": need.total <= limit,
-            }
-            for device, (held, limit) in enumerate(zip(held_by(schedule, owners), limits, strict=True))
-        ]
-    live = verify(schedule, paired=False).peak_activations
-    rows = []
-    for stage, limit in enumerate(limits):
-        memory: StageMemory = stage_memory(items, boundaries, stage, states, live[stage])
-        rows.append(
-            {
-                "stage": stage,
-                "items": [boundaries[stage], boundaries[stage + 1]],
-                "live_micro_batches": live[stage],
-                **memory.to_dict(),
-                "limit": round(limit),
-                "fits": memory.total <= limit,
-            }
-        )
-    return rows
+        for held in held_by(schedule, owners):
+            spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
+            holds = {"stages": list(held.stages), "items": spans}
+            found.append((holds, held.peak, held.memory(items, boundaries, states)))
+    else:
+        for stage, live in enumerate(verify(schedule, paired=False).peak_activations):
+            holds = {"items": [boundaries[stage], boundaries[stage + 1]]}
+            found.append((holds, live, stage_memory(items, boundaries, stage, states, live)))
+    return [
+        {
+            "stage": row,
+            **holds,
+            "live_micro_batches": live,
+            **need.to_dict(),
+            "limit": round(limit),
+            "fits": need.total <= limit,
+        }
+        for row, ((holds, live, need), limit) in enumerate(zip(found, limits, strict=True))
+    ]
 
 
 def _remedies(

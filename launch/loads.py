@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from paceline.messages import aligned
+
 if TYPE_CHECKING:
     from paceline.report.expert_loads import LayerSummary
 
@@ -59,9 +61,5 @@ def _text(summaries: Sequence[LayerSummary]) -> str:
         ]
         for summary in summaries
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["load of the most loaded device over the mean, in the first window, in the last, and on average:"]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    head = "load of the most loaded device over the mean, in the first window, in the last, and on average:"
+    return "\n".join([head, *aligned(rows, left=[0])])

@@ -9,7 +9,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.json_values import as_list, as_number, as_object, as_rate, read_json
-from paceline.launch.simulate import DEFAULTS
+from paceline.launch.simulate import DEFAULTS, add_schedule_arguments
+from paceline.messages import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,12 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='of the devices: as listed (default), or the best; "links" is then a matrix, from each device to each',
     )
     step = parser.add_argument_group("shortest step instead of smallest bottleneck, by simulation")
-    step.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
-    step.add_argument("--schedule", metavar="TYPE", help="1f1b (default), gpipe, kfkb or eager")
-    step.add_argument("--k", type=int, help="of kfkb: micro-batches in a group (default 2)")
-    step.add_argument(
-        "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
-    )
+    add_schedule_arguments(step, "1f1b (default), gpipe, kfkb or eager")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -179,8 +175,7 @@ def _text(facts: Mapping[str, Any], num_blocks: int) -> str:
         numbers = [f"{stage[name]:.6g}" for name in titles[3:6]]
         sizes = [f"{stage['memory_bytes']:.0f}", "none" if limit is None else f"{limit:.0f}"]
         rows.append([str(index), str(stage["device"]), f"{first}-{end - 1}", *numbers, *sizes])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join([*lines, *("  ".join(map(str.rjust, row, widths)) for row in rows)])
+    return "\n".join([*lines, *aligned(rows)])
 
 
 def _read(path: str, search: bool) -> _Given:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.json_values import as_number, read_json, short
+from paceline.messages import aligned
 
 if TYPE_CHECKING:
     from paceline.planning.placement import Placement
@@ -108,12 +109,11 @@ def _text(layers: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     for index, layer in enumerate(layers):
         numbers = [f"{layer[name]:.3f}" for name in ("before", "after", "after_split", "bound")]
         rows.append([str(index), *numbers, str(layer["moved"])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "load of the most loaded device over the mean: before, after, with tokens split over copies by load, and what "
         "no placement without copies gets below"
     ]
-    lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines += aligned(rows)
     for index, layer in enumerate(layers):
         lines += ["", f"layer {index}"]
         for device, (experts, owned) in enumerate(zip(layer["placement"], layer["owned"], strict=True)):

@@ -175,6 +175,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cluster:
     """Of this machine, by the launcher; ``args.profile`` becomes that of the same run. Flags are not overruled."""
+    from paceline.comm.single_process import free_port
     from paceline.launch.measure import CLUSTER, PROFILE
 
     if args.profile is not None or args.cluster is not None:
@@ -186,7 +187,7 @@ def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cl
             "paceline.launch.measure with the launcher on all nodes, and give its files (--cluster, --profile)."
         )
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(cluster.num_devices)]
-    command += ["--master_port", str(_free_port()), "--module", "paceline.launch.measure", args.model]
+    command += ["--master_port", str(free_port()), "--module", "paceline.launch.measure", args.model]
     command += ["--output_dir", str(directory), "--micro_batch_size", str(args.micro_batch_size)]
     command += ["--seq_length", str(args.seq_length)] if args.seq_length is not None else []
     command += ["--dtype", args.dtype] if args.dtype is not None else []
@@ -307,11 +308,3 @@ def _loads(values: Any) -> tuple[tuple[float, ...], ...]:
 
 def _read_json(flag: str, path: str) -> Any:
     return read_json(path, "give a JSON file", label=f"{flag} {path}")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,6 +9,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.messages import aligned
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -199,13 +201,7 @@ def text(shown: Mapping[str, Any]) -> str:
         rows.append(
             [str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, str(plan["micro_batches"]), runs]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            row[1].ljust(widths[1]),
-            *(cell.rjust(width) for cell, width in zip(row[2:-1], widths[2:-1], strict=True)),
-        ]
-        lines.append("  ".join([row[0].rjust(widths[0]), *cells, row[-1]]))
+    lines += aligned(rows, left=[1, len(titles) - 1])
     lines += [f"{plan['name']}: {plan['command']}" for plan in shown["plans"] if plan["command"]]
     return "\n".join(lines)
 

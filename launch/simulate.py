@@ -39,16 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--stages", type=int, metavar="S", help="pipeline stages, one a rank (with --costs: as many as it has)"
     )
-    shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
-    shape.add_argument(
-        "--schedule",
-        metavar="TYPE",
-        help="1f1b (default), gpipe, kfkb, eager, or without a flush: multidirection, one_direction. A step of these "
-        "two (makespan_s, bubble, idle) is one of the steady state",
-    )
-    shape.add_argument("--k", type=int, help="of kfkb: micro-batches in a group (default 2)")
-    shape.add_argument(
-        "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
+    add_schedule_arguments(
+        shape,
+        "1f1b (default), gpipe, kfkb, eager, or without a flush: multidirection, one_direction. A step of these two "
+        "(makespan_s, bubble, idle) is one of the steady state",
     )
     shape.add_argument(
         "--directions",
@@ -91,6 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draw", metavar="FILE", help="timelines as a picture: .svg or .png")
     parser.add_argument("--trace", metavar="FILE", help="timelines as a trace for ui.perfetto.dev")
+
+
+def add_schedule_arguments(group: Any, types: str) -> None:
+    """The flags of a schedule with a flush. ``types``: the help of ``--schedule``."""
+    group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
+    group.add_argument("--schedule", metavar="TYPE", help=types)
+    group.add_argument("--k", type=int, help="of kfkb: micro-batches in a group (default 2)")
+    group.add_argument(
+        "--slack", type=float, metavar="X", help="of eager: the warm-up is 1 + X times that of 1f1b (default 1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

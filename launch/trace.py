@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.messages import aligned
+
 if TYPE_CHECKING:
     from paceline.report.comparison import RankTime
     from paceline.report.step_records import StepRecord
@@ -111,8 +113,7 @@ def _text(numbers: Mapping[str, Any]) -> str:
         rows[0] += ["predicted:", *titles]
         for row, rank in zip(rows[1:], numbers["predicted"], strict=True):
             row += ["", *_cells(rank)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines += aligned(rows)
     lines.append(f"wrote {numbers['picture']}")
     lines.append(f"wrote {numbers['perfetto']}, for https://ui.perfetto.dev")
     return "\n".join(lines)

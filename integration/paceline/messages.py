@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 MOST = 1000
 """Characters of a message."""
@@ -33,6 +33,22 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
     begun = [one for one in names if name.strip("-") and one.startswith(name)]
     near = begun if len(begun) == 1 else difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return near[0] if near else None
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Lines of a table, whose columns are to the right but for those in ``left``.
+
+    >>> aligned([["rank", "state"], ["0", "up"]], left=[1])
+    ['rank  state', '   0  up']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def print_anything() -> None:

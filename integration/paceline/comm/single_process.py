@@ -21,7 +21,12 @@ def is_alone(environment: Mapping[str, str]) -> bool:
 
 def become_a_world(environment: MutableMapping[str, str]) -> None:
     """Write what ``init_distributed`` reads: rank 0 of 1, meeting nobody at a free port of this host."""
+    port = str(free_port())
+    environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return int(probe.getsockname()[1])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from ..messages import aligned
 from . import installation
 from .finding import NOTE, OK, PROBLEM, Finding, show_ranks
 
@@ -347,10 +348,7 @@ def table(of_ranks: Sequence[Mapping[str, Any]]) -> str:
                 for key, (_, scale, shape) in _COLUMNS.items()
             ]
         )
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+    return "\n".join(aligned(cells, left=range(len(_COLUMNS))))
 
 
 def _shown(values: Mapping[int, str]) -> str:
