@@ -17,13 +17,13 @@ import pytest
 import torch
 import transformers
 
+from family_table import BEGIN, END, measure, to_json, to_markdown
 from paceline.hf import masks, router, weights
 from paceline.hf import stage as stages_of_models
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError, refuse_known
 from paceline.hf.check import Family, compared_here, families
 from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
-from paceline.hf.family_table import BEGIN, END, measure, to_json, to_markdown
 from paceline.hf.parity import ROUNDING, Parity, check_split, cuts
 from paceline.hf.quiet_transformers import quiet
 from paceline.hf.stage import Cut
@@ -65,7 +65,7 @@ def test_refused_family_is_not_trained(model_type: str) -> None:
 
 def test_table_has_every_family() -> None:
     assert compared_here()
-    assert set(INSTALLED) <= set(families()), "run python -m paceline.hf.family_table --write"
+    assert set(INSTALLED) <= set(families()), "run python tests/family_table.py --write"
     if IS_NEWEST:
         assert set(INSTALLED) == set(families())
 

@@ -1,7 +1,7 @@
 """Keys that DeepSpeed 0.19 reads, and warnings about keys that look like one of them.
 
 DeepSpeed accepts unknown keys without a word at the top level and in some sections, so that a misspelt one is as good
-as absent. The lists are static, so that checking needs no DeepSpeed; a test records what DeepSpeed reads and compares.
+as absent. The table of :mod:`.effects` has most of the keys; a test compares all with those that DeepSpeed reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from .effects import EFFECTS
 from .section import SECTION, show, value_at
 
 
@@ -18,47 +19,27 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-TOP_LEVEL = _words(
-    """
-    activation_checkpointing aio allgather_size autotuning bf16 bfloat16 checkpoint comet comms_logger
-    communication_data_type compile csv_monitor data_efficiency data_parallel_size data_types dataloader_drop_last
-    datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine
-    log_level managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients scheduler
-    seq_parallel_communication_data_type sequence_parallel_size steps_per_print tensor_parallel tensorboard timers
-    torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
-    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    zero_optimization
-    """
-)
+TOP_LEVEL = frozenset(path.partition(".")[0] for path in EFFECTS)
 
 # DeepSpeed refuses these by name.
 REMOVED = _words(
-    """
-    amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula progressive_layer_drop
-    quantize_training sparse_attention sparse_gradients
-    """
+    "amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula progressive_layer_drop "
+    "quantize_training sparse_attention sparse_gradients"
 )
 
-# Sections in which DeepSpeed accepts unknown keys silently.
+# Sections in which DeepSpeed accepts unknown keys silently. Those that do nothing in a pipeline have their keys here.
 SECTIONS = {
     "activation_checkpointing": _words(
-        """
-        contiguous_memory_optimization cpu_checkpointing number_checkpoints partition_activations profile
-        synchronize_checkpoint_boundary
-        """
+        "contiguous_memory_optimization cpu_checkpointing number_checkpoints partition_activations profile "
+        "synchronize_checkpoint_boundary"
     ),
     "checkpoint": _words(
         "checkpoint_serialization load_universal parallel_write tag_validation use_node_local_storage writer"
     ),
-    "data_types": _words("buffer_dtype grad_accum_dtype keep_in_fp32_modules param_dtype"),
-    "flops_profiler": _words("detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules"),
-    "optimizer": _words("legacy_fusion params type"),
-    "pipeline": _words(
-        "activation_checkpoint_interval grad_partitioned partition pipe_partitioned seed_layers stages use_reentrant"
-    ),
-    "scheduler": _words("params type"),
-    "torch_autocast": _words("dtype enabled lower_precision_safe_modules"),
+    **{
+        name: frozenset(path.partition(".")[2] for path in EFFECTS if path.startswith(f"{name}."))
+        for name in ("data_types", "flops_profiler", "optimizer", "pipeline", "scheduler", "torch_autocast")
+    },
 }
 
 _CUTOFF = 0.8

@@ -1,6 +1,6 @@
 """The table of families: compare every causal-LM family of the installed transformers, cut and whole.
 
-``python -m paceline.hf.family_table --write`` writes ``families.json`` and the README's section on families.
+``python tests/family_table.py --write`` writes ``families.json`` and the README's section on families.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ import torch
 from transformers import PretrainedConfig
 from transformers import __version__ as transformers_version
 
-from .adapters import ADAPTERS, REASONS
-from .anatomy import UnsupportedModelError, anatomy_of
-from .check import Family, check_stream_identity, verdict
-from .family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
-from .parity import ROUNDING, check_split
-from .quiet_transformers import quiet
-from .router import router_loss_of
-from .stage import tied_weight
-from .weights import skeleton
+from paceline.hf import check
+from paceline.hf.adapters import ADAPTERS, REASONS
+from paceline.hf.anatomy import UnsupportedModelError, anatomy_of
+from paceline.hf.check import Family, check_stream_identity, verdict
+from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
+from paceline.hf.parity import ROUNDING, check_split
+from paceline.hf.quiet_transformers import quiet
+from paceline.hf.router import router_loss_of
+from paceline.hf.stage import tied_weight
+from paceline.hf.weights import skeleton
 
 OLDEST = "5.17.0"
 """The oldest transformers that pyproject.toml allows; tests/parity/test_families.py passes there too."""
 
 MAX_PARAMETERS = 20_000_000
 TIME_LIMIT_S = 60
-COMMAND = "python -m paceline.hf.family_table --write"
+COMMAND = "python tests/family_table.py --write"
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 
 
@@ -144,7 +145,7 @@ def _torch_version() -> str:
 
 
 def write(rows: dict[str, Family], root: Path) -> None:
-    """Write ``families.json`` beside this file and the README's section in ``root``.
+    """Write ``families.json`` into the package and the README's section in ``root``.
 
     Raises:
         ValueError: the README has no markers to write between.
@@ -153,13 +154,13 @@ def write(rows: dict[str, Family], root: Path) -> None:
     text = readme.read_text()
     if BEGIN not in text or END not in text:
         raise ValueError(f"{readme} lacks the lines {BEGIN} and {END}: add them where the table is to stand.")
-    Path(__file__).with_name("families.json").write_text(to_json(rows))
+    Path(check.__file__).with_name("families.json").write_text(to_json(rows))
     section = to_markdown(rows, transformers_version, _torch_version())
     readme.write_text(text.partition(BEGIN)[0] + f"{BEGIN}\n{section}{END}" + text.partition(END)[2])
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m paceline.hf.family_table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/family_table.py", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write families.json and README.md")
     parser.add_argument("--root", type=Path, default=Path(), help="directory of README.md (default: this one)")
     arguments = parser.parse_args(argv)
