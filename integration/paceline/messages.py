@@ -23,6 +23,24 @@ def brief(text: str, most: int = MOST) -> str:
     return f"{text[:head]}…{text[head + 1 - most :]}"
 
 
+def reason(error: Exception) -> str:
+    """The text of an error, to stand in a sentence: in one line and without a full stop.
+
+    >>> reason(ValueError("no number:\\n  x."))
+    'no number: x'
+    """
+    return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split()).rstrip(".")
+
+
+def named(error: Exception) -> str:
+    """An error with its type, in one line.
+
+    >>> named(ValueError("no number"))
+    'ValueError: no number'
+    """
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
     """The one of ``known`` that ``name`` was probably meant to be: the only one that it begins, or the most alike.
 

@@ -67,10 +67,10 @@ def test_as_json(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("content", "options", "message"),
     [
         (b"", [], "is empty"),
-        (b"\xff\n", [], "it is no text"),
+        (b"\xff\n", [], "not UTF-8 text"),
         (b"{}\n", [], "loads.jsonl, line 1 is no window of expert loads"),
         (b"[" * 100_000 + b"\n", [], "line 1 is no window of expert loads (it is nested too deeply)"),
-        (None, ["no-such-file"], "no-such-file cannot be read (No such file or directory)"),
+        (None, ["no-such-file"], "no-such-file: No such file or directory"),
         (None, ["-o", "loads.png"], "choose this suffix"),
         (None, ["-o", "no-such-folder/loads.svg"], "cannot write no-such-folder/loads.svg"),
     ],

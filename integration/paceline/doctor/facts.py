@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..messages import named
 from ..supervise.build_locks import extension_folders, locks
 
 OPTIONAL = ("torchft", "peft", "trl")
@@ -100,7 +101,7 @@ def gather(output_dir: str = "", deepspeed: str = "", *, patches: bool = True) -
         try:
             facts[name] = find()
         except Exception as error:
-            facts["failed"][name] = " ".join(f"{type(error).__name__}: {error}".split())
+            facts["failed"][name] = named(error)
     return facts
 
 
@@ -144,7 +145,7 @@ def import_error(name: str) -> str:
     try:
         importlib.import_module(name)
     except Exception as error:  # what a broken installation raises is not only ImportError
-        return " ".join(f"{type(error).__name__}: {error}".split())
+        return named(error)
     return ""
 
 

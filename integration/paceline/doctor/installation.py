@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..messages import named
 from ..supervise.build_locks import YOUNG_S
 from .facts import meaning
 from .finding import NOTE, OK, PROBLEM, Finding
@@ -50,7 +51,7 @@ def judge(facts: Mapping[str, Any], *, num_hosts: int = 1, ranks_on_host: int = 
             try:
                 found += look(facts[name])
             except Exception as error:  # packaging, for example, may be what is missing
-                failed[name] = " ".join(f"{type(error).__name__}: {error}".split())
+                failed[name] = named(error)
     broken = [name for name, why in facts.get("imports", {}).items() if why]
     for name, why in failed.items():
         check = name.replace("_", " ")

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from paceline.json_values import read_text
+from paceline.messages import reason
 from paceline.planning.experts import Placement, checked_loads, imbalance, moved
 
 _KEYS = ("step", "steps", "layers")
@@ -141,13 +143,7 @@ def _mean(values: Sequence[float], windows: Sequence[Window]) -> float:
 
 
 def _read_file(path: Path) -> dict[str, list[Window]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(
-            f"{path} cannot be read ({why}): give a file of expert loads that a run has written."
-        ) from None
+    lines = read_text(path, "give a file of expert loads that a run has written").split("\n")
     if lines[-1] == "" or _is_cut_off(lines[-1]):
         lines.pop()
     if not lines:
@@ -158,7 +154,7 @@ def _read_file(path: Path) -> dict[str, list[Window]]:
         try:
             windows = _windows(json.loads(line))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{where} is no window of expert loads ({_one_line(error)}): remove it.") from None
+            raise ValueError(f"{where} is no window of expert loads ({reason(error)}): remove it.") from None
         for name, window in windows.items():
             known = found.setdefault(name, [])
             while known and known[-1].step >= window.step:
@@ -227,9 +223,3 @@ def _check_same_shape(before: Window, window: Window, name: str, where: str) -> 
             f"{where}: layer {name} has {now[0]} experts on {now[1]} devices, and {shape[0]} on {shape[1]} at step "
             f"{before.step}: give files of one run with one expert-parallel size."
         )
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return " ".join(str(error).split()).rstrip(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +50,17 @@ def keep_until(path: Path, step: int) -> None:
     if not kept:
         path.unlink()
     elif len(kept) < len(lines):
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_text("".join(kept))
+        write_whole(path, "".join(kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def events(record: Mapping[str, Any], samples: int, prefix: str = "Paceline") -> list[tuple[str, float, int]]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..json_values import read_text
+from ..messages import reason
 from . import step_records
 from .expert_loads import Window
 from .expert_loads import read as read_loads
@@ -154,7 +156,7 @@ def _object(path: Path) -> Line | None:
     try:
         values = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not what a run writes ({_one_line(error)}): remove it.") from None
+        raise ValueError(f"{path} is not what a run writes ({reason(error)}): remove it.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not what a run writes (it is no object): remove it.")
     return values
@@ -168,14 +170,10 @@ def _lines(path: Path) -> list[Line]:
     for number, text in enumerate(texts[:-1], 1):  # what follows the last line's end was cut off
         try:
             values = json.loads(text)
-            if not isinstance(values, dict) or isinstance(values.get("step"), bool):
-                raise ValueError("it is no object with a step")
-            if not isinstance(values.get("step"), int):
+            if not isinstance(values, dict) or type(values.get("step")) is not int:  # a bool is an int too
                 raise ValueError("it is no object with a step")
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number} is not what a run writes ({_one_line(error)}): remove it."
-            ) from None
+            raise ValueError(f"{path}, line {number} is not what a run writes ({reason(error)}): remove it.") from None
         found.append(values)
     return found
 
@@ -185,18 +183,8 @@ def _inner(lines: Iterable[Line], key: str) -> list[Line]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"{path} cannot be read ({why}): give the output directory of a run.") from None
+    return read_text(path, "give the output directory of a run")
 
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return " ".join(str(error).split()).rstrip(".")

@@ -45,7 +45,7 @@ from typing import Any
 
 from .comparison import rank_times
 from .expert_loads import Window, summarize
-from .metrics import finite
+from .metrics import finite, write_whole
 from .run_records import RunRecords, read
 from .step_records import StepRecord
 from .switches import EXPERTS, Configuration, configurations, decisions, saved
@@ -85,12 +85,7 @@ def write(run_dir: str | os.PathLike[str], page: str | os.PathLike[str] | None =
         html = render(report, records.traces, records.loads)
     path.parent.mkdir(parents=True, exist_ok=True)
     for target, text in ((value, to_json(report)), (path, html)):
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_whole(target, text)
     return path, value
 
 

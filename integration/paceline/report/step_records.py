@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.messages import reason
 from paceline.schedules.timeline import Span, Timeline, Transfer
+
+from .metrics import write_whole
 
 FOLDER = "trace"
 _NAME = re.compile(r"step-(0|[1-9]\d*)\.json")
@@ -53,12 +56,7 @@ def write(run_dir: str | os.PathLike[str], record: StepRecord) -> Path:
     values = {key: getattr(record, key) for key in _KEYS}
     values["predicted"] = record.predicted.to_dict() if record.predicted is not None else None
     values["measured"] = record.measured.to_dict()
-    draft = folder / f".{path.name}.{os.getpid()}"
-    try:
-        draft.write_text(json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_whole(path, json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n")
     return path
 
 
@@ -85,7 +83,7 @@ def _read_one(path: Path) -> StepRecord:
     try:
         return _checked(path.name, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:  # broken JSON and bad UTF-8 are ValueErrors
-        raise ValueError(f"{path} is no record of a step ({_one_line(error)}): remove it, or record again.") from None
+        raise ValueError(f"{path} is no record of a step ({reason(error)}): remove it, or record again.") from None
 
 
 def _checked(name: str, values: Any) -> StepRecord:
@@ -128,7 +126,3 @@ def _seconds(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{what} is {value!r}, not a time in seconds")
     return value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
