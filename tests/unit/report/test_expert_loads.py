@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "nowhere", "give a file of expert loads"),
         (tmp_path, "give a file of expert loads"),
-        (binary, "it is no text"),
+        (binary, "not UTF-8 text"),
         (empty, "is empty"),
     ):
         with pytest.raises(ValueError, match=message) as error:
