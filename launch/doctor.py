@@ -33,7 +33,7 @@ BAD_USAGE = 2
 TIMEOUT_S = 30.0
 _LEAST_TIMEOUT_S = 2.0
 _SPARE_S = 5.0
-"""That whoever waits for an answer leaves to those who wait for others."""
+"""Slack that a waiting rank adds for ranks that wait for others themselves."""
 
 _TOLD_S, _CAUSE_S = 1.0, 4.0
 _INTERRUPTED = 130
@@ -96,7 +96,7 @@ def _alone(args: argparse.Namespace, *more: Finding) -> int:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """What packages say as they are imported goes where it does not disturb a JSON."""
+    """Send what packages print at import to stderr, where it does not disturb a JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -142,7 +142,7 @@ class _Job:
         return self._try(store)
 
     def _tell_facts(self, store: Any, own: dict[str, Any]) -> bool:
-        """Whether all ranks have told theirs, as rank 0 sees it."""
+        """Exchange facts; whether rank 0 has heard all ranks."""
         rank, size, timeout_s = self.place.rank, self.place.size, self.args.timeout
         try:
             tell(store, "facts", rank, own)
@@ -190,7 +190,7 @@ class _Job:
     # -- when something is wrong ---------------------------------------------------------------------------------
 
     def _unmet(self, why: Finding) -> int:
-        """There is no job for this rank. It says why itself: nobody else knows."""
+        """Report why there is no job for this rank: no other rank has the reason."""
         if self.place.rank == 0:
             return self._report([why])
         print(f"paceline: error: {why.text}; {why.remedy}", file=sys.stderr, flush=True)
@@ -204,7 +204,7 @@ class _Job:
         self._end(1)
 
     def _cannot_join(self, store: Any, why: str) -> int:
-        """They find each other in the store and cannot connect: addresses that others do not reach, for example.
+        """Report ranks that find each other in the store and cannot connect, such as at unreachable addresses.
 
         Args:
             why: as this rank sees it; empty: others cannot.
@@ -221,7 +221,7 @@ class _Job:
         return 1
 
     def _leave_it_to_rank_0(self, store: Any, why: str) -> None:
-        """Not to end before it has reported, for a launcher would end it then."""
+        """Wait for rank 0's report: a launcher would end rank 0 when this rank ends."""
         patience_s = 2 * self.args.timeout + 3 * _SPARE_S
         with Deadline(patience_s + _SPARE_S, self._rank_0_is_silent):
             try:
@@ -317,7 +317,7 @@ def _of_cause(cause: Cause) -> Finding:
 
 
 def _identity() -> str:
-    """Of the host, as the engine tells hosts apart."""
+    """Identity of the host, as the engine has it."""
     try:
         from paceline.runtime.rank_reports import host_name
 

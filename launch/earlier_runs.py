@@ -1,4 +1,4 @@
-"""What earlier runs left in an output directory: kept unless told otherwise, gone on from, or removed. For one rank."""
+"""Files of earlier runs in an output directory: kept by default, resumed from, or removed. For one rank."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ EMBEDDED_MODEL = {
     "overwrite_output_dir": "true",
     "sample_prompt": "    def __init__(self, ",
 }
-"""What the embedded default is made of; a flag on the command line replaces its entry."""
+"""Flags of the embedded default; one on the command line replaces its entry."""
 
 OVERRULED = {
     "eval_strategy": "eval_steps",
@@ -206,7 +206,7 @@ def _leave_together(code: int) -> int:
 
 
 def _stop_all(code: int, text: str) -> None:
-    """Before a signal ends this process: have the others end too, and ``text`` said once."""
+    """End the other ranks before a signal ends this process, and have ``text`` said once."""
     watch = sys.modules.get("paceline.supervise.watch")
     if code == INTERRUPTED and watch is not None and watch.WATCH.step >= 0:
         text += f" at step {watch.WATCH.step}; what was done since the last checkpoint is lost"

@@ -138,7 +138,7 @@ def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
 
 
 def _filled(ds_config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """With what this command line says; what else a run's would fill counts as left out, and a line tells so.
+    """Fill in this command line's flags; other values that a run's would fill are skipped, and a line says so.
 
     Raises:
         ValueError: the JSON says it too, and otherwise.

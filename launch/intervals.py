@@ -1,4 +1,4 @@
-"""When a run reports, saves, evaluates and completes a line: its flags, and how many steps it and an epoch have."""
+"""Steps at which a run reports, saves, evaluates and completes a line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Intervals:
         return step % self.args.logging_steps == 0 or step == self.num_steps
 
     def saves_at(self, step: int) -> bool:
-        """As Trainer does: by steps, the last one is saved too."""
+        """Whether to save, as Trainer does: by steps, the last one too."""
         is_last = self.args.save_strategy == "steps" and step == self.num_steps
         return is_last or self._is_due(self.args.save_strategy, self.args.save_steps, step)
 

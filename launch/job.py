@@ -57,7 +57,7 @@ class Job:
         self.model_args, self.data_args, self.args, self.given = model_args, data_args, args, given
         self.command = command
         self.rank = dist.get_rank()
-        # Ranks wait for each other's small messages as long as it takes: what may take how long, the watch knows.
+        # No time limit on small messages: limits of each operation are the watch's (paceline.supervise.watch).
         self.timeout = timedelta(days=7)
         self.control = ControlPlane.create(timeout=self.timeout)
         self.output = Path(args.output_dir)
@@ -107,7 +107,7 @@ class Job:
     # -- before training -----------------------------------------------------------------------------------------
 
     def _check_output(self) -> None:
-        """Before hours of training: the model's directory can be written, and all nodes see the same one."""
+        """Check, before hours of training, that the output directory can be written and is the same on all nodes."""
         probe = self.output / ".paceline"
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:
@@ -168,7 +168,7 @@ class Job:
         return math.ceil(self.args.num_train_epochs * steps_per_epoch)
 
     def _check_state_to_resume(self, resolved: RunPlan) -> None:
-        """Before the model is loaded: other data, another seed or batch size would not go on where the run stopped."""
+        """Refuse, before the model is loaded, a checkpoint of other data, another seed or another batch size."""
         if self.resume_path is None:
             return
         with self.control.together(f"opening {self.resume_path}"):

@@ -98,7 +98,7 @@ class JobTrainer(PacelineTrainer):
     # -- hooks of Trainer, in the order of their calls -----------------------------------------------------------
 
     def train(self) -> None:
-        """As Trainer's, whose claim on the output directory the job has made before.
+        """Train; the job has claimed the output directory before.
 
         Raises:
             Preempted: some rank was asked to stop; all have saved.

@@ -131,7 +131,7 @@ def _cluster(device: Any, per_node: int, memory_bytes: float) -> Any:
 
 
 def _state_bytes_per_s(device: Any) -> float:
-    """At which all ranks at once take the norm of gradients and step AdamW's states, by the slowest."""
+    """Bytes a second at which all ranks at once take the norm of gradients and step AdamW's states; the slowest's."""
     import torch
     import torch.distributed as dist
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Given(NamedTuple):
-    """What the file holds; ``links`` between neighbours or, for a search of the order, all of them."""
+    """The contents of the file; ``links`` between neighbours or, for a search of the order, all of them."""
 
     blocks: list[Block]
     forward: list[float]
@@ -114,7 +114,7 @@ def _needs(blocks: Sequence[Block], boundaries: Sequence[int], live: Sequence[in
 
 
 def _schedule(args: argparse.Namespace, given: _Given) -> tuple[Schedule | None, Sequence[int]]:
-    """With the most micro-batches that it keeps alive on each stage; none without a schedule."""
+    """The schedule, and the most micro-batches that it keeps alive on each stage; None and zeros without one."""
     from paceline.schedules import make, verify
 
     options = {name: getattr(args, name) for name in _OF_SCHEDULE if getattr(args, name) is not None}
@@ -215,7 +215,7 @@ def _given(values: Any, search: bool) -> _Given:
 
 
 def _block(label: str, value: Any) -> tuple[Block, float]:
-    """With the part of its work that is forward."""
+    """The block, and the part of its work that is forward."""
     from paceline.planning import Block
 
     block = as_object(label, value, _BLOCK)

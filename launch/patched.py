@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def repair() -> None:
-    """What can be repaired, all partition methods for pipelines, and on a CPU no C++ build at the start."""
+    """Apply all repairs, all partition methods for pipelines, and on a CPU no C++ build at the start."""
     from deepspeed.accelerator import get_accelerator
 
     from paceline.patches.deepspeed_ops import NO_SHM_COMM

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.planning.placement import Placement
 
 MOST_DEVICES, MOST_WITH_COPIES = 4096, 1024
-"""That are planned for: more would take minutes a layer."""
+"""Most devices that are planned for: more would take minutes a layer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +204,7 @@ def _current(args: argparse.Namespace, layers: Sequence[Sequence[float]]) -> lis
 def _owned(
     path: str, label: str, owned: Any, devices: Sequence[Sequence[int]], num_experts: int, args: argparse.Namespace
 ) -> tuple[int, ...]:
-    """Of each device; without them in the file all slots are owned if the experts fill them, or as they are found."""
+    """Experts that each device owns; if the file does not say, all slots if the experts fill them, else by position."""
     if owned is not None:
         return tuple(_experts(path, f"{label}, owned", owned))
     slots = args.slots_per_device

@@ -1,6 +1,6 @@
 """``paceline plan``: every way to use a cluster for a model, how long a step of each takes, the JSON of the best.
 
-Speeds are told (flags, ``--cluster``), measured before (``--profile``), or measured here and now (``--measure``).
+Speeds are given (flags, ``--cluster``), measured before (``--profile``), or measured now (``--measure``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MEASURE_S = 1800.0
 """Longest that measuring may take."""
 
 MOST_DEVICES = 2**20
-"""That are planned for: more would take minutes."""
+"""Most devices that are planned for: more would take minutes."""
 
 _MOST = {"train_batch_size": 2**40, "micro_batch_size": 2**20, "seq_length": 2**24}
-"""Beyond, the sizes of tensors are no numbers any more."""
+"""Largest sizes; beyond, the sizes of tensors overflow."""
 
 _CLUSTER_FLAGS = {
     "devices": "devices",
@@ -174,7 +174,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cluster:
-    """Of this machine, by the launcher; ``args.profile`` becomes that of the same run. Flags are not overruled."""
+    """Measure this machine with the launcher; ``args.profile`` becomes that of the same run. Flags keep priority."""
     from paceline.comm.single_process import free_port
     from paceline.launch.measure import CLUSTER, PROFILE
 
@@ -192,9 +192,9 @@ def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cl
     command += ["--seq_length", str(args.seq_length)] if args.seq_length is not None else []
     command += ["--dtype", args.dtype] if args.dtype is not None else []
     command += ["--gradient_checkpointing"] if args.gradient_checkpointing else []
-    told = _output(command)
+    output = _output(command)
     if not (directory / CLUSTER).exists():
-        errors = [line for line in told.splitlines() if "rror: " in line]
+        errors = [line for line in output.splitlines() if "rror: " in line]
         raise ValueError(f"--measure: {errors[0] if errors else 'the ranks ended without a result'}")
     args.profile = str(directory / PROFILE)
     args.cluster = str(directory / CLUSTER)
@@ -202,7 +202,7 @@ def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cl
 
 
 def _output(command: list[str]) -> str:
-    """Of a job that ends, with all its ranks, within :data:`MEASURE_S` or is ended."""
+    """The output of a job that ends with all its ranks within :data:`MEASURE_S`, or is killed."""
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         return job.communicate(timeout=MEASURE_S)[0]

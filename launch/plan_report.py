@@ -1,4 +1,4 @@
-"""What ``paceline plan`` shows and writes: the ranking with its reasons, and DeepSpeed JSON files to start."""
+"""Output of ``paceline plan``: the ranking with its reasons, and DeepSpeed JSON files to start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 JOB = "paceline.launch.finetune"
 REBALANCE_EVERY = 50
-"""Steps from one look at the loads of experts to the next: the job's own default, written for people to see."""
+"""Rebalancing interval in steps: the job's own default, written for people to see."""
 PATCHED = "paceline.launch.patched YOUR_TRAINER_SCRIPT.py"
 
 
@@ -81,7 +81,7 @@ def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
 
 
 def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
-    """For each strategy, why nothing here runs it, if that is so."""
+    """The reason why nothing here runs each strategy; None if it runs."""
     from paceline.hf.weights import skeleton
     from paceline.moe.hf_experts import check_experts
 
@@ -145,7 +145,7 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
 
 
 def precision(shape: Shape) -> dict[str, Any]:
-    """What a DeepSpeed JSON says of the weights' type."""
+    """The part of a DeepSpeed JSON for the weights' type."""
     import torch
 
     sections = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -207,7 +207,7 @@ def text(shown: Mapping[str, Any]) -> str:
 
 
 def _terms_shown(shown: Mapping[str, Any]) -> list[str]:
-    """Those that any of the plans has."""
+    """Names of the terms that any of the plans has."""
     plans = shown["plans"]
     return [name for name in (plans[0]["terms"] if plans else ()) if any(plan["terms"][name] for plan in plans)]
 

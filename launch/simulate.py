@@ -22,7 +22,7 @@ DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack
 _OPTIONS = ("k", "slack", "directions", "staleness")
 _SHAPE = ("stages", "micro_batches", "schedule", *_OPTIONS)
 _STEPS_DRAWN = 3
-"""Of a schedule without a flush: its start, a step of the steady state or close to it, its end."""
+"""Steps drawn of a schedule without a flush: its start, a step of the steady state or close to it, its end."""
 MOST_ACTIONS = 2**20
 """Forwards and backwards of all schedules that are simulated: more would take minutes."""
 
@@ -131,7 +131,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What is left out is as in the config."""
+    """The options of the schedule; defaults are the config's."""
     defaults = DEFAULTS.get(args.schedule, {})
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     return {**given, **{name: value for name, value in defaults.items() if name not in given}}
@@ -327,7 +327,7 @@ def _facts(schedule: Schedule | Stream, costs: Costs) -> dict[str, Any]:
 
 
 def _mismatch(stream: Stream) -> list[int]:
-    """By stage, the most updates between a forward and its backward."""
+    """The most updates between a forward and its backward, by stage."""
     from paceline.schedules.directions import stages_of
 
     most = [0] * len(stream.routes[0])
@@ -339,7 +339,7 @@ def _mismatch(stream: Stream) -> list[int]:
 
 
 def _break_even(costs: Costs, stream: Stream) -> dict[str, dict[str, Any]]:
-    """By schedule with a flush: its step, and up to where multidirection has a shorter one."""
+    """Break-even points by schedule with a flush: its step, and the range in which multidirection has a shorter one."""
     from paceline.planning.break_even import FLUSHING, break_even
 
     count = stream.num_micro_batches

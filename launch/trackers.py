@@ -1,4 +1,4 @@
-"""``--report_to``: transformers' own callbacks for trackers, told what a Trainer would tell them by the same names."""
+"""``--report_to``: transformers' own callbacks for trackers, called as a Trainer calls them, with the same names."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Exported:
-    """What :func:`export_checkpoint` has written. ``dtype`` is that of the parameters, ``num_bytes`` of all tensors."""
+    """The result of :func:`export_checkpoint`. ``dtype`` is that of the parameters, ``num_bytes`` of all tensors."""
 
     checkpoint: Path
     directory: Path
@@ -101,7 +101,7 @@ def _export(checkpoint: Checkpoint, target: Path, max_shard_size: str | int, dty
 
 
 def _export_adapters(checkpoint: Checkpoint, target: Path, dtype: str, model: PreTrainedModel) -> Exported:
-    """Of a model with adapters these alone, as PEFT has them."""
+    """Export the adapters alone, as PEFT has them."""
     from peft import PeftConfig
 
     folder = checkpoint.path / MODEL

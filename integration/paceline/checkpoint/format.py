@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk.
+"""The checkpoint format on disk.
 
 ::
 
@@ -56,7 +56,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors can hold, by its names."""
+"""Types that safetensors can hold, by its names."""
 
 _TAG = re.compile(r"[A-Za-z0-9_][\w.+=-]*")
 _DRAFT = re.compile(r"\.(?P<tag>.+)\.(?P<run>[0-9a-z]+)-(?P<number>\d+)\.(draft|old\.draft|failed|failed\.tmp)")
@@ -180,7 +180,7 @@ class Digest:
         self.num_bytes += len(data)
 
     def entry(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
+        """The entry of the manifest."""
         return {"bytes": self.num_bytes, DIGEST: self._hash.hexdigest()}
 
 

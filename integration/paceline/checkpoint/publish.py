@@ -1,4 +1,4 @@
-"""How ranks agree through the file system that a draft is complete, and how rank 0 publishes it.
+"""Agreement of ranks through the file system that a draft is complete, and its publication by rank 0.
 
 A rank that has written its files leaves a mark ``rank_….done`` in the draft, one that could not ``rank_….failed`` with
 the cause. Rank 0 alone judges: it renames the draft, or removes it and leaves a verdict with the cause in the root.
@@ -69,7 +69,7 @@ class Save:
         return self.root / f".{self.tag}.{self.id}.failed"
 
     def mark_done(self, entries: dict[str, Any]) -> None:
-        """This rank's files, as they stand in the manifest, are all there."""
+        """Announce that this rank's files, with their entries of the manifest, are all there."""
         _replace(self.draft / rank_file(self.rank, "done"), json.dumps(entries))
 
 
@@ -114,7 +114,7 @@ def discard(save: Save) -> None:
 
 
 def wait_until_published(save: Save) -> None:
-    """What the other ranks do once their files are written.
+    """Wait, on the other ranks, once their files are written.
 
     Raises:
         FailedElsewhere: rank 0 has said no.
@@ -131,7 +131,7 @@ def wait_until_published(save: Save) -> None:
 
 
 def publish(save: Save, meta: bytes, files: Callable[[Path], None] | None, keep: int | None) -> None:
-    """What rank 0 does once its files are written: everything from waiting for the others to deleting old checkpoints.
+    """Publish, on rank 0, once its files are written: from waiting for the others to deleting old checkpoints.
 
     Raises:
         FailedElsewhere: another rank could not write.

@@ -95,15 +95,15 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters and buffers, in the order of the files."""
+        """Names of all parameters and buffers, in the order of the files."""
         return list(self._stored)
 
     def kinds(self, name: str) -> list[str]:
-        """What there is of ``name``: "master", "exp_avg", …; empty if nothing."""
+        """Kinds of state of ``name``: "master", "exp_avg", …; empty if there is none."""
         return list(self._stored.get(name, ()))
 
     def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]:
-        """Of the whole tensor; without ``kind``, of the parameter or buffer itself."""
+        """Shape of the whole tensor; without ``kind``, of the parameter or buffer itself."""
         kinds = self.kinds(name)
         return self._of(name, kind or next((k for k in MODEL_KINDS if k in kinds), "value")).shape
 
@@ -153,7 +153,7 @@ class Checkpoint:
         return out
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """What rank ``rank`` of the run that wrote the checkpoint gave as ``rank_state``."""
+        """The ``rank_state`` that rank ``rank`` of the run that wrote the checkpoint gave."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.path} was written by {self.world_size} ranks: there is no rank {rank}.")
         try:
@@ -255,7 +255,7 @@ def complete_checkpoints(root: str | Path) -> list[Path]:
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """What ``root/latest`` names if that is complete, else the newest complete one, with a warning; None if none is."""
+    """The checkpoint that ``root/latest`` names, or with a warning the newest complete one; None if there is none."""
     root = Path(root)
     path = _named_latest(root)
     problem = None
@@ -273,7 +273,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def damaged_checkpoints(root: str | Path) -> dict[Path, str]:
-    """What is wrong with each checkpoint below ``root`` that cannot be opened: path -> its first problem.
+    """The first problem of each checkpoint below ``root`` that cannot be opened, by path.
 
     Those are the directories with a manifest, also of a later version of paceline, and what ``root/latest`` names.
     Somebody else's file of the same name is no manifest; drafts are no checkpoints.

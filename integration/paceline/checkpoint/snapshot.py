@@ -121,7 +121,7 @@ def _shaped(parts: list[Tensor], tensor: Tensor) -> list[Tensor]:
 
 
 def _divided(tensor: Tensor, places: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What goes to each of ``places``, as :func:`_shaped` has them."""
+    """Tensors that go to each of ``places``, as :func:`_shaped` has them."""
     if len(places) <= 1:  # none for a piece without elements
         return [tensor][: len(places)]
     return tensor.reshape(-1).split([place.numel() for place in places])

@@ -139,7 +139,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> CheckpointError | None:
-        """Why the last save failed, once; None if it did not, or is still under way. Never blocks."""
+        """The error of the last save, once; None if it did not fail, or is still under way. Never blocks."""
         if self.busy:
             return None
         error, self._error, self._thread = self._error, None, None

@@ -15,7 +15,7 @@ HONOURED, WARNED, REFUSED = "honoured", "warned", "refused"
 
 @dataclass(frozen=True)
 class Effect:
-    """What a key does.
+    """The effect of a key in a pipeline.
 
     Args:
         verdict: ``honoured``, ``warned`` (no effect, said at the start) or ``refused`` (an error at the start).
@@ -170,7 +170,7 @@ EFFECTS: dict[str, Effect] = {
     **_warned("quantised models are read with --load_in_4bit and --load_in_8bit", "weight_quantization"),
     **_warned(_CHECKPOINTS, "checkpoint", "datastates_ckpt"),
 }
-"""By path. A key of a section that is not listed does what its section does."""
+"""Effects by path. A key that is not listed has the effect of its section."""
 
 
 def effect_of(path: str) -> Effect | None:

@@ -1,4 +1,4 @@
-"""How experts follow the load: the section's ``moe`` with the values of the keys that it leaves out."""
+"""Rebalancing of experts: the section's ``moe`` with the values of the keys that it leaves out."""
 
 from __future__ import annotations
 

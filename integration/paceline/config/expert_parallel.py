@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "use_grouped_mm": True,
     "validate_folding_routing": False,
 }
-"""What DeepSpeed takes for other keys that are left out, where it is not null."""
+"""DeepSpeed's defaults of other keys, where they are not null."""
 
 
 def resolve_expert_parallel(section: Any, data_parallel: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What all parts of the ``"paceline"`` section have in common."""
+"""The base of all parts of the ``"paceline"`` section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is cut into stages: the section's ``pipeline.partition`` with what it leaves out filled in."""
+"""The partition of a model into stages: the section's ``pipeline.partition`` with its defaults filled in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PartitionChoice:
     Args:
         method: a name, weights by regular expressions over class names, or boundaries over the pipeline's items;
             ``None``: the pipeline stays as it was built.
-        repartition_every: steps from one look for a better partition to the next; 0: never.
+        repartition_every: interval in steps at which a better partition is searched; 0: never.
         profile: path of a profile file to take the layers' times from; ``None``: they are measured.
         memory_bytes: of each device that a partition may count on; ``None``: what is free.
     """
@@ -30,7 +30,7 @@ class PartitionChoice:
     memory_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What applies, for a JSON."""
+        """The values that apply, for a JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 

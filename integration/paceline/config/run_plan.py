@@ -29,7 +29,7 @@ class RunPlan:
     Args:
         section: the ``"paceline"`` section as it was written.
         micro_batches: per step and pipeline; DeepSpeed's ``gradient_accumulation_steps``.
-        partition_choice: which items each stage holds, and how often to look for a better partition.
+        partition_choice: the items of each stage, and the re-planning interval.
         schedule: the order in which the stages compute.
         ds_config: the dict for DeepSpeed.
         chosen: by path, every value that was chosen automatically.
@@ -57,7 +57,7 @@ class RunPlan:
 
     @property
     def moe(self) -> MoeChoice | None:
-        """How experts follow the load; None: they stay where they are."""
+        """Rebalancing of experts; None: they stay where they are."""
         return resolve_moe(self.section.moe)
 
     @property
@@ -67,7 +67,7 @@ class RunPlan:
 
     @property
     def max_change(self) -> MaxChangeConfig | None:
-        """How far parameters may move in one update, wherever the section says it; None: any distance."""
+        """Limits of an update's size, wherever the section has them; None: no limit."""
         return self.section.limits
 
     @property

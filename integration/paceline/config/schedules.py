@@ -61,7 +61,7 @@ class ScheduleChoice:
         return self.type == ONE_DIRECTION or (self.has_directions and self.staleness != 0)
 
     def stream(self, num_stages: int, num_micro_batches: int) -> Stream:
-        """What ranks compute in a step of the steady state, for the types that have one (also with a flush).
+        """The order of a step in the steady state, for the types that have one (also with a flush).
 
         Raises:
             ValueError: there is none of this shape.
@@ -70,7 +70,7 @@ class ScheduleChoice:
         return asynchronous.make(self.type, num_stages, num_micro_batches, self.directions)
 
     def first(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        """What a run begins with: 1F1B where the schedule is tuned, which keeps the fewest micro-batches alive.
+        """The schedule that a run begins with: 1F1B where it is tuned, which keeps the fewest micro-batches alive.
 
         Of a stream it is one step with a flush at its end.
         """
@@ -86,7 +86,7 @@ class ScheduleChoice:
         return self.first(num_stages, num_micro_batches)
 
     def to_dict(self) -> dict[str, Any]:
-        """What applies, for a JSON."""
+        """The values that apply, for a JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 

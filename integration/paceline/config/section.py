@@ -66,7 +66,7 @@ _METHOD_SCHEMA: dict[str, Any] = {
 
 
 MOST_GIB = 2**40
-"""Of a device: more is a mistake, and its bytes may be no number any more."""
+"""Most GiB of a device: more is a mistake, and its bytes may be no number any more."""
 
 _MOST_SHOWN = 200
 """Characters of a value in an error message."""
@@ -124,7 +124,7 @@ def _method(value: Any) -> Method | None:
 
 
 def _plain(value: Method | None) -> Any:
-    """As it is: pydantic would warn of boundaries, which are a list in JSON and a tuple here."""
+    """Serialize the method unchanged: pydantic would warn of boundaries, a list in JSON and a tuple here."""
     return value
 
 
@@ -399,7 +399,7 @@ class PacelineConfig(Part):
 
     @property
     def limits(self) -> MaxChangeConfig | None:
-        """How far parameters may move in one update, wherever it is written."""
+        """Limits of an update's size, wherever they are written."""
         natural = self.natural_gradient
         return self.max_change or (None if natural is None else natural.max_change)
 

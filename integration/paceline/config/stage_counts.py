@@ -1,4 +1,4 @@
-"""How many stages, and by which partition: our section, DeepSpeed's own ``pipeline``, or the ranks and the model."""
+"""Number of stages and partition method: from our section, DeepSpeed's ``pipeline``, or the ranks and the model."""
 
 from __future__ import annotations
 

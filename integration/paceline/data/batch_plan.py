@@ -1,4 +1,4 @@
-"""The order of samples: who trains on which row when, and how a run that was interrupted goes on.
+"""The order of samples: the rows of each step, rank and micro-batch, and resuming in the middle.
 
 Which rows make a step depends on the seed and the global batch only, not on how ranks and micro-batches share it.
 
@@ -21,7 +21,7 @@ from .streaming import RowStream
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Who trains on which sample when.
+    """The assignment of samples to steps, micro-batches and ranks.
 
     Step t of an epoch takes samples ``[t·G, (t+1)·G)`` of the epoch's permutation; of these, sample
     ``m·(D·B) + r·B + i`` is row i of micro-batch m on data-parallel rank r. So the samples of a step are the same for

@@ -80,7 +80,7 @@ class Data:
         island: int = 0,
         num_islands: int = 1,
     ) -> BatchPlan:
-        """Who trains on which row when; one for :class:`TrainingBatches`."""
+        """The assignment of rows to steps and ranks; one for :class:`TrainingBatches`."""
         return BatchPlan(
             num_samples=None if isinstance(self.train, RowStream) else len(self.train),
             micro_batch_size=micro_batch_size,

@@ -1,4 +1,4 @@
-"""From the flags to rows of data: files, directories, hub names, or the embedded corpus; at once or as a stream.
+"""Rows of data that the flags name: files, directories, hub names, or the embedded corpus; at once or as a stream.
 
 Rows come with the columns of one kind of sample (:mod:`paceline.data.samples`), under the names that it has there.
 """
@@ -116,7 +116,7 @@ def open_stream(
 
 
 def _stream_columns(what: str, data: IterableDataset, data_args: DataArguments, lines: bool) -> dict[str, str]:
-    """As :func:`choose_columns`; a stream may not know its columns before its first rows are read."""
+    """Choose columns of a stream, which may not know them before its first rows are read."""
     first: list[dict[str, Any]] = _guarded(what, lambda: list(data.take(FIRST_ROWS)))
     if not first:
         raise ValueError(f"{what}: must have rows, but has none. Remedy: other data.")

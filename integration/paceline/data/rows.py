@@ -27,7 +27,7 @@ _DIGESTED_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Collator:
-    """From rows to a micro-batch of tensors ``[B, S]``, int64, padded on the right to the longest row.
+    """Collates rows into a micro-batch of tensors ``[B, S]``, int64, padded on the right to the longest row.
 
     Not packed, ``attention_mask`` is there where something is padded. Packed, ``position_ids`` begin anew with each
     sample, and with the padding, which is a sample without labels: a mask would keep transformers from looking at the
@@ -87,7 +87,7 @@ class Rows(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, str | int]:
-        """What tells these rows from others, for a checkpoint; numbers and content, no paths."""
+        """The identity of these rows, for a checkpoint; numbers and content, no paths."""
 
 
 class Blocks(Rows):
@@ -169,7 +169,7 @@ def _lengths(dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _digest(dataset: Dataset) -> str:
-    """Of the number of samples and the content of some, evenly spread: the data's place and cache do not matter."""
+    """A digest of the number of samples and of some, evenly spread: independent of the data's place and cache."""
     spread = np.unique(np.linspace(0, len(dataset) - 1, _DIGESTED_SAMPLES).astype(int)).tolist() if len(dataset) else []
     some = dataset[spread]
     told = [len(dataset), *(list(map(list, some[name])) for name in ("input_ids", "labels") if name in some)]

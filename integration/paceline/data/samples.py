@@ -1,4 +1,4 @@
-"""What a row of a data set is, by its columns, and how it becomes a sample of tokens.
+"""Kinds of rows, by their columns, and how they become samples of tokens.
 
 =====================================  ========================================================================
 columns                                sample
@@ -105,7 +105,7 @@ _COLUMNS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "conversations": ((CONVERSATIONS,), (SYSTEM, TOOLS)),
     "instruction": ((INSTRUCTION, OUTPUT), (SYSTEM, INPUT)),
 }
-"""Of kinds of more than one column: those that there must be, and those that there may be."""
+"""Required and optional columns of each kind of several columns."""
 
 
 def _text_column(what: str, columns: Sequence[str], strings: Sequence[str], column: str | None) -> str:
@@ -143,7 +143,7 @@ def require_text(where: str, column: str, value: Any) -> None:
 
 
 def recipe(kind: Kind, tokenizer: PreTrainedTokenizerBase, completion_only: bool) -> dict[str, str | int]:
-    """What makes samples of rows of ``kind``, for a checkpoint: of long things a digest.
+    """The recipe of samples from rows of ``kind``, for a checkpoint: of long things a digest.
 
     A tokenizer is told by its vocabulary and special tokens; its files are others with every version of its libraries.
     """

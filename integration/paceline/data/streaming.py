@@ -99,7 +99,7 @@ class RawStream:
         self._chunk, self._given = None, state["given"]
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this stream from others, for a checkpoint; the data's place does not matter."""
+        """The identity of this stream, for a checkpoint; independent of the data's place."""
         if self._identity is None:
             rows = str(self.first(DIGESTED_ROWS)).encode()
             self._identity = {
@@ -110,7 +110,7 @@ class RawStream:
         return self._identity
 
     def _go_on(self) -> None:
-        """To the next chunk; where the epoch is over, to an empty one that stands for its end."""
+        """Read the next chunk; where the epoch is over, an empty one that stands for its end."""
         if self._end is not None:
             self._begin, self._end = self._end, None
         self._chunk, self._given = self._read_chunk(), 0

@@ -1,7 +1,7 @@
-"""What there is to know of this process's installation and machine: plain values, for :mod:`.installation` to judge.
+"""Facts about this process's installation and machine: plain values, for :mod:`.installation` to judge.
 
 Nothing is measured, nothing is changed and no device is used. A fact that cannot be had is in ``failed`` with its
-error, so that a look at a broken installation ends like any other.
+error, so that gathering them from a broken installation ends like any other.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _version(name: str) -> str | None:
 
 
 def import_error(name: str) -> str:
-    """Why a package cannot be imported; empty if it can."""
+    """The reason why a package cannot be imported; empty if it can."""
     import importlib
 
     try:
@@ -150,7 +150,7 @@ def import_error(name: str) -> str:
 
 
 def declared_patches() -> list[dict[str, Any]]:
-    """Of each patch its target, and why it does not fit what is installed (empty: it does)."""
+    """Target of each patch, and the reason why it does not fit what is installed (empty: it fits)."""
     from deepspeed.accelerator import get_accelerator
 
     from ..patches.registry import all_patches
@@ -200,7 +200,7 @@ def devices() -> dict[str, Any]:
 
 
 def _nvidia_smi() -> dict[str, dict[str, Any]]:
-    """By UUID what torch does not tell, or tells only to those who use the device."""
+    """Facts by UUID that torch does not have, or only for a process that uses the device."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
@@ -322,7 +322,7 @@ def shared_memory() -> dict[str, Any] | None:
 
 
 def limits() -> dict[str, Any]:
-    """Of this process, as ``ulimit`` shows them; None: no limit."""
+    """Limits of this process, as ``ulimit`` shows them; None: no limit."""
     import resource
 
     def of(number: int) -> list[int | None]:
@@ -332,7 +332,7 @@ def limits() -> dict[str, Any]:
 
 
 def network() -> dict[str, Any]:
-    """This host's name and where it leads, MASTER_ADDR likewise, and the interfaces with their addresses."""
+    """This host's name and MASTER_ADDR with their addresses, and the interfaces with theirs."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
@@ -357,7 +357,7 @@ def network() -> dict[str, Any]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host's name leads to; empty: nothing."""
+    """Addresses of a host's name; empty: it has none."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):
@@ -365,7 +365,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``variables`` that change what a job does; nothing that may be a secret."""
+    """Select the ``variables`` that change what a job does; none that may be a secret."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -374,7 +374,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def meaning(name: str) -> str:
-    """What a variable of :func:`environment` does."""
+    """Meaning of a variable of :func:`environment`."""
     return VARIABLES.get(name) or next(text for prefix, text in PREFIXES.items() if name.startswith(prefix))
 
 

@@ -1,4 +1,4 @@
-"""What a check has found, and how a report of findings looks."""
+"""Findings of checks, and their report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 
 
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For a JSON."""
+    """The findings for a JSON."""
     return {
         "problems": sum(finding.level == PROBLEM for finding in findings),
         "notes": sum(finding.level == NOTE for finding in findings),
@@ -48,12 +48,12 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def remedies(findings: Iterable[Finding]) -> list[str]:
-    """What to do about the problems, each thing once."""
+    """Remedies of the problems, each one once."""
     return list(dict.fromkeys(finding.remedy for finding in findings if finding.level == PROBLEM))
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """For people: a line a finding, then what to do."""
+    """The findings for people: a line each, then the remedies."""
     width = max((len(finding.check) for finding in findings), default=0)
     lines = []
     for finding in findings:

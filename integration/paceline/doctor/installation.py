@@ -1,4 +1,4 @@
-"""What facts of one process mean. Pure: :mod:`.facts` gathers them."""
+"""Findings from the facts of one process. Pure: :mod:`.facts` gathers them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_SHARED = GIB // 4
 
 LEAST_OPEN_FILES = 4096
 _IMPORTING = ("patches", "devices", "locks")
-"""Looks that import torch or DeepSpeed."""
+"""Facts whose gathering imports torch or DeepSpeed."""
 
 
 def judge(facts: Mapping[str, Any], *, num_hosts: int = 1, ranks_on_host: int = 1) -> list[Finding]:
@@ -36,8 +36,8 @@ def judge(facts: Mapping[str, Any], *, num_hosts: int = 1, ranks_on_host: int = 
     variables = facts.get("environment", {})
     cores = facts.get("machine", {}).get("usable_cores", 0)
     has_infiniband = bool(facts.get("network", {}).get("infiniband"))
-    looks: dict[str, Callable[[Any], Iterator[Finding]]] = {
-        **_LOOKS,
+    judges: dict[str, Callable[[Any], Iterator[Finding]]] = {
+        **_JUDGES,
         "devices": lambda devices: _devices(devices, ranks_on_host),
         "shared_memory": lambda shared: _shared_memory(shared, accelerator),
         "limits": lambda limits: _limits(limits, has_infiniband),
@@ -46,10 +46,10 @@ def judge(facts: Mapping[str, Any], *, num_hosts: int = 1, ranks_on_host: int = 
     }
     found: list[Finding] = []
     failed = dict(facts.get("failed", {}))
-    for name, look in looks.items():
+    for name, judge_one in judges.items():
         if facts.get(name) is not None:
             try:
-                found += look(facts[name])
+                found += judge_one(facts[name])
             except Exception as error:  # packaging, for example, may be what is missing
                 failed[name] = named(error)
     broken = [name for name, why in facts.get("imports", {}).items() if why]
@@ -188,7 +188,7 @@ def _config(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding(OK, check, f'{path}: "paceline": {config["section"]}{filled}')
 
 
-_LOOKS: dict[str, Callable[[Any], Iterator[Finding]]] = {
+_JUDGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "python": _python,
     "packages": _packages,
     "imports": _imports,
@@ -319,7 +319,7 @@ def _host_name(
 def _chosen_interfaces(
     variables: Mapping[str, str], interfaces: Mapping[str, Any], num_hosts: int
 ) -> Iterator[Finding]:
-    """Whether what a variable names is there: gloo takes whole names, NCCL beginnings, ``=name`` and ``^not_name``."""
+    """Check the interfaces that variables name: gloo takes whole names, NCCL prefixes, ``=name`` and ``^not_name``."""
     usable = ", ".join(name for name, one in interfaces.items() if one["is_up"])
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = variables.get(variable, "")

@@ -1,4 +1,4 @@
-"""What the facts and trials of all ranks of a job mean together. Pure."""
+"""Findings from the facts and trials of all ranks of a job. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import installation
 from .finding import NOTE, OK, PROBLEM, Finding, show_ranks
 
 CLOCK_NOTE_S, CLOCK_PROBLEM_S = 0.5, 30.0
-"""Between the clocks of two hosts: from here on logs mislead, and from here on files seem to come from the future."""
+"""Seconds between the clocks of two hosts from which logs mislead, and from which files seem to be of the future."""
 
 UNEQUAL = 1.25
 """A device that is slower than the fastest by this factor holds a pipeline of equal stages up."""
@@ -23,10 +23,10 @@ SLOW_LINK = 4.0
 SLOW_BYTES_PER_S = 125e6
 _DECISIVE = ("paceline", "torch", "deepspeed", "transformers", "accelerate")
 _OWN = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
-_EACH_HOSTS_OWN = ("IFNAME", "DEBUG", "IB_HCA", "TOPO_FILE", "HOSTID")
-"""In names of NCCL's settings that may well differ: adapters and files are called otherwise on other hosts."""
-
 """Variables that are each rank's own."""
+
+_EACH_HOSTS_OWN = ("IFNAME", "DEBUG", "IB_HCA", "TOPO_FILE", "HOSTID")
+"""Parts of the names of NCCL settings that may differ: adapters and files have other names on other hosts."""
 
 
 def hosts_of(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -78,7 +78,7 @@ def _missing(facts: Mapping[int, Any], size: int, unheard: str) -> Iterator[Find
 
 
 def _installations(facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """What is wrong with a rank's own; of ranks of one host what the first of them has not said already."""
+    """Findings about single ranks; of ranks of one host those that its first rank does not have too."""
     of_ranks: list[list[Finding]] = [[] for _ in range(max(facts, default=-1) + 1)]
     checks = 0
     for ranks in hosts.values():
@@ -172,7 +172,7 @@ def _clocks(
 
 
 def clock_offsets(trials: Mapping[int, Mapping[str, Any]], facts: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """What the time of day of each rank's host is ahead of rank 0's, in seconds."""
+    """Seconds that the time of day of each rank's host is ahead of rank 0's."""
     offsets: dict[int, float] = {}
     counter_s = 0.0  # of the rank's monotonic clock, against rank 0's
     for rank in sorted(trials):  # each compares its clock with the next one's

@@ -1,4 +1,4 @@
-"""Where the ranks of a job find each other before they have a process group, so that one that is missing has a name.
+"""Rendezvous of a job's ranks before they have a process group, so that a missing rank is named.
 
 A process group is made by all ranks or waits; the store beneath it can be asked who is there. It is the one that torch
 would use: rank 0's, at MASTER_ADDR and MASTER_PORT, or torchrun's own.
@@ -23,7 +23,7 @@ _CALL_S = 60.0
 
 
 class Unmet(Exception):
-    """This rank cannot take part; the finding says why."""
+    """An error of a rank that cannot take part; the finding has the reason."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.text)
@@ -32,7 +32,7 @@ class Unmet(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """This process in its job, as a launcher has told it."""
+    """Place of this process in its job, from the launcher's environment."""
 
     rank: int
     size: int
@@ -119,7 +119,7 @@ def tell(store: Any, topic: str, rank: int, value: Any) -> None:
 
 
 def heard(store: Any, topic: str, ranks: Sequence[int], until_s: float) -> dict[int, Any]:
-    """What ``ranks`` have left, by rank: of all, or of those that did so before ``until_s`` of the monotonic clock."""
+    """Messages of ``ranks`` by rank: all, or those left before ``until_s`` of the monotonic clock."""
     found: dict[int, Any] = {}
     while True:
         for rank in ranks:

@@ -120,7 +120,7 @@ def examine(watch: Watch, device: torch.device, output_dir: str, found: dict[str
 
 
 def _told(act: Callable[[torch.device, Any], bool], device: torch.device, group: Any) -> str:
-    """What is wrong with a collective; empty: nothing."""
+    """The fault of a collective; empty: none."""
     try:
         return "" if act(device, group) else "the numbers that arrive are wrong"
     except (RuntimeError, ValueError) as error:
@@ -137,7 +137,7 @@ def _all_reduce(device: torch.device, group: Any) -> bool:
 
 
 def _all_to_all(device: torch.device, group: Any) -> bool:
-    """As experts do."""
+    """Exchange rows as experts do."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sent = torch.arange(size, dtype=torch.float32, device=device).repeat_interleave(64) + 1000 * rank
     received = torch.empty_like(sent)
@@ -182,7 +182,7 @@ def _appears(path: Path, within_s: float = 2.0) -> bool:
 def _links(
     watch: Watch, control: ControlPlane, transport: Transport, device: torch.device, rank: int, size: int
 ) -> dict[str, Any]:
-    """Of the link to the next rank: seconds of a small message, bytes per second there and back, and what is wrong."""
+    """Measure the link to the next rank: seconds of a small message, bytes per second both ways, correctness."""
     found: dict[str, Any] = {}
     for first in (0, 1):  # edges that share no rank at a time
         if rank % 2 == first and rank + 1 < size:

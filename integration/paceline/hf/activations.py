@@ -1,4 +1,4 @@
-"""What the items of a model keep for the backward, counted on the meta device: no memory, no device, hardly any time.
+"""Bytes that a model's items keep for the backward, counted on the meta device: no memory, no device, little time.
 
 The forward runs on tensors without contents. Where it asks one for a value, the answer is that of an ordinary batch
 (nothing is padded, nothing is packed), and attention keeps what a fused kernel keeps.
@@ -23,7 +23,7 @@ from .weights import causal_config, skeleton
 
 FLOAT_BYTES = 4
 _MOST = {"micro_batch_size": 2**20, "sequence_length": 2**24}
-"""Beyond, the sizes of tensors are no numbers any more."""
+"""Largest size; beyond, the sizes of tensors overflow."""
 
 
 def check_shape(config: PretrainedConfig, micro_batch_size: int, sequence_length: int) -> None:

@@ -1,4 +1,4 @@
-"""What a family of models needs beyond prune and reuse, and the families that are refused.
+"""Data about model families that need more than prune and reuse, and the families that are refused.
 
 Most families need nothing: their decoder is a loop over layers, and what a stage does not own is replaced by modules
 that pass the hidden states on. The rest is data, one row a family.
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one family differs.
+    """The differences of one family.
 
     Args:
         order: the trunk's children in the order in which its forward runs them, where neither the published plan nor

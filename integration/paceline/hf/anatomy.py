@@ -1,4 +1,4 @@
-"""Where the parts of a Hugging Face causal language model are: embedding, decoder layers, norm, head.
+"""Find the parts of a Hugging Face causal language model: embedding, decoder layers, norm, head.
 
 A pipeline stage keeps the model's own ``forward`` and loses the parts that live elsewhere, so all that has to be known
 is which child modules run before the decoder layers, which after them, and which every stage needs (rotary tables).
@@ -19,7 +19,7 @@ from .adapters import Adapter, adapter_for
 
 
 class UnsupportedModelError(ValueError):
-    """This model cannot be cut into pipeline stages that are sure to be right; the message says why."""
+    """A model that cannot be cut into pipeline stages that are sure to be right; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
 
 
 def layer_loop(trunk: type[nn.Module], layers: str) -> tuple[int, tuple[str, ...]]:
-    """What the forward of ``trunk`` takes from each of its ``layers``, read from its source.
+    """Values that the forward of ``trunk`` takes from each of its ``layers``, read from its source.
 
     Returns:
         ``(returns, state)``: number of values as in :class:`Anatomy`, and the names of those beside the hidden states

@@ -32,13 +32,13 @@ ADAPTER_FLAGS = frozenset(
     ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora", "use_dora",
      "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 )  # fmt: skip
-"""Without --use_peft they have no sense. Names and defaults are those of TRL's ``ModelConfig``."""
+"""Flags that need --use_peft. Names and defaults are those of TRL's ``ModelConfig``."""
 
 LISTS = frozenset(("lora_target_modules", "lora_modules_to_save", "report_to"))
 """Flags with several values."""
 
 AUTO = "auto"
-"""Of --resume_from_checkpoint: go on if there is something to go on from."""
+"""The value of --resume_from_checkpoint that resumes if there is a checkpoint, and begins anew otherwise."""
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:

@@ -37,7 +37,7 @@ Verdict = Literal["exact", "rounding", "refused"]
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What is known of one model.
+    """A report on one model.
 
     Args:
         difference: largest relative difference of loss, logits and gradients between cut and whole, in float32.
@@ -144,7 +144,7 @@ def require_supported(config: PretrainedConfig) -> None:
 
 
 def verdict(difference: float) -> Verdict:
-    """What to call the largest relative difference of a model that is not refused."""
+    """The verdict for the largest relative difference of a model that is not refused."""
     return "exact" if difference == 0.0 else "rounding"
 
 

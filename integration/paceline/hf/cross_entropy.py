@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 IGNORED = -100
 
 PIECE_BYTES = 1 << 28
-"""Of a piece's logits in float32. What is smaller as a whole goes to transformers' own function."""
+"""Bytes of a piece's logits in float32. Smaller logits go to transformers' own function."""
 
 
 def takes_pieces(loss_function: Any, logits: Tensor) -> bool:

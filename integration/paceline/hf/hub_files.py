@@ -1,4 +1,4 @@
-"""What a directory that ``from_pretrained`` loads consists of, for all that write one."""
+"""Files of a directory that ``from_pretrained`` loads, for all that write one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAFT = ".export"
 
 
 def saved_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` (of ``model``'s state dict) that are written: of tied tensors only the source."""
+    """Select the ``names`` (of ``model``'s state dict) that are written: of tied tensors only the source."""
     kept = [name for name in names if name not in (model._keys_to_ignore_on_save or ())]
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     there = set(kept)

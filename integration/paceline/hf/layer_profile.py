@@ -105,7 +105,7 @@ class Bench:
 
     @cached_property
     def trunk(self) -> ItemProfile:
-        """What a stage does that has no item at all."""
+        """Overhead of a stage that has no item at all."""
         stage = self._stage(Cut(0, 0, False, False))
         # Some decoders ask their first parameter for their dtype.
         unused = torch.nn.Parameter(torch.zeros((), dtype=self.dtype, device=self.device))
@@ -198,7 +198,7 @@ class Bench:
 
 
 def _seconds(start: Any, end: Any) -> float:
-    """Between two moments of :meth:`paceline.measure.clock.Clock.now`."""
+    """Seconds between two moments of :meth:`paceline.measure.clock.Clock.now`."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

@@ -26,7 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class MaskFacts:
-    """Of one batch.
+    """Facts of one batch.
 
     Args:
         is_padded: the attention mask masks a token.

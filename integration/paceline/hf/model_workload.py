@@ -1,4 +1,4 @@
-"""What a step of a Hugging Face causal LM has to compute and keep, for the search over parallel strategies.
+"""The workload of a step of a Hugging Face causal LM, for the search over parallel strategies.
 
 Seconds come from floating-point operations and a speed, or from a profile; which part of a measured layer is its
 experts' is decided by the operations.
@@ -30,7 +30,7 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model is trained with.
+    """Sizes and precision that a model is trained with.
 
     Args:
         dtype: of the weights.
@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
 
 
@@ -131,7 +131,7 @@ def workload_of(
 
 @dataclass(frozen=True)
 class _Operations:
-    """Of an item's forward with one micro-batch.
+    """Operations of an item's forward with one micro-batch.
 
     Args:
         total: floating-point operations.

@@ -85,4 +85,4 @@ VALUE_REMEDIES = {
     "resume_from_checkpoint": "true for the last checkpoint in --output_dir, auto for that or a beginning, or its "
     "directory",
 }
-"""For values that do not parse: what the flag takes."""
+"""Remedies for values that do not parse."""

@@ -29,7 +29,7 @@ from .stage import AddsNothing, PassThrough
 from .weights import seeded_by_name
 
 PREFIX = "base_model.model."
-"""What PEFT's files have before the names of the transformers model."""
+"""Prefix that PEFT's files put before the names of the transformers model."""
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -160,7 +160,7 @@ def check_drawn(config: Any) -> None:
 
 
 def adapters_of(model: PreTrainedModel, anatomy: Anatomy) -> Adapters | None:
-    """What PEFT has put into ``model``; None if nothing.
+    """Adapters that PEFT has put into ``model``; None if there are none.
 
     Raises:
         ValueError: it cannot be in a pipeline.
@@ -279,7 +279,7 @@ def _put_into(model: PreTrainedModel, config: Any, name: str) -> None:
 
 
 def _train_copies(model: Any, config: Any, name: str) -> None:
-    """On a stage that has no adapters: PEFT would not begin."""
+    """Train copies of modules on a stage that has no adapters, where PEFT itself would fail."""
     from peft.utils.other import set_additional_trainable_modules
 
     model.peft_config = {name: config}
@@ -338,7 +338,7 @@ def adapter_state(
 
 @contextmanager
 def _as_configured(model: Any, adapters: Adapters) -> Iterator[None]:
-    """With the config of the whole model, which says more than that of a stage (whether embeddings are targets)."""
+    """Use the config of the whole model, which has more than a stage's (whether embeddings are targets)."""
     own = model.peft_config
     model.peft_config = {adapters.name: adapters.config}
     try:

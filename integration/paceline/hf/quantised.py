@@ -14,7 +14,7 @@ from .arguments import ModelArguments
 BITSANDBYTES = "bitsandbytes"
 
 OLDEST = Version("0.49")
-"""Of bitsandbytes."""
+"""The oldest bitsandbytes that is supported."""
 
 
 def quantisation_of(config: PretrainedConfig) -> str | None:
@@ -44,7 +44,7 @@ def check_trainable(config: PretrainedConfig, adapters: Any) -> None:
 
 
 def quantised_loading(args: ModelArguments, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``from_pretrained`` is told to quantise weights as the flags say; nothing without such flags.
+    """Arguments of ``from_pretrained`` that quantise weights as the flags say; empty without such flags.
 
     Raises:
         ValueError: there is nothing here that quantises.

@@ -19,7 +19,7 @@ MOST_LAYERS = 1024
 _MOST = {"num_hidden_layers": MOST_LAYERS, "hidden_size": 2**20, "head_dim": 2**16, "num_attention_heads": 2**16}
 _MOST |= dict.fromkeys(NUM_EXPERTS, 2**14)
 MOST_SIZE = 2**31
-"""Of any number in a config: with more, the sizes of tensors are no numbers any more, or counting takes minutes."""
+"""Largest number in a config: with more, the sizes of tensors overflow, or counting takes minutes."""
 
 
 def config_at(source: str | Path) -> PretrainedConfig:
@@ -44,7 +44,7 @@ def config_at(source: str | Path) -> PretrainedConfig:
 
 
 def model_config_at(source: str | Path) -> PretrainedConfig:
-    """As :func:`config_at`, and of a model that can be: its sizes are some, and transformers makes it of them.
+    """The config at ``source``, checked: its sizes are valid, and transformers builds a model of it.
 
     Raises:
         UnsupportedModelError: it can be made, and not be cut into stages.

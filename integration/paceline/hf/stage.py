@@ -26,12 +26,12 @@ from .masks import needs_mask
 
 SIDE_INPUTS = ("attention_mask", "position_ids")
 ADAPTED = ("base_layer", "original_module")
-"""Where PEFT's modules keep those in whose places they are."""
+"""Attributes in which PEFT's modules keep the modules that they replace."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What one stage holds: layers ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``."""
+    """The cut of one stage: layers ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``."""
 
     start: int
     stop: int
@@ -134,7 +134,7 @@ def _drop_lost_ties(model: PreTrainedModel) -> None:
 
 
 def take_out(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
-    """What stands where a decoder layer was that now lives on another stage."""
+    """A placeholder for a decoder layer that is on another stage."""
     placeholder = PassThrough(anatomy.returns, layer)
     for name in anatomy.adapter.keep:
         owner, _, leaf = name.rpartition(".")

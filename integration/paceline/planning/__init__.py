@@ -1,4 +1,4 @@
-"""What could run instead of what runs, what each would cost, and whether it pays to switch. Pure; no torch here."""
+"""Alternatives to what runs, their predicted costs, and whether a switch pays. Pure; no torch here."""
 
 from .blocks import Block, Device, DoesNotFit, Partition, bottleneck
 from .candidates import Candidate, candidates, memory_curve

@@ -1,4 +1,4 @@
-"""What a partition is of: blocks of layers, devices, the links between them. And what a given partition costs."""
+"""The parts of a partition (blocks of layers, devices, links between them) and the cost of a given one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What runs a stage: ``speed`` is work per second, ``memory_bytes`` what blocks may take."""
+    """A device that runs a stage: ``speed`` is work per second, ``memory_bytes`` the room for blocks."""
 
     speed: float = 1.0
     memory_bytes: float = inf
@@ -158,7 +158,7 @@ def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int
 def _check_range(
     blocks: Sequence[Block], devices: Sequence[Device], links: Sequence[float], live: Sequence[float]
 ) -> None:
-    """What is a number by itself may be none in a sum or a quotient."""
+    """Refuse numbers whose sum or quotient overflows."""
     largest = max(
         sum(block.work for block in blocks) / min(1.0, *(device.speed for device in devices)),
         2 * max(block.activation_bytes for block in blocks) / min([1.0, *links]),

@@ -1,4 +1,4 @@
-"""Where a pipeline without a flush stops being the faster one: over more micro-batches, over slower links.
+"""Break-even points of a pipeline without a flush: over more micro-batches, over slower links.
 
 A flush costs the same however many micro-batches a step has, and what the asynchronous order loses instead, it loses
 once a round: so there is a number of micro-batches up to which it takes less time. And since few of a direction are
@@ -28,7 +28,7 @@ _PARTS, _PRECISION = 16, 1e-3  # of that: in how many parts it is searched, and 
 
 
 class BreakEven(NamedTuple):
-    """Up to where ``"multidirection"`` takes less time than a schedule with a flush.
+    """The range in which ``"multidirection"`` takes less time than a schedule with a flush.
 
     Args:
         micro_batches: the most of a step, a multiple of the devices, with which it wins or is the only one. 0: with no
@@ -104,7 +104,7 @@ def break_even(
     most_micro_batches: int = MOST_MICRO_BATCHES,
     num_directions: int | None = None,
 ) -> BreakEven:
-    """Up to how many micro-batches, and up to which transfer times, ``"multidirection"`` is the faster one.
+    """The most micro-batches and the longest transfers with which ``"multidirection"`` is the faster one.
 
     The transfer times of all boundaries grow together, in the ratios that the costs have; all alike where the costs
     have none. Between two transfer times that are tried it is taken to win, or not, at the same ones.
@@ -130,7 +130,7 @@ def break_even(
 
 
 def half_stages(costs: Costs) -> Costs:
-    """Of the two chunks a rank that DualPipeV cuts stages into: 2S stages, there and back over the S ranks.
+    """Costs of DualPipeV's two chunks a rank: 2S stages, there and back over the S ranks.
 
     Stage s of S becomes the stages 2s and 2s+1, with half of its time and its activations each. A message in its middle
     is as large as the larger of those at its ends. Two neighbouring ranks have their links, used both ways.
@@ -158,7 +158,7 @@ def _halves(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _steady_s(costs: Costs, num_micro_batches: int, num_directions: int | None = None) -> float:
-    """Of ``"multidirection"``: the order of a run does not depend on how many rounds make a step."""
+    """The period of ``"multidirection"``: the order of a run does not depend on how many rounds make a step."""
     num_stages = len(costs.forward_s)
     return num_micro_batches // num_stages * _round_s(replace(costs, step_s=0.0), num_directions) + costs.step_s
 
@@ -222,7 +222,7 @@ def _with_transfer(costs: Costs, transfer_s: float) -> Costs:
 
 
 def _transfer_s(costs: Costs, boundary: int) -> float:
-    """Of a message over a boundary, the slower way, if nothing else is sent."""
+    """Seconds of a message over a boundary, the slower way, if nothing else is sent."""
     size = costs.message_bytes[boundary] if costs.message_bytes else 0.0
     found = 0.0
     for links, sender, receiver in ((costs.down, boundary, boundary + 1), (costs.up, boundary + 1, boundary)):

@@ -33,7 +33,7 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people: ``"kfkb k=2, micro-batch 4"``."""
+        """A name for people: ``"kfkb k=2, micro-batch 4"``."""
         if self.k == 1:
             order = f"eager slack={self.slack:g}" if self.slack else "1f1b"
         else:
@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
 
 
 def num_micro_batches(micro_batch_size: int, samples: int) -> int:
-    """Of a step of so many samples.
+    """Number of micro-batches of a step of so many samples.
 
     Raises:
         ValueError: the size does not divide the samples.
@@ -85,7 +85,7 @@ def memory_curve(
     activation_bytes: Mapping[int, Sequence[float]],
     room_bytes: Sequence[float],
 ) -> dict[int, int]:
-    """For each micro-batch size the largest k whose peak of live activations fits every stage; 0 if not even k = 1.
+    """The largest k whose peak of live activations fits every stage, by micro-batch size; 0 if not even k = 1.
 
     The peak grows with k, so the first k that does not fit ends the search: on stage s that is the first whose
     min(M, k * (S - s)) micro-batches need more than there is.

@@ -17,7 +17,7 @@ TIE = 1e-9
 
 
 class Prediction(NamedTuple):
-    """What a step with one candidate would be.
+    """A predicted step with one candidate.
 
     Args:
         candidate: which.
@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of one look.
+    """The outcome of one re-planning.
 
     Args:
         best: the candidate with the shortest step; what runs, if nothing is shorter.
@@ -48,12 +48,12 @@ class Choice:
 
     @property
     def next(self) -> Candidate:
-        """What runs from now on."""
+        """The candidate that runs from now on."""
         return self.best if self.decision.switch else self.current
 
 
 class Planner:
-    """The candidates of a run. Their schedules are built once and simulated at every look.
+    """The candidates of a run. Their schedules are built once and simulated at every re-planning.
 
     The same costs give the same predictions: nothing here looks at a clock or draws a number.
 
@@ -85,7 +85,7 @@ class Planner:
     ) -> Choice:
         """Predict all candidates and decide whether to switch to the best.
 
-        A candidate whose micro-batch size has no costs yet is left out. Among equally fast ones what runs is the best,
+        A candidate whose micro-batch size has no costs yet is skipped. Among equally fast ones what runs is the best,
         then what needs the least memory.
 
         Args:
@@ -93,7 +93,7 @@ class Planner:
             current: what runs; it need not be one of the candidates.
             rule: decides, and remembers what was lost so far.
             switch_s: seconds that a switch costs.
-            steps: done since the last look.
+            steps: done since the last re-planning.
 
         Raises:
             ValueError: the micro-batch size of what runs has no costs.

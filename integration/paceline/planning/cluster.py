@@ -13,7 +13,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Fabric:
-    """What connects devices: those of one node, or one device and another node's.
+    """The links between devices: inside a node, or from one node to another.
 
     Args:
         bytes_per_s: from one device to another while all others send too.
@@ -38,12 +38,12 @@ class Fabric:
 
     @property
     def reduction_bytes_per_s(self) -> float:
-        """That of an all-reduce."""
+        """The rate of an all-reduce."""
         return self.all_reduce_bytes_per_s or self.bytes_per_s
 
     @property
     def exchange_bytes_per_s(self) -> float:
-        """That of an all-to-all."""
+        """The rate of an all-to-all."""
         return self.all_to_all_bytes_per_s or self.bytes_per_s
 
 
@@ -81,7 +81,7 @@ class Cluster:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0.")
 
     def members_in_node(self, size: int, stride: int) -> int:
-        """How many of a group of ranks, ``stride`` apart, share a node; groups begin at multiples of their span."""
+        """Number of a group's ranks, ``stride`` apart, that share a node; groups begin at multiples of their span."""
         span = size * stride
         if span <= self.devices_per_node and self.devices_per_node % span == 0:
             return size
@@ -92,7 +92,7 @@ class Cluster:
         return max(members, 1)
 
     def all_reduce_s(self, num_bytes: float, size: int, stride: int) -> float:
-        """Of a buffer of ``num_bytes`` on each of the ``size`` ranks, ``stride`` apart.
+        """Seconds to all-reduce a buffer of ``num_bytes`` on each of the ``size`` ranks, ``stride`` apart.
 
         Inside the nodes first, each device then reduces its share with its peers of the other nodes, and back. Half of
         it (``/ 2``) is a reduction to owners, or a broadcast by owners, of the whole buffer.
@@ -107,7 +107,7 @@ class Cluster:
         return seconds + 2 * (_hops(near) * inside.latency_s + _hops(far) * across.latency_s)
 
     def all_to_all_s(self, num_bytes: float, size: int, stride: int) -> float:
-        """``num_bytes``: of all that the busiest rank sends or receives, its own share among it."""
+        """Seconds of an all-to-all; ``num_bytes``: all that the busiest rank sends or receives, its own share too."""
         if size == 1 or not num_bytes:
             return 0.0
         near = self.members_in_node(size, stride)
@@ -117,13 +117,13 @@ class Cluster:
         return inside_s + across_s + latency_s
 
     def link(self, first: int, last: int) -> Fabric:
-        """Between ranks of which ``first`` is the lowest and ``last`` the highest: across, unless one node has all."""
+        """The link between ranks from ``first`` to ``last``: across nodes, unless one node has all of them."""
         same = first // self.devices_per_node == last // self.devices_per_node
         return self.inside if same else self.across
 
     @classmethod
     def from_dict(cls, values: Any) -> Cluster:
-        """Of a JSON such as ``{"devices": 16, "devices_per_node": 8, "memory_gib": 80, "flops_per_s": 4e14,
+        """Read a JSON value such as ``{"devices": 16, "devices_per_node": 8, "memory_gib": 80, "flops_per_s": 4e14,
         "intra_node": {"bytes_per_s": 3e11, "latency_s": 5e-6}, "inter_node": {…}, "state_bytes_per_s": 2e12}``.
 
         What is left out, or null, is unlimited; one node, if ``devices_per_node`` is left out.
@@ -167,7 +167,7 @@ _FABRIC = ("bytes_per_s", "latency_s", "all_reduce_bytes_per_s", "all_to_all_byt
 
 
 def _hops(size: int) -> int:
-    """Of a message through a tree of so many ranks."""
+    """Hops of a message through a tree of so many ranks."""
     return ceil(log2(size)) if size > 1 else 0
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from .copy_state import CopyState
 
 BETTER = 1e-3
-"""How much less the most loaded device must have for the search to count that as better, relatively."""
+"""Relative decrease of the largest device load from which the search counts a placement as better."""
 
 WORSE = 0.2
-"""How far above the most loaded device a move may bring another one, relatively, on the way to something better."""
+"""Relative excess over the largest device load that a move may cause on the way to a better placement."""
 
 PATIENCE = 10
 """Moves without anything better after which the search ends."""
@@ -41,7 +41,7 @@ class Move(NamedTuple):
 
 
 class CopySearch(CopyState):
-    """Packing and moves look at loads only.
+    """Packing and moves consider loads only.
 
     A move that leaves an expert without an owner comes with an exchange that finds it one, or is not made.
     """
@@ -248,7 +248,7 @@ class _ShortList:
 
 
 def _wanted_copies(loads: Sequence[float], num_devices: int, num_copies: int) -> list[int]:
-    """Of each expert, how many devices hold it if each further copy goes to the one with the most load a copy."""
+    """Number of copies of each expert if each further copy goes to the expert with the most load a copy."""
     wanted = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if load]
     heapify(heap)

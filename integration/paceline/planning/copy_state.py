@@ -1,4 +1,4 @@
-"""Who holds which experts, owners and copies, and the load of each device under even splitting.
+"""The experts of each device, owned and copied, and its load under even splitting.
 
 What a search changes; the search itself is in ``copy_search.py``.
 """

@@ -1,4 +1,4 @@
-"""What a placement of experts is: which device holds which experts, in which slot. And what a given placement costs.
+"""Placements of experts: which device holds which experts, in which slot, and the cost of a given placement.
 
 The device that *owns* an expert keeps its optimizer state; what other devices hold of it are copies, which take part of
 its tokens.
@@ -64,7 +64,7 @@ class Placement:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Of each expert, the device that owns it."""
+        """The device that owns each expert."""
         owner_of = {
             expert: device
             for device, (experts, owned) in enumerate(zip(self.devices, self.owned, strict=True))
@@ -74,7 +74,7 @@ class Placement:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """Of each expert, the devices that hold it: its owner, then the others by number."""
+        """The devices that hold each expert: its owner, then the others by number."""
         holders: list[list[int]] = [[owner] for owner in self.owners]
         for device, (experts, owned) in enumerate(zip(self.devices, self.owned, strict=True)):
             for expert in experts[owned:]:
@@ -120,7 +120,7 @@ def imbalance(placement: Placement, loads: Sequence[float], shares: Sequence[Seq
 
 
 def moved(old: Placement, new: Placement) -> int:
-    """How many experts come to a device that did not hold them.
+    """Number of experts that come to a device that did not hold them.
 
     Raises:
         ValueError: the placements are not of the same experts.
@@ -177,7 +177,8 @@ def _check_devices(devices: tuple[tuple[int, ...], ...]) -> None:
 
 
 def _first_holders(devices: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Of each device, how many experts no other device has in an earlier slot, or in the same one and comes first."""
+    """Number of experts that each device owns: those that no other device has in an earlier slot, or in the same
+    slot with a lower number."""
     first: dict[int, tuple[int, int]] = {}
     for device, experts in enumerate(devices):
         for slot, expert in enumerate(experts):

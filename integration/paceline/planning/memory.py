@@ -1,4 +1,4 @@
-"""What a pipeline stage keeps in memory: states of its parameters, live activations, and what it works with.
+"""Memory of a pipeline stage: states of its parameters, live activations, and working buffers.
 
 The arithmetic of :class:`paceline.optim.sharded.ShardedOptimizer` and of the engine's buffers, without either.
 """
@@ -20,7 +20,7 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class States:
-    """How the states of a parameter are kept.
+    """The form in which the states of a parameter are kept.
 
     Args:
         weight_bytes: of one number of the model: 4 for fp32, 2 for bf16 and fp16.
@@ -44,7 +44,7 @@ class States:
 
     @classmethod
     def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
-        """What a DeepSpeed JSON asks for, of the pipelines' optimizer."""
+        """Read the states that a DeepSpeed JSON asks of the pipelines' optimizer."""
         half = any(_object(ds_config, name).get("enabled") is True for name in ("bf16", "bfloat16", "fp16"))
         zero = ds_config.get("zero_optimization", {})
         optimizer = _object(ds_config, "optimizer")
@@ -97,7 +97,7 @@ def num_moments(optimizer: str | None, params: Mapping[str, Any] | None = None) 
 
 
 class ItemMemory(NamedTuple):
-    """What one item needs: embedding, a decoder layer, or head with loss.
+    """Memory of one item: embedding, a decoder layer, or head with loss.
 
     Args:
         saved_bytes: kept by a live micro-batch from the forward to the backward, the item's input among it.
@@ -148,7 +148,7 @@ class StageMemory:
 def stage_memory(
     items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, live: int
 ) -> StageMemory:
-    """What ``stage`` needs.
+    """Memory that ``stage`` needs.
 
     Args:
         items: of the whole model.

@@ -16,8 +16,8 @@ _Used: TypeAlias = tuple[int, ...]
 # A(j, m) by what is used and the kind of the last device.
 _Rows: TypeAlias = dict[tuple[_Used, int], list[float]]
 
-# How many blocks the search may look at, all stages of all orders together: about five seconds.
-LOOKS = 2_500_000
+# Blocks that the search may visit, all stages of all orders together: about five seconds.
+MOST_VISITS = 2_500_000
 
 
 def search_order(
@@ -85,9 +85,9 @@ class _Search:
     def best_order(self) -> Sequence[int]:
         """The best that can be found in time."""
         states = prod(len(kind) + 1 for kind in self.kinds)
-        if len(self.blocks) * states * len(self.kinds) <= LOOKS:
+        if len(self.blocks) * states * len(self.kinds) <= MOST_VISITS:
             return self.exact()
-        return self.by_swaps(LOOKS // (len(self.blocks) * len(self.devices)))
+        return self.by_swaps(MOST_VISITS // (len(self.blocks) * len(self.devices)))
 
     def split(self, order: Sequence[int]) -> Partition:
         """The best split in an order of the devices."""
@@ -158,7 +158,7 @@ class _Search:
         return self.devices[self.kinds[kind][0]]
 
     def _entries(self, rows: _Rows, used: _Used, kind: int) -> dict[int, list[float]]:
-        """What is before a stage on a device of ``kind``, by the kind of the device before it."""
+        """Best bottleneck before a stage on a device of ``kind``, by the kind of the device before it."""
         entries = {}
         for before in range(len(self.kinds)):
             if (used, before) in rows:

@@ -92,7 +92,7 @@ class Sums(NamedTuple):
 
 
 def first_start(num_blocks: int) -> list[float]:
-    """What :func:`enter` is for the first stage: it begins with block 0, and nothing is before it."""
+    """The counterpart of :func:`enter` for the first stage: it begins with block 0, and nothing is before it."""
     return [0.0] + [inf] * (num_blocks - 1)
 
 
@@ -157,7 +157,7 @@ def first_block(start: Sequence[float], sums: Sums, device: Device, live: float,
 def _does_not_fit(
     start: Sequence[float], sums: Sums, stage: int, device: Device, live: float, ends: range
 ) -> DoesNotFit:
-    """For the first stage that cannot be: the least that any split leaves it with."""
+    """The error for the first stage that does not fit: with the least that any split leaves it."""
     need = sums.needs(live)
     possible = [first for first, seconds in enumerate(start) if seconds < inf]
     runs = [(first, max(first + 1, ends.start)) for first in possible if first + 1 < ends.stop]

@@ -1,4 +1,4 @@
-"""What the partition methods that DeepSpeed lacks mean for a row of layers: boundaries, and weights by class name."""
+"""Partition methods that DeepSpeed lacks, for a row of layers: boundaries, and weights by class name."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _dealt(
 
 
 def lower_bound(loads: Sequence[float], num_devices: int, slots: int | None = None) -> float:
-    """What the most loaded device has at least, in any placement without copies.
+    """A lower bound of the largest device load, in any placement without copies.
 
     The largest of: the mean of the devices; the hottest expert with the lightest of those that must be beside it
     because the other devices are full; for each k, the k + 1 lightest of the ``k * num_devices + 1`` hottest experts,

@@ -30,7 +30,7 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class Times:
-    """What experts and their moves take.
+    """Seconds of computing and of moving experts.
 
     Args:
         row_s: of one more token on the device with the most, in one layer and step: computing and travelling, forward
@@ -147,7 +147,7 @@ def overheads(moves: Sequence[tuple[int, float]], guess: tuple[float, float]) ->
 
 
 def step_saved_s(busy_s: Sequence[float], saved_s: Sequence[float], stage: int, num_micro_batches: int) -> float:
-    """By how much a pipeline's step becomes shorter if a stage saves what it can, and all others do likewise.
+    """Seconds that a pipeline's step becomes shorter if a stage saves what it can, and all others do likewise.
 
     The slowest stage sets the pace; the others are waited for once, when the pipeline fills and drains. With M
     micro-batches a step takes ``(M - 1) / M · max b + 1 / M · Σ b``: 1F1B's, with links that take no time.
@@ -187,7 +187,7 @@ def _most(placement: Placement, loads: Sequence[float], evens_out: bool) -> floa
 
 
 def candidates(layer: LayerLoad, *, num_replicas: int = 0, evens_out: bool = False, nodes: int = 1) -> list[Placement]:
-    """Placements worth a look; none if the layer has next to nothing to gain. What takes long in a proposal."""
+    """Candidate placements; none if the layer has next to nothing to gain. The slow part of a proposal."""
     if _least(layer, num_replicas) > _most(layer.placement, layer.loads, evens_out) * (1 - LEAST_GAIN):
         return []
     current, num_devices = layer.placement, layer.placement.num_devices

@@ -1,4 +1,4 @@
-"""From the split with the smallest bottleneck to the one with the shortest step: local search with the simulator."""
+"""Local search with the simulator, from the split with the smallest bottleneck to one with a shorter step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def stage_costs(
     *,
     forward: Sequence[float] | None = None,
 ) -> Costs:
-    """What a step of a partition costs, for the simulator.
+    """Costs of a step of a partition, for the simulator.
 
     Args:
         boundaries: 0, ..., number of blocks.
@@ -107,7 +107,7 @@ def stage_costs(
 
 
 def _moves(num_boundaries: int) -> Iterator[dict[int, int]]:
-    """By how much to move which boundaries; the outer two stay."""
+    """Moves of the search: by boundary, how far it moves; the outer two stay."""
     cuts = range(1, num_boundaries - 1)
     for width in range(len(cuts)):
         runs = [range(first, first + width + 1) for first in cuts[: len(cuts) - width]]

@@ -1,4 +1,4 @@
-"""What a pipeline would cost if its layers lay otherwise, and where they would lie best.
+"""Predicted cost of a pipeline with other boundaries, and the search for the best ones.
 
 Everything is told from what the run itself showed: what each stage takes with the layers that it has, and how much of
 that each layer is. So the prediction for the partition that runs is the measurement.
@@ -48,7 +48,7 @@ class ItemCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the items of a pipeline lie, and what is known of moving them.
+    """The boundaries of a pipeline's items, and the costs of moving them.
 
     Args:
         items: what each costs.
@@ -71,7 +71,7 @@ class Layout:
         return len(self.parts) - 1
 
     def costs(self, now: Costs, parts: Sequence[int]) -> Costs:
-        """Those of a step with other boundaries, from ``now``, those with :attr:`parts`.
+        """Costs of a step with other boundaries, from ``now``, those with :attr:`parts`.
 
         A stage's forward changes as the forwards of its items on a device of speed 1 do, likewise all else. A stage
         whose items take no time tells nothing of its device, which is then taken to be a typical one.
@@ -103,7 +103,7 @@ class Layout:
         return measured * then / now if now > 0 and then > 0 else measured
 
     def need_bytes(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> tuple[float, ...]:
-        """What states and live micro-batches of each stage take.
+        """Bytes of states and live micro-batches of each stage.
 
         Args:
             peaks: most micro-batches that each stage keeps alive.
@@ -121,7 +121,7 @@ class Layout:
         return all(need <= limit for need, limit in zip(needed, self.limit_bytes, strict=True))
 
     def sent_bytes(self, parts: Sequence[int]) -> tuple[float, ...]:
-        """What each stage sends if the items come to lie so, one pipeline."""
+        """Bytes that each stage sends in a migration to these boundaries, one pipeline."""
         sent = [0.0] * self.num_stages
         for (source, _), num_bytes in self._flows(parts).items():
             sent[source] += num_bytes

@@ -15,13 +15,13 @@ from .experts import Placement, checked_loads
 from .slots import check_current, checked_shape, in_slots
 
 TOLERANCE = 0.01
-"""Placements whose most loaded devices differ by less are equally good: loads change by more from look to look."""
+"""Placements whose most loaded devices differ by less are equally good: loads change by more between rebalancings."""
 
 ROUNDING = 1e-12
 """Loads this close (relatively) are equal."""
 
 BOTH_IMPROVED = 1 << 16
-"""Up to so many experts times devices the two best starts are improved, else the best one, which takes a minute."""
+"""Most experts times devices with which the two best starts are improved; beyond, only the best one (a minute)."""
 
 
 def replicated(
@@ -143,7 +143,7 @@ def _searched_anew(
 
 
 def _numbers(found: CopySearch, held: Sequence[Sequence[int]], homes: Sequence[int | None]) -> list[int]:
-    """Of each device of ``found``, the number of the one that has most of what it needs, in bytes: those first.
+    """The number of the device that already has most of what each device of ``found`` needs, in bytes; those first.
 
     What an owner has is 14 bytes a parameter (value, master, two moments), a copy 2.
     """

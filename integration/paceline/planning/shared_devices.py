@@ -122,11 +122,11 @@ def step_s(order: Schedule | Stream, costs: Costs) -> float:
 
 
 def budget_of(order: Schedule | Stream) -> int:
-    """How often a search may take :func:`step_s`: some seconds."""
+    """Number of calls of :func:`step_s` that a search may make: some seconds."""
     schedules = [order] if isinstance(order, Schedule) else [order.unrolled(1)] * (2 * (order.most_lag + _BEGUN) + 2)
     return max(_LEAST, min(_MOST, _SEARCHED_ACTIONS // sum(sum(map(len, one.orders)) for one in schedules)))
 
 
 def whole_schedule(order: Schedule | Stream) -> Schedule:
-    """As many steps as may be under way at a time, which keep as many micro-batches alive as a run does."""
+    """The schedule of as many steps as may be under way at a time, with as many micro-batches alive as in a run."""
     return order if isinstance(order, Schedule) else order.unrolled(order.most_lag + 1)

@@ -1,4 +1,4 @@
-"""How many experts a device has room for, which devices are one node, and which slot an expert gets."""
+"""Slots of devices: how many experts have room, which devices are one node, and which slot an expert gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tokens of an expert are split over its copies, so that the most loaded device has the least load."""
+"""Split the tokens of experts over their copies, so that the largest device load is least."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUNDING = 1e-9
 
 
 def split(placement: Placement, loads: Sequence[float], *, tolerance: float = 1e-3) -> tuple[tuple[float, ...], ...]:
-    """Of each expert, the part of its load that each of its ``placement.copies`` takes; the parts sum to 1.
+    """Shares of each expert's load that its ``placement.copies`` take; they sum to 1.
 
     Load flows from devices above a target to devices below it, from copy to copy, along shortest paths. Where it
     cannot, the devices that can be reached hold nothing that could be elsewhere: no split gives the most loaded of

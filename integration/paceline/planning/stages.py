@@ -111,7 +111,7 @@ def _plan_directions(
     owners: str | None,
     budget: int,
 ) -> StagePlan:
-    """As :func:`plan_stages`, where devices hold several stages: local searches from the split with the smallest
+    """Plan stages where devices hold several of them: local searches from the split with the smallest
     bottleneck, and from one whose devices have sums that are as small as that search finds."""
     whole = whole_schedule(order)
     held = held_by(whole, owners)
@@ -231,7 +231,7 @@ def _blocks(
 
 
 def _beside_blocks(items: Sequence[ItemMemory], stage: int, live: Sequence[int]) -> float:
-    """What a stage needs whatever blocks it has, by the largest layer (:func:`stage_memory` knows which it has)."""
+    """Memory that a stage needs whatever blocks it has, by the largest layer (:func:`stage_memory` is exact)."""
     is_last = stage == len(live) - 1
     message = max(item.output_bytes for item in items)
     working = max(item.working_bytes for item in (items if is_last else items[:-1]))
@@ -256,5 +256,5 @@ def _better_order(
 
 
 def _rounded(value: float) -> float:
-    """To steps of about a twentieth."""
+    """Round to steps of about a twentieth."""
     return value if value in (0.0, inf) else 1.05 ** round(log(value, 1.05))

@@ -25,7 +25,7 @@ from .strategy_times import item_times
 from .workload import Workload
 
 BATCH, MEMORY = "batch", "memory"
-"""Why a strategy is left out."""
+"""Reasons for which a strategy is dropped."""
 
 
 class Dropped(NamedTuple):
@@ -43,7 +43,7 @@ class Dropped(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As of :attr:`Plan.name`."""
+        """The name, as :attr:`Plan.name`."""
         return self.strategy.name + self.schedule.suffix
 
 
@@ -82,14 +82,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All strategies of a cluster, the fastest first, and those that were left out."""
+    """All strategies of a cluster, the fastest first, and those that were dropped."""
 
     plans: tuple[Plan, ...]
     dropped: tuple[Dropped, ...]
 
     @property
     def num_dropped(self) -> dict[str, int]:
-        """By reason."""
+        """Number of dropped strategies by reason."""
         return dict(Counter(dropped.reason for dropped in self.dropped))
 
 

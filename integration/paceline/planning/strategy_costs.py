@@ -1,4 +1,4 @@
-"""How long a training step of a strategy takes, and what of it is for what.
+"""Predicted time of a training step of a strategy, by what it is spent on.
 
 Stages compute and exchange as :mod:`~paceline.planning.strategy_times` says; a pipeline of few actions is simulated, a
 longer one follows a formula; without a flush a step is one of the steady state, by simulation. Then gradients are
@@ -31,7 +31,7 @@ SIMULATED_ACTIONS = 2048
 """Forwards and backwards of a pipeline that is simulated; more follow the formula."""
 
 TERMS = ("dense", "experts", "all_to_all", "tensor", "bubble", "gradients", "expert_gradients", "optimizer")
-"""What a step is made of."""
+"""Terms that a step is made of."""
 
 
 def step_terms(
@@ -75,7 +75,7 @@ def step_terms(
 
 
 def _of_slowest_link(costs: Costs, stream: Stream) -> Costs:
-    """With several directions a boundary lies between other devices in each: the slowest link counts for all."""
+    """Links of the pipeline. With several directions the slowest link counts for all boundaries."""
     if len(stream.routes) == 1:
         return costs
     size = max(costs.message_bytes)
@@ -90,7 +90,7 @@ def pipeline_costs(
     boundaries: Sequence[int],
     stages: Sequence[Sequence[ItemTime]],
 ) -> Costs:
-    """For the simulator. Each tensor-parallel rank sends the whole activation to its peer of the next stage."""
+    """Costs for the simulator. Each tensor-parallel rank sends the whole activation to its peer of the next stage."""
     width = strategy.tensor * strategy.data
     fabrics = [cluster.link(stage * width, (stage + 2) * width - 1) for stage in range(strategy.pipeline - 1)]
     links = tuple(_link(fabric) for fabric in fabrics)
@@ -140,7 +140,7 @@ def _after(
     boundaries: Sequence[int],
     held: Sequence[Sequence[int]],
 ) -> tuple[float, float, float]:
-    """What follows the pipeline, on the device where it takes longest: gradients of replicas and of experts, optimizer.
+    """Terms after the pipeline, on the device where they take longest: gradients of replicas and experts, optimizer.
 
     ZeRO 0: an all-reduce of gradients. ZeRO 1: gradients are reduced to their owners, whose new values are broadcast;
     each is half an all-reduce of its bytes. With several directions there are as many copies of a stage on other
@@ -171,6 +171,6 @@ def _after(
 
 
 def state_bytes_per_parameter(gradient_bytes: int = MASTER_BYTES, num_moments: int = 2) -> float:
-    """That a step of the optimizer moves: the gradient is read for the norm and once more; master and moments are read
+    """Bytes that an optimizer step moves: the gradient is read for the norm and once more; master and moments are read
     and written."""
     return 2.0 * gradient_bytes + 2.0 * MASTER_BYTES * (1 + num_moments)

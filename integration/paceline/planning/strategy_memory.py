@@ -26,7 +26,7 @@ take and give (arXiv 2205.05198, section 4.1, without dropout)."""
 
 @dataclass(frozen=True)
 class Share:
-    """What each rank has of the items, were it to hold all of them.
+    """The share of all items that a rank would hold if it had every stage.
 
     Args:
         items: without their routed experts.
@@ -41,12 +41,12 @@ class Share:
     of_experts: States
 
     def parameters(self, start: int, stop: int) -> tuple[int, int]:
-        """Of the items from ``start`` up to ``stop``: all but experts', and experts'."""
+        """Parameters of the items from ``start`` up to ``stop``: all but experts', and experts'."""
         return sum(item.num_parameters for item in self.items[start:stop]), sum(self.experts[start:stop])
 
 
 def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule = ONE_F_ONE_B) -> Share:
-    """By tensor and expert parallelism. Without a flush, masters have memory of their own; with several directions
+    """Cut by tensor and expert parallelism. Without a flush, masters have memory of their own; with several directions
     states are sharded whatever ZeRO is."""
     tensor, last = strategy.tensor, len(workload.items) - 1
     imbalance = workload.imbalance(strategy.expert)
@@ -108,7 +108,7 @@ def boundaries_of(
 
 
 def memory_of(share: Share, boundaries: Sequence[int], micro_batches: int) -> tuple[StageMemory, ...]:
-    """What each rank of each stage needs, under 1F1B."""
+    """Memory of each rank of each stage, under 1F1B."""
     stages = []
     for stage, live in enumerate(live_micro_batches(len(boundaries) - 1, micro_batches)):
         need = stage_memory(share.items, boundaries, stage, share.dense, live)

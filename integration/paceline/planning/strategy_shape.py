@@ -1,4 +1,4 @@
-"""How many devices share what, in which order stages compute: what the search over parallel strategies ranges over."""
+"""The space of parallel strategies: degrees of each kind of parallelism, and the order in which stages compute."""
 
 from __future__ import annotations
 

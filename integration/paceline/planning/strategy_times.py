@@ -1,4 +1,4 @@
-"""How long a stage's device is busy with each item of a model, by the strategy that spreads it.
+"""Busy seconds of a stage's device for each item of a model, by the strategy that spreads it.
 
 Legend: t, ep of :class:`~paceline.planning.strategy_shape.Strategy`; B_max rows of the busiest device of an
 expert-parallel group, for one micro-batch.
@@ -51,7 +51,7 @@ class ItemTime(NamedTuple):
 
 
 def item_times(strategy: Strategy, workload: Workload, cluster: Cluster) -> list[ItemTime]:
-    """Of all items. Where experts of a layer are unevenly busy, all wait for the busiest.
+    """Times of all items. Where experts of a layer are unevenly busy, all wait for the busiest.
 
     An MoE layer is affine in the rows B_max of the busiest device, ``T = 3 s · B_max + 4 · A(B_max)``: with experts of
     n matrices of ``H · αH`` (n = 3 with a gate, else 2) and a device of P FLOP/s, ``3 s = 3 · 2nα·H² / P``, or what was

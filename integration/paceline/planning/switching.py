@@ -1,4 +1,4 @@
-"""When to switch: one rule for schedules, partitions and expert placements."""
+"""The switch rule: one for schedules, partitions and expert placements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SwitchRule:
 
     With nothing suffered that is ``now_s * K > best_s * K + switch_s`` for a horizon of K steps. A switch too dear for
     one horizon may still pay over a run whose length nobody knows, as skis are bought once the rents would exceed their
-    price: so what the better option would have saved is added up from look to look. For looks at most K steps apart
+    price: so what the better option would have saved is added up. For re-planning at most K steps apart
     and an option that stays as much better as it is, the job loses at most ``switch_s`` before it pays ``switch_s``:
     never more than twice what knowing the future would have cost. (Adding the coming horizon to the sum is what keeps
     that bound exact: with the past alone, up to two periods more would be lost before the sum is seen to exceed.)
@@ -42,7 +42,7 @@ class SwitchRule:
     The sum starts anew when what runs is the best again, and after a switch.
 
     Args:
-        horizon_steps: K, steps that a gain is counted for: as a rule those until the next look.
+        horizon_steps: K, steps that a gain is counted for: as a rule the tuning interval.
 
     Raises:
         ValueError: the horizon is less than one step.
@@ -53,16 +53,16 @@ class SwitchRule:
             raise ValueError(f"horizon_steps is {horizon_steps}: it must be at least 1, give the steps between looks.")
         self.horizon_steps = horizon_steps
         self.suffered_s = 0.0
-        self._better_since_last_look = False
+        self._was_better = False
 
     def consider(self, now_s: float, best_s: float, switch_s: float, steps: int) -> Decision:
-        """Decide at one look, and remember what staying has cost.
+        """Decide once, and remember what staying has cost.
 
         Args:
             now_s: seconds of a step as it runs, by the newest measurements.
             best_s: seconds of a step with the best option, by the same.
             switch_s: seconds that switching to it would cost, once.
-            steps: done since the last look.
+            steps: done since the last decision.
 
         Raises:
             ValueError: a number is negative, infinite or none.
@@ -74,9 +74,9 @@ class SwitchRule:
         if gain <= 0:
             self._forget()
             return Decision(False, "what runs is the best", now_s, best_s, switch_s, 0.0, 0.0)
-        if self._better_since_last_look:
+        if self._was_better:
             self.suffered_s += gain * steps
-        self._better_since_last_look = True
+        self._was_better = True
         ahead, suffered = gain * self.horizon_steps, self.suffered_s
         switch = suffered + ahead > switch_s
         saving = f"saves {ahead:.4g} s in {self.horizon_steps} steps"
@@ -88,9 +88,9 @@ class SwitchRule:
 
     def could_pay(self, gain_s: float, switch_s: float, steps: int) -> bool:
         """Whether :meth:`consider` would switch for this gain of a step; nothing is remembered."""
-        suffered = self.suffered_s + (gain_s * steps if self._better_since_last_look else 0.0)
+        suffered = self.suffered_s + (gain_s * steps if self._was_better else 0.0)
         return gain_s > 0 and suffered + gain_s * self.horizon_steps > switch_s
 
     def _forget(self) -> None:
         self.suffered_s = 0.0
-        self._better_since_last_look = False
+        self._was_better = False

@@ -1,4 +1,4 @@
-"""What there is to compute, exchange and keep in one training step, before it is known how it will be spread.
+"""Computation, exchange and memory of one training step, before it is spread over devices.
 
 Legend: E experts, K of them for each token, ``rows`` = tokens · K of one micro-batch.
 """
@@ -106,7 +106,7 @@ class Workload:
         return [index for index, item in enumerate(self.items) if item.expert_parameters]
 
     def imbalance(self, expert_parallel: int) -> dict[int, float]:
-        """By MoE item: rows of the busiest of so many devices, in shares of the mean.
+        """Rows of the busiest of so many devices, as a multiple of the mean, by MoE item.
 
         With one device there is none. A gate of unlimited capacity may send every token to experts of one device:
         all of its K choices, or as many as there are.

@@ -156,7 +156,7 @@ def timeline(step: Timeline, end_s: float, label: str) -> str:
 
 
 def timeline_legend(steps: Iterable[Timeline]) -> str:
-    """What the boxes mean."""
+    """The legend of the boxes."""
     styles = {
         style_of(span): (not is_compute(span), span.chunk, span.kind != FORWARD) for s in steps for span in s.spans
     }
@@ -168,7 +168,7 @@ def timeline_legend(steps: Iterable[Timeline]) -> str:
 
 
 def heat_map(windows: Sequence[Window], label: str) -> str:
-    """An expert a row, a look a column; the darker, the larger the expert's share of the layer's tokens."""
+    """An expert a row, a window a column; the darker, the larger the expert's share of the layer's tokens."""
     groups = _groups(windows, _COLUMNS)
     columns = [[mean(shares) for shares in zip(*(window.shares for window in group), strict=True)] for group in groups]
     most = max(max(column) for column in columns) or 1.0
@@ -222,7 +222,7 @@ def _numbers(spans: Iterable[Span], pitch: float, per_s: float) -> list[str]:
 
 
 def _range(values: Sequence[float], zero: bool) -> Point:
-    """What the axis shows: a few values far above all others are drawn at its end."""
+    """The range of the axis: a few values far above all others are drawn at its end."""
     low, high = min(values), max(values)
     if zero and len(values) >= 20:
         usual = quantiles(values, n=20, method="inclusive")[-1]
@@ -250,12 +250,12 @@ def _number(value: float) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most so many, each the mean of its neighbours."""
+    """Means of neighbours, at most :data:`_MOST_POINTS`."""
     return [(mean(x for x, _ in group), mean(y for _, y in group)) for group in _groups(points, _MOST_POINTS)]
 
 
 def _extremes(points: Sequence[Point]) -> list[Point]:
-    """Of neighbours the lowest and the highest."""
+    """The lowest and the highest of neighbours."""
     if len(points) <= 2 * _MOST_POINTS:
         return list(points)
     found = []

@@ -1,4 +1,4 @@
-"""Where the time of a step went, rank by rank, and where what happened differs from what was predicted."""
+"""Breakdown of a step's time by rank, and the largest difference from the prediction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankTime(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What took another time than predicted on one rank: the wait before ``action``, or ``action`` itself. Seconds."""
+    """A difference from the prediction on one rank: of the wait before ``action``, or of ``action`` itself. Seconds."""
 
     rank: int
     is_wait: bool
@@ -83,7 +83,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
 
 
 def rank_times(timeline: Timeline) -> tuple[RankTime, ...]:
-    """How long each rank computed, did something else, and stood still until the step ended."""
+    """Seconds that each rank computed, did something else, and stood idle until the step ended."""
     compute: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     everything: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
@@ -116,14 +116,14 @@ def label(span: Span) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """In what to show times up to ``longest_s``: how many of it make a second, and its name."""
+    """The unit for times up to ``longest_s``: how many of it make a second, and its name."""
     if longest_s >= 1:
         return 1.0, "s"
     return (1e3, "ms") if longest_s >= 1e-3 else (1e6, "µs")
 
 
 def format_figure(value: float, digits: int = 4) -> str:
-    """With so many digits, zeros at the end too, so that figures beside each other show how well they are known.
+    """Format with so many digits, trailing zeros too, so that figures side by side show their precision.
 
     >>> format_figure(2.7), format_figure(11.0), format_figure(0.000812), format_figure(84310.2)
     ('2.700', '11.00', '0.0008120', '84,310')
@@ -143,7 +143,7 @@ def _duration(span: Span) -> float:
 
 
 def _covered_s(spans: Iterable[Span]) -> float:
-    """How long at least one of ``spans`` ran."""
+    """Seconds in which at least one of ``spans`` ran."""
     covered = until = 0.0
     for span in sorted(spans, key=lambda span: span.start_s):
         covered += max(0.0, span.end_s - max(span.start_s, until))
@@ -152,7 +152,7 @@ def _covered_s(spans: Iterable[Span]) -> float:
 
 
 def _waits(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, Span]]:
-    """For every action: how long its rank stood still before it, and its span."""
+    """Idle seconds before every action, and its span."""
     idle_since = [0.0] * timeline.num_ranks
     waits = {}
     for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start_s, span.end_s)):

@@ -132,7 +132,7 @@ def _step_at(windows: Sequence[Window], place: float) -> str:
 
 
 def _moments(axes: Axes, windows: Sequence[Window]) -> None:
-    """Between the windows before and after a move."""
+    """Mark moves, between the windows before and after each."""
     for position in changes(windows):
         axes.axvline(
             position - 0.5, color=_MOVED, linewidth=0.8, linestyle=":", gid=f"{axes.get_gid()}-moved-{position}"

@@ -1,4 +1,4 @@
-"""What a run writes of its experts' loads: a line of JSON a window, read and summed up by layer.
+"""Expert loads that a run writes, a line of JSON a window: read, and summarized by layer.
 
 The lines are those of :class:`~paceline.moe.rebalancer.Rebalancer`. Copies of an expert are taken to share its tokens
 evenly.
@@ -21,12 +21,12 @@ from paceline.planning.experts import Placement, checked_loads, imbalance, moved
 _KEYS = ("step", "steps", "layers")
 _LAYER_KEYS = ("name", "loads", "placement")
 _MOST_STEPS = 2**53
-"""Beyond, neighbouring numbers cannot be told apart in a picture."""
+"""Largest step number; beyond, neighbouring numbers cannot be told apart in a picture."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """One layer between two looks.
+    """Loads of one layer over one rebalancing interval.
 
     Args:
         step: the last of the window.
@@ -47,18 +47,18 @@ class Window:
 
     @property
     def shares(self) -> list[float]:
-        """Of each expert, its part of the layer's tokens; zeros if there were none."""
+        """Each expert's share of the layer's tokens; zeros if there were none."""
         total = sum(self.loads)
         return [load / total if total else 0.0 for load in self.loads]
 
 
 Windows = Mapping[str, Sequence[Window]]
-"""By name of the layer, its windows in order of steps."""
+"""Windows of each layer by its name, in order of steps."""
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """How evenly the experts of a layer were spread over the devices.
+    """Balance of a layer's experts over the devices.
 
     Args:
         name: of the layer.
@@ -113,7 +113,7 @@ def changes(windows: Sequence[Window]) -> list[int]:
 
 
 def unmoved_imbalance(windows: Sequence[Window]) -> list[float]:
-    """Of each window, what its imbalance were with the placement of the first one."""
+    """The imbalance of each window under the placement of the first one."""
     return [imbalance(windows[0].placement, window.loads) for window in windows]
 
 
@@ -166,7 +166,7 @@ def _read_file(path: Path) -> dict[str, list[Window]]:
 
 
 def _is_cut_off(last: str) -> bool:
-    """Of what follows the last line's end, as a kill leaves it."""
+    """Whether the last line was cut off, as by a kill."""
     try:
         json.loads(last)
     except (ValueError, RecursionError):

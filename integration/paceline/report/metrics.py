@@ -1,4 +1,4 @@
-"""What a run leaves behind: a line of JSON per report while it trains, and a summary at its end."""
+"""Files that a run leaves behind: a line of JSON per report while it trains, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MetricsFile:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop what an earlier run wrote into a file of lines with steps after ``step``, and a line that was cut off.
+    """Drop lines of an earlier run with steps after ``step``, and a line that was cut off.
 
     With a ``step`` of 0 the file goes: evaluations before the first step are done again.
     """

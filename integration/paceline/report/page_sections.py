@@ -26,7 +26,7 @@ _KINDS = (("compute_s", "compute"), ("communication_s", "communication"), ("idle
 
 
 class Sources(NamedTuple):
-    """What sections are made of; timelines and loads are too large for the report's value."""
+    """Data of the sections; timelines and loads are too large for the report's value."""
 
     report: Mapping[str, Any]
     traces: Mapping[int, StepRecord]
@@ -54,7 +54,7 @@ def _scaled(value: float, powers: Iterable[tuple[float, str]]) -> str:
 
 
 def percent(share: float) -> str:
-    """With its sign; a true minus."""
+    """``+12.5 %``, with its sign; a true minus."""
     return f"{100 * share:+.1f} %".replace("-", MINUS)
 
 
@@ -204,7 +204,7 @@ def _decision_row(decision: Mapping[str, Any]) -> _Noted:
 
 
 def _change(decision: Mapping[str, Any]) -> tuple[str, str]:
-    """In few words, and what there is to add."""
+    """A decision in few words, and details."""
     old, new, kind = decision["from"], decision["to"], decision["kind"]
     if kind == "schedule":
         if decision["switched"]:
@@ -228,7 +228,7 @@ def _change(decision: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _candidates(decision: Mapping[str, Any], decided: Sequence[Mapping[str, Any]]) -> str:
-    """Of the look of a switch, the fastest as predicted, and whatever has run."""
+    """Candidates of a switch: the fastest by prediction, and all that have run."""
     looked = next((d for d in decided if d["step"] == decision["step"] and d["candidates"]), None)
     if looked is None or (decision["kind"] == "schedule" and looked is not decision):
         return ""
@@ -336,7 +336,7 @@ def _over_steps(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float
 
 
 def _last_step(sources: Sources) -> str:
-    """Of a run in which nothing switched."""
+    """The last recorded step, for a run in which nothing switched."""
     return _timelines(sources, [pair for pair in sources.report["timelines"] if pair["step"] is None])
 
 
@@ -410,7 +410,7 @@ def _ranks(sources: Sources) -> str:
 
 
 def _like_the_last(looks: Sequence[Any], kind: Callable[[Any], Any]) -> list[Any]:
-    """Those since the run has had its last number of stages: it may have been resumed with another."""
+    """Measurements since the run has had its last number of stages: it may have been resumed with another."""
     return [*takewhile(lambda look: kind(look) == kind(looks[-1]), reversed(looks))][::-1]
 
 

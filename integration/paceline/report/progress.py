@@ -35,7 +35,7 @@ class Progress:
             self.say(f"step {step}/{self.total}: {' · '.join(filter(None, (self._numbers, self._running)))}")
 
     def _show(self) -> None:
-        """How it runs first: on a narrow terminal the end is cut off."""
+        """Put the schedule first: on a narrow terminal the end is cut off."""
         assert self.bar is not None
         self.bar.set_postfix_str(" · ".join(filter(None, (self._running, self._numbers))))
 

@@ -1,4 +1,4 @@
-"""What the main job leaves in its output directory, read back: of a finished run, a killed one, or one under way."""
+"""Records in the output directory of a run, read back: of one that is finished, was killed, or is under way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecords:
-    """All that a run has told of itself.
+    """All records of a run.
 
     Args:
         name: of its directory.
@@ -36,8 +36,8 @@ class RunRecords:
         ran: lines that tell how steps ran.
         evaluations: lines with a held-out loss.
         samples: lines that the model completed while it trained.
-        decisions: what was decided at each look, with ``step`` and ``what``.
-        looks: what was measured of stages and links at each look.
+        decisions: taken at each re-planning, with ``step`` and ``what``.
+        measurements: of stages and links, at each re-planning.
         rounds: exchanges with other islands, each with its ``step``.
         traces: recorded steps.
         loads: of experts, by layer.
@@ -52,7 +52,7 @@ class RunRecords:
     evaluations: tuple[Line, ...] = ()
     samples: tuple[Line, ...] = ()
     decisions: tuple[Line, ...] = ()
-    looks: tuple[Line, ...] = ()
+    measurements: tuple[Line, ...] = ()
     rounds: tuple[Line, ...] = ()
     traces: tuple[StepRecord, ...] = ()
     loads: Mapping[str, list[Window]] | None = None
@@ -100,7 +100,7 @@ def runs_in(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def read(run_dir: str | os.PathLike[str]) -> RunRecords:
-    """Everything that the run in ``run_dir`` wrote. A last line that was cut off, as by a kill, is left out.
+    """Everything that the run in ``run_dir`` wrote. A last line that was cut off, as by a kill, is skipped.
 
     Raises:
         ValueError: a file cannot be read, or is not what a run writes.
@@ -133,7 +133,7 @@ def read(run_dir: str | os.PathLike[str]) -> RunRecords:
         evaluations=tuple(line for line in lines if "eval_loss" in line),
         samples=tuple(_inner(lines, "sample")),
         decisions=tuple(_inner(lines, "decision")),
-        looks=tuple(_inner(lines, "look")),
+        measurements=tuple(_inner(lines, "look")),
         rounds=tuple(_inner(lines, "averaging")),
         traces=tuple(trace for trace in traces if trace.step <= last),
         loads={n: kept for n, w in (loads or {}).items() if (kept := [x for x in w if x.step <= last])} or None,

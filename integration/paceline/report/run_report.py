@@ -14,13 +14,13 @@ Keys of the value, :data:`FORMAT` among them; what a run has no data for is null
 ``samples``         a row a sample: step, prompt, completion
 ``steps``           a row a report: step, seconds of a step, tokens a second, tokens so far
 ``configurations``  steps in a row that ran alike: schedule, micro-batch size, partition, the seconds of each step
-``decisions``       a row a look: what was decided from what to what and why, predicted and measured, the candidates,
-                    what switching cost, and, in ``after``, what was measured until the next look
+``decisions``       a row a decision: from what to what and why, predicted and measured, the candidates, what switching
+                    cost, and, in ``after``, what was measured until the next one
 ``timelines``       for each switch the recorded steps next to it: how long, predicted and measured, idle shares
-``stages``          a row a look: seconds of a forward and a backward, bytes of a message and of live activations
-``links``           a row a look: bytes a second and latency between neighbouring stages, and what each host sends;
-                    null is faster than could be measured
-``experts``         a row a layer: how even the devices were at each look, and where the experts lie at last
+``stages``          a row a re-planning: seconds of a forward and a backward, bytes of a message and of live activations
+``links``           a row a re-planning: bytes a second and latency between neighbouring stages, and of each host; null
+                    is faster than could be measured
+``experts``         a row a layer: how even the devices were at each rebalancing, and where the experts lie at last
 ``ranks``           a row a rank: what it holds, peak memory, where its time went
 ``islands``         a row a round: who took part, with what loss and weight, bytes sent, seconds waited
 ``natural``         a row a report: layers, updates, the share at the floor; the greatest change where it is limited
@@ -90,7 +90,7 @@ def write(run_dir: str | os.PathLike[str], page: str | os.PathLike[str] | None =
 
 
 def to_json(report: Mapping[str, Any]) -> str:
-    """As it is written."""
+    """The text of ``report.json``."""
     return json.dumps(report, allow_nan=False, indent=1) + "\n"
 
 
@@ -146,9 +146,9 @@ def _report(records: RunRecords) -> dict[str, Any]:
         "stages": [
             _row(look, "step", "partition", "micro_batch_size", "measured_s", "forward_s", "backward_s", "step_s")
             | _row(look, "message_bytes", "activation_bytes", "room_bytes")
-            for look in records.looks
+            for look in records.measurements
         ],
-        "links": [_links(look) for look in records.looks if look.get("down")],
+        "links": [_links(look) for look in records.measurements if look.get("down")],
         "experts": _experts(records.loads or {}),
         "ranks": list((records.summary or {}).get("ranks") or []),
         "islands": [dict(line) for line in records.rounds],
@@ -212,7 +212,7 @@ def _spans(lines: Sequence[Mapping[str, Any]], since: int) -> list[tuple[tuple[i
 
 
 def _timelines(decided: Sequence[Mapping[str, Any]], traces: Sequence[StepRecord]) -> list[dict[str, Any]]:
-    """Of each switch the last recorded step before it and the first one after it, with no other switch between."""
+    """The last recorded step before each switch and the first one after it, with no other switch between."""
     switches = sorted({d["step"] for d in decided if d["switched"] and d["kind"] != EXPERTS})
     found = []
     for number, step in enumerate(switches):

@@ -1,4 +1,4 @@
-"""How steps ran: what a job can change while it trains, and how long the steps took under it."""
+"""Configurations of steps, which a job can change while it trains, and the seconds of the steps under each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Running:
-    """How one step ran.
+    """The configuration of one step.
 
     Args:
-        schedule: its name; what it says of the micro-batch size is left out.
+        schedule: its name; a micro-batch size in it is removed.
         micro_batch_size: samples, as the step was cut.
         partition: boundaries over the items (embedding, decoder layers, head).
         moves: how often layers or experts have moved until then.
@@ -27,7 +27,7 @@ class Running:
         object.__setattr__(self, "schedule", self.schedule.partition(", micro-batch")[0])
 
     def __str__(self) -> str:
-        """In few characters: ``1f1b · 5|4|5 · 2 moves``."""
+        """A short form: ``1f1b · 5|4|5 · 2 moves``."""
         parts = [self.schedule]
         if len(self.partition) > 2:
             parts.append("|".join(str(end - start) for start, end in pairwise(self.partition)))

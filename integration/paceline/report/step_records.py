@@ -1,4 +1,4 @@
-"""What a run records of single steps: when everything ran, measured and predicted. One JSON file a step."""
+"""Recorded steps of a run: when everything ran, measured and predicted. One JSON file a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was decided in a run, and what came of it: the configurations that ran, the looks, and the time between."""
+"""Decisions of a run and their effect: the configurations that ran, and the times predicted and measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 SCHEDULE, PARTITION, EXPERTS = "schedule", "partition", "experts"
 MIN_STEPS = 3
-"""On either side of the first switch, for what was saved to be told."""
+"""Fewest steps on either side of the first switch from which a saving is reported."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Configuration:
 
     @property
     def steady_s(self) -> Sequence[float]:
-        """Of the steps but the first, if there are others."""
+        """Seconds of the steps but the first, if there are others."""
         return self.seconds[1:] or self.seconds
 
     @property
     def candidate(self) -> str:
-        """As the tuner calls it."""
+        """The name that the tuner uses."""
         return f"{self.schedule}, micro-batch {self.micro_batch_size}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def configurations(metrics: Iterable[Mapping[str, Any]], resumed_from: int = 0) -> list[Configuration]:
-    """From the lines of ``metrics.jsonl`` that tell how steps ran.
+    """Read configurations from the lines of ``metrics.jsonl``.
 
     Args:
         resumed_from: step after which the last part of the run began: what ran there is apart from what ran before.
@@ -93,7 +93,7 @@ def _key(one: Configuration) -> tuple[Any, ...]:
 
 
 def decisions(told: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Every look, what was predicted at it, and what was measured afterwards; in order of steps.
+    """All decisions with what was predicted and what was measured afterwards; in order of steps.
 
     Args:
         told: the decisions as they were logged.
@@ -105,7 +105,7 @@ def decisions(told: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -
 
 
 class _History:
-    """What is asked of a run again and again.
+    """An index of a run's decisions and steps.
 
     Args:
         told: its decisions, in order of steps.
@@ -115,8 +115,8 @@ class _History:
     def __init__(self, told: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> None:
         self.ran = ran
         self.moved_at = {d["step"] for d in told if d["what"] == PARTITION and d["switched"]}
-        """Looks at which layers moved."""
-        self._looks = sorted({d["step"] for d in told})
+        """Steps after which layers moved."""
+        self._decided_at = sorted({d["step"] for d in told})
         self._of_kind: dict[bool, list[Mapping[str, Any]]] = {False: [], True: []}
         for decision in told:
             self._of_kind[decision["what"] == EXPERTS].append(decision)
@@ -132,22 +132,22 @@ class _History:
         return self.ran[-1].last_step if self.ran else 0
 
     def at(self, step: int) -> Configuration | None:
-        """How a step ran."""
+        """The configuration of a step."""
         place = bisect_right(self._firsts, step) - 1
         return self.ran[place] if place >= 0 and step <= self.ran[place].last_step else None
 
-    def next_look(self, step: int, is_experts: bool) -> Mapping[str, Any] | None:
-        """After ``step``, of the tuner or of whoever moves experts."""
+    def next_decision(self, step: int, is_experts: bool) -> Mapping[str, Any] | None:
+        """The first decision after ``step``, of the tuner or of the expert rebalancer."""
         place = bisect_right(self._steps[is_experts], step)
         return self._of_kind[is_experts][place] if place < len(self._steps[is_experts]) else None
 
-    def last_look(self, step: int) -> int:
-        """Before ``step``; 0 if there was none."""
-        place = bisect_left(self._looks, step)
-        return self._looks[place - 1] if place else 0
+    def last_decision_step(self, step: int) -> int:
+        """The step of the last decision before ``step``; 0 if there was none."""
+        place = bisect_left(self._decided_at, step)
+        return self._decided_at[place - 1] if place else 0
 
     def steady_s(self, first_step: int, last_step: int) -> list[float]:
-        """Of these steps, without those in which something was switched."""
+        """Seconds of these steps, without those in which something was switched."""
         found: list[float] = []
         for one in self.ran[max(bisect_right(self._firsts, first_step) - 1, 0) :]:
             if one.first_step > last_step:
@@ -164,7 +164,7 @@ class _History:
 def _decision(told: Mapping[str, Any], history: _History) -> dict[str, Any]:
     kind, step, switched = str(told["what"]), told["step"], bool(told["switched"])
     is_experts = kind == EXPERTS
-    # Layers that move at the same look may bring a schedule of their own: then that prediction is the one that counts.
+    # Layers that move at the same step may bring a schedule of their own: then that prediction is the one that counts.
     overruled = kind == SCHEDULE and step in history.moved_at
     migration = told.get("migration") or {}
     predicted_s = told["predicted_best_s" if switched else "predicted_now_s"]
@@ -224,8 +224,8 @@ def _candidates(told: Mapping[str, Any], before: Configuration | None, history: 
 
 
 def _after(step: int, is_experts: bool, predicted_s: float, history: _History) -> dict[str, Any] | None:
-    """What was measured until the next look, and how far off the prediction was."""
-    following = history.next_look(step, is_experts)
+    """Measurements until the next decision, and the error of the prediction."""
+    following = history.next_decision(step, is_experts)
     until = following["step"] if following is not None else history.last_step
     seconds = history.steady_s(step + 1, until)
     if until <= step or (not seconds and following is None):
@@ -243,15 +243,15 @@ def _after(step: int, is_experts: bool, predicted_s: float, history: _History) -
 
 
 def _step_s_until(step: int, one: Configuration | None, history: _History) -> float | None:
-    """Median of the steps since the last look that ran as step number ``step`` did."""
+    """Median of the steps since the last decision that ran as step number ``step`` did."""
     if one is None:
         return None
-    seconds = history.steady_s(max(history.last_look(step) + 1, one.first_step), step)
+    seconds = history.steady_s(max(history.last_decision_step(step) + 1, one.first_step), step)
     return median(seconds or one.seconds[: step + 1 - one.first_step])
 
 
 def saved(ran: Sequence[Configuration], switched_at: Sequence[int]) -> dict[str, Any] | None:
-    """What steps took before the first switch and after it, by the host's clock; switching is in it.
+    """Step times before the first switch and after it, by the host's clock; switching is in them.
 
     No more is claimed than this: nobody knows what the later steps would have taken without. None where there was no
     switch, where there were too few steps before or after it, or where the middle halves of both overlap, so that the

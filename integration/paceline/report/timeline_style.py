@@ -1,4 +1,4 @@
-"""What things look like in pictures of timelines, and the legend that says so."""
+"""Styles of pictures of timelines, and their legend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def style_of(span: Span) -> Style:
 
 
 class Legend:
-    """What the boxes and lines of a picture mean, in as many rows as ``width`` asks for.
+    """The legend of a picture's boxes and lines, in as many rows as ``width`` asks for.
 
     Args:
         spans: all that is drawn.

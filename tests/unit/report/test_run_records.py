@@ -27,8 +27,8 @@ def test_everything_is_read(tuned: Path) -> None:
     assert [line["loss"] for line in records.metrics] == [line["loss"] for line in lines if "loss" in line]
     assert [line["step"] for line in records.evaluations] == [0, 20, 40, 60]
     assert list(records.decisions) == [line["decision"] for line in lines if "decision" in line]
-    assert list(records.looks) == [line["look"] for line in lines if "look" in line]
-    assert len(records.metrics) + len(records.evaluations) + len(records.decisions) + len(records.looks) == len(lines)
+    assert list(records.measurements) == [line["look"] for line in lines if "look" in line]
+    assert len(records.metrics) + len(records.evaluations) + len(records.decisions) + len(records.measurements) == len(lines)
     assert [trace.step for trace in records.traces] == [8, 12, 48, 52]
     assert records.summary is not None
     assert records.summary["steps"] == records.start["planned_steps"] == 60
@@ -80,7 +80,7 @@ def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
     (tuned / "metrics.jsonl").write_text(cut_off)
     write_start(tuned, {"first_step": 12, "rate": float("inf")})
     records = read(tuned)
-    assert max(line["step"] for line in (*records.metrics, *records.decisions, *records.looks)) == 12
+    assert max(line["step"] for line in (*records.metrics, *records.decisions, *records.measurements)) == 12
     assert records.summary is None
     assert [trace.step for trace in records.traces] == [8, 12]
     assert records.start == {"first_step": 12, "rate": None}
