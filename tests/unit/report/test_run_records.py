@@ -28,7 +28,8 @@ def test_everything_is_read(tuned: Path) -> None:
     assert [line["step"] for line in records.evaluations] == [0, 20, 40, 60]
     assert list(records.decisions) == [line["decision"] for line in lines if "decision" in line]
     assert list(records.measurements) == [line["look"] for line in lines if "look" in line]
-    assert len(records.metrics) + len(records.evaluations) + len(records.decisions) + len(records.measurements) == len(lines)
+    kinds = (records.metrics, records.evaluations, records.decisions, records.measurements)
+    assert sum(map(len, kinds)) == len(lines)
     assert [trace.step for trace in records.traces] == [8, 12, 48, 52]
     assert records.summary is not None
     assert records.summary["steps"] == records.start["planned_steps"] == 60
