@@ -185,7 +185,6 @@ class Job:
         run = Run(
             args=self.args,
             output=self.output,
-            section=self.section,
             resolved=resolved,
             data=self.inputs.data,
             plan=self._plan(resolved, pipeline._grid.data_parallel_id),

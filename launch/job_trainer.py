@@ -23,7 +23,7 @@ from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 from paceline.checkpoint.format import MODEL
 from paceline.comm.control import is_shared
-from paceline.config import PacelineConfig, RunPlan
+from paceline.config import RunPlan
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.datasets import Data
 from paceline.hf.arguments import TrainArguments
@@ -53,7 +53,7 @@ class Run:
     """A run: its data, how it trains on them, and where it leaves its files.
 
     Args:
-        section: ours of the JSON, as it was given; ``resolved`` is what the JSON came to.
+        resolved: what JSON and flags come to.
         plan: of this rank's pipeline.
         resume_path: checkpoint to go on from.
         facts: more for the report.
@@ -62,7 +62,6 @@ class Run:
 
     args: TrainArguments
     output: Path
-    section: PacelineConfig
     resolved: RunPlan
     data: Data
     plan: BatchPlan
@@ -130,7 +129,7 @@ class JobTrainer(PacelineTrainer):
 
     def _make_log(self, engine: Any) -> RunLog:
         run, control = self.run, self.pipeline.control
-        return RunLog(engine, run.output, run.section, run.resolved, control, run.facts, [self._track])
+        return RunLog(engine, run.output, run.resolved, control, run.facts, [self._track])
 
     def _begin_log(self, num_steps: int) -> None:
         self.run_log.begin(num_steps)  # the checkpoint knows the tokens before it

@@ -106,8 +106,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
     from transformers import LlamaConfig
 
     import paceline
-    from paceline.runtime.measured_costs import Knowledge
-    from paceline.runtime.rank_reports import gather_reports
+    from paceline.runtime.measured_costs import MeasuredCosts
     from paceline.schedules.families import gpipe, kfkb
     from paceline.schedules.simulate import simulate
 
@@ -139,7 +138,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
         else kfkb(stages, model.micro_batches, 1 if name == "1f1b" else int(name.removeprefix("kfkb")))
         for name in names
     }
-    knowledge, after = Knowledge(stages), dict[str, int]()
+    knowledge, after = MeasuredCosts(stages), dict[str, int]()
     looks: list[dict[str, Any]] = []
 
     def turn(number: int) -> None:
@@ -152,7 +151,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
             turn(SETTLING)
             engine.meter.recorder.forget()
             turn(steps)
-            reports = gather_reports(engine, after)
+            reports = engine.reports.gather(after)
             engine.meter.recorder.forget()
             if engine.global_rank == 0:
                 knowledge.update(reports)

@@ -50,7 +50,7 @@ def train(engine: Any, steps: int = STEPS, kind: str = "padded") -> dict[str, An
         ]
         found["samples"].append(rows)
     if engine.controller is not None:
-        found["decisions"], found["knowledge"] = engine.controller.decisions, engine.controller.knowledge
+        found["decisions"], found["knowledge"] = engine.controller.decisions, engine.controller.measurements.costs
     found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return found
 

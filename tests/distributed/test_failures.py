@@ -103,7 +103,6 @@ def looks(what: str) -> None:
 
     import paceline
     from jobs import ds_config, model_config, step_batches
-    from paceline.runtime import controller
     from paceline.supervise.lifetime import end_process
     from paceline.supervise.watch import WATCH
 
@@ -113,14 +112,14 @@ def looks(what: str) -> None:
     config = ds_config(gradient_accumulation_steps=8, paceline=section)
     engine, *_ = paceline.initialize(model=model_config(), config=config)
     if engine.global_rank == VICTIM:
-        gather = controller.gather_reports
+        gather = engine.reports.gather
 
-        def has_an_accident(*args: Any) -> Any:
+        def has_an_accident(*args: Any, **options: Any) -> Any:
             if engine.global_steps > AT_STEP:
                 accident(what)
-            return gather(*args)
+            return gather(*args, **options)
 
-        controller.gather_reports = has_an_accident
+        engine.reports.gather = has_an_accident
     try:
         for step in range(STEPS):
             engine.train_batch(iter(step_batches(step)))

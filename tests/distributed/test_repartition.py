@@ -58,9 +58,9 @@ class Warnings(logging.Handler):
 
 def expect_short_moves() -> None:
     """Steps are short here: a move that is thought to take a third of a second does not pay at the first look."""
-    from paceline.runtime import controller
+    from paceline.runtime import partition_actuator
 
-    controller.REBUILD_S = 0.01
+    partition_actuator.REBUILD_S = 0.01
 
 
 def layers_of(emulation: Emulation, tied: Sequence[int]) -> list[Any]:
@@ -110,7 +110,7 @@ def run(
     if folder is not None:
         engine.run_dir = folder
     if latency_s is not None:
-        engine.clocks.extend([(0.0, latency_s)] * COMPARISONS)
+        engine.reports.clocks.extend([(0.0, latency_s)] * COMPARISONS)
     batches = cycle(emulation.batches)
     found: dict[str, Any] = {"losses": [], "parts": [], "schedules": [], "seconds": []}
     for step in range(steps):
@@ -261,7 +261,7 @@ def train_model(zero: int, partition: Any, slow_rank: int | None, steps: int) ->
             found["losses"].append(engine.train_batch(iter(batches)).item())
             found["parts"].append(tuple(engine.module.parts))
         if engine.controller is not None:
-            knowledge = engine.controller.knowledge
+            knowledge = engine.controller.measurements.costs
             found |= {"decisions": engine.controller.decisions, "guessed": knowledge.guessed}
             found |= {"state_bytes": knowledge.state_bytes, "moved_bytes": knowledge.moved_bytes}
         found["evaluation"] = engine.evaluate(step_batches(steps)[engine.grid.data_parallel_id :: replicas])

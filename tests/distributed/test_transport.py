@@ -274,8 +274,7 @@ class Times:
 
 def timed_by_events() -> Any:
     from paceline.comm import transport
-    from paceline.runtime.measured_costs import Knowledge
-    from paceline.runtime.rank_reports import gather_reports
+    from paceline.runtime.measured_costs import MeasuredCosts
 
     note = transport.Lane.note
 
@@ -293,10 +292,10 @@ def timed_by_events() -> Any:
         for lane in engine.transport.lanes().values()
         for record in lane.records
     }
-    reports = gather_reports(engine, {})
+    reports = engine.reports.gather({})
     costs = None
     if engine.global_rank == 0:
-        knowledge = Knowledge(2)
+        knowledge = MeasuredCosts(2)
         knowledge.update(reports)
         costs = knowledge.costs(2)
     engine.destroy()
@@ -401,7 +400,7 @@ def model_axis() -> Any:
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
         engine = engine_of([Block, Block], topology=topology, **options)
         if not options.get("stock") and engine.global_rank == 0:
-            knowledge = engine.controller.knowledge
+            knowledge = engine.controller.measurements.costs
         results.append(trained(engine, steps=9))
         if not options.get("stock") and engine.global_rank == 0:
             looks = len(knowledge._links)

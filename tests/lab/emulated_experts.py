@@ -111,7 +111,7 @@ class Contestant:
 
     def _decisions(self) -> list[dict[str, Any]]:
         """Those after this step."""
-        known = getattr(getattr(self.engine, "rebalancer", None), "decisions", [])
+        known = self.engine.decisions.decisions if hasattr(self.engine, "decisions") else []
         new, self._num_decisions = known[self._num_decisions :], len(known)
         return new
 

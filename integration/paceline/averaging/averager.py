@@ -207,6 +207,11 @@ class Averager:
                 self._combine(held_out_loss if fits else None)
         self.close()
 
+    def take_exchanges(self) -> list[dict[str, Any]]:
+        """Figures of the exchanges since they were taken last."""
+        found, self.exchanges = self.exchanges, []
+        return found
+
     def close(self) -> None:
         """Leave the others. Not collective."""
         self._joined = False

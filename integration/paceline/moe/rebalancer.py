@@ -27,6 +27,7 @@ from ..planning.experts import Placement, device_loads, moved
 from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
+from ..planning.tuning import EXPERTS, DecisionLog, DecisionRecord
 from .layer import EVEN, ExpertLayer
 from .moving import StatePart, move_experts
 from .stage_agreement import KEPT, Looks, Stages
@@ -73,12 +74,11 @@ class Rebalancer:
         states: what this rank holds of a parameter (:func:`paceline.moe.moving.states_of`).
         group: all ranks that hold these layers: expert-parallel times expert-data-parallel.
         config: how often, and with how many copies.
+        decided: gets the decisions; in a pipeline those of all stages, on the first rank of the job.
         stages: of the pipeline, if these layers are of one stage of several.
         log: file that the first rank of the group appends each window to, a line of JSON, unless the config names one.
 
     Attributes:
-        decisions: on the first rank, what was decided and why; the last :data:`KEPT`. In a pipeline on the first rank
-            of the job, of all stages.
         windows: on the first rank, step, loads and placements of each look; the last :data:`KEPT`.
     """
 
@@ -88,6 +88,7 @@ class Rebalancer:
         states: Callable[[nn.Parameter], Sequence[StatePart]],
         group: Any,
         config: MoeChoice,
+        decided: DecisionLog,
         *,
         stages: Stages | None = None,
         log: Path | None = None,
@@ -100,7 +101,7 @@ class Rebalancer:
         self.looks = Looks(config.rebalance_every)
         self.evens_out = config.splitting != EVEN
         self.rule = SwitchRule(max(1, self.looks.every))
-        self.decisions: list[dict[str, Any]] = []
+        self.decided = decided
         self.windows: list[dict[str, Any]] = []
         self._timed_from = 0
         self._rank = dist.get_rank(group)
@@ -211,11 +212,10 @@ class Rebalancer:
         self._note_window(window, steps)
         before = {number: self.layers[number].placement for number in found or {}}
         took = self._move(found, window.loads) if found else None
-        note = None
+        own = []
         if decision is not None and proposal is not None:
-            note = self._note_of(decision, proposal, window, before, took)
-        notes = [note] * (note is not None) if self.stages is None else self.stages.decisions(note)
-        self.decisions = [*self.decisions, *notes][-KEPT:]
+            own.append(self._record_of(decision, proposal, window, before, took))
+        self.decided.add(own if self.stages is None else self.stages.records(own))
 
     def _gain_s(self, proposal: Proposal | None, steps: int) -> float:
         """By how much the step becomes shorter. Collective over all stages."""
@@ -326,28 +326,21 @@ class Rebalancer:
                 logger.warning("the loads of experts are no longer written: %s", error)
                 self.log = None
 
-    def _note_of(
+    def _record_of(
         self,
         decision: Decision,
         proposal: Proposal,
         window: Window,
         before: Mapping[int, Placement],
         took: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        note: dict[str, Any] = {
-            "what": "experts",
-            "step": self.step,
-            "switched": decision.switch,
-            "why": decision.why,
-            "predicted_now_s": decision.now_s,
-            "predicted_best_s": proposal.best_s,
+    ) -> DecisionRecord:
+        figures: dict[str, Any] = {
             "step_saved_s": decision.now_s - decision.best_s,
-            "switch_s": decision.switch_s,
             "suffered_s": decision.suffered_s,
         }
         if took is not None:
             pairs = [(window.loads[n], old, self.layers[n].placement) for n, old in before.items()]
-            note |= {
+            figures |= {
                 **took,
                 "layers": [self.layers[number].name for number in before],
                 "imbalance_before": [self._imbalance(old, loads) for loads, old, _ in pairs],
@@ -361,7 +354,7 @@ class Rebalancer:
                 took["seconds"],
                 decision.why,
             )
-        return note
+        return DecisionRecord(EXPERTS, self.step, decision.switch, decision, proposal.best_s, figures)
 
     def _imbalance(self, placement: Placement, loads: Sequence[float]) -> float:
         shares = split(placement, loads) if self.evens_out and num_copies(placement) else None

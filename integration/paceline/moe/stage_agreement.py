@@ -6,12 +6,12 @@ they tell each other how long they compute; and the first rank of the job gets a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..comm.control import ControlPlane
 from ..planning.rebalance import step_saved_s
+from ..planning.tuning import DecisionLog, DecisionRecord
 
 FIRST_LOOK = 10
 """Steps until the first look, if there are to be more between looks."""
@@ -83,32 +83,31 @@ class Stages:
                 saved[stage] = max(saved[stage], could_save)
         return step_saved_s(busy, saved, self.stage, self.num_micro_batches())
 
-    def decisions(self, own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    def records(self, own: Sequence[DecisionRecord]) -> list[DecisionRecord]:
         """Gather the decisions of all stages, in their order, on the first rank of the job; nothing elsewhere.
 
         Args:
             own: of this stage, on its first rank.
         """
-        told = self.control.gather_at_first(None if own is None else {**own, "stage": self.stage})
-        return sorted((note for note in told if note is not None), key=lambda note: note["stage"])
+        found = self.control.gather_at_first([record.of_stage(self.stage) for record in own])
+        return sorted((record for told in found for record in told), key=lambda record: record.stage)
 
 
 class Bystander:
     """A stage none of whose experts can move, which takes part when the others look at theirs.
 
-    Attributes:
-        decisions: on the first rank of the job, of all stages; the last :data:`KEPT`.
+    Args:
+        decided: gets the decisions of all stages.
     """
 
-    def __init__(self, every: int, stages: Stages) -> None:
-        self.looks, self.stages = Looks(every), stages
-        self.decisions: list[dict[str, Any]] = []
+    def __init__(self, every: int, stages: Stages, decided: DecisionLog) -> None:
+        self.looks, self.stages, self.decided = Looks(every), stages, decided
 
     def after_step(self) -> None:
         """Once after every step of the optimizer. Collective over the job."""
         if self.looks.after_step():
             self.stages.step_saved_s(0.0, False)
-            self.decisions = [*self.decisions, *self.stages.decisions(None)][-KEPT:]
+            self.decided.add(self.stages.records([]))
 
     def go_on(self, step: int) -> None:
         """Count from ``step``: of a run that goes on."""

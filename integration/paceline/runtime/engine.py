@@ -26,6 +26,8 @@ from ..hf.weights import is_pretrained
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
 from ..planning.candidates import Candidate
+from ..planning.tuning import DecisionLog
+from ..report.run_records import LOADS
 from ..schedules.lower import UPDATE, Op
 from ..schedules.schedule import Schedule
 from ..state.named import is_copy, link_full_access, names_of, tied_weights
@@ -33,7 +35,6 @@ from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, Schedu
 from ..supervise.watch import WATCH
 from .boundary import Boundary, OwnMemory
 from .checkpointer import Checkpointer
-from .controller import Controller
 from .executor import Executor, HeldStage
 from .expert_part import Experts, SharedExperts
 from .half_way import HalfWay
@@ -44,20 +45,20 @@ from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .optimizer_setup import basic_optimizer, check_own_parameters, sharding_options
 from .pipeline_links import Links
+from .pipeline_tuning import pipeline_controller
 from .plain_layers import PlainLayers
 from .programs import Programs
-from .rank_reports import COMPARISONS, machine_name
+from .rank_reports import ReportGatherer
 from .rate import check_scheduler_object
 from .reach import Reach
 from .stage_runner import LossBook, PlainRunner, StageRunner
 from .surroundings import DeepSpeedSurroundings
-from .tracer import Tracer
+from .tracer import TimelineWriter, Tracer
 from .updates import FlushedUpdates
 
 if TYPE_CHECKING:
     from ..moe.hf_experts import HFExpertLayer
     from ..moe.rebalancer import Rebalancer
-    from ..moe.stage_agreement import Bystander
     from ..planning.experts import Placement
 
 _Asks = Callable[[nn.Parameter], bool]
@@ -113,6 +114,8 @@ class PacelineEngine(PipelineEngine):
         self.half_way = HalfWay()
         self.run_dir = Path()
         """Where recorded steps go."""
+        self.decisions = DecisionLog()
+        """What was decided about schedule, partition and experts."""
         self._ahead: deque[Any] = deque()
         self._shapes_reset = 0
         self.shared_experts = SharedExperts.of(model)
@@ -226,14 +229,51 @@ class PacelineEngine(PipelineEngine):
     def _start_scheduling(self) -> None:
         """Begin to follow the cluster, if the JSON asks for it. Collective."""
         self.programs = Programs(self.plan.schedule, self.num_stages, self.links.device_number, self.links.order)
-        self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
-        """The next stage's clock minus this one's, and the latency to it, as compared last."""
-        self.is_one_machine = len(set(self.control.gather(machine_name()))) == 1
+        self.reports = ReportGatherer(
+            *(self.control, self.meter, torch.device(self.device)),
+            pipe_ranks=self.pipe_ranks,
+            stage=lambda: self.stage_id,
+            replica=self.pipe_number,
+            transport=self.transport,
+            module=self.module,
+            optimizer=self.optimizer,
+        )
+        self.timelines = TimelineWriter(
+            step=lambda: int(self.global_steps),
+            schedule=lambda: self.schedule,
+            micro_batch_size=lambda: int(self.cut),
+            folder=lambda: self.run_dir,
+        )
         every = self.plan.report.trace_every
-        self.tracer = None if every is None else Tracer(self, every)
-        is_adaptive = self.plan.schedule.type == "adaptive"
-        follows = is_adaptive or (self.plan.partition_choice.repartition_every and self.num_stages > 1)
-        self.controller = Controller(self, self.plan.schedule, self.plan.partition_choice) if follows else None
+        self.tracer = None if every is None else self._make_tracer(every)
+        self.controller = pipeline_controller(
+            *(
+                self.plan.schedule,
+                self.plan.partition_choice,
+                self,
+                self.layers,
+                self.meter,
+                self.reports,
+                self.control,
+                self.decisions,
+                self.timelines,
+            )
+        )
+
+    def _make_tracer(self, every: int) -> Tracer:
+        return Tracer(every, self.num_stages, self.reports, self.timelines, is_first=self.global_rank == 0)
+
+    def keep_records(self, run_dir: Path, num_steps: int) -> None:
+        """Write timelines and loads of experts into a run's folder from now on, as far as the plan asks for them.
+
+        Args:
+            num_steps: of the run, whose report shows the last step.
+        """
+        self.run_dir = run_dir
+        self.experts.write_loads(run_dir / LOADS)
+        self.timelines.records_switches = self.plan.report.html
+        if self.plan.report.html and self.controller is None and self.tracer is None and self.timelines.is_drawn:
+            self.tracer = self._make_tracer(num_steps)
 
     @property
     def schedule(self) -> Schedule:
@@ -532,11 +572,6 @@ class PacelineEngine(PipelineEngine):
         """Moves the experts of this stage; None: it has none that move."""
         return self.experts.rebalancer
 
-    @property
-    def expert_looks(self) -> Rebalancer | Bystander | None:
-        """The part of this rank in looks at the experts' load; None: there are none."""
-        return self.experts.looks
-
     def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """See :meth:`~paceline.runtime.expert_part.Experts.place`."""
         return self.experts.place(placements)
@@ -564,6 +599,7 @@ class PacelineEngine(PipelineEngine):
             group=self.grid.get_data_parallel_group,
             states=lambda: states_of(self),
             is_last_backward=self.is_last_backward,
+            decided=self.decisions,
         )
 
     def _broadcast_model(self) -> None:

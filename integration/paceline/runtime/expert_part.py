@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN
 from ..optim.buckets import Domain
 from ..planning.experts import Placement
+from ..planning.tuning import DecisionLog
 from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Experts:
         group: the stage's data-parallel ranks.
         states: finds what belongs to a parameter (:func:`paceline.moe.moving.states_of` the engine).
         is_last_backward: whether the backward that runs now is the last of its step on this stage.
+        decided: gets the decisions about experts.
 
     Attributes:
         rebalancer: moves the experts of this stage; None: it has none that move.
@@ -116,6 +119,7 @@ class Experts:
         group: Callable[[], Any],
         states: Callable[[], States],
         is_last_backward: Callable[[], bool],
+        decided: DecisionLog,
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
@@ -139,15 +143,26 @@ class Experts:
         from ..moe.stage_agreement import Bystander
 
         if self.layers:
-            self.rebalancer = Rebalancer(list(self.layers.values()), states(), group(), section, stages=stages)
+            layers = list(self.layers.values())
+            self.rebalancer = Rebalancer(layers, states(), group(), section, decided, stages=stages)
             self.looks = self.rebalancer
         elif stages is not None:
-            self.looks = Bystander(section.rebalance_every, stages)
+            self.looks = Bystander(section.rebalance_every, stages, decided)
 
     def after_step(self) -> None:
         """Look at the load if it is time. Collective, after every step of the optimizer."""
         if self.looks is not None:
             self.looks.after_step()
+
+    @property
+    def follow_load(self) -> bool:
+        """Whether this rank takes part in moving experts by the load."""
+        return self.looks is not None
+
+    def write_loads(self, file: Path) -> None:
+        """Append loads to a file, unless the section names one."""
+        if self.rebalancer is not None and self.rebalancer.log is None:
+            self.rebalancer.log = file
 
     def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.

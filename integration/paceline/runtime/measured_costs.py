@@ -1,4 +1,4 @@
-"""What is known of the costs of a run's steps: it grows with every look at the ranks."""
+"""Costs of a run's steps, from the reports that its ranks make at each tuning interval."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _OF_SCHEDULE = (FORWARD, BACKWARD, WAIT)
 
 
 @dataclass
-class Knowledge:
-    """What is known of the costs of a run's steps, on the rank that decides. Grows with every look.
+class MeasuredCosts:
+    """Costs of a run's steps as measured so far, on the rank that decides; each tuning interval adds to them.
 
     Args:
         num_stages: of each pipeline.
@@ -41,13 +41,13 @@ class Knowledge:
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
     room_bytes: list[float] = field(default_factory=list)
     step_s: float = 0.0
-    """What a step takes besides its schedule."""
+    """Seconds of a step besides its schedule."""
     measured_s: float = 0.0
-    """A step, as it was since the last look."""
+    """A step, as it was in the last tuning interval."""
     parts: tuple[int, ...] = ()
     """Boundaries over the items, as far as a partition is looked for."""
     items: tuple[ItemCosts, ...] = ()
-    """What each item costs, once layers were timed."""
+    """Costs of each item, once layers were timed."""
     guessed: tuple[int, ...] = ()
     """Stages whose device could be compared with the others' by sizes only."""
     state_bytes: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Knowledge:
     _after: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def update(self, reports: Sequence[Report]) -> None:
-        """Take in one look at all ranks. What replicas see differently counts as the slowest of them sees it."""
+        """Take in a report of every rank. Where replicas differ, the slowest counts."""
         replicas: dict[int, list[Report]] = {}
         for report in sorted(reports, key=lambda report: report.stage):
             replicas.setdefault(report.replica, []).append(report)
@@ -120,7 +120,7 @@ class Knowledge:
                 known[other] = [seconds * factor for seconds, factor in zip(known[other], slower, strict=True)]
 
     def _learn_items(self, reports: Sequence[Report]) -> None:
-        """What each item costs, from the step in which the layers were timed."""
+        """Cost of each item, from the step in which the layers were timed."""
         timed = [(r.stage, item, layer) for r in reports for item, layer in r.layers.items()]
         if not timed or not self.parts:
             return
@@ -137,7 +137,7 @@ class Knowledge:
         self._slowness = Speeds(self.num_stages)
 
     def _smooth(self, replicas: dict[int, list[Report]]) -> None:
-        """What a stage takes for its work is followed over the looks: steady under noise, at once when it changes."""
+        """Follow each stage's seconds for its work over the intervals: steady under noise, at once when they change."""
         if self._slowness is None:
             return
         work = [sum(item.work_s for item in self.items[a:b]) for a, b in pairwise(self.parts)]
@@ -308,7 +308,7 @@ def _rate(seconds_per_byte: float | None) -> float:
 
 
 def _overhead(step: StepTimes) -> float:
-    """What the host takes beside each computation: time between them in which nothing was waited for."""
+    """Seconds of the host beside each computation: time between them in which nothing was waited for."""
     spans = [(kind, start, end) for kind, _, start, end in step.spans if kind in _OF_SCHEDULE]
     busy = sum(end - start for _, start, end in spans)
     count = sum(kind != WAIT for kind, _, _ in spans)

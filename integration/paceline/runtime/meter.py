@@ -27,8 +27,6 @@ class Meter:
         self.clock, self.recorder = clock, Recorder(clock.now)
         self.saved_bytes: dict[int, float] = {}
         """Bytes that a live micro-batch keeps on this rank, by micro-batch size, as far as measured."""
-        self.layer_reports: dict[int, LayerReport] = {}
-        """This rank's report of its layers for when the ranks are next brought together."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which the next forward tells what it keeps."""
         self._module, self._device = module, device
@@ -90,11 +88,6 @@ class Meter:
             item: LayerReport(layers.kind(item), layers.num_parameters(item), times, micro_batch_size)
             for item, times in timer.result().items()
         }
-
-    def take_layer_reports(self) -> dict[int, LayerReport]:
-        """:attr:`layer_reports`, once."""
-        found, self.layer_reports = self.layer_reports, {}
-        return found
 
     def forget_stage(self) -> None:
         """The rank's layers have changed: what was measured of them no longer counts."""

@@ -25,6 +25,7 @@ from ..moe.moving import states_of
 from ..moe.rebalancer import Rebalancer
 from ..moe.resharding import PLACEMENTS, SIZES, Spread, load_states
 from ..planning.experts import Placement
+from ..planning.tuning import DecisionLog
 from .plain_engine import PlainEngine
 
 logger = logging.getLogger("paceline")
@@ -55,10 +56,11 @@ class ExpertEngine(PlainEngine):
         section = plan.moe
         assert section is not None, "chosen by the section"
         self.rebalancer: Rebalancer | None = None
+        self.decisions = DecisionLog()
         self.expert_layers = take_over(self.module, section, self._is_last_backward)
         if self.expert_layers:
             layers = list(self.expert_layers.values())
-            self.rebalancer = Rebalancer(layers, states_of(self), self.data_parallel_group, section)
+            self.rebalancer = Rebalancer(layers, states_of(self), self.data_parallel_group, section, self.decisions)
         elif dist.get_rank() == 0:
             logger.warning(
                 "paceline.moe has nothing to do: the expert-parallel size is 1, so that every rank has all experts."

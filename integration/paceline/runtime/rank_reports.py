@@ -1,14 +1,15 @@
-"""What the ranks of a run saw of its last steps, brought together: costs for the simulator, timelines for people."""
+"""Reports of the ranks on their last steps, brought together: costs for the simulator, timelines for people."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,11 @@ from torch import nn
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..comm.transport import Record, lanes_of
-from ..measure.clock import host_seconds
+from ..comm.transport import Record, Transport, lanes_of
+from ..measure.clock import Clock, host_seconds
 from ..measure.device_memory import room_bytes
 from ..measure.layer_timer import ItemTimes
-from ..measure.recorder import StepTimes
+from ..measure.recorder import Recorder, StepTimes
 from ..optim.sharded import ShardedOptimizer
 from ..schedules.timeline import Span, Timeline, Transfer
 
@@ -87,7 +88,7 @@ def host_name() -> str:
 
 
 def compare_clocks(control: ControlPlane, pipe: Sequence[int]) -> tuple[float, float]:
-    """What the next stage's clock shows beyond this one's, and half of the fastest round trip to it, in seconds.
+    """Measure the next stage's clock minus this one's, and half of the fastest round trip to it, in seconds.
 
     Every rank of the pipeline calls it; a few small messages go over the control plane, edge after edge.
     """
@@ -122,44 +123,101 @@ def _answer(control: ControlPlane, peer: int) -> None:
         dist.send(shown, peer, group=control.world)
 
 
-def gather_reports(engine: Any, after: dict[str, int], memory_bytes: int | None = None) -> list[Report]:
-    """What every rank of ``engine`` saw of its last steps, on rank 0. Collective, between steps.
+class StepMeter(Protocol):
+    """Measurements of this rank's steps, as :class:`~paceline.runtime.meter.Meter` has them."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def recorder(self) -> Recorder: ...
+
+    @property
+    def saved_bytes(self) -> Mapping[int, float]: ...
+
+
+class ReportGatherer:
+    """Brings the reports of all ranks together. All ranks make one at the same time.
 
     Args:
-        after: by lane, the last message that was reported; brought up to date.
+        pipe_ranks: global ranks of this rank's pipeline, by device.
+        stage: of this rank.
+        replica: number of its pipeline.
+        transport: lanes to its neighbours.
+        module: of its stage.
+        optimizer: that trains it, if it is one of ours.
     """
-    device = torch.device(engine.device)
-    if len(engine.clocks) < COMPARISONS or not engine.is_one_machine:
-        engine.clocks.append(compare_clocks(engine.control, engine.pipe_ranks))
-    clock_s, latency_s = engine.clocks[-1][0], min(latency for _, latency in engine.clocks)
-    records = {}
-    seconds = host_seconds(engine.clock.now)
-    for name, lane in engine.transport.lanes().items():
-        records[name] = [
-            record._replace(begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
-            for record in list(lane.records)
-            if record.number > after.get(name, 0)
-        ]
-        if records[name]:
-            # A message of the very end may be known at one end only; it is reported again.
-            after[name] = records[name][-1].number - UNSETTLED
-    state_bytes, moved_bytes = bytes_per_parameter(engine.module, engine.optimizer)
-    report = Report(
-        stage=engine.stage_id,
-        replica=engine.pipe_number,
-        host=host_name(),
-        steps=engine.meter.recorder.steps(),
-        records=records,
-        saved_bytes=dict(engine.meter.saved_bytes),
-        room_bytes=float(memory_bytes if memory_bytes is not None else room_bytes(device, ranks_sharing(device))),
-        clock_s=clock_s,
-        latency_s=latency_s,
-        layers=engine.meter.take_layer_reports(),
-        state_bytes=state_bytes,
-        moved_bytes=moved_bytes,
-    )
-    reports: list[Report] = engine.control.gather_at_first(report)
-    return reports
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        meter: StepMeter,
+        device: torch.device,
+        *,
+        pipe_ranks: Sequence[int],
+        stage: Callable[[], int],
+        replica: int,
+        transport: Transport,
+        module: nn.Module,
+        optimizer: Any,
+    ) -> None:
+        self._control, self._meter, self._device = control, meter, device
+        self._pipe_ranks, self._stage, self._replica = pipe_ranks, stage, replica
+        self._transport, self._module, self._optimizer = transport, module, optimizer
+        self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
+        """The next stage's clock minus this one's, and the latency to it, as compared last."""
+        self._is_one_machine = len(set(control.gather(machine_name()))) == 1
+
+    def gather(
+        self,
+        after: dict[str, int],
+        *,
+        layers: Mapping[int, LayerReport] | None = None,
+        memory_bytes: int | None = None,
+    ) -> list[Report]:
+        """Gather the reports of the last steps on rank 0. Collective, between steps.
+
+        Args:
+            after: by lane, the last message that was reported; brought up to date.
+            layers: of this rank, if a step's layers were timed.
+            memory_bytes: that activations may take; None: what the device has free.
+        """
+        if len(self.clocks) < COMPARISONS or not self._is_one_machine:
+            self.clocks.append(compare_clocks(self._control, self._pipe_ranks))
+        state_bytes, moved_bytes = bytes_per_parameter(self._module, self._optimizer)
+        if memory_bytes is None:
+            memory_bytes = room_bytes(self._device, ranks_sharing(self._device))
+        report = Report(
+            stage=self._stage(),
+            replica=self._replica,
+            host=host_name(),
+            steps=self._meter.recorder.steps(),
+            records=self._messages(after),
+            saved_bytes=dict(self._meter.saved_bytes),
+            room_bytes=float(memory_bytes),
+            clock_s=self.clocks[-1][0],
+            latency_s=min(latency for _, latency in self.clocks),
+            layers=dict(layers or {}),
+            state_bytes=state_bytes,
+            moved_bytes=moved_bytes,
+        )
+        reports: list[Report] = self._control.gather_at_first(report)
+        return reports
+
+    def _messages(self, after: dict[str, int]) -> dict[str, list[Record]]:
+        """Messages of this rank's lanes beyond ``after``, in seconds of the host's clock."""
+        records = {}
+        seconds = host_seconds(self._meter.clock.now)
+        for name, lane in self._transport.lanes().items():
+            records[name] = [
+                record._replace(begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
+                for record in list(lane.records)
+                if record.number > after.get(name, 0)
+            ]
+            if records[name]:
+                # A message of the very end may be known at one end only; it is reported again.
+                after[name] = records[name][-1].number - UNSETTLED
+        return records
 
 
 def bytes_per_parameter(module: nn.Module, optimizer: Any) -> tuple[float, float]:
@@ -193,7 +251,7 @@ def messages(reports: Sequence[Report], after: dict[tuple[int, int, str], int] |
 
     Args:
         after: by replica, sending stage and lane, the last message seen; it is brought up to date, and older ones are
-            left out.
+            skipped.
     """
     clocks = clocks_of(reports)
     matched: list[tuple[str, int, int, Record, Record]] = []
@@ -229,7 +287,7 @@ def messages(reports: Sequence[Report], after: dict[tuple[int, int, str], int] |
 
 
 def clocks_of(reports: Sequence[Report]) -> list[float]:
-    """What each stage's clock shows beyond the first one's."""
+    """Each stage's clock minus the first one's."""
     clocks = [0.0]
     for report in reports[:-1]:
         clocks.append(clocks[-1] + report.clock_s)

@@ -13,38 +13,70 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 
+from ..averaging.averager import Averager
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..config import PacelineConfig, RunPlan
+from ..config import RunPlan
 from ..hf.weights import skeleton
+from ..measure.clock import Clock
 from ..measure.device_memory import peak_bytes
 from ..measure.flops import flops_per_token
 from ..measure.profile_file import FILE_NAME as PROFILE
+from ..planning.tuning import DecisionLog
 from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
 from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
 from ..report.running import Running, StepLog
 from ..report.tally import Loss, Tally
+from ..schedules.schedule import Schedule
 from .builder import dtype_of
-from .tracer import Tracer, is_drawn
+from .expert_part import Experts
+from .module import CausalLMPipeline
 
 logger = logging.getLogger("paceline")
+
+
+class TrainingEngine(Protocol):
+    """The engine of a training, as far as its records tell of it."""
+
+    module: CausalLMPipeline
+    decisions: DecisionLog
+    schedule: Schedule
+    cut: int
+    """Samples of a micro-batch."""
+    clock: Clock
+    device: Any
+    stage_id: int
+    dp_world_size: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    optimizer: Any
+    monitor: Any
+    averager: Averager | None
+    experts: Experts
+
+    def grad_norm(self) -> float | None: ...
+
+    def fp16_enabled(self) -> bool: ...
+
+    def natural_gradient_report(self) -> dict[str, float] | None: ...
+
+    def keep_records(self, run_dir: Path, num_steps: int) -> None: ...
 
 
 class RunLog:
     """Records of one training of a Hugging Face model's pipeline.
 
     Args:
-        engine: it traces into ``run_dir`` from now on.
         run_dir: output directory of the run.
-        section: of the JSON, as it was given.
-        resolved: what the JSON came to.
+        plan: of the run.
         control: of all ranks.
         facts: more, or other, of what is written down when training begins.
         listeners: called with each record that the metrics file gets from :meth:`tell`; on the first rank.
@@ -52,29 +84,24 @@ class RunLog:
 
     def __init__(
         self,
-        engine: Any,
+        engine: TrainingEngine,
         run_dir: Path,
-        section: PacelineConfig,
-        resolved: RunPlan,
+        plan: RunPlan,
         control: ControlPlane,
         facts: Mapping[str, Any] | None = None,
         listeners: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ) -> None:
         self._more, self._listeners = dict(facts or {}), listeners
         self.engine, self.pipeline, self.run_dir = engine, engine.module, run_dir
-        self.section, self.resolved, self.control = section, resolved, control
+        self.plan, self.control = plan, control
         self.is_first = dist.get_rank() == 0
-        self.moves = 0
         self.tally, self.step_log = Tally(), StepLog()
         self.evaluation: dict[str, Any] | None = None
         """The last one's figures."""
         self.train_loss = math.nan
         """That was reported last."""
         self.times = dict.fromkeys(TIMES, 0.0)
-        self.metrics = MetricsFile(run_dir / METRICS if self.is_first and self.section.report.metrics else None)
-        engine.run_dir = run_dir
-        if (rebalancer := engine.rebalancer) is not None and rebalancer.log is None:
-            rebalancer.log = run_dir / LOADS
+        self.metrics = MetricsFile(run_dir / METRICS if self.is_first and plan.report.metrics else None)
 
     def begin(self, num_steps: int) -> None:
         """Training begins, or goes on after the engine's last step: what an earlier run wrote of later ones goes.
@@ -85,7 +112,7 @@ class RunLog:
         Raises:
             ValueError: the directory cannot be written to; on all ranks.
         """
-        engine, report = self.engine, self.section.report
+        engine, report = self.engine, self.plan.report
         self.first_step, self.first_tokens = engine.global_steps, self.tally.all_tokens
         self.totals = RankTotals(dist.get_rank(), engine.stage_id, *self._stage())
         with self.control.together("writing the profile"):
@@ -95,10 +122,7 @@ class RunLog:
                 self.pipeline.profile.save(self.run_dir / PROFILE)
             if self.is_first and (report.metrics or report.html):
                 write_start(self.run_dir, self._start(num_steps))
-        if engine.controller is not None:
-            engine.controller.records_switches = report.html
-        elif report.html and engine.tracer is None and is_drawn(engine):
-            engine.tracer = Tracer(engine, num_steps)  # the report shows the last step
+        engine.keep_records(self.run_dir, num_steps)
         self.skip_time()
 
     def add_step(self, step: int, seconds: float, loss: Loss, tokens: int) -> Running:
@@ -109,8 +133,7 @@ class RunLog:
         """
         self.tally.add(loss, tokens)
         engine = self.engine
-        untold = sum(_num_moves(decider.decisions) for decider in (engine.controller, engine.expert_looks) if decider)
-        running = Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), self.moves + untold)
+        running = Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), engine.decisions.num_moves)
         self.step_log.add(step, running, seconds)
         return running
 
@@ -191,24 +214,16 @@ class RunLog:
         """Write what was decided since the last time, with its numbers."""
         if not self.is_first:
             return
-        for decider in (self.engine.controller, self.engine.expert_looks):
-            if decider is None:
-                continue
-            decisions, decider.decisions = decider.decisions, []
-            for decision in decisions:
-                self.metrics.write({"step": decision["step"], "decision": decision})
-            self.moves += _num_moves(decisions)
-        if self.engine.controller is not None:
-            looks, self.engine.controller.looks = self.engine.controller.looks, []
-            for look in looks:
-                self.metrics.write({"step": look["step"], "look": look})
+        for decision in self.engine.decisions.take_decisions():
+            self.metrics.write({"step": decision["step"], "decision": decision})
+        for measured in self.engine.decisions.take_measurements():
+            self.metrics.write({"step": measured["step"], "look": measured})
 
     def tell_averaging(self, step: int) -> None:
         """Write the exchanges with other islands since the last time."""
         averager = self.engine.averager
         if averager is not None and self.is_first:
-            exchanges, averager.exchanges = averager.exchanges, []
-            for exchange in exchanges:
+            for exchange in averager.take_exchanges():
                 self.metrics.write({"step": step, "averaging": exchange})
 
     def leave(self, step: int) -> None:
@@ -285,7 +300,7 @@ class RunLog:
 
     def write_page(self) -> None:
         """Write ``report.html`` and ``report.json``, unless they are off. On the first rank, after the summary."""
-        if not self.section.report.html:
+        if not self.plan.report.html:
             return
         try:
             from ..report.run_report import write
@@ -307,8 +322,8 @@ class RunLog:
     def _start(self, num_steps: int) -> dict[str, Any]:
         """What is known when training begins, for the report of a run that does not come to its end."""
         loads: str | Path | None = None  # this rank's stage may have no experts
-        if self.engine.expert_looks is not None and self.section.moe is not None:
-            loads = self.section.moe.loads_file or self.run_dir / LOADS
+        if self.engine.experts.follow_load and self.plan.moe is not None:
+            loads = self.plan.moe.loads_file or self.run_dir / LOADS
         return {
             **self._facts(),
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -316,7 +331,7 @@ class RunLog:
             "first_step": self.first_step,
             "island": None,
             "expert_loads": None if loads is None else os.path.relpath(loads, self.run_dir),
-            "paceline": self.section.model_dump(mode="json", exclude_defaults=True),
+            "paceline": self.plan.section.model_dump(mode="json", exclude_defaults=True),
             **self._more,
         }
 
@@ -329,13 +344,13 @@ class RunLog:
         return {
             "model_type": self.pipeline.config.model_type,
             "parameters": self.pipeline.total_parameters,
-            "stages": self.resolved.stages,
-            "data_parallel": self.resolved.data_parallel,
+            "stages": self.plan.stages,
+            "data_parallel": self.plan.data_parallel,
             "boundaries": self.pipeline.parts,
-            "micro_batches": self.resolved.micro_batches,
-            "micro_batch_size": self.resolved.micro_batch_size,
+            "micro_batches": self.plan.micro_batches,
+            "micro_batch_size": self.plan.micro_batch_size,
             "schedule": self.engine.schedule.name,
-            "dtype": str(dtype_of(self.resolved.ds_config)).removeprefix("torch."),
+            "dtype": str(dtype_of(self.plan.ds_config)).removeprefix("torch."),
             "hardware": f"{count} x {hardware} ({os.cpu_count()} cores)",
             "versions": {
                 "torch": torch.__version__,
@@ -343,8 +358,3 @@ class RunLog:
                 "transformers": transformers.__version__,
             },
         }
-
-
-def _num_moves(decisions: Sequence[Mapping[str, Any]]) -> int:
-    """Of layers and experts."""
-    return sum(decision["switched"] and decision["what"] != "schedule" for decision in decisions)

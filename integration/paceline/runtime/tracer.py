@@ -1,16 +1,18 @@
-"""Every so many steps: the timeline of the step that was, over the one that was predicted, into the run's folder."""
+"""Timelines of steps that ran, each over the one that was predicted, in the run's folder."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Protocol
 
 from ..report.step_records import StepRecord, write
+from ..schedules.schedule import Schedule
 from ..schedules.simulate import simulate
-from .measured_costs import Knowledge
-from .rank_reports import Report, gather_reports, timeline
+from .measured_costs import MeasuredCosts
+from .rank_reports import Report, timeline
 
 logger = logging.getLogger("paceline")
 
@@ -18,59 +20,87 @@ DRAWN = 4096
 """Stages times micro-batches up to which steps are recorded that nobody asked for: more take long, and no picture."""
 
 
-def is_drawn(engine: Any) -> bool:
-    """Whether a step is small enough for a picture."""
-    return bool(engine.num_stages * engine.run_micro_batches <= DRAWN)
+class GathersReports(Protocol):
+    """Brings the reports of all ranks together: :class:`~paceline.runtime.rank_reports.ReportGatherer`."""
+
+    def gather(self, after: dict[str, int]) -> list[Report]: ...
+
+
+@dataclass
+class TimelineWriter:
+    """Writes timelines of steps. One on every rank; the first one is asked to write.
+
+    Args:
+        step: number of steps done.
+        schedule: of the last step, and of the next.
+        micro_batch_size: likewise.
+        folder: of the run.
+        records_switches: whether the controller has steps around a switch written.
+    """
+
+    step: Callable[[], int]
+    schedule: Callable[[], Schedule]
+    micro_batch_size: Callable[[], int]
+    folder: Callable[[], Path]
+    records_switches: bool = False
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a step is small enough for a picture."""
+        schedule = self.schedule()
+        return schedule.num_stages * schedule.num_micro_batches <= DRAWN
+
+    def write(self, reports: Sequence[Report], costs: MeasuredCosts) -> None:
+        """Write the last step of the first replica, which ran as the next one is to.
+
+        Args:
+            reports: of all ranks, of steps up to this one.
+            costs: updated by them.
+        """
+        step, schedule = self.step(), self.schedule()
+        pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)
+        predicted = simulate(schedule, costs.costs(self.micro_batch_size()), timeline=True)
+        times = [report.steps[-1] for report in pipe]
+        record = StepRecord(
+            step=step,
+            schedule=schedule.name,
+            predicted=predicted.timeline,
+            measured=timeline(pipe),
+            predicted_s=predicted.makespan_s,
+            measured_s=max(time.ended_s - time.begun_s for time in times),
+        )
+        try:
+            write(self.folder(), record)
+        except OSError as error:  # the run matters more
+            logger.warning("step %d was not recorded: %s", step, error)
 
 
 @dataclass
 class Tracer:
-    """Records steps of one engine, those of its first replica. Every rank has one.
+    """Writes the timeline of every so many steps. Every rank has one.
 
     Args:
         every: steps from one record to the next.
+        num_stages: of the pipeline.
+        is_first: whether this rank writes.
     """
 
-    engine: Any
     every: int
-    _knowledge: Knowledge = field(init=False)
+    num_stages: int
+    reports: GathersReports
+    timelines: TimelineWriter
+    is_first: bool
+    _costs: MeasuredCosts = field(init=False)
     _after: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._knowledge = Knowledge(self.engine.num_stages)
+        self._costs = MeasuredCosts(self.num_stages)
 
     def after_step(self) -> None:
         """Record the step that has just ended, if it is time to. Collective."""
-        step = self.engine.global_steps
-        if step % self.every:
+        if self.timelines.step() % self.every:
             return
-        reports = gather_reports(self.engine, self._after)
-        if self.engine.global_rank != 0:
-            return
-        self._knowledge.update(reports)
-        record_step(self.engine, reports, self._knowledge)
-
-
-def record_step(engine: Any, reports: Sequence[Report], knowledge: Knowledge) -> None:
-    """Write the last step, which ran as the next one is to, into the folder of the run. For the first rank.
-
-    Args:
-        reports: of all ranks, of steps up to this one.
-        knowledge: that has taken them in.
-    """
-    step, schedule = engine.global_steps, engine.schedule
-    pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)
-    predicted = simulate(schedule, knowledge.costs(engine.cut), timeline=True)
-    times = [report.steps[-1] for report in pipe]
-    record = StepRecord(
-        step=step,
-        schedule=schedule.name,
-        predicted=predicted.timeline,
-        measured=timeline(pipe),
-        predicted_s=predicted.makespan_s,
-        measured_s=max(time.ended_s - time.begun_s for time in times),
-    )
-    try:
-        write(engine.run_dir, record)
-    except OSError as error:  # the run matters more
-        logger.warning("step %d was not recorded: %s", step, error)
+        reports = self.reports.gather(self._after)
+        if self.is_first:
+            self._costs.update(reports)
+            self.timelines.write(reports, self._costs)

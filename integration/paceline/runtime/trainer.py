@@ -338,8 +338,7 @@ class PipelineTraining(_Trainer):
     # -- records of the run --------------------------------------------------------------------------------------
 
     def _make_log(self, engine: Any) -> RunLog:
-        run_dir, section = Path(self.args.output_dir), self._resolved.section
-        return RunLog(engine, run_dir, section, self._resolved, engine.module.control)
+        return RunLog(engine, Path(self.args.output_dir), self._resolved, engine.module.control)
 
     def _begin_log(self, num_steps: int) -> None:
         log = self.run_log

@@ -15,6 +15,8 @@ from paceline.moe.stage_agreement import Bystander, Looks, Stages
 from paceline.planning import rebalance
 from paceline.planning.experts import Placement, device_loads
 from paceline.planning.rebalance import most_moved
+from paceline.planning.switching import Decision
+from paceline.planning.tuning import EXPERTS, DecisionLog, DecisionRecord
 
 EVERY = 10
 ROW_S = 1e-3
@@ -105,13 +107,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         moved = SimpleNamespace(num_bytes=0, transfer_s=0.0)
         monkeypatch.setattr(rebalancer, "move_experts", lambda changes, states, group: moved)
         config = MoeChoice(rebalance_every=every)
-        one = Rebalancer([layer], lambda _: [state], None, config, **more)  # type: ignore[list-item, arg-type, return-value]
+        decided = DecisionLog()
+        one = Rebalancer([layer], lambda _: [state], None, config, decided, **more)  # type: ignore[list-item, arg-type, return-value]
         for _ in range(steps):
             layer.routed += torch.tensor(LOADS, dtype=torch.int64) // 2
             if layer.clock is not None:
                 layer.clock.rows += 130
             one.after_step()
-        return layer, one.decisions
+        return layer, decided.decisions
 
     return ran
 
@@ -201,14 +204,14 @@ def test_the_probe_finds_the_rate_of_the_links_and_not_their_latency(monkeypatch
 class Control:
     """The control plane of a job whose other ranks say what they are told to."""
 
-    def __init__(self, *others: tuple[int, float, float, bool], notes: tuple[dict[str, Any] | None, ...] = ()) -> None:
+    def __init__(self, *others: tuple[int, float, float, bool], notes: tuple[DecisionRecord, ...] = ()) -> None:
         self.others, self.notes = others, notes
 
     def gather(self, value: Any) -> list[Any]:
         return [value, *self.others]
 
     def gather_at_first(self, value: Any) -> list[Any]:
-        return [value, *self.notes]
+        return [value, list(self.notes)]
 
 
 def stages(computed_s: float, control: Control, num_micro_batches: int = 8) -> Stages:
@@ -240,22 +243,25 @@ def test_a_stage_that_will_stay_is_not_counted_on(run: Any) -> None:
         assert decision["step_saved_s"] == pytest.approx(gain(best) if would else gain(best) / 8)
 
 
+OTHER = DecisionRecord(EXPERTS, 10, True, Decision(True, "", 1.0, 0.5, 0.1, 0.5, 0.0), 0.5, {}, stage=1)
+"""Of the second stage."""
+
+
 def test_the_first_rank_has_the_decisions_of_all_stages(run: Any) -> None:
-    other = {"what": "experts", "switched": True, "stage": 1}
-    _, decisions = run(EVERY, Group(), stages=stages(1.0, Control((1, 0.5, 0.0, False), notes=(None, other))))
+    _, decisions = run(EVERY, Group(), stages=stages(1.0, Control((1, 0.5, 0.0, False), notes=(OTHER,))))
     assert [decision["stage"] for decision in decisions] == [0, 1]
-    assert decisions[1] == other
+    assert decisions[1] == OTHER.to_json()
 
 
 def test_a_stage_without_experts_takes_part_in_every_look() -> None:
-    other = {"what": "experts", "stage": 1}
-    bystander = Bystander(4, stages(1.0, Control((1, 0.5, 0.2, True), notes=(other,))))
+    decided = DecisionLog()
+    bystander = Bystander(4, stages(1.0, Control((1, 0.5, 0.2, True), notes=(OTHER,))), decided)
     told = []
     for _ in range(12):
         bystander.after_step()
-        told.append(len(bystander.decisions))
+        told.append(len(decided.decisions))
     assert told == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
-    assert bystander.decisions == [other] * 3
+    assert decided.decisions == [OTHER.to_json()] * 3
 
 
 def test_looks_come_soon_at_first_and_after_a_pause() -> None:

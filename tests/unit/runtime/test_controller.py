@@ -1,12 +1,10 @@
-"""The controller's order of events, with engines that only write down what they are to do."""
+"""The controller's order of events, with pipelines that only write down what they are to do."""
 
 from __future__ import annotations
 
 import random
-import types
 from collections.abc import Callable
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +15,11 @@ from paceline.config.schedules import ScheduleChoice
 from paceline.measure.layer_timer import ItemTimes
 from paceline.measure.recorder import Recorder, StepTimes
 from paceline.planning.candidates import Candidate
-from paceline.runtime import controller as subject
+from paceline.planning.switching import Decision
+from paceline.planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
+from paceline.runtime import partition_actuator as subject
 from paceline.runtime.controller import Controller
+from paceline.runtime.pipeline_tuning import pipeline_controller
 from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import one_f_one_b
@@ -28,23 +29,49 @@ from paceline.schedules.simulate import simulate
 STAGES, MICRO_BATCHES, CONFIGURED = 2, 8, 2
 
 
-class Engine:
-    """Two stages on one rank. Larger micro-batches take less time a sample, and ``saved`` bytes."""
+class Job:
+    """What the controller uses of a job whose one rank stands for all of them."""
 
-    global_rank, num_stages, micro_batch_size, micro_batches = 0, STAGES, CONFIGURED, MICRO_BATCHES
+    num_stages: int
+    micro_batch_size, micro_batches = CONFIGURED, MICRO_BATCHES
+    rank = global_steps = 0
+    cut = CONFIGURED
+    is_drawn = True
 
-    def __init__(self, saved: dict[int, float], latency_s: float = 0.0) -> None:
-        self.control, self.meter = self, SimpleNamespace(recorder=Recorder(), layer_reports={})
-        self.saved, self.latency_s = saved, latency_s
-        self.measured: dict[int, float] = {}
-        self.room = 1000.0
-        self.cut, self.global_steps = CONFIGURED, 0
-        self.module = SimpleNamespace(parts=[0, 1, 2])
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.records_switches = False
         self.ran: list[int] = []
-        self.told: list[Candidate] = []
+
+    def controller(self, schedule: ScheduleChoice, partition: PartitionChoice | None = None) -> Controller:
+        """The controller of all its parts, which are this one fake."""
+        part: Any = self
+        partition = partition or PartitionChoice("uniform")
+        found = pipeline_controller(schedule, partition, *[part] * 5, log=DecisionLog(), timelines=part)
+        assert found is not None
+        return found
 
     def from_first(self, value: Any) -> Any:
         return value
+
+
+class Engine(Job):
+    """Two stages on one rank. Larger micro-batches take less time a sample, and ``saved`` bytes."""
+
+    num_stages = STAGES
+    parts = (0, 1, 2)
+
+    def __init__(self, saved: dict[int, float], latency_s: float = 0.0) -> None:
+        super().__init__()
+        self.saved, self.latency_s = saved, latency_s
+        self.measured: dict[int, float] = {}
+        self.room = 1000.0
+        self.told: list[Candidate] = []
+        self.schedule: Any = None
+
+    @property
+    def current(self) -> Candidate:
+        return self.told[-1] if self.told else Candidate(CONFIGURED)
 
     def run_candidate(self, candidate: Candidate) -> None:
         self.told.append(candidate)
@@ -57,7 +84,7 @@ class Engine:
             self.ran.append(self.cut)
             self.global_steps += 1
 
-    def reports(self, *_: Any) -> list[Report]:
+    def gather(self, after: dict[str, int], **_: Any) -> list[Report]:
         each = 1.0 + 0.5 * self.cut
         spans = [("F", m, m * each, (m + 1) * each) for m in range(4)]
         spans += [("B", m, (m + 4) * each, (m + 5) * each) for m in range(4)]
@@ -68,54 +95,53 @@ class Engine:
         ]
 
 
-def make(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **options: Any) -> tuple[Engine, Controller]:
+def make(sizes: tuple[int, ...], **options: Any) -> tuple[Engine, Controller]:
     engine = Engine(**options)
-    monkeypatch.setattr(subject, "gather_reports", engine.reports)
-    return engine, Controller(engine, ScheduleChoice("adaptive", retune_every=3, micro_batch_sizes=sizes))
+    return engine, engine.controller(ScheduleChoice("adaptive", retune_every=3, micro_batch_sizes=sizes))
 
 
-def test_each_size_runs_for_two_steps_and_then_comes_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, controller = make(monkeypatch, (1, 2, 4), saved={1: 10.0, 2: 20.0, 4: 40.0})
+def test_each_size_runs_for_two_steps_and_then_comes_the_first_choice() -> None:
+    engine, controller = make((1, 2, 4), saved={1: 10.0, 2: 20.0, 4: 40.0})
     engine.train(controller, 15)
     assert engine.ran[:8] == [2, 2, 2, 2, 1, 1, 4, 4]
     assert engine.told[:2] == [Candidate(1), Candidate(4)]
     assert [decision["step"] for decision in controller.decisions] == [8, 11, 14]
-    assert controller.knowledge.sizes() == [1, 2, 4]
+    assert controller.measurements.costs.sizes() == [1, 2, 4]
 
 
-def test_a_size_that_cannot_fit_is_not_tried_and_the_next_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_cannot_fit_is_not_tried_and_the_next_takes_its_turn() -> None:
     saved = {1: 100.0, 2: 200.0, 4: 400.0, 8: 800.0, 16: 1600.0}
-    engine, controller = make(monkeypatch, (1, 2, 4, 8, 16), saved=saved)
+    engine, controller = make((1, 2, 4, 8, 16), saved=saved)
     engine.train(controller, 12)
     assert engine.ran[:8] == [2, 2, 2, 2, 1, 1, 4, 4]
     assert set(engine.ran) <= {1, 2, 4}
     assert [decision["step"] for decision in controller.decisions] == [8, 11]
 
 
-def test_where_no_other_size_fits_the_choice_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, controller = make(monkeypatch, (2, 8), saved={2: 400.0, 8: 1600.0})
+def test_where_no_other_size_fits_the_choice_comes_at_once() -> None:
+    engine, controller = make((2, 8), saved={2: 400.0, 8: 1600.0})
     engine.train(controller, 8)
     assert engine.told == []
     assert [decision["step"] for decision in controller.decisions] == [4, 7]
 
 
-def test_a_size_that_turns_out_not_to_fit_is_left_although_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, controller = make(monkeypatch, (2, 4), saved={2: 100.0, 4: 600.0})  # 4 was expected to take 200
+def test_a_size_that_turns_out_not_to_fit_is_left_although_it_is_fast() -> None:
+    engine, controller = make((2, 4), saved={2: 100.0, 4: 600.0})  # 4 was expected to take 200
     engine.train(controller, 12)
     assert engine.ran[4:6] == [4, 4]
     assert set(engine.ran[6:]) == {2}
 
 
-def test_what_no_longer_fits_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, controller = make(monkeypatch, (2,), saved={2: 100.0}, latency_s=9.0)
+def test_what_no_longer_fits_is_left() -> None:
+    engine, controller = make((2,), saved={2: 100.0}, latency_s=9.0)
     engine.train(controller, 5)
-    assert max(controller.current.peak_activations(STAGES, MICRO_BATCHES * CONFIGURED)) > STAGES
+    assert max(engine.current.peak_activations(STAGES, MICRO_BATCHES * CONFIGURED)) > STAGES
     engine.room = 250.0  # somebody else has taken the rest
     engine.train(controller, 3)
-    assert controller.current == Candidate(2)
+    assert engine.current == Candidate(2)
     engine.room = 1000.0
     engine.train(controller, 3)
-    assert controller.current != Candidate(2)
+    assert engine.current != Candidate(2)
 
 
 # -- partition -------------------------------------------------------------------------------------------------------
@@ -125,10 +151,10 @@ UNIFORM, UNIFORM_24 = (0, 4, 8, 12), (0, 8, 16, 24)
 EVERY = 5
 
 
-class Pipe:
+class Pipe(Job):
     """Three stages on one rank, whose equal layers take their time by the speed of their device now."""
 
-    global_rank, num_stages, micro_batch_size, micro_batches = 0, 3, CONFIGURED, MICRO_BATCHES
+    num_stages = 3
 
     def __init__(
         self,
@@ -139,16 +165,16 @@ class Pipe:
         num_layers: int = LAYERS,
         refuse: Callable[[tuple[int, ...]], Exception | None] = lambda parts: None,
     ) -> None:
+        super().__init__()
         self.speeds, self.noise, self.latency_s, self.refuse = speeds, noise, latency_s, refuse
         self.num_layers = num_layers
         self.chance = random.Random(1)
-        self.control = self.meter = self.recorder = self.layers = self
-        self.module = types.SimpleNamespace(parts=[num_layers * stage // 3 for stage in range(4)])
+        self.recorder = self  # type: ignore[assignment]
+        self.parts = tuple(num_layers * stage // 3 for stage in range(4))
         self.schedule = one_f_one_b(3, MICRO_BATCHES)
-        self.layer_reports: dict[int, LayerReport] = {}
+        self.current = Candidate(CONFIGURED)
         self.migrations: list[dict[str, Any]] = []
-        self.rebuild_s, self.cut = 0.3, 1
-        self.global_steps = 0
+        self.rebuild_s = 0.3
         self.steps: list[StepTimes] = []
         self.log: list[tuple[int, str, Any]] = []
 
@@ -159,15 +185,8 @@ class Pipe:
         """Steps before which something was done, and with what."""
         return [(step, value) for step, kind, value in self.log if kind == what]
 
-    @property
-    def parts(self) -> tuple[int, ...]:
-        return tuple(self.module.parts)
-
     def cuts(self) -> tuple[int, ...]:
         return tuple(range(1, self.num_layers))
-
-    def from_first(self, value: Any) -> Any:
-        return value
 
     def time_layers(self, layers: Any) -> None:
         self._note("time")
@@ -187,19 +206,19 @@ class Pipe:
 
     def run_candidate(self, candidate: Candidate) -> None:
         self._note("schedule", candidate)
+        self.current = candidate
 
     def repartition(self, parts: tuple[int, ...]) -> None:
         self._note("move", parts)
         if error := self.refuse(parts):
             raise error
         assert parts != self.parts, "nothing to move"
-        self.module.parts = list(parts)
+        self.parts = parts
         self.migrations.append({"rebuild_s": self.rebuild_s, "most_bytes": 0, "transfer_s": 0.0})
 
     def train(self, controller: Controller, steps: int) -> None:
         for _ in range(steps):
             controller.before_step()
-            assert self.layer_reports == {}, "somebody else could take these"
             self.steps.append(StepTimes(0.0, key=("", CONFIGURED)))
             self.global_steps += 1
 
@@ -209,9 +228,8 @@ class Pipe:
         factors = [factor * self.chance.uniform(1 - noise, 1 + noise) for factor in factors]
         return [(FORWARD_S * factor, BACKWARD_S * factor) for factor in factors]
 
-    def reports(self, *_: Any) -> list[Report]:
-        self._note("look")
-        layers, self.layer_reports = self.layer_reports, {}
+    def gather(self, after: dict[str, int], *, layers: Any, memory_bytes: int | None) -> list[Report]:
+        self._note("gather")
         found = [
             Report(stage, 0, "here", [], {}, {CONFIGURED: 100.0 * (b - a)}, 1e9, latency_s=self.latency_s)
             for stage, (a, b) in enumerate(pairwise(self.parts))
@@ -242,44 +260,41 @@ class Pipe:
         return min(map(self.step_s, self.every_partition()))
 
 
-def follow(
-    monkeypatch: pytest.MonkeyPatch, pipe: Pipe, schedule: ScheduleChoice | None = None, memory_bytes: int | None = None
-) -> Controller:
-    monkeypatch.setattr(subject, "gather_reports", pipe.reports)
-    choice = schedule or ScheduleChoice("1f1b")
-    return Controller(pipe, choice, PartitionChoice("uniform", EVERY, memory_bytes=memory_bytes))
+def follow(pipe: Pipe, schedule: ScheduleChoice | None = None, memory_bytes: int | None = None) -> Controller:
+    partition = PartitionChoice("uniform", EVERY, memory_bytes=memory_bytes)
+    return pipe.controller(schedule or ScheduleChoice("1f1b"), partition)
 
 
-def test_layers_are_timed_once_and_then_come_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_once_and_then_come_the_looks() -> None:
     pipe = Pipe()
-    pipe.train(follow(monkeypatch, pipe), 16)
+    pipe.train(follow(pipe), 16)
     assert [(step, what) for step, what, _ in pipe.log] == [
-        *((1, "time"), (2, "stop timing"), (4, "look"), (9, "look"), (14, "look")),
+        *((1, "time"), (2, "stop timing"), (4, "gather"), (9, "gather"), (14, "gather")),
     ]
 
 
 @pytest.mark.parametrize("speeds", [(4.0, 2.0, 1.0), (1.0, 1.0, 2.0), (1.0, 3.0, 1.0)])
-def test_the_first_look_finds_the_best_partition(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...]) -> None:
+def test_the_first_look_finds_the_best_partition(speeds: tuple[float, ...]) -> None:
     pipe = Pipe(speeds)
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 30)
     assert pipe.noted("move") == [(4, pipe.parts)]
     assert pipe.step_s(pipe.parts) == pytest.approx(pipe.best_s(), rel=1e-9)
     assert [decision["step"] for decision in controller.decisions] == [4, 9, 14, 19, 24, 29]
-    assert controller.knowledge.parts == pipe.parts
+    assert controller.measurements.costs.parts == pipe.parts
 
 
-def test_what_runs_stays_if_it_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_stays_if_it_is_the_best() -> None:
     pipe = Pipe()
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 20)
     assert pipe.noted("move") == []
     assert all(decision["why"] == "what runs is the best" for decision in controller.decisions)
 
 
-def test_decisions_carry_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_carry_the_numbers() -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     now_s = pipe.step_s(UNIFORM)
     pipe.train(controller, 10)
     first, second = controller.decisions
@@ -305,9 +320,9 @@ def test_decisions_carry_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second["predicted_now_s"] == second["predicted_best_s"] == pytest.approx(pipe.best_s())
 
 
-def test_a_device_that_slows_down_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_slows_down_and_recovers() -> None:
     pipe = Pipe()
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 11)
     pipe.speeds = (1.0, 0.5, 1.0)
     pipe.steps.clear()
@@ -323,9 +338,9 @@ def test_a_device_that_slows_down_and_recovers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (4.0, 2.0, 1.0)])
-def test_noise_moves_nothing(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...]) -> None:
+def test_noise_moves_nothing(speeds: tuple[float, ...]) -> None:
     pipe = Pipe(speeds, noise=0.1, num_layers=24)
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 5 + 50 * EVERY)
     assert len(controller.decisions) == 51
     been = [UNIFORM_24, *(parts for _, parts in pipe.noted("move"))]
@@ -342,7 +357,7 @@ def test_a_gain_within_what_predictions_are_off_by_moves_nothing(monkeypatch: py
     for least, moves in ((gain * 1.01, 0), (gain * 0.99, 1)):
         monkeypatch.setattr(subject, "LEAST_GAIN", least)
         pipe = Pipe(speeds, num_layers=60)
-        pipe.train(follow(monkeypatch, pipe), 12)
+        pipe.train(follow(pipe), 12)
         assert len(pipe.noted("move")) == moves
 
 
@@ -350,7 +365,7 @@ def test_a_move_too_dear_for_one_period_is_made_once_the_loss_exceeds_it(monkeyp
     pipe = Pipe((4.0, 2.0, 1.0))
     gain_s = pipe.step_s(UNIFORM) - pipe.best_s()
     monkeypatch.setattr(subject, "REBUILD_S", 2.5 * EVERY * gain_s)
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 30)
     assert [step for step, _ in pipe.noted("move")] == [14]
     assert [d["switched"] for d in controller.decisions] == [False, False, True, False, False, False]
@@ -358,10 +373,10 @@ def test_a_move_too_dear_for_one_period_is_made_once_the_loss_exceeds_it(monkeyp
     assert f"{2 * EVERY * gain_s:.4g} s lost so far, more than" in controller.decisions[2]["why"]
 
 
-def test_what_the_last_move_took_counts_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_last_move_took_counts_for_the_next() -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
     pipe.rebuild_s = 1e6
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 5)
     pipe.speeds = (1.0, 2.0, 4.0)
     pipe.train(controller, 10)
@@ -372,28 +387,29 @@ def test_what_the_last_move_took_counts_for_the_next(monkeypatch: pytest.MonkeyP
 ADAPTIVE = ScheduleChoice("adaptive", retune_every=EVERY, micro_batch_sizes=(CONFIGURED,))
 
 
-def test_schedule_and_partition_change_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_and_partition_change_in_one_look() -> None:
     pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.4)
-    controller = follow(monkeypatch, pipe, ADAPTIVE)
+    controller = follow(pipe, ADAPTIVE)
     pipe.train(controller, 12)
     assert [step for step, _ in pipe.noted("move")] == [4]
-    assert [step for step, _ in pipe.noted("schedule")] == [4]
+    assert {step for step, _ in pipe.noted("schedule")} == {4}
     what = [(decision["what"], decision["step"], decision["switched"]) for decision in controller.decisions]
     assert what == [("schedule", 4, True), ("partition", 4, True), ("schedule", 9, False), ("partition", 9, False)]
-    assert controller.current != Candidate(CONFIGURED)
-    assert controller.decisions[1]["schedule"] == controller.current.name
-    schedules = [c.schedule(3, CONFIGURED * MICRO_BATCHES) for c in controller._planner.candidates]
+    assert pipe.current != Candidate(CONFIGURED)
+    assert controller.decisions[1]["schedule"] == pipe.current.name
+    planner = next(iter(controller._actuators)).planner  # type: ignore[attr-defined]
+    schedules = [c.schedule(3, CONFIGURED * MICRO_BATCHES) for c in planner.candidates]
     best_s = min(pipe.step_s(parts, schedule) for parts in pipe.every_partition() for schedule in schedules)
-    chosen = controller.current.schedule(3, CONFIGURED * MICRO_BATCHES)
+    chosen = pipe.current.schedule(3, CONFIGURED * MICRO_BATCHES)
     assert pipe.step_s(pipe.parts, chosen) <= 1.01 * best_s
 
 
-def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions() -> None:
     pipe = Pipe(num_layers=3)
     seldom = ScheduleChoice("adaptive", retune_every=1000, micro_batch_sizes=(CONFIGURED,))
-    controller = follow(monkeypatch, pipe, seldom)
+    controller = follow(pipe, seldom)
     pipe.train(controller, 6)
-    assert controller.current == Candidate(CONFIGURED)
+    assert pipe.current == Candidate(CONFIGURED)
     pipe.latency_s = 1.0  # 1F1B is far from the best now, and the layers cannot lie otherwise
     pipe.train(controller, 20)
     assert pipe.noted("move") == pipe.noted("schedule") == []
@@ -408,7 +424,7 @@ def shared(error: Exception) -> Exception:
 
 def test_a_timed_step_that_failed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     timed, first = pipe.stop_timing_layers, []
 
     def stop_timing_layers(layers: Any, size: int) -> dict[int, LayerReport]:
@@ -424,7 +440,7 @@ def test_a_timed_step_that_failed_is_timed_again(monkeypatch: pytest.MonkeyPatch
 
 def test_after_a_guess_the_layers_are_timed_where_they_have_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     timed = pipe.stop_timing_layers
 
     def stop_timing_layers(layers: Any, size: int) -> dict[int, LayerReport]:
@@ -441,9 +457,7 @@ def test_after_a_guess_the_layers_are_timed_where_they_have_come_to(monkeypatch:
     assert pipe.step_s(pipe.parts) <= 1.05 * pipe.best_s()
 
 
-def test_after_a_refused_move_the_next_best_is_tried(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_refused_move_the_next_best_is_tried(caplog: pytest.LogCaptureFixture) -> None:
     refused: list[tuple[int, ...]] = []
 
     def refuse(parts: tuple[int, ...]) -> Exception | None:
@@ -451,7 +465,7 @@ def test_after_a_refused_move_the_next_best_is_tried(
         return shared(ValueError("no room for layer 4")) if parts in refused else None
 
     pipe = Pipe((4.0, 2.0, 1.0), refuse=refuse)
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 30)
     (first, best), (second, other) = pipe.noted("move")
     assert (first, [best], pipe.parts) == (4, refused, other)
@@ -464,9 +478,9 @@ def test_after_a_refused_move_the_next_best_is_tried(
     assert [d["to"] for d in others if d["switched"]] == [list(other)]
 
 
-def test_what_was_refused_is_tried_again_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_refused_is_tried_again_after_some_time() -> None:
     pipe = Pipe((4.0, 2.0, 1.0), refuse=lambda parts: shared(ValueError("no room")))
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 12)
     tried = [parts for _, parts in pipe.noted("move")]
     assert len(set(tried)) == len(tried) > 1
@@ -476,37 +490,35 @@ def test_what_was_refused_is_tried_again_after_some_time(monkeypatch: pytest.Mon
     assert pipe.step_s(pipe.parts) == pytest.approx(pipe.best_s())
 
 
-def test_with_a_refused_move_the_schedule_meant_for_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_refused_move_the_schedule_meant_for_it_is_not_run() -> None:
     pipe = Pipe((4.0, 2.0, 1.0), latency_s=1.0, refuse=lambda parts: shared(ValueError("no")))
-    controller = follow(monkeypatch, pipe, ADAPTIVE)
+    controller = follow(pipe, ADAPTIVE)
     pipe.train(controller, 6)
     assert pipe.parts == UNIFORM
     assert [candidate.name for _, candidate in pipe.noted("schedule")] == [controller.decisions[0]["to"]]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("connection reset by peer"), ValueError("on this rank only")])
-def test_an_error_that_ranks_do_not_share_ends_the_job(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_error_that_ranks_do_not_share_ends_the_job(error: Exception) -> None:
     pipe = Pipe((4.0, 2.0, 1.0), refuse=lambda parts: error)
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     with pytest.raises(type(error), match=str(error)):
         pipe.train(controller, 6)
 
 
-def test_memory_that_a_partition_may_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_partition_may_count_on() -> None:
     free = Pipe((4.0, 2.0, 1.0))
-    free.train(follow(monkeypatch, free), 6)
+    free.train(follow(free), 6)
     assert free.parts[1] == 8
     pipe = Pipe((4.0, 2.0, 1.0))
     limit = 6 * (16 * NUM_PARAMETERS) + 3 * 600  # six layers on the first stage with three micro-batches
-    pipe.train(follow(monkeypatch, pipe, memory_bytes=limit), 6)
+    pipe.train(follow(pipe, memory_bytes=limit), 6)
     assert pipe.parts[1] == 6
 
 
-def test_too_little_memory_is_said_once_and_nothing_moves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_little_memory_is_said_once_and_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
-    pipe.train(follow(monkeypatch, pipe, memory_bytes=1000), 20)
+    pipe.train(follow(pipe, memory_bytes=1000), 20)
     assert pipe.parts == UNIFORM
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         "step 4: with the partition [0, 4, 8, 12], stage 0 takes 0.06218 MiB and paceline.pipeline.partition.memory_"
@@ -515,11 +527,11 @@ def test_too_little_memory_is_said_once_and_nothing_moves(
     ]
 
 
-def test_layers_that_somebody_else_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_somebody_else_moved() -> None:
     pipe = Pipe()
-    controller = follow(monkeypatch, pipe)
+    controller = follow(pipe)
     pipe.train(controller, 6)
-    pipe.module.parts = [0, 1, 2, 12]  # between looks
+    pipe.parts = (0, 1, 2, 12)  # between looks
     pipe.steps.clear()
     pipe.train(controller, 4)
     assert pipe.noted("move") == [(9, UNIFORM)]
@@ -528,13 +540,108 @@ def test_layers_that_somebody_else_moved(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_other_ranks_do_what_the_first_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
-    pipe.global_rank = 1  # type: ignore[misc]
-    controller = follow(monkeypatch, pipe)
-    told = [(Candidate(CONFIGURED), (0, 7, 10, 12), Candidate(CONFIGURED, slack=1.0), False)]
-    told += [(Candidate(CONFIGURED), None, Candidate(CONFIGURED), False)]
+    pipe.rank = 1
+    controller = follow(pipe, ADAPTIVE)
+    change = subject.PartitionChange((0, 7, 10, 12), Candidate(CONFIGURED, slack=1.0))
+    told: list[Any] = [(False, False), [None, change], (False, False), [Candidate(CONFIGURED), None]]
     monkeypatch.setattr(pipe, "from_first", lambda value: told.pop(0))
     pipe.train(controller, 10)
     assert pipe.noted("move") == [(4, (0, 7, 10, 12))]
     assert [step for step, _ in pipe.noted("schedule")] == [4, 9]
-    assert (controller.decisions, controller.knowledge.items) == ([], ())
-    assert controller.knowledge.parts == pipe.parts
+    assert (controller.decisions, controller.measurements.costs.items) == ([], ())
+    assert controller.measurements.costs.parts == pipe.parts
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Book:
+    """Measurements, an actuator or the agreement of two ranks that write down how they are called."""
+
+    def __init__(self, told: list[Any], name: str = "", decides: bool = True, ready_at: int = 0) -> None:
+        self.told, self.name, self.decides, self.ready_at = told, name, decides, ready_at
+
+    def end_step(self, done: int) -> None:
+        self.told.append(("ended", done))
+
+    def is_complete(self, done: int) -> bool:
+        return done >= self.ready_at
+
+    def gather(self) -> None:
+        self.told.append("gather")
+
+    def before_switch(self, *, switches: bool) -> None:
+        self.told.append(("switches", switches))
+
+    def begin_step(self, done: int, until_planning: int | None) -> None:
+        self.told.append(("begins", done, until_planning))
+
+    def propose(self, steps: int) -> Proposal[str, str] | None:
+        self.told.append((self.name, "proposes after", steps))
+        decision = Decision(True, "why", 2.0, 1.0, 0.5, 1.0, 0.0)
+        change = None if self.name == "stays" else f"{self.name} changed"
+
+        def record(outcome: str | None) -> DecisionRecord:
+            return DecisionRecord(self.name, 7, outcome is not None, decision, 1.0, {"outcome": outcome})
+
+        return Proposal(change, record) if self.decides else None
+
+    def apply(self, change: str) -> str:
+        self.told.append(change)
+        return f"{change} well"
+
+    def from_first(self, value: Any) -> Any:
+        return value if self.decides else ["one of the first rank"]
+
+    def records(self, own: Any) -> Any:
+        return own
+
+
+def test_the_loop_gathers_proposes_agrees_applies_and_records() -> None:
+    told: list[Any] = []
+    moves, stays = Book(told, "moves"), Book(told, "stays")
+    intervals = {moves: TuningInterval(2), stays: TuningInterval(3, first=1)}
+    controller = Controller(Book(told, ready_at=1), intervals, Book(told), DecisionLog())
+    controller.before_step()
+    assert told == [("begins", 0, 0), ("ended", 0), ("begins", 0, 0)]
+    told.clear()
+    controller.before_step()
+    assert told == [
+        *(("ended", 1), "gather", ("moves", "proposes after", 1), ("stays", "proposes after", 1)),
+        *(("switches", True), "moves changed", ("begins", 1, 2)),
+    ]
+    told.clear()
+    for _ in range(3):
+        controller.before_step()
+    assert [entry for entry in told if "proposes after" in entry] == [
+        ("moves", "proposes after", 2),
+        ("stays", "proposes after", 3),
+    ]
+    assert [(d["what"], d["switched"], d["outcome"]) for d in controller.decisions] == [
+        *(("moves", True, "moves changed well"), ("stays", False, None)),
+        *(("moves", True, "moves changed well"), ("stays", False, None)),
+    ]
+    assert controller.log.num_moves == 2
+
+
+def test_a_rank_that_does_not_decide_applies_what_the_first_one_says_and_records_nothing() -> None:
+    told: list[Any] = []
+    moves = Book(told, "moves", decides=False)
+    controller = Controller(Book(told), {moves: TuningInterval(5, first=1)}, Book(told, decides=False), DecisionLog())
+    controller.after_step()
+    assert "one of the first rank" in told
+    assert controller.decisions == []
+
+
+def test_a_run_that_goes_on_counts_from_its_step() -> None:
+    told: list[Any] = []
+    moves = Book(told, "moves")
+    controller = Controller(Book(told), {moves: TuningInterval(50, first=10)}, Book(told), DecisionLog())
+    controller.go_on(200)
+    for _ in range(60):
+        controller.after_step()
+    assert [entry[1] for entry in told if entry[0] == "ended"][-1] == 260
+    assert [entry for entry in told if "proposes after" in entry] == [
+        ("moves", "proposes after", 10),
+        ("moves", "proposes after", 50),
+    ]

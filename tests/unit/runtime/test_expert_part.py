@@ -13,6 +13,7 @@ from torch import nn
 from paceline.config.expert_choice import MoeChoice
 from paceline.moe import rebalancer
 from paceline.planning.experts import Placement
+from paceline.planning.tuning import DecisionLog
 from paceline.runtime.expert_groups import ExpertGroups
 from paceline.runtime.expert_part import Experts, SharedExperts
 
@@ -58,7 +59,9 @@ class Control:
 
 
 class FakeRebalancer:
-    def __init__(self, layers: Sequence[Any], states: Any, group: Any, config: MoeChoice, *, stages: Any) -> None:
+    def __init__(
+        self, layers: Sequence[Any], states: Any, group: Any, config: MoeChoice, decided: DecisionLog, *, stages: Any
+    ) -> None:
         self.made_of = (list(layers), states, group, stages)
         self.calls: list[Any] = []
 
@@ -96,6 +99,7 @@ def experts(of: SharedExperts, section: MoeChoice | None, others: Sequence[str] 
         group=lambda: "group",
         states=lambda: "states",  # type: ignore[arg-type, return-value]
         is_last_backward=lambda: True,
+        decided=DecisionLog(),
     )
 
 

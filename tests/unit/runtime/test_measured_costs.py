@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from paceline.comm.transport import Record
 from paceline.measure.layer_timer import ItemTimes
 from paceline.measure.recorder import StepTimes
-from paceline.runtime.measured_costs import Knowledge
+from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate
 from reports import MICRO_BATCHES, STAGES, Run
 
 
-def known(*looks: Sequence[Report]) -> Knowledge:
-    knowledge = Knowledge(STAGES)
+def known(*looks: Sequence[Report]) -> MeasuredCosts:
+    knowledge = MeasuredCosts(STAGES)
     for reports in looks:
         knowledge.update(reports)
     return knowledge
@@ -206,7 +206,7 @@ def contended(steps: int, per_step: int, seed: int, once_s: float = 0.0) -> list
 def test_a_step_of_ranks_that_share_cores_is_as_long_as_it_was(seed: int) -> None:
     """A step is a sum of computations, and their median is a fifth too short for it."""
     reports = contended(steps=8, per_step=16, seed=seed)
-    knowledge = Knowledge(1)
+    knowledge = MeasuredCosts(1)
     knowledge.update(reports)
     measured = sum(step.ended_s - step.begun_s for step in reports[0].steps) / 8
     assert simulate(one_f_one_b(1, 16), knowledge.costs(2)).makespan_s == pytest.approx(measured, rel=1e-6)
@@ -216,7 +216,7 @@ def test_a_step_of_ranks_that_share_cores_is_as_long_as_it_was(seed: int) -> Non
 def test_what_happened_once_is_not_expected_again() -> None:
     predicted = []
     for once_s in (0.0, 1.0):
-        knowledge = Knowledge(1)
+        knowledge = MeasuredCosts(1)
         knowledge.update(contended(steps=2, per_step=16, seed=5, once_s=once_s))
         predicted.append(simulate(one_f_one_b(1, 16), knowledge.costs(2)).makespan_s)
     assert predicted[1] == pytest.approx(predicted[0], rel=0.03)
@@ -241,7 +241,7 @@ def test_no_negative_number_and_no_nan_reaches_the_costs(
     hosts: tuple[str, ...],
 ) -> None:
     """Clocks that drift from look to look and are compared badly, and ranks that have nothing to show."""
-    knowledge = Knowledge(STAGES)
+    knowledge = MeasuredCosts(STAGES)
     knowledge.update(Run(forward_s=forward_s, hosts=hosts).reports())
     for look, offsets in enumerate(offsets_s):
         reports = Run(forward_s=forward_s, hosts=hosts, offsets_s=offsets).reports(first_number=9 + 8 * look)
@@ -316,16 +316,16 @@ def _layer_report(item: Item, speed: float) -> LayerReport:
     return LayerReport((item.certain, item.probable or item.certain), item.num_parameters, times)
 
 
-def followed(pipe: Layered, *others: Sequence[Report]) -> Knowledge:
+def followed(pipe: Layered, *others: Sequence[Report]) -> MeasuredCosts:
     """What is known after a look with layers' times, and other looks."""
-    knowledge = Knowledge(STAGES, parts=pipe.parts)
+    knowledge = MeasuredCosts(STAGES, parts=pipe.parts)
     knowledge.update(pipe.reports(timed=True))
     for reports in others:
         knowledge.update(reports)
     return knowledge
 
 
-def works(knowledge: Knowledge) -> list[tuple[float, float]]:
+def works(knowledge: MeasuredCosts) -> list[tuple[float, float]]:
     return [(item.forward_s, item.backward_s) for item in knowledge.items]
 
 
@@ -415,7 +415,7 @@ def test_replicas_of_unlike_devices_tell_of_probably_alike_layers_together() -> 
     slow, fast = (Layered(items, parts=(0, 2, 4, 6), speeds=(1.0, speed, 1.0)) for speed in (0.5, 1.0))
     found = []
     for first, second in ((slow, fast), (fast, slow)):
-        knowledge = Knowledge(STAGES, parts=(0, 2, 4, 6))
+        knowledge = MeasuredCosts(STAGES, parts=(0, 2, 4, 6))
         knowledge.update([*first.reports(timed=True), *second.reports(replica=1, timed=True)])
         found.append(works(knowledge))
         assert knowledge.costs(2).forward_s == pytest.approx((0.02, 0.04, 0.02))  # the slowest counts
@@ -424,7 +424,7 @@ def test_replicas_of_unlike_devices_tell_of_probably_alike_layers_together() -> 
 
 
 def test_without_a_partition_to_look_for_nothing_is_learnt_of_layers() -> None:
-    knowledge = Knowledge(STAGES)
+    knowledge = MeasuredCosts(STAGES)
     knowledge.update(Layered().reports(timed=True))
     assert knowledge.items == ()
     assert knowledge.costs(2).forward_s == pytest.approx(Layered().run().forward_s)
@@ -511,7 +511,7 @@ def test_layers_move_at_every_size() -> None:
 
 
 def test_layers_that_move_before_anything_is_known() -> None:
-    knowledge = Knowledge(STAGES, parts=PARTS)
+    knowledge = MeasuredCosts(STAGES, parts=PARTS)
     knowledge.has_moved((0, 4, 6, 8))
     moved = replace(Layered(), parts=(0, 4, 6, 8))
     knowledge.update(moved.reports(timed=True))
@@ -520,7 +520,7 @@ def test_layers_that_move_before_anything_is_known() -> None:
 
 def test_the_slowest_replica_is_followed() -> None:
     fast, slow = Layered(), Layered(speeds=(1.0, 1.0, 0.25))
-    knowledge = Knowledge(STAGES, parts=PARTS)
+    knowledge = MeasuredCosts(STAGES, parts=PARTS)
     for look in range(3):
         reports = [*fast.reports(look, timed=look == 0), *slow.reports(look, replica=1, timed=look == 0)]
         knowledge.update(reports)
@@ -535,7 +535,7 @@ def test_what_a_device_may_hold() -> None:
         reports, (10.0, 20.0, 30.0), (16.0, 16.0, 8.0), (12.0, 4.0, 6.0), strict=True
     ):
         report.room_bytes, report.state_bytes, report.moved_bytes = room, state, moved
-    knowledge = Knowledge(STAGES, parts=PARTS)
+    knowledge = MeasuredCosts(STAGES, parts=PARTS)
     knowledge.update(reports)
     free = knowledge.layout((1, 3), None)
     assert free.limit_bytes == (10.0 + 16 * 2000, 20.0 + 16 * 3000, 30.0 + 8 * 7000)
@@ -548,7 +548,7 @@ def test_of_replicas_the_one_with_the_most_to_hold_counts() -> None:
     first, second = Layered().reports(timed=True), Layered().reports(replica=1, timed=True)
     for report, room, state in zip((*first, *second), (9.0, 2.0, 9.0, 1.0, 9.0, 3.0), (4, 4, 4, 6, 2, 5), strict=True):
         report.room_bytes, report.state_bytes = room, float(state)
-    knowledge = Knowledge(STAGES, parts=PARTS)
+    knowledge = MeasuredCosts(STAGES, parts=PARTS)
     knowledge.update([*second, *first])
     assert knowledge.room_bytes == [1.0, 2.0, 3.0]
     assert knowledge.state_bytes == [6.0, 4.0, 5.0]

@@ -1,0 +1,199 @@
+"""Costs of a pipeline's steps, measured while it trains, for plannings of its schedule and partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from ..comm.control import ControlPlane
+from ..measure.recorder import Recorder
+from ..planning.candidates import Candidate
+from ..planning.tuning import DecisionLog, DecisionRecord
+from ..supervise.watch import EVERYONE, WATCH
+from .controller import Agreement
+from .measured_costs import MeasuredCosts
+from .movable_layers import Layers
+from .rank_reports import LayerReport, Report
+from .schedule_actuator import RunsSchedules
+from .tracer import TimelineWriter
+
+SETTLING_STEPS = 2
+"""Steps before anything is measured: connections, caches and allocators find their sizes."""
+
+MEASURING_STEPS = 2
+"""Steps with a micro-batch size before its times count."""
+
+Value = TypeVar("Value")
+
+
+class GathersReports(Protocol):
+    """Brings the reports of all ranks together: :class:`~paceline.runtime.rank_reports.ReportGatherer`."""
+
+    def gather(
+        self, after: dict[str, int], *, layers: Mapping[int, LayerReport], memory_bytes: int | None
+    ) -> list[Report]: ...
+
+
+class TimesLayers(Protocol):
+    """Measures a rank's steps and layers: :class:`~paceline.runtime.meter.Meter`."""
+
+    @property
+    def recorder(self) -> Recorder: ...
+
+    def time_layers(self, layers: Layers) -> None: ...
+
+    def stop_timing_layers(self, layers: Layers, micro_batch_size: int) -> dict[int, LayerReport]: ...
+
+
+class JobAgreement:
+    """All ranks of the job decide as the first one does."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+
+    @property
+    def decides(self) -> bool:
+        return self._control.rank == 0
+
+    def from_first(self, value: Value) -> Value:
+        WATCH.doing("agreeing on a schedule and a partition", EVERYONE)
+        found: Value = self._control.from_first(value)
+        return found
+
+    def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
+        """The first rank has them all."""
+        return own
+
+
+class PipelineMeasurements:
+    """Gathers times, links and memory of a pipeline's ranks, of each micro-batch size and layer that may be chosen.
+
+    Args:
+        costs: to be kept up to date on the first rank; elsewhere they know the boundaries only.
+        try_size: runs a candidate from the next step on.
+        sizes: of micro-batches to try before the first planning, beside the configured one.
+        times_layers: whether to time each layer by itself, in one step.
+        memory_bytes: that activations may take; None: what devices have free.
+        timelines: gets the last step before each switch, and the last of the interval after it, if it records them.
+    """
+
+    def __init__(
+        self,
+        pipeline: RunsSchedules,
+        costs: MeasuredCosts,
+        try_size: Callable[[Candidate], None],
+        layers: Layers,
+        meter: TimesLayers,
+        reports: GathersReports,
+        agreement: Agreement,
+        log: DecisionLog,
+        timelines: TimelineWriter,
+        *,
+        sizes: Sequence[int] = (),
+        times_layers: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self._pipeline, self._layers, self._meter, self._gatherer = pipeline, layers, meter, reports
+        self._agreement, self._log, self._timelines = agreement, log, timelines
+        self._times_layers, self._memory_bytes = times_layers, memory_bytes
+        self.costs, self._try = costs, try_size
+        self.guesses = False
+        """Whether, on all ranks, layers that have moved would tell more about the devices."""
+        self._untried = [pipeline.micro_batch_size, *sorted(s for s in sizes if s != pipeline.micro_batch_size)]
+        """Sizes that run as 1F1B for a few steps each before the first planning; none after it."""
+        self._time_at = SETTLING_STEPS - 1
+        self._is_timing = False
+        self._timed: dict[int, LayerReport] = {}
+        """Layers of this rank, until reports are gathered."""
+        self._reports: list[Report] = []
+        """On the first rank, of all ranks."""
+        self._has_switched = False
+        """At the last planning."""
+        self._done = 0
+        self._after: dict[str, int] = {}
+
+    # -- called by the loop --------------------------------------------------------------------------------------
+
+    def end_step(self, done: int) -> None:
+        """Take the times of layers. A step that was observed so closely does not count otherwise."""
+        self._done = done
+        if self._is_timing:
+            self._timed = self._meter.stop_timing_layers(self._layers, self._pipeline.cut)
+            self._is_timing = False
+            self._meter.recorder.forget()
+
+    def is_complete(self, done: int) -> bool:
+        """Whether every micro-batch size that fits was measured; if not, have the next one run. Collective."""
+        turn, step = divmod(done - SETTLING_STEPS, MEASURING_STEPS)
+        while self._untried:
+            if turn < 1 or step > 0:
+                return False
+            if turn == len(self._untried):
+                self._untried = []
+                break
+            self.gather()
+            size = self._untried[turn]
+            if self._agreement.from_first(self._would_fit(size)):
+                self._try(Candidate(size))
+                return False
+            self._untried.remove(size)
+        return True
+
+    def gather(self) -> None:
+        """Bring the reports of all ranks together, into :attr:`costs` on the first one. Collective."""
+        parts = tuple(self._layers.parts)
+        if parts != self.costs.parts:
+            self.costs.has_moved(parts)
+        WATCH.doing("comparing the last steps", EVERYONE)
+        timed, self._timed = self._timed, {}
+        reports = self._gatherer.gather(self._after, layers=timed, memory_bytes=self._memory_bytes)
+        self._meter.recorder.forget()
+        if self._agreement.decides:
+            self.costs.update(reports)
+            self._reports = reports
+        if self._times_layers and not self._untried:
+            is_untimed = not self.costs.items  # the step that was to be timed may have failed
+            is_untimed, self.guesses = self._agreement.from_first((is_untimed, bool(self.costs.guessed)))
+            if is_untimed:
+                self.time_layers_again()
+
+    def before_switch(self, *, switches: bool) -> None:
+        """Record the costs, and a step to compare with those after the switch. On the first rank."""
+        size = self._pipeline.cut
+        if self._agreement.decides and size in self.costs.sizes():
+            self._log.add_measurement(
+                {
+                    "step": self._pipeline.global_steps,
+                    "micro_batch_size": size,
+                    "partition": list(self.costs.parts),
+                    "measured_s": self.costs.measured_s,
+                    "room_bytes": list(self.costs.room_bytes),
+                    **self.costs.costs(size).to_dict(),
+                }
+            )
+            is_near_switch = self._timelines.records_switches and (switches or self._has_switched)
+            if is_near_switch and self._timelines.is_drawn and all(report.steps for report in self._reports):
+                self._timelines.write(self._reports, self.costs)
+        self._has_switched, self._reports = switches, []
+
+    def begin_step(self, done: int, until_planning: int | None) -> None:
+        """Time the layers in the step that begins, if they are to be timed in this one."""
+        if self._times_layers and done == self._time_at:
+            self._meter.time_layers(self._layers)
+            self._is_timing = True
+
+    # -- called by actuators -------------------------------------------------------------------------------------
+
+    def time_layers_again(self) -> None:
+        """Time the layers in the step after the next. On all ranks."""
+        self._time_at = self._done + 1
+
+    def _would_fit(self, size: int) -> bool:
+        """Whether 1F1B of an unmeasured size fits, if memory grows with the samples."""
+        costs, known, num_stages = self.costs, self._pipeline.micro_batch_size, self._pipeline.num_stages
+        if known not in costs.saved_bytes:
+            return size < known
+        return all(
+            costs.saved_bytes[known][s] * size / known * (num_stages - s) <= costs.room_bytes[s]
+            for s in range(num_stages)
+        )

@@ -1,0 +1,71 @@
+"""The controller of a pipeline: its schedule and partition, as the plan asks for them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..comm.control import ControlPlane
+from ..config.partitions import PartitionChoice
+from ..config.schedules import ScheduleChoice
+from ..planning.tuning import DecisionLog, TuningInterval
+from .controller import Actuator, Controller
+from .measured_costs import MeasuredCosts
+from .movable_layers import Layers
+from .partition_actuator import MovesLayers, PartitionActuator
+from .pipeline_measurements import GathersReports, JobAgreement, PipelineMeasurements, TimesLayers
+from .schedule_actuator import RunsSchedules, ScheduleActuator
+from .tracer import TimelineWriter
+
+
+class TunedPipeline(RunsSchedules, MovesLayers, Protocol):
+    """A pipeline whose schedule and partition can change between steps: the engine."""
+
+
+def pipeline_controller(
+    schedule: ScheduleChoice,
+    partition: PartitionChoice,
+    pipeline: TunedPipeline,
+    layers: Layers,
+    meter: TimesLayers,
+    reports: GathersReports,
+    control: ControlPlane,
+    log: DecisionLog,
+    timelines: TimelineWriter,
+) -> Controller | None:
+    """Make the controller of a pipeline.
+
+    Args:
+        schedule: of the plan, as is ``partition``.
+        layers: of this rank.
+        log: gets the decisions.
+
+    Returns:
+        None if schedule and partition stay as they are.
+    """
+    is_adaptive = schedule.type == "adaptive"
+    repartitions = bool(partition.repartition_every) and pipeline.num_stages > 1
+    if not is_adaptive and not repartitions:
+        return None
+    agreement = JobAgreement(control)
+    costs = MeasuredCosts(pipeline.num_stages, parts=tuple(layers.parts))
+    retune_every = schedule.retune_every or 1
+    schedules = ScheduleActuator(pipeline, costs, agreement, retune_every)
+    measurements = PipelineMeasurements(
+        *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
+        sizes=(schedule.micro_batch_sizes or ()) if is_adaptive else (),
+        times_layers=repartitions,
+        memory_bytes=schedule.memory_bytes,
+    )
+    actuators: dict[Actuator, TuningInterval] = {}
+    if is_adaptive:
+        actuators[schedules] = TuningInterval(retune_every)
+    if repartitions:
+        assert partition.repartition_every is not None
+        actuators[
+            PartitionActuator(
+                *(pipeline, layers, measurements, schedules, agreement, partition.repartition_every),
+                follows_schedules=is_adaptive,
+                memory_bytes=partition.memory_bytes,
+            )
+        ] = TuningInterval(partition.repartition_every)
+    return Controller(measurements, actuators, agreement, log)
