@@ -7,53 +7,22 @@ they tell each other how long they compute; and the first rank of the job gets a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from ..comm.control import ControlPlane
 from ..planning.rebalance import step_saved_s
-from ..planning.tuning import DecisionLog, DecisionRecord
+from ..planning.tuning import DecisionRecord
 
-FIRST_LOOK = 10
-"""Steps until the first look, if there are to be more between looks."""
-
-KEPT = 1024
-"""Decisions that are kept."""
-
-
-@dataclass
-class Looks:
-    """When to look: every so many steps, and the first time soon.
-
-    Args:
-        every: steps between looks; 0: never.
-    """
-
-    every: int
-    step: int = 0
-    last: int = 0
-    next: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.next = min(self.every, FIRST_LOOK)
-
-    def after_step(self) -> int:
-        """Count a step. Steps since the last look, if now is the time for another; else 0."""
-        self.step += 1
-        if not self.every or self.step < self.next:
-            return 0
-        steps = self.step - self.last
-        self.last, self.next = self.step, self.step + self.every
-        return steps
-
-    def go_on(self, step: int) -> None:
-        """Count from ``step``: of a run that goes on."""
-        self.step = self.last = step
-        self.next = step + min(self.every, FIRST_LOOK)
+Value = TypeVar("Value")
 
 
 @dataclass
 class Stages:
-    """The stages of a pipeline of which this rank has one. All ranks of the job call both methods at each look.
+    """The stages of a pipeline of which this rank has one. All ranks of the job call both methods at each planning.
 
     Args:
         stage: of this rank.
@@ -93,22 +62,64 @@ class Stages:
         return sorted((record for told in found for record in told), key=lambda record: record.stage)
 
 
-class Bystander:
-    """A stage none of whose experts can move, which takes part when the others look at theirs.
+class StageAgreement:
+    """The ranks that share the experts of a stage decide together; in a pipeline each stage for itself.
 
     Args:
-        decided: gets the decisions of all stages.
+        group: of these ranks.
+        device: that the group communicates from.
+        stages: of a pipeline.
     """
 
-    def __init__(self, every: int, stages: Stages, decided: DecisionLog) -> None:
-        self.looks, self.stages, self.decided = Looks(every), stages, decided
+    def __init__(self, group: Any, device: torch.device, stages: Stages | None) -> None:
+        self._group, self._device, self._stages = group, device, stages
 
-    def after_step(self) -> None:
-        """Once after every step of the optimizer. Collective over the job."""
-        if self.looks.after_step():
-            self.stages.step_saved_s(0.0, False)
-            self.decided.add(self.stages.records([]))
+    @property
+    def decides(self) -> bool:
+        """Whether this is the first rank of the group."""
+        return dist.get_rank(self._group) == 0
 
-    def go_on(self, step: int) -> None:
-        """Count from ``step``: of a run that goes on."""
-        self.looks.go_on(step)
+    def from_first(self, value: Value) -> Value:
+        """The first rank's value. Collective over the group."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0, device=self._device)
+        return values[0]
+
+    def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
+        """Decisions of all stages, on the first rank of the job. Collective over the job."""
+        return own if self._stages is None else self._stages.records(own)
+
+
+class Bystander:
+    """A stage none of whose experts can move: measurements, actuator and agreement that take part in the others'."""
+
+    decides = False
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+
+    def propose(self, steps: int) -> None:
+        """Tell the other stages that this one saves nothing. Collective over the job."""
+        self._stages.step_saved_s(0.0, False)
+
+    def from_first(self, value: Value) -> Value:
+        """Nothing was proposed."""
+        return value
+
+    def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
+        """Decisions of all stages, on the first rank of the job. Collective over the job."""
+        return self._stages.records(own)
+
+    def is_complete(self, done: int) -> bool:
+        """There is nothing to measure."""
+        return True
+
+    def end_step(self, done: int) -> None: ...
+
+    def gather(self) -> None: ...
+
+    def before_switch(self, *, switches: bool) -> None: ...
+
+    def begin_step(self, done: int, until_planning: int | None) -> None: ...
+
+    def apply(self, change: None) -> None: ...

@@ -15,20 +15,26 @@ from ..comm.control import ControlPlane
 from ..config.expert_choice import MoeChoice
 from ..config.optimizers import ELEMENTWISE
 from ..moe.hf_experts import HFExpertLayer
-from ..moe.layer import EVEN
+from ..moe.layer import EVEN, ExpertLayer
+from ..moe.load_measurements import LoadMeasurements
+from ..moe.rebalancer import Rebalancer
+from ..moe.stage_agreement import Bystander, StageAgreement, Stages
 from ..optim.buckets import Domain
 from ..planning.experts import Placement
-from ..planning.tuning import DecisionLog
+from ..planning.tuning import DecisionLog, TuningInterval
+from .controller import Controller
 from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
-    from ..moe.rebalancer import Rebalancer
-    from ..moe.stage_agreement import Bystander, Stages
     from ..moe.wrapper_states import States
 
 ELEMENTWISE_OF_DEEPSPEED = frozenset(
     ("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
 )
+
+
+FIRST_STEPS = 10
+"""Steps until experts are first placed anew, if there are to be more in an interval."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,33 @@ class SharedExperts:
                 dist.broadcast(parameter.data.view(-1).view(torch.uint8), first, group=group)
 
 
+def interval_of(section: MoeChoice) -> TuningInterval:
+    """Intervals of ``rebalance_every`` steps, of which the first is short: experts begin in any order."""
+    return TuningInterval(section.rebalance_every, min(section.rebalance_every, FIRST_STEPS))
+
+
+def expert_controller(
+    layers: Sequence[ExpertLayer],
+    states: States,
+    group: Any,
+    section: MoeChoice,
+    decided: DecisionLog,
+    stages: Stages | None = None,
+) -> tuple[Rebalancer, Controller]:
+    """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
+
+    Args:
+        layers: of this rank, in the model's order; the same on all ranks of ``group``.
+        states: finds what belongs to a parameter.
+        decided: gets the decisions.
+        stages: of the pipeline, if these layers are of one stage of several.
+    """
+    loads = LoadMeasurements(layers, states, group, None if section.loads_file is None else Path(section.loads_file))
+    rebalancer = Rebalancer(loads, states, group, section, stages=stages)
+    agreement = StageAgreement(group, layers[0].device, stages)
+    return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided)
+
+
 class Experts:
     """Moves experts between the ranks of a stage, by the load or as somebody asks. All ranks make one together.
 
@@ -103,7 +136,7 @@ class Experts:
 
     Attributes:
         rebalancer: moves the experts of this stage; None: it has none that move.
-        looks: takes part in every look at the load: the rebalancer, or in a stage without one whatever does for it.
+        controller: plans anew after some steps, together with the other stages; None: experts stay.
 
     Raises:
         ValueError: the section is there, and every rank has all experts of its stage.
@@ -123,7 +156,7 @@ class Experts:
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
-        self.looks: Rebalancer | Bystander | None = None
+        self.controller: Controller | None = None
         if section is not None and shared.groups.size == 1:
             raise ValueError(
                 'paceline.moe is there, and every rank has all experts of its stage: write "expert_parallel": '
@@ -139,30 +172,28 @@ class Experts:
             )
         if section is None:
             return
-        from ..moe.rebalancer import Rebalancer
-        from ..moe.stage_agreement import Bystander
-
         if self.layers:
             layers = list(self.layers.values())
-            self.rebalancer = Rebalancer(layers, states(), group(), section, decided, stages=stages)
-            self.looks = self.rebalancer
+            self.rebalancer, self.controller = expert_controller(layers, states(), group(), section, decided, stages)
         elif stages is not None:
-            self.looks = Bystander(section.rebalance_every, stages, decided)
+            bystander = Bystander(stages)
+            self.controller = Controller(bystander, {bystander: interval_of(section)}, bystander, decided)
 
     def after_step(self) -> None:
-        """Look at the load if it is time. Collective, after every step of the optimizer."""
-        if self.looks is not None:
-            self.looks.after_step()
+        """Plan anew if it is time, and bring new values to copies. Collective, after every step of the optimizer."""
+        if self.controller is not None:
+            self.controller.after_step()
+            self.fetch()
 
     @property
     def follow_load(self) -> bool:
         """Whether this rank takes part in moving experts by the load."""
-        return self.looks is not None
+        return self.controller is not None
 
     def write_loads(self, file: Path) -> None:
         """Append loads to a file, unless the section names one."""
-        if self.rebalancer is not None and self.rebalancer.log is None:
-            self.rebalancer.log = file
+        if self.rebalancer is not None and self.rebalancer.loads.file is None:
+            self.rebalancer.loads.file = file
 
     def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
@@ -212,5 +243,7 @@ class Experts:
 
     def resume(self, step: int) -> None:
         """Count from ``step``, where a run goes on."""
-        if self.looks is not None:
-            self.looks.go_on(step)
+        if self.rebalancer is not None:
+            self.rebalancer.loads.forget(step)
+        if self.controller is not None:
+            self.controller.go_on(step)

@@ -26,6 +26,8 @@ from ..moe.rebalancer import Rebalancer
 from ..moe.resharding import PLACEMENTS, SIZES, Spread, load_states
 from ..planning.experts import Placement
 from ..planning.tuning import DecisionLog
+from .controller import Controller
+from .expert_part import expert_controller
 from .plain_engine import PlainEngine
 
 logger = logging.getLogger("paceline")
@@ -56,11 +58,14 @@ class ExpertEngine(PlainEngine):
         section = plan.moe
         assert section is not None, "chosen by the section"
         self.rebalancer: Rebalancer | None = None
+        self.controller: Controller | None = None
         self.decisions = DecisionLog()
         self.expert_layers = take_over(self.module, section, self._is_last_backward)
         if self.expert_layers:
             layers = list(self.expert_layers.values())
-            self.rebalancer = Rebalancer(layers, states_of(self), self.data_parallel_group, section, self.decisions)
+            self.rebalancer, self.controller = expert_controller(
+                *(layers, states_of(self), self.data_parallel_group, section, self.decisions)
+            )
         elif dist.get_rank() == 0:
             logger.warning(
                 "paceline.moe has nothing to do: the expert-parallel size is 1, so that every rank has all experts."
@@ -80,8 +85,10 @@ class ExpertEngine(PlainEngine):
         """As DeepSpeed's; after a step of the optimizer, taken or skipped, experts may move."""
         steps = self.global_steps
         super().step(lr_kwargs)
-        if self.rebalancer is not None and self.global_steps > steps:
-            self.rebalancer.after_step()
+        if self.controller is not None and self.global_steps > steps:
+            self.controller.after_step()
+            for layer in self.expert_layers.values():
+                layer.fetch()
 
     def zero_grad(self) -> None:
         """As DeepSpeed's; what copies have learned is forgotten too."""
@@ -181,8 +188,9 @@ class ExpertEngine(PlainEngine):
         saved = (state or {}).pop(SECTION, {}).get(PLACEMENTS, {})
         if self.rebalancer is not None and (placements := _fitting(saved, self.expert_layers)):
             self.rebalancer.place(placements)
-        if self.rebalancer is not None:
-            self.rebalancer.go_on(self.global_steps)
+        if self.rebalancer is not None and self.controller is not None:
+            self.rebalancer.loads.forget(self.global_steps)
+            self.controller.go_on(self.global_steps)
         return path, state
 
     def _to_reshard(self, load_dir: str, tag: str | None) -> tuple[Path, Spread] | None:

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from paceline.config.expert_choice import MoeChoice
-from paceline.moe import rebalancer
-from paceline.moe.rebalancer import EXPERT_S, FIXED_S, Rebalancer
-from paceline.moe.stage_agreement import Bystander, Looks, Stages
+from paceline.moe import load_measurements, rebalancer, stage_agreement
+from paceline.moe.rebalancer import EXPERT_S, FIXED_S
+from paceline.moe.stage_agreement import Bystander, Stages
 from paceline.planning import rebalance
 from paceline.planning.experts import Placement, device_loads
 from paceline.planning.rebalance import most_moved
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import EXPERTS, DecisionLog, DecisionRecord
+from paceline.runtime.controller import Controller
+from paceline.runtime.expert_part import expert_controller, interval_of
 
 EVERY = 10
 ROW_S = 1e-3
@@ -101,19 +103,21 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def ran(steps: int, group: Group, every: int = EVERY, **more: Any) -> tuple[Layer, list[dict[str, Any]]]:
         layer = Layer()
         state = SimpleNamespace(tensor=torch.zeros(EXPERT_BYTES * layer.num_slots, dtype=torch.uint8))
-        monkeypatch.setattr(rebalancer, "dist", group)
-        monkeypatch.setattr(rebalancer, "ExpertClock", Clock)
+        for module in (rebalancer, load_measurements, stage_agreement):
+            monkeypatch.setattr(module, "dist", group)
+        monkeypatch.setattr(load_measurements, "ExpertClock", Clock)
         monkeypatch.setattr(rebalancer, "time", SimpleNamespace(perf_counter=lambda: group.now_s))
         moved = SimpleNamespace(num_bytes=0, transfer_s=0.0)
         monkeypatch.setattr(rebalancer, "move_experts", lambda changes, states, group: moved)
         config = MoeChoice(rebalance_every=every)
         decided = DecisionLog()
-        one = Rebalancer([layer], lambda _: [state], None, config, decided, **more)  # type: ignore[list-item, arg-type, return-value]
+        parts: Any = [layer], lambda _: [state], None
+        _, controller = expert_controller(*parts, config, decided, **more)
         for _ in range(steps):
             layer.routed += torch.tensor(LOADS, dtype=torch.int64) // 2
             if layer.clock is not None:
                 layer.clock.rows += 130
-            one.after_step()
+            controller.after_step()
         return layer, decided.decisions
 
     return ran
@@ -178,16 +182,16 @@ def test_a_move_that_does_not_pay_is_not_made_until_what_was_lost_pays_for_it(ru
 def test_travelling_is_part_of_what_a_row_takes() -> None:
     rows = torch.tensor([[130.0], [70.0]])
     compute_s, travel_s = rows * COMPUTE_S, torch.tensor([[0.05], [0.02]])
-    found = rebalancer._row_s(rows, compute_s, travel_s)
+    found = load_measurements._row_s(rows, compute_s, travel_s)
     # The rank with fewer rows waits less for itself and more for the other; the least is what travelling takes.
     assert found == pytest.approx(COMPUTE_S + 0.02 / 130)
-    assert rebalancer._row_s(rows, compute_s, 0 * travel_s) == pytest.approx(COMPUTE_S)
-    assert rebalancer._row_s(0 * rows, compute_s, travel_s) is None
+    assert load_measurements._row_s(rows, compute_s, 0 * travel_s) == pytest.approx(COMPUTE_S)
+    assert load_measurements._row_s(0 * rows, compute_s, travel_s) is None
 
 
 def test_what_an_expert_takes_however_few_its_rows_is_not_saved() -> None:
     rows = torch.tensor([[100.0], [50.0]])
-    found = rebalancer._row_s(rows, 0.01 + rows * COMPUTE_S, 0 * rows)
+    found = load_measurements._row_s(rows, 0.01 + rows * COMPUTE_S, 0 * rows)
     assert found == pytest.approx(COMPUTE_S)
 
 
@@ -253,22 +257,19 @@ def test_the_first_rank_has_the_decisions_of_all_stages(run: Any) -> None:
     assert decisions[1] == OTHER.to_json()
 
 
-def test_a_stage_without_experts_takes_part_in_every_look() -> None:
+def test_a_stage_without_experts_takes_part_in_every_planning() -> None:
     decided = DecisionLog()
-    bystander = Bystander(4, stages(1.0, Control((1, 0.5, 0.2, True), notes=(OTHER,))), decided)
+    bystander = Bystander(stages(1.0, Control((1, 0.5, 0.2, True), notes=(OTHER,))))
+    controller = Controller(bystander, {bystander: interval_of(MoeChoice(rebalance_every=4))}, bystander, decided)
     told = []
     for _ in range(12):
-        bystander.after_step()
+        controller.after_step()
         told.append(len(decided.decisions))
     assert told == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert decided.decisions == [OTHER.to_json()] * 3
 
 
-def test_looks_come_soon_at_first_and_after_a_pause() -> None:
-    looks = Looks(50)
-    found = {step: steps for step in range(1, 121) if (steps := looks.after_step())}
-    assert found == {10: 10, 60: 50, 110: 50}
-    looks.go_on(200)
-    assert [step for step in range(201, 261) if looks.after_step()] == [210, 260]
-    never = Looks(0)
-    assert not any(never.after_step() for _ in range(100))
+def test_experts_are_placed_anew_soon_at_first_and_after_a_pause(run: Any) -> None:
+    steps = [decision["step"] for decision in run(121, Group(), every=50)[1]]
+    assert steps == [10, 60, 110]
+    assert run(60, Group(), every=0)[1] == []

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from paceline.config.expert_choice import MoeChoice
-from paceline.moe import rebalancer
 from paceline.planning.experts import Placement
 from paceline.planning.tuning import DecisionLog
+from paceline.runtime import expert_part
 from paceline.runtime.expert_groups import ExpertGroups
 from paceline.runtime.expert_part import Experts, SharedExperts
 
@@ -59,11 +59,10 @@ class Control:
 
 
 class FakeRebalancer:
-    def __init__(
-        self, layers: Sequence[Any], states: Any, group: Any, config: MoeChoice, decided: DecisionLog, *, stages: Any
-    ) -> None:
-        self.made_of = (list(layers), states, group, stages)
-        self.calls: list[Any] = []
+    """Stands for the actuator and its measurements."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls, self.loads, self.file = calls, self, None
 
     def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         self.calls.append(dict(placements))
@@ -72,16 +71,28 @@ class FakeRebalancer:
     def placements(self) -> dict[str, list[list[int]]]:
         return {"mlp": [[0, 1], [2, 3]]}
 
+    def forget(self, step: int) -> None:
+        self.calls.append(("forget", step))
+
+
+class FakeController:
+    def __init__(self, calls: list[Any], made_of: Any) -> None:
+        self.calls, self.made_of = calls, made_of
+
     def after_step(self) -> None:
         self.calls.append("after step")
 
     def go_on(self, step: int) -> None:
-        self.calls.append(step)
+        self.calls.append(("go on", step))
 
 
 @pytest.fixture(autouse=True)
 def fake_rebalancer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebalancer, "Rebalancer", FakeRebalancer)
+    def make(*made_of: Any) -> tuple[FakeRebalancer, FakeController]:
+        calls: list[Any] = []
+        return FakeRebalancer(calls), FakeController(calls, made_of)
+
+    monkeypatch.setattr(expert_part, "expert_controller", make)
 
 
 def shared(*, size: int = 2, with_layer: bool = True) -> tuple[SharedExperts, Layer]:
@@ -107,18 +118,18 @@ def test_layers_begin_and_their_rebalancer_gets_what_it_needs() -> None:
     of, layer = shared()
     part = experts(of, MoeChoice(replicas=1), stages="stages")
     assert layer.calls == [("begin", "mlp", "sharing", 1, "even")]
-    found: Any = part.rebalancer
-    assert part.looks is found
-    assert found.made_of == ([layer], "states", "group", "stages")
+    found: Any = part.controller
+    assert (found.made_of[:3], found.made_of[-1]) == (([layer], "states", "group"), "stages")
     part.after_step()
+    assert layer.calls[1:] == ["fetch"]
     part.resume(7)
-    assert found.calls == ["after step", 7]
+    assert found.calls == ["after step", ("forget", 7), ("go on", 7)]
 
 
 def test_without_the_section_experts_stay() -> None:
     of, layer = shared()
     part = experts(of, None)
-    assert (part.rebalancer, part.looks, part.placements()) == (None, None, {})
+    assert (part.rebalancer, part.controller, part.placements()) == (None, None, {})
     part.after_step()
     part.resume(3)
     part.take([{"mlp": [[0, 2], [1, 3]]}])
@@ -146,7 +157,7 @@ def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
 def test_a_stage_without_experts_takes_part() -> None:
     part = experts(shared(with_layer=False)[0], MoeChoice(), others=["other"], stages="stages")
     assert part.rebalancer is None
-    assert part.looks is not None
+    assert part.follow_load
     assert part.place({"other": SWAPPED}) == {"moved": 0, "num_bytes": 0, "seconds": 0.0}
 
 
