@@ -12,30 +12,30 @@ from statistics import median
 @dataclass
 class _Level:
     mean: float = 0.0
-    num_looks: int = 0
+    num_intervals: int = 0
     last: list[float] = field(default_factory=list)
     """The values seen since the level changed, as many as it takes to notice a change."""
 
 
 class Speeds:
-    """An exponentially weighted mean of what each look at a stage found, which starts anew at a changed level.
+    """An exponentially weighted mean of the values of each tuning interval, which starts anew at a changed level.
 
-    A look brings the values of the steps since the last one. With m their median, ``mean += a · (m - mean)``, where a
-    is ``weight``, but ``1 / n`` at the n-th look since the level changed while that is more: the first values are not
-    worth more than those that follow.
+    An interval brings the values of its steps. With m their median, ``mean += a · (m - mean)``, where a is ``weight``,
+    but ``1 / n`` at the n-th interval since the level changed while that is more: the first values are not worth more
+    than those that follow.
 
     Values are off a level if they all exceed ``level · (1 + jump)`` or all fall below ``level / (1 + jump)``. The level
-    has changed when the last ``confirm`` values, which may be of several looks, are off the mean: one step that takes
-    long, for whatever reason, is no change, nor is noise of ±10 %. The mean is then the median of the trailing run of
-    values that are of the new level: it reaches back, value by value, until the ``confirm`` values before it are off
-    the run's own median. The first look, too, may end on another level than it began with.
+    has changed when the last ``confirm`` values, which may be of several intervals, are off the mean: one step that
+    takes long, for whatever reason, is no change, nor is noise of ±10 %. The mean is then the median of the trailing
+    run of values that are of the new level: it reaches back, value by value, until the ``confirm`` values before it are
+    off the run's own median. The first interval, too, may end on another level than it began with.
 
     All is in ratios: values in other units give the same answer in those units, and values or their inverses (seconds
     or speeds) change at the same steps.
 
     Args:
         num_stages: numbers that are followed.
-        weight: of the newest look in the mean, above 0 and at most 1.
+        weight: of the newest interval in the mean, above 0 and at most 1.
         jump: relative change that is a new level, above 0.
         confirm: values in a row that it takes, at least 1.
 
@@ -61,7 +61,7 @@ class Speeds:
         return tuple(level.mean for level in self._levels)
 
     def update(self, per_step: Sequence[Sequence[float]]) -> tuple[int, ...]:
-        """Take in what was seen since the last look.
+        """Take in the values of an interval.
 
         Args:
             per_step: for each stage the values of the steps, oldest first; may be empty. A value that is 0, or not
@@ -81,23 +81,23 @@ class Speeds:
         return tuple(
             stage
             for stage, values in enumerate(per_step)
-            if self._look(self._levels[stage], [value for value in values if value > 0 and isfinite(value)])
+            if self._follow(self._levels[stage], [value for value in values if value > 0 and isfinite(value)])
         )
 
-    def _look(self, level: _Level, values: list[float]) -> bool:
+    def _follow(self, level: _Level, values: list[float]) -> bool:
         if not values:
             return False
-        is_first = not level.num_looks
+        is_first = not level.num_intervals
         if is_first:
             level.mean = median(values)
         seen = [*level.last, *values]
         changed = len(seen) >= self.confirm and self._are_off(seen[-self.confirm :], level.mean)
         if changed:
             run = self._last_level(seen)
-            level.mean, level.num_looks, seen = median(run), 1, seen[-len(run) :]
+            level.mean, level.num_intervals, seen = median(run), 1, seen[-len(run) :]
         else:
-            level.num_looks += 1
-            level.mean += max(self.weight, 1 / level.num_looks) * (median(values) - level.mean)
+            level.num_intervals += 1
+            level.mean += max(self.weight, 1 / level.num_intervals) * (median(values) - level.mean)
         level.last = seen[-self.confirm :]
         return changed and not is_first
 

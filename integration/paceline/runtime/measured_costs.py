@@ -45,7 +45,7 @@ class MeasuredCosts:
     measured_s: float = 0.0
     """A step, as it was in the last tuning interval."""
     parts: tuple[int, ...] = ()
-    """Boundaries over the items, as far as a partition is looked for."""
+    """Boundaries over the items, if a partition is chosen."""
     items: tuple[ItemCosts, ...] = ()
     """Costs of each item, once layers were timed."""
     guessed: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ class MeasuredCosts:
                 self.backward_s[size][stage] *= own * each / now
 
     def layout(self, cuts: Sequence[int], memory_bytes: int | None) -> Layout:
-        """The partition that runs, for those who look for another one.
+        """Describe the partition that runs, for a search of another one.
 
         Args:
             cuts: where the items may be cut.

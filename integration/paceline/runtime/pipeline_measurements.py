@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..comm.control import ControlPlane
-from ..measure.recorder import Recorder
 from ..planning.candidates import Candidate
 from ..planning.tuning import DecisionLog, DecisionRecord
 from ..supervise.watch import EVERYONE, WATCH
 from .controller import Agreement
 from .measured_costs import MeasuredCosts
+from .meter import Meter
 from .movable_layers import Layers
-from .rank_reports import LayerReport, Report
+from .rank_reports import LayerReport, Report, ReportGatherer
 from .schedule_actuator import RunsSchedules
 from .tracer import TimelineWriter
 
@@ -24,25 +24,6 @@ MEASURING_STEPS = 2
 """Steps with a micro-batch size before its times count."""
 
 Value = TypeVar("Value")
-
-
-class GathersReports(Protocol):
-    """Brings the reports of all ranks together: :class:`~paceline.runtime.rank_reports.ReportGatherer`."""
-
-    def gather(
-        self, after: dict[str, int], *, layers: Mapping[int, LayerReport], memory_bytes: int | None
-    ) -> list[Report]: ...
-
-
-class TimesLayers(Protocol):
-    """Measures a rank's steps and layers: :class:`~paceline.runtime.meter.Meter`."""
-
-    @property
-    def recorder(self) -> Recorder: ...
-
-    def time_layers(self, layers: Layers) -> None: ...
-
-    def stop_timing_layers(self, layers: Layers, micro_batch_size: int) -> dict[int, LayerReport]: ...
 
 
 class JobAgreement:
@@ -83,8 +64,8 @@ class PipelineMeasurements:
         costs: MeasuredCosts,
         try_size: Callable[[Candidate], None],
         layers: Layers,
-        meter: TimesLayers,
-        reports: GathersReports,
+        meter: Meter,
+        reports: ReportGatherer,
         agreement: Agreement,
         log: DecisionLog,
         timelines: TimelineWriter,

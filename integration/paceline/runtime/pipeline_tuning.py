@@ -10,9 +10,11 @@ from ..config.schedules import ScheduleChoice
 from ..planning.tuning import DecisionLog, TuningInterval
 from .controller import Actuator, Controller
 from .measured_costs import MeasuredCosts
+from .meter import Meter
 from .movable_layers import Layers
 from .partition_actuator import MovesLayers, PartitionActuator
-from .pipeline_measurements import GathersReports, JobAgreement, PipelineMeasurements, TimesLayers
+from .pipeline_measurements import JobAgreement, PipelineMeasurements
+from .rank_reports import ReportGatherer
 from .schedule_actuator import RunsSchedules, ScheduleActuator
 from .tracer import TimelineWriter
 
@@ -26,8 +28,8 @@ def pipeline_controller(
     partition: PartitionChoice,
     pipeline: TunedPipeline,
     layers: Layers,
-    meter: TimesLayers,
-    reports: GathersReports,
+    meter: Meter,
+    reports: ReportGatherer,
     control: ControlPlane,
     log: DecisionLog,
     timelines: TimelineWriter,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,15 @@ from torch import nn
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
 from ..comm.transport import Record, Transport, lanes_of
-from ..measure.clock import Clock, host_seconds
+from ..measure.clock import host_seconds
 from ..measure.device_memory import room_bytes
 from ..measure.layer_timer import ItemTimes
-from ..measure.recorder import Recorder, StepTimes
+from ..measure.recorder import StepTimes
 from ..optim.sharded import ShardedOptimizer
 from ..schedules.timeline import Span, Timeline, Transfer
+
+if TYPE_CHECKING:
+    from .meter import Meter
 
 WAIT = "wait"
 """Kind of a span in which a rank waits for what another sends."""
@@ -123,19 +126,6 @@ def _answer(control: ControlPlane, peer: int) -> None:
         dist.send(shown, peer, group=control.world)
 
 
-class StepMeter(Protocol):
-    """Measurements of this rank's steps, as :class:`~paceline.runtime.meter.Meter` has them."""
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def recorder(self) -> Recorder: ...
-
-    @property
-    def saved_bytes(self) -> Mapping[int, float]: ...
-
-
 class ReportGatherer:
     """Brings the reports of all ranks together. All ranks make one at the same time.
 
@@ -151,7 +141,7 @@ class ReportGatherer:
     def __init__(
         self,
         control: ControlPlane,
-        meter: StepMeter,
+        meter: Meter,
         device: torch.device,
         *,
         pipe_ranks: Sequence[int],

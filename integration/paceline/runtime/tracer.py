@@ -6,24 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ..report.step_records import StepRecord, write
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import simulate
 from .measured_costs import MeasuredCosts
-from .rank_reports import Report, timeline
+from .rank_reports import Report, ReportGatherer, timeline
 
 logger = logging.getLogger("paceline")
 
 DRAWN = 4096
 """Stages times micro-batches up to which steps are recorded that nobody asked for: more take long, and no picture."""
-
-
-class GathersReports(Protocol):
-    """Brings the reports of all ranks together: :class:`~paceline.runtime.rank_reports.ReportGatherer`."""
-
-    def gather(self, after: dict[str, int]) -> list[Report]: ...
 
 
 @dataclass
@@ -87,7 +80,7 @@ class Tracer:
 
     every: int
     num_stages: int
-    reports: GathersReports
+    reports: ReportGatherer
     timelines: TimelineWriter
     is_first: bool
     _costs: MeasuredCosts = field(init=False)
