@@ -59,7 +59,7 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
     found = state_in_order(engine)
     top_k = layer.get("k", 2) if family == NATIVE else engine.module.config.num_experts_per_tok
     return {
-        "loads": {sum(of["loads"]) for window in engine.rebalancer.loads.windows for of in window["layers"]},
+        "loads": {sum(of["loads"]) for window in engine.rebalancer.windows for of in window["layers"]},
         "tokens": accumulation * torch.distributed.get_world_size() * models.BATCH * models.LENGTH * top_k,
         "stock": stock,
         "ours": ours,

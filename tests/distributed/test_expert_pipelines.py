@@ -258,8 +258,8 @@ def train_placed(case: Case, stages: int) -> list[dict[str, Any]]:
                 shuffle(engine)
             losses += steps(engine, step, 1)
         routed = sum(int(layer.routed.sum()) for layer in engine.expert_layers.values())
-        windows = len(engine.rebalancer.loads.windows)
-        decided = [(decision["step"], decision["stage"]) for decision in engine.decisions.decisions]
+        windows = len(engine.rebalancer.windows)
+        decided = [(decision["step"], decision["stage"]) for decision in engine.rebalancer.decisions]
         found.append(
             {"losses": losses, "state": state(engine), "routed": routed, "windows": windows, "decided": decided}
         )

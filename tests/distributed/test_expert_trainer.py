@@ -75,7 +75,7 @@ def trainer_job(
         "engine": type(engine).__name__,
         "losses": [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry],
         "placements": placements,
-        "windows": len(rebalancer.loads.windows) if rebalancer else 0,
+        "windows": len(rebalancer.windows) if rebalancer else 0,
         "steps": rebalancer.loads.step if rebalancer else 0,
     }
 

@@ -104,7 +104,7 @@ def run(section: dict[str, Any] | None, *, skewed: bool, row_s: float, ep: int) 
         found["losses"].append(loss.item())
     if section is not None:
         assert engine.rebalancer is not None
-        found |= {"decisions": engine.decisions.decisions, "windows": engine.rebalancer.loads.windows}
+        found |= {"decisions": engine.rebalancer.decisions, "windows": engine.rebalancer.windows}
         found["placements"] = engine.rebalancer.placements()
         found["copies"] = [
             {

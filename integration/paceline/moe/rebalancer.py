@@ -75,6 +75,7 @@ class Rebalancer:
         states: what this rank holds of a parameter (:func:`paceline.moe.moving.states_of`).
         group: all ranks that hold these layers: expert-parallel times expert-data-parallel.
         config: how often, and with how many copies.
+        decided: what was decided, for :attr:`decisions`.
         stages: of the pipeline, if these layers are of one stage of several.
     """
 
@@ -84,10 +85,11 @@ class Rebalancer:
         states: Callable[[nn.Parameter], Sequence[StatePart]],
         group: Any,
         config: MoeChoice,
+        decided: tuning.DecisionLog,
         *,
         stages: Stages | None = None,
     ) -> None:
-        self.loads, self.stages = loads, stages
+        self.loads, self.stages, self._decided = loads, stages, decided
         self.layers, self.states, self.group = loads.layers, states, group
         self.by_name = {layer.name: layer for layer in self.layers}
         self.num_replicas = config.replicas
@@ -100,6 +102,16 @@ class Rebalancer:
         """Bytes a second, fixed seconds, and seconds for each expert, of moving; once known."""
         self._moves: list[tuple[int, float]] = []
         """Experts that changed owner, and seconds beside sending them, of the last moves."""
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """Decisions about experts and their numbers, in a pipeline of all stages. On the first rank of the job."""
+        return [decision for decision in self._decided.decisions if decision["what"] == tuning.EXPERTS]
+
+    @property
+    def windows(self) -> list[dict[str, Any]]:
+        """On the first rank of the group, step, loads and placements of each tuning interval."""
+        return self.loads.windows
 
     # -- between steps, as somebody asks -------------------------------------------------------------------------
 

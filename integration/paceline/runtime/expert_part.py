@@ -117,7 +117,7 @@ def expert_controller(
         stages: of the pipeline, if these layers are of one stage of several.
     """
     loads = LoadMeasurements(layers, states, group, None if section.loads_file is None else Path(section.loads_file))
-    rebalancer = Rebalancer(loads, states, group, section, stages=stages)
+    rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages)
     agreement = StageAgreement(group, layers[0].device, stages)
     return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided)
 
