@@ -138,7 +138,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
         else kfkb(stages, model.micro_batches, 1 if name == "1f1b" else int(name.removeprefix("kfkb")))
         for name in names
     }
-    knowledge, after = MeasuredCosts(stages), dict[str, int]()
+    measured_costs, after = MeasuredCosts(stages), dict[str, int]()
     looks: list[dict[str, Any]] = []
 
     def turn(number: int) -> None:
@@ -154,8 +154,8 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
             reports = engine.reports.gather(after)
             engine.meter.recorder.forget()
             if engine.global_rank == 0:
-                knowledge.update(reports)
-                costs = knowledge.costs(engine.cut)
+                measured_costs.update(reports)
+                costs = measured_costs.costs(engine.cut)
                 walls = [step.ended_s - step.begun_s for report in reports for step in report.steps if not report.stage]
                 predicted = {other: simulate(schedules[other], costs).makespan_s for other in names}
                 look = {"schedule": name, "measured_s": statistics.mean(walls), "predicted_s": predicted}

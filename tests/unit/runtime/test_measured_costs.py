@@ -23,28 +23,28 @@ from reports import MICRO_BATCHES, STAGES, Run
 
 
 def known(*looks: Sequence[Report]) -> MeasuredCosts:
-    knowledge = MeasuredCosts(STAGES)
+    measured_costs = MeasuredCosts(STAGES)
     for reports in looks:
-        knowledge.update(reports)
-    return knowledge
+        measured_costs.update(reports)
+    return measured_costs
 
 
 def test_costs_are_those_of_the_run() -> None:
     run = Run()
-    knowledge = known(run.reports())
-    costs = knowledge.costs(2)
-    assert knowledge.sizes() == [2]
+    measured_costs = known(run.reports())
+    costs = measured_costs.costs(2)
+    assert measured_costs.sizes() == [2]
     assert costs.forward_s == pytest.approx(run.forward_s)
     assert costs.backward_s == pytest.approx(run.backward_s)
     assert costs.message_bytes == (4000.0,) * 2
     assert costs.activation_bytes == (200.0,) * 3
-    assert knowledge.room_bytes == [1e9, 1e9 + 1, 1e9 + 2]
+    assert measured_costs.room_bytes == [1e9, 1e9 + 1, 1e9 + 2]
     for link in (*costs.down, *costs.up):
         assert link.bytes_per_s == pytest.approx(1e6)
         assert link.latency_s == 0.001
     assert costs.egress_bytes_per_s == (inf,)
     assert costs.step_s == pytest.approx(0.1)
-    assert knowledge.measured_s == pytest.approx(run.reports()[0].steps[0].ended_s - run.begun_s)
+    assert measured_costs.measured_s == pytest.approx(run.reports()[0].steps[0].ended_s - run.begun_s)
 
 
 def test_clocks_that_differ_by_seconds_change_nothing() -> None:
@@ -74,13 +74,13 @@ def test_replicas_count_as_the_slowest_sees_it() -> None:
     )
     reports = [*slow.reports(replica=1), *fast.reports(replica=0)]
     reports[4] = replace(reports[4], room_bytes=7.0, saved_bytes={2: 900.0})
-    knowledge = known(reports)
-    costs = knowledge.costs(2)
+    measured_costs = known(reports)
+    costs = measured_costs.costs(2)
     assert costs.forward_s == pytest.approx((0.04, 0.03, 0.02))
     assert costs.down[0].bytes_per_s == pytest.approx(4000 / 0.008)
     assert costs.down[0].latency_s == 0.002
     assert costs.activation_bytes == (200.0, 900.0, 200.0)
-    assert knowledge.room_bytes == [1e9, 7.0, 1e9 + 2]
+    assert measured_costs.room_bytes == [1e9, 7.0, 1e9 + 2]
 
 
 def test_a_link_is_what_the_looks_at_it_found_on_average() -> None:
@@ -117,50 +117,50 @@ def test_reducing_and_stepping_are_beside_the_schedule() -> None:
 
 def test_a_size_that_is_measured_later_is_known_besides() -> None:
     first, later = Run(), Run(forward_s=(0.02, 0.06, 0.04), size=4, num_bytes=8000)
-    knowledge = known(first.reports(), later.reports(first_number=9))
-    assert knowledge.sizes() == [2, 4]
-    assert knowledge.costs(2).forward_s == pytest.approx(first.forward_s)
-    assert knowledge.costs(4).forward_s == pytest.approx(later.forward_s)
-    assert knowledge.costs(2).message_bytes == (4000.0,) * 2
-    assert knowledge.costs(4).message_bytes == (8000.0,) * 2
-    assert knowledge.costs(4).activation_bytes == (400.0,) * 3
+    measured_costs = known(first.reports(), later.reports(first_number=9))
+    assert measured_costs.sizes() == [2, 4]
+    assert measured_costs.costs(2).forward_s == pytest.approx(first.forward_s)
+    assert measured_costs.costs(4).forward_s == pytest.approx(later.forward_s)
+    assert measured_costs.costs(2).message_bytes == (4000.0,) * 2
+    assert measured_costs.costs(4).message_bytes == (8000.0,) * 2
+    assert measured_costs.costs(4).activation_bytes == (400.0,) * 3
 
 
 def test_a_device_that_becomes_slower_is_slower_at_every_size() -> None:
     two, four = Run(), Run(forward_s=(0.02, 0.06, 0.04), backward_s=(0.04, 0.1, 0.08), size=4)
     slower = Run(forward_s=(0.01, 0.06, 0.02), backward_s=(0.02, 0.1, 0.04))  # stage 1, at size 2
-    knowledge = known(two.reports(), four.reports(first_number=9), slower.reports(first_number=17))
-    assert knowledge.costs(2).forward_s == pytest.approx((0.01, 0.06, 0.02))
-    assert knowledge.costs(4).forward_s == pytest.approx((0.02, 0.12, 0.04))
-    assert knowledge.costs(4).backward_s == pytest.approx((0.04, 0.2, 0.08))
+    measured_costs = known(two.reports(), four.reports(first_number=9), slower.reports(first_number=17))
+    assert measured_costs.costs(2).forward_s == pytest.approx((0.01, 0.06, 0.02))
+    assert measured_costs.costs(4).forward_s == pytest.approx((0.02, 0.12, 0.04))
+    assert measured_costs.costs(4).backward_s == pytest.approx((0.04, 0.2, 0.08))
 
 
 def test_two_sizes_in_one_look_scale_a_third_once() -> None:
     runs = {size: Run(size=size) for size in (1, 2, 4)}
-    knowledge = known(*(run.reports(first_number=1 + 8 * i) for i, run in enumerate(runs.values())))
+    measured_costs = known(*(run.reports(first_number=1 + 8 * i) for i, run in enumerate(runs.values())))
     slower = replace(runs[1], forward_s=(0.02, 0.06, 0.04)).reports(first_number=25)
     for report, more in zip(slower, replace(runs[2], forward_s=(0.02, 0.06, 0.04)).reports(), strict=True):
         report.steps.extend(more.steps)
-    knowledge.update(slower)
-    assert knowledge.costs(4).forward_s == pytest.approx((0.02, 0.06, 0.04))
+    measured_costs.update(slower)
+    assert measured_costs.costs(4).forward_s == pytest.approx((0.02, 0.06, 0.04))
 
 
 def test_a_rank_without_times_keeps_what_was_known_of_it() -> None:
     two, four = Run(), Run(size=4)
-    knowledge = known(two.reports(), four.reports(first_number=9))
+    measured_costs = known(two.reports(), four.reports(first_number=9))
     reports = two.reports(first_number=17)
     reports[1] = replace(reports[1], steps=[])
-    knowledge.update(reports)
+    measured_costs.update(reports)
     for size in (2, 4):
-        assert knowledge.costs(size).forward_s == pytest.approx(two.forward_s)
+        assert measured_costs.costs(size).forward_s == pytest.approx(two.forward_s)
 
 
 def test_a_look_without_steps_or_messages_changes_nothing() -> None:
-    knowledge = known(Run().reports())
-    before = knowledge.costs(2)
+    measured_costs = known(Run().reports())
+    before = measured_costs.costs(2)
     nothing = [replace(report, steps=[], records={}) for report in Run().reports()]
-    knowledge.update(nothing)
-    assert knowledge.costs(2) == before
+    measured_costs.update(nothing)
+    assert measured_costs.costs(2) == before
 
 
 def test_the_messages_of_an_evaluation_tell_the_links_and_not_the_sizes() -> None:
@@ -206,19 +206,19 @@ def contended(steps: int, per_step: int, seed: int, once_s: float = 0.0) -> list
 def test_a_step_of_ranks_that_share_cores_is_as_long_as_it_was(seed: int) -> None:
     """A step is a sum of computations, and their median is a fifth too short for it."""
     reports = contended(steps=8, per_step=16, seed=seed)
-    knowledge = MeasuredCosts(1)
-    knowledge.update(reports)
+    measured_costs = MeasuredCosts(1)
+    measured_costs.update(reports)
     measured = sum(step.ended_s - step.begun_s for step in reports[0].steps) / 8
-    assert simulate(one_f_one_b(1, 16), knowledge.costs(2)).makespan_s == pytest.approx(measured, rel=1e-6)
-    assert knowledge.measured_s == pytest.approx(measured)
+    assert simulate(one_f_one_b(1, 16), measured_costs.costs(2)).makespan_s == pytest.approx(measured, rel=1e-6)
+    assert measured_costs.measured_s == pytest.approx(measured)
 
 
 def test_what_happened_once_is_not_expected_again() -> None:
     predicted = []
     for once_s in (0.0, 1.0):
-        knowledge = MeasuredCosts(1)
-        knowledge.update(contended(steps=2, per_step=16, seed=5, once_s=once_s))
-        predicted.append(simulate(one_f_one_b(1, 16), knowledge.costs(2)).makespan_s)
+        measured_costs = MeasuredCosts(1)
+        measured_costs.update(contended(steps=2, per_step=16, seed=5, once_s=once_s))
+        predicted.append(simulate(one_f_one_b(1, 16), measured_costs.costs(2)).makespan_s)
     assert predicted[1] == pytest.approx(predicted[0], rel=0.03)
 
 
@@ -241,17 +241,17 @@ def test_no_negative_number_and_no_nan_reaches_the_costs(
     hosts: tuple[str, ...],
 ) -> None:
     """Clocks that drift from look to look and are compared badly, and ranks that have nothing to show."""
-    knowledge = MeasuredCosts(STAGES)
-    knowledge.update(Run(forward_s=forward_s, hosts=hosts).reports())
+    measured_costs = MeasuredCosts(STAGES)
+    measured_costs.update(Run(forward_s=forward_s, hosts=hosts).reports())
     for look, offsets in enumerate(offsets_s):
         reports = Run(forward_s=forward_s, hosts=hosts, offsets_s=offsets).reports(first_number=9 + 8 * look)
         for report, error in zip(reports, errors_s, strict=True):
             report.clock_s += error
         for stage, name in missing:
             reports[stage] = replace(reports[stage], **{name: [] if name == "steps" else {}})
-        knowledge.update(reports)
-        costs = knowledge.costs(2)  # Costs refuses negative numbers and those that are none
-        assert isfinite(knowledge.measured_s)
+        measured_costs.update(reports)
+        costs = measured_costs.costs(2)  # Costs refuses negative numbers and those that are none
+        assert isfinite(measured_costs.measured_s)
         assert isfinite(simulate(one_f_one_b(STAGES, MICRO_BATCHES), costs).makespan_s)
 
 
@@ -318,24 +318,24 @@ def _layer_report(item: Item, speed: float) -> LayerReport:
 
 def followed(pipe: Layered, *others: Sequence[Report]) -> MeasuredCosts:
     """What is known after a look with layers' times, and other looks."""
-    knowledge = MeasuredCosts(STAGES, parts=pipe.parts)
-    knowledge.update(pipe.reports(timed=True))
+    measured_costs = MeasuredCosts(STAGES, parts=pipe.parts)
+    measured_costs.update(pipe.reports(timed=True))
     for reports in others:
-        knowledge.update(reports)
-    return knowledge
+        measured_costs.update(reports)
+    return measured_costs
 
 
-def works(knowledge: MeasuredCosts) -> list[tuple[float, float]]:
-    return [(item.forward_s, item.backward_s) for item in knowledge.items]
+def works(measured_costs: MeasuredCosts) -> list[tuple[float, float]]:
+    return [(item.forward_s, item.backward_s) for item in measured_costs.items]
 
 
 def test_work_and_speed_are_told_apart() -> None:
-    knowledge = followed(Layered())
-    assert works(knowledge) == [pytest.approx((item.forward_s, item.backward_s)) for item in ITEMS]
-    assert [item.num_parameters for item in knowledge.items] == [item.num_parameters for item in ITEMS]
-    assert [item.saved_bytes for item in knowledge.items] == [item.saved_bytes for item in ITEMS]
-    assert [item.output_bytes for item in knowledge.items] == [item.output_bytes for item in ITEMS]
-    assert knowledge.guessed == ()
+    measured_costs = followed(Layered())
+    assert works(measured_costs) == [pytest.approx((item.forward_s, item.backward_s)) for item in ITEMS]
+    assert [item.num_parameters for item in measured_costs.items] == [item.num_parameters for item in ITEMS]
+    assert [item.saved_bytes for item in measured_costs.items] == [item.saved_bytes for item in ITEMS]
+    assert [item.output_bytes for item in measured_costs.items] == [item.output_bytes for item in ITEMS]
+    assert measured_costs.guessed == ()
 
 
 def test_the_steps_are_as_they_were_measured() -> None:
@@ -347,9 +347,9 @@ def test_the_steps_are_as_they_were_measured() -> None:
 
 def test_another_partition_is_predicted_as_it_would_be() -> None:
     pipe = Layered()
-    knowledge = followed(pipe)
+    measured_costs = followed(pipe)
     other = replace(pipe, parts=(0, 3, 6, 8))
-    costs = knowledge.layout((), None).costs(knowledge.costs(2), other.parts)
+    costs = measured_costs.layout((), None).costs(measured_costs.costs(2), other.parts)
     assert costs.forward_s == pytest.approx(other.run().forward_s)
     assert costs.backward_s == pytest.approx(other.run().backward_s)
 
@@ -357,9 +357,9 @@ def test_another_partition_is_predicted_as_it_would_be() -> None:
 def test_what_probably_is_alike_tells_if_nothing_certainly_is() -> None:
     """Layers that are told their number, say: of other kinds, as far as one can be sure."""
     items = tuple(replace(item, certain=f"{item.certain} {n}", probable=item.certain) for n, item in enumerate(ITEMS))
-    knowledge = followed(Layered(items))
-    assert works(knowledge) == [pytest.approx((item.forward_s, item.backward_s)) for item in ITEMS]
-    assert knowledge.guessed == ()
+    measured_costs = followed(Layered(items))
+    assert works(measured_costs) == [pytest.approx((item.forward_s, item.backward_s)) for item in ITEMS]
+    assert measured_costs.guessed == ()
 
 
 def test_probably_alike_layers_keep_their_own_times() -> None:
@@ -367,8 +367,8 @@ def test_probably_alike_layers_keep_their_own_times() -> None:
     items[4] = replace(items[4], forward_s=0.03)  # not alike after all
     items[1] = replace(items[1], forward_s=0.03)
     items[7] = replace(items[7], forward_s=0.03)
-    knowledge = followed(Layered(tuple(items), parts=(0, 3, 6, 8), speeds=(1.0, 1.0, 1.0)))
-    forward_s = [item.forward_s for item in knowledge.items]
+    measured_costs = followed(Layered(tuple(items), parts=(0, 3, 6, 8), speeds=(1.0, 1.0, 1.0)))
+    forward_s = [item.forward_s for item in measured_costs.items]
     assert min(forward_s[n] for n in (1, 4, 7)) > 2.5 * max(forward_s[n] for n in (0, 2, 3, 5, 6))
 
 
@@ -377,37 +377,37 @@ def test_a_layer_that_was_timed_on_two_stages_tells_what_was_guessed() -> None:
     items = [replace(LAYER, certain=f"{n // 3}") for n in range(9)]
     items[6:] = [replace(item, num_parameters=9000) for item in items[6:]]
     before = Layered(tuple(items), parts=(0, 3, 6, 9))
-    knowledge = followed(before)
-    assert knowledge.guessed == (1, 2)
-    assert works(knowledge)[8] != pytest.approx((LAYER.forward_s, LAYER.backward_s), rel=0.1)
+    measured_costs = followed(before)
+    assert measured_costs.guessed == (1, 2)
+    assert works(measured_costs)[8] != pytest.approx((LAYER.forward_s, LAYER.backward_s), rel=0.1)
     after = replace(before, parts=(0, 4, 7, 9))  # one layer of each later stage has moved up
-    knowledge.has_moved(after.parts)
-    knowledge.update(after.reports(1, timed=True))
-    assert knowledge.guessed == ()
-    assert works(knowledge) == [pytest.approx((LAYER.forward_s, LAYER.backward_s))] * 9
+    measured_costs.has_moved(after.parts)
+    measured_costs.update(after.reports(1, timed=True))
+    assert measured_costs.guessed == ()
+    assert works(measured_costs) == [pytest.approx((LAYER.forward_s, LAYER.backward_s))] * 9
 
 
 def test_times_of_other_micro_batches_are_not_mixed() -> None:
     pipe = Layered()
-    knowledge = followed(pipe)
+    measured_costs = followed(pipe)
     larger = replace(pipe, size=4).reports(1, timed=True)
     for report in larger:
         report.layers = {
             item: layer._replace(size=4, times=layer.times._replace(forward_s=2 * layer.times.forward_s))
             for item, layer in report.layers.items()
         }
-    knowledge.update(larger)
-    assert [forward for forward, _ in works(knowledge)] == pytest.approx([2 * item.forward_s for item in ITEMS])
+    measured_costs.update(larger)
+    assert [forward for forward, _ in works(measured_costs)] == pytest.approx([2 * item.forward_s for item in ITEMS])
 
 
 def test_where_nothing_is_alike_sizes_tell_and_the_stage_is_named() -> None:
     items = [replace(item, certain=f"{n}") for n, item in enumerate((LAYER,) * 6)]
     items[4] = items[5] = replace(LAYER, certain="other", num_parameters=2000, forward_s=0.02, backward_s=0.04)
     items[2] = items[0]
-    knowledge = followed(Layered(tuple(items), parts=(0, 2, 4, 6)))
-    assert knowledge.guessed == (2,)
-    assert works(knowledge)[0] == pytest.approx((0.01, 0.02))
-    assert works(knowledge)[4] == pytest.approx((0.02, 0.04))
+    measured_costs = followed(Layered(tuple(items), parts=(0, 2, 4, 6)))
+    assert measured_costs.guessed == (2,)
+    assert works(measured_costs)[0] == pytest.approx((0.01, 0.02))
+    assert works(measured_costs)[4] == pytest.approx((0.02, 0.04))
 
 
 def test_replicas_of_unlike_devices_tell_of_probably_alike_layers_together() -> None:
@@ -415,29 +415,29 @@ def test_replicas_of_unlike_devices_tell_of_probably_alike_layers_together() -> 
     slow, fast = (Layered(items, parts=(0, 2, 4, 6), speeds=(1.0, speed, 1.0)) for speed in (0.5, 1.0))
     found = []
     for first, second in ((slow, fast), (fast, slow)):
-        knowledge = MeasuredCosts(STAGES, parts=(0, 2, 4, 6))
-        knowledge.update([*first.reports(timed=True), *second.reports(replica=1, timed=True)])
-        found.append(works(knowledge))
-        assert knowledge.costs(2).forward_s == pytest.approx((0.02, 0.04, 0.02))  # the slowest counts
+        measured_costs = MeasuredCosts(STAGES, parts=(0, 2, 4, 6))
+        measured_costs.update([*first.reports(timed=True), *second.reports(replica=1, timed=True)])
+        found.append(works(measured_costs))
+        assert measured_costs.costs(2).forward_s == pytest.approx((0.02, 0.04, 0.02))  # the slowest counts
     assert found[0] == [pytest.approx(work) for work in found[1]]
     assert [forward for forward, _ in found[0]] == pytest.approx([0.01] * 6, rel=0.1)
 
 
 def test_without_a_partition_to_look_for_nothing_is_learnt_of_layers() -> None:
-    knowledge = MeasuredCosts(STAGES)
-    knowledge.update(Layered().reports(timed=True))
-    assert knowledge.items == ()
-    assert knowledge.costs(2).forward_s == pytest.approx(Layered().run().forward_s)
+    measured_costs = MeasuredCosts(STAGES)
+    measured_costs.update(Layered().reports(timed=True))
+    assert measured_costs.items == ()
+    assert measured_costs.costs(2).forward_s == pytest.approx(Layered().run().forward_s)
 
 
 def test_a_device_that_slows_down_is_seen_at_the_next_look() -> None:
     pipe = Layered()
     slower = replace(pipe, speeds=(1.0, 1.0, 0.5))
-    knowledge = followed(pipe, *(pipe.reports(look) for look in (1, 2, 3)), slower.reports(4))
-    assert knowledge.costs(2).forward_s == pytest.approx(slower.run().forward_s)
-    assert knowledge.costs(2).backward_s == pytest.approx(slower.run().backward_s)
-    knowledge.update(pipe.reports(5))
-    assert knowledge.costs(2).forward_s == pytest.approx(pipe.run().forward_s)
+    measured_costs = followed(pipe, *(pipe.reports(look) for look in (1, 2, 3)), slower.reports(4))
+    assert measured_costs.costs(2).forward_s == pytest.approx(slower.run().forward_s)
+    assert measured_costs.costs(2).backward_s == pytest.approx(slower.run().backward_s)
+    measured_costs.update(pipe.reports(5))
+    assert measured_costs.costs(2).forward_s == pytest.approx(pipe.run().forward_s)
 
 
 def unsteady(pipe: Layered, look: int, factors: Sequence[Sequence[float]]) -> list[Report]:
@@ -462,12 +462,12 @@ def noise(chance: random.Random) -> list[list[float]]:
 def test_noise_is_smoothed() -> None:
     chance = random.Random(3)
     pipe = Layered()
-    knowledge = followed(pipe)
+    measured_costs = followed(pipe)
     off, steady = [], []
     for look in range(1, 51):
         reports = unsteady(pipe, look, noise(chance))
-        knowledge.update(reports)
-        for seen, errors in ((known(reports), off), (knowledge, steady)):
+        measured_costs.update(reports)
+        for seen, errors in ((known(reports), off), (measured_costs, steady)):
             pairs = zip(seen.costs(2).forward_s, pipe.run().forward_s, strict=True)
             errors += [abs(now / true - 1) for now, true in pairs]
     assert max(steady) < 0.06
@@ -477,56 +477,56 @@ def test_noise_is_smoothed() -> None:
 def test_noise_does_not_add_up_in_sizes_that_are_not_measured() -> None:
     chance = random.Random(4)
     pipe, large = Layered(), Layered(size=4)
-    knowledge = followed(pipe, large.reports(1))
+    measured_costs = followed(pipe, large.reports(1))
     for look in range(2, 102):
-        knowledge.update(unsteady(pipe, look, noise(chance)))
-        for seconds, true in zip(knowledge.costs(4).forward_s, large.run().forward_s, strict=True):
+        measured_costs.update(unsteady(pipe, look, noise(chance)))
+        for seconds, true in zip(measured_costs.costs(4).forward_s, large.run().forward_s, strict=True):
             assert seconds == pytest.approx(true, rel=0.08)
 
 
 def test_layers_that_have_moved_are_predicted_until_the_next_look() -> None:
     pipe = Layered()
     after = replace(pipe, parts=(0, 4, 6, 8))
-    knowledge = followed(pipe)
-    predicted = knowledge.layout((), None).costs(knowledge.costs(2), after.parts)
-    knowledge.has_moved(after.parts)
-    assert knowledge.parts == after.parts
-    assert knowledge.costs(2) == predicted
+    measured_costs = followed(pipe)
+    predicted = measured_costs.layout((), None).costs(measured_costs.costs(2), after.parts)
+    measured_costs.has_moved(after.parts)
+    assert measured_costs.parts == after.parts
+    assert measured_costs.costs(2) == predicted
     assert predicted.forward_s == pytest.approx(after.run().forward_s)
     assert predicted.activation_bytes == pytest.approx((200.0 * 4 / 2, 200.0 * 2 / 3, 200.0 * 2 / 3))
     heavier = replace(after, speeds=(1.0, 1.5, 0.5))  # layers take longer there than was thought
-    knowledge.update(heavier.reports(1))
-    assert knowledge.costs(2).forward_s == pytest.approx(heavier.run().forward_s)
-    knowledge.has_moved(pipe.parts)  # and that is what counts from then on
-    assert knowledge.costs(2).forward_s == pytest.approx(replace(heavier, parts=pipe.parts).run().forward_s)
+    measured_costs.update(heavier.reports(1))
+    assert measured_costs.costs(2).forward_s == pytest.approx(heavier.run().forward_s)
+    measured_costs.has_moved(pipe.parts)  # and that is what counts from then on
+    assert measured_costs.costs(2).forward_s == pytest.approx(replace(heavier, parts=pipe.parts).run().forward_s)
 
 
 def test_layers_move_at_every_size() -> None:
     pipe, large = Layered(), Layered(size=4)
-    knowledge = followed(pipe, large.reports(1))
+    measured_costs = followed(pipe, large.reports(1))
     parts = (0, 4, 6, 8)
-    knowledge.has_moved(parts)
-    assert knowledge.costs(4).forward_s == pytest.approx(replace(large, parts=parts).run().forward_s)
-    assert knowledge.costs(2).forward_s == pytest.approx(replace(pipe, parts=parts).run().forward_s)
+    measured_costs.has_moved(parts)
+    assert measured_costs.costs(4).forward_s == pytest.approx(replace(large, parts=parts).run().forward_s)
+    assert measured_costs.costs(2).forward_s == pytest.approx(replace(pipe, parts=parts).run().forward_s)
 
 
 def test_layers_that_move_before_anything_is_known() -> None:
-    knowledge = MeasuredCosts(STAGES, parts=PARTS)
-    knowledge.has_moved((0, 4, 6, 8))
+    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs.has_moved((0, 4, 6, 8))
     moved = replace(Layered(), parts=(0, 4, 6, 8))
-    knowledge.update(moved.reports(timed=True))
-    assert works(knowledge) == [pytest.approx((item.forward_s, item.backward_s)) for item in ITEMS]
+    measured_costs.update(moved.reports(timed=True))
+    assert works(measured_costs) == [pytest.approx((item.forward_s, item.backward_s)) for item in ITEMS]
 
 
 def test_the_slowest_replica_is_followed() -> None:
     fast, slow = Layered(), Layered(speeds=(1.0, 1.0, 0.25))
-    knowledge = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
     for look in range(3):
         reports = [*fast.reports(look, timed=look == 0), *slow.reports(look, replica=1, timed=look == 0)]
-        knowledge.update(reports)
-    assert knowledge.costs(2).forward_s == pytest.approx(slow.run().forward_s)
-    knowledge.update([*fast.reports(3), *replace(slow, speeds=(0.5, 1.0, 0.25)).reports(3, replica=1)])
-    assert knowledge.costs(2).forward_s[0] == pytest.approx(2 * fast.run().forward_s[0])
+        measured_costs.update(reports)
+    assert measured_costs.costs(2).forward_s == pytest.approx(slow.run().forward_s)
+    measured_costs.update([*fast.reports(3), *replace(slow, speeds=(0.5, 1.0, 0.25)).reports(3, replica=1)])
+    assert measured_costs.costs(2).forward_s[0] == pytest.approx(2 * fast.run().forward_s[0])
 
 
 def test_what_a_device_may_hold() -> None:
@@ -535,20 +535,20 @@ def test_what_a_device_may_hold() -> None:
         reports, (10.0, 20.0, 30.0), (16.0, 16.0, 8.0), (12.0, 4.0, 6.0), strict=True
     ):
         report.room_bytes, report.state_bytes, report.moved_bytes = room, state, moved
-    knowledge = MeasuredCosts(STAGES, parts=PARTS)
-    knowledge.update(reports)
-    free = knowledge.layout((1, 3), None)
+    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs.update(reports)
+    free = measured_costs.layout((1, 3), None)
     assert free.limit_bytes == (10.0 + 16 * 2000, 20.0 + 16 * 3000, 30.0 + 8 * 7000)
-    assert (free.parts, free.cuts, free.items) == (PARTS, (1, 3), knowledge.items)
+    assert (free.parts, free.cuts, free.items) == (PARTS, (1, 3), measured_costs.items)
     assert (free.state_bytes, free.moved_bytes) == ((16.0, 16.0, 8.0), 12.0)
-    assert knowledge.layout((), 77).limit_bytes == (77.0, 77.0, 77.0)
+    assert measured_costs.layout((), 77).limit_bytes == (77.0, 77.0, 77.0)
 
 
 def test_of_replicas_the_one_with_the_most_to_hold_counts() -> None:
     first, second = Layered().reports(timed=True), Layered().reports(replica=1, timed=True)
     for report, room, state in zip((*first, *second), (9.0, 2.0, 9.0, 1.0, 9.0, 3.0), (4, 4, 4, 6, 2, 5), strict=True):
         report.room_bytes, report.state_bytes = room, float(state)
-    knowledge = MeasuredCosts(STAGES, parts=PARTS)
-    knowledge.update([*second, *first])
-    assert knowledge.room_bytes == [1.0, 2.0, 3.0]
-    assert knowledge.state_bytes == [6.0, 4.0, 5.0]
+    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs.update([*second, *first])
+    assert measured_costs.room_bytes == [1.0, 2.0, 3.0]
+    assert measured_costs.state_bytes == [6.0, 4.0, 5.0]
