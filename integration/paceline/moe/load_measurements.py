@@ -75,7 +75,7 @@ class LoadMeasurements:
         self._begun = self._timed_from = 0
         """Steps at which the interval, and timing in it, began."""
         self._steps = 0
-        """Of the last interval."""
+        """Steps of the last interval."""
 
     def forget(self, step: int) -> None:
         """Count from ``step``: of a run that goes on."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from .switching import Decision
 
 SCHEDULE, PARTITION, EXPERTS = "schedule", "partition", "experts"
-"""Whatever a decision is about."""
+"""Subjects of decisions."""
 
 KEPT = 1024
 """Decisions, and measurements, that are kept until somebody takes them."""
@@ -91,7 +91,7 @@ class DecisionRecord:
 
 @dataclass(frozen=True)
 class Proposal(Generic[Change, Outcome]):
-    """What an actuator would do, on the rank that decides.
+    """A decision of an actuator before it is carried out, on the rank that decides.
 
     Args:
         change: to apply on all ranks; None: nothing changes.

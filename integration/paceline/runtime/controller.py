@@ -39,13 +39,13 @@ class Actuator(Protocol):
 
 
 class Measurements(Protocol):
-    """What proposals are built on."""
+    """Measurements that proposals are built on."""
 
     def end_step(self, done: int) -> None:
         """A step has ended, ``done`` in all."""
 
     def is_complete(self, done: int) -> bool:
-        """Whether there is enough for a first planning. Collective."""
+        """Say whether there is enough for a first planning. Collective."""
 
     def gather(self) -> None:
         """Bring together what the ranks measured since the last time. Collective."""

@@ -53,7 +53,7 @@ class MeasuredCosts:
     state_bytes: list[float] = field(default_factory=list)
     """For each parameter of a stage, on each of its ranks."""
     moved_bytes: float = 0.0
-    """That go with a parameter to another stage."""
+    """Bytes that go with a parameter to another stage."""
     _slowness: Speeds | None = None
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
     """Stage, item and times of every layer that was timed."""
@@ -200,7 +200,7 @@ class MeasuredCosts:
         self._take_sizes(pipe[0].steps, seen)
 
     def _take_sizes(self, steps: Sequence[StepTimes], seen: Sequence[Seen]) -> None:
-        """Of what passes between stages in training; an evaluation's micro-batches may be of another size."""
+        """Take in the sizes of training's messages; an evaluation's micro-batches may be of another size."""
         found: dict[tuple[int, int], list[int]] = {}
         for kind, source, _, record in seen:
             step = next((step for step in steps if step.begun_s <= record.done_s <= step.ended_s), None)
@@ -231,7 +231,7 @@ class MeasuredCosts:
         return sorted(size for size in self.forward_s if size in self.backward_s)
 
     def costs(self, size: int) -> Costs:
-        """Of one micro-batch of ``size`` samples that was measured."""
+        """Costs of one micro-batch of ``size`` samples, which was measured."""
         stages, boundaries = self._stages, range(self.num_stages - 1)
         hosts = next(iter(self._links.values())).hosts if self._links else [0] * self.num_stages
         down, up, egress = [], [], {}
@@ -288,13 +288,13 @@ def _separated(timed: Sequence[tuple[int, int, LayerReport]]) -> Separated:
 
 
 def _seconds(steps: Sequence[StepTimes], kind: str) -> float:
-    """Of a forward or backward with what the host takes beside it, in the mean of what repeats from step to step."""
+    """Seconds of a forward or backward and of the host beside it: the mean of what repeats from step to step."""
     usual = without_once(steps, lambda step: step.mean(kind) or 0.0)
     return recurring_mean(seconds for step in usual for seconds in step.durations(kind)) + fmean(map(_overhead, usual))
 
 
 def _whole_times(steps: Sequence[StepTimes], size: int) -> list[float]:
-    """Of each step with micro-batches of a size, the seconds of a forward and a backward with what comes between."""
+    """Seconds of a forward, a backward and what comes between, for each step with micro-batches of a size."""
     found = []
     for step in steps:
         forward, backward = step.mean(FORWARD), step.mean(BACKWARD)

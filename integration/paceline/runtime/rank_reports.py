@@ -33,7 +33,7 @@ WAIT = "wait"
 
 PINGS = 4
 COMPARISONS = 3
-"""Of the clocks of one machine, which are one clock: what is left to find is the latency when nobody is busy."""
+"""Comparisons of clocks on one machine, which are one clock: they find the latency when nobody is busy."""
 UNSETTLED = 4
 """Messages at the end of a lane's records that one end may have noted and the other not yet."""
 
@@ -49,7 +49,7 @@ class Report:
     records: dict[str, list[Record]]
     """By lane."""
     saved_bytes: dict[int, float]
-    """What a live micro-batch keeps, by micro-batch size."""
+    """Bytes that a live micro-batch keeps, by micro-batch size."""
     room_bytes: float
     clock_s: float = 0.0
     """The next stage's clock minus this one's."""
@@ -58,16 +58,16 @@ class Report:
     layers: dict[int, LayerReport] = field(default_factory=dict)
     """By item, of a step whose layers were timed."""
     state_bytes: float = 0.0
-    """What each parameter of the stage takes on this rank: value, gradient, master, states."""
+    """Bytes of each parameter of the stage on this rank: value, gradient, master, states."""
     moved_bytes: float = 0.0
-    """Of these, what goes with a parameter to another stage."""
+    """Those of them that go with a parameter to another stage."""
 
 
 class LayerReport(NamedTuple):
     """One item of a stage, as it computed a micro-batch."""
 
     kinds: tuple[str, str]
-    """Of :meth:`~paceline.runtime.movable_layers.Layers.kind`."""
+    """See :meth:`~paceline.runtime.movable_layers.Layers.kind`."""
     num_parameters: int
     times: ItemTimes
     size: int = 1

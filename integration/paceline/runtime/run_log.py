@@ -99,7 +99,7 @@ class RunLog:
         self.evaluation: dict[str, Any] | None = None
         """The last one's figures."""
         self.train_loss = math.nan
-        """That was reported last."""
+        """The loss that was reported last."""
         self.times = dict.fromkeys(TIMES, 0.0)
         self.metrics = MetricsFile(run_dir / METRICS if self.is_first and plan.report.metrics else None)
 
@@ -238,7 +238,7 @@ class RunLog:
         self.metrics.close()
 
     def _natural_gradient(self) -> dict[str, Any]:
-        """What natural gradients and max change did, of all stages and replicas together; nothing where they are off.
+        """Figures of natural gradients and max change, of all stages and replicas; none where they are off.
 
         Collective.
         """
@@ -258,7 +258,7 @@ class RunLog:
         return told
 
     def _rate_factor(self) -> dict[str, float]:
-        """What the scheduled learning rate is multiplied by, where islands average and it is."""
+        """Factor of the scheduled learning rate, where islands average and there is one."""
         factor = 1.0 if self.engine.averager is None else self.engine.averager.learning_rate_factor
         return {} if factor == 1.0 else {"learning_rate_factor": factor}
 
@@ -320,7 +320,7 @@ class RunLog:
         return where, sum(p.numel() for p in self.pipeline.parameters())
 
     def _start(self, num_steps: int) -> dict[str, Any]:
-        """What is known when training begins, for the report of a run that does not come to its end."""
+        """Facts known when training begins, for the report of a run that does not come to its end."""
         loads: str | Path | None = None  # this rank's stage may have no experts
         if self.engine.experts.follow_load and self.plan.moe is not None:
             loads = self.plan.moe.loads_file or self.run_dir / LOADS

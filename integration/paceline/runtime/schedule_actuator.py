@@ -39,7 +39,7 @@ class RunsSchedules(Protocol):
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, as configured."""
+        """Micro-batches of a step, as configured."""
 
     @property
     def cut(self) -> int:
@@ -47,7 +47,7 @@ class RunsSchedules(Protocol):
 
     @property
     def schedule(self) -> Schedule:
-        """Of the next step."""
+        """Schedule of the next step."""
 
     @property
     def global_steps(self) -> int: ...
