@@ -237,16 +237,16 @@ class _Job:
     def _who_cannot_join(self, store: Any, why: str) -> list[Finding]:
         others = range(1, self.place.size)
         until_s = time.monotonic() + self.args.timeout + _SPARE_S  # some may still try
-        told = {0: " ".join(why.split())} if why else {}
+        causes = {0: " ".join(why.split())} if why else {}
         joined = heard(store, "joined", others, time.monotonic())
-        told.update(heard(store, "failed", [one for one in others if one not in joined], until_s))
+        causes.update(heard(store, "failed", [one for one in others if one not in joined], until_s))
         found = []
-        if silent := [one for one in others if one not in told and one not in joined]:
+        if silent := [one for one in others if one not in causes and one not in joined]:
             shown = finding.show_ranks(silent)
             text = f"{shown} met the others and has not been heard of since"
             found.append(Finding(PROBLEM, "ranks", text, f"look at what {shown} wrote, and at its host: does it hang?"))
-        for said in dict.fromkeys(told.values()):
-            ranks = tuple(one for one, text in told.items() if text == said)
+        for said in dict.fromkeys(causes.values()):
+            ranks = tuple(one for one, text in causes.items() if text == said)
             remedy = (
                 "have each host's name lead to an address that the others reach, or set GLOO_SOCKET_IFNAME "
                 "(NCCL_SOCKET_IFNAME) to such an interface; open the hosts' ports to each other"

@@ -337,7 +337,7 @@ def _text(shown: dict[str, Any]) -> str:
     ]
     for row in shown["memory"]:
         sizes = "".join(f" {row[name] / GIB:>11.3f}" for name in (*PARTS, "total", "limit"))
-        told = "" if row["fits"] else "  does not fit"
-        lines.append(f"{row['stage']:>5} {_spans(row):>{width}} {row['live_micro_batches']:>5}{sizes}{told}")
+        verdict = "" if row["fits"] else "  does not fit"
+        lines.append(f"{row['stage']:>5} {_spans(row):>{width}} {row['live_micro_batches']:>5}{sizes}{verdict}")
     lines.append("it fits" if shown["fits"] else "it does not fit; what helps: " + "; ".join(shown["remedies"]))
     return "\n".join(lines)

@@ -258,8 +258,8 @@ class Job:
                 return
             logger.info("%s", table(summary))
             what, loader = ("adapter", "AutoPeft") if self.model_args.use_peft else ("model", "Auto")
-            told = (what, self.output, loader, str(self.output))
-            logger.info("%s written to %s: %sModelForCausalLM.from_pretrained(%r)", *told)
+            values = (what, self.output, loader, str(self.output))
+            logger.info("%s written to %s: %sModelForCausalLM.from_pretrained(%r)", *values)
             log.write_page()
             if self.args.sample_prompt:
                 try:

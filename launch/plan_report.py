@@ -171,13 +171,13 @@ def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace, clust
     devices = plan["tensor"] * plan["pipeline"] * plan["data"]
     where = f"--num_gpus {devices}" if devices <= cluster["devices_per_node"] else "--hostfile HOSTFILE"
     module = PATCHED if plan["tensor"] > 1 else JOB
-    told = f"deepspeed {where} --module {module} --deepspeed {shlex.quote(path)}"
+    command = f"deepspeed {where} --module {module} --deepspeed {shlex.quote(path)}"
     if plan["tensor"] == 1:
         model = Path(args.model)
         folder = str(model.parent) if model.name == "config.json" and model.is_file() else args.model
-        told += f" --model_name_or_path {shlex.quote(folder)}"
-        told += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""
-    return f"{told} …"
+        command += f" --model_name_or_path {shlex.quote(folder)}"
+        command += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""
+    return f"{command} …"
 
 
 def text(shown: Mapping[str, Any]) -> str:

@@ -28,10 +28,10 @@ class Trackers:
             steps: of the whole run.
         """
         self._callbacks = [callback() for callback in get_reporting_integration_callbacks(list(names))]
-        self._told = _Flags(flags)
+        self._flags = _Flags(flags)
         self._state = TrainerState(max_steps=steps, is_world_process_zero=True, is_local_process_zero=True)
         self._model = skeleton(config) if self._callbacks else None
-        self._tell("on_train_begin")
+        self._call("on_train_begin")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Tell the numbers of one line of ``metrics.jsonl``, at its step."""
@@ -42,17 +42,17 @@ class Trackers:
         }
         self._state.global_step = record["step"]
         self._state.epoch = record.get("epoch") or self._state.epoch
-        self._tell("on_log", logs=numbers)
+        self._call("on_log", logs=numbers)
 
     def close(self) -> None:
         """End the run; a second time nothing."""
-        self._tell("on_train_end")
+        self._call("on_train_end")
         self._callbacks = []
 
-    def _tell(self, event: str, **more: Any) -> None:
+    def _call(self, event: str, **more: Any) -> None:
         for callback in self._callbacks:
-            told: Callable[..., Any] = getattr(callback, event)
-            told(self._told, self._state, TrainerControl(), model=self._model, **more)
+            handler: Callable[..., Any] = getattr(callback, event)
+            handler(self._flags, self._state, TrainerControl(), model=self._model, **more)
 
 
 class _Flags:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.config import PacelineConfig, check_features, near_misses, without_effect
-from paceline.config.effects import EFFECTS, HONOURED, REFUSED, WARNED, effect_of
+from paceline.config.effects import EFFECTS, HONOURED, REFUSED, WARNED, Effect
 from paceline.config.known import SECTIONS, TOP_LEVEL
 
 RECORD = """
@@ -32,6 +32,11 @@ REFUSALS: dict[str, Any] = {
     "zero_optimization.offload_optimizer": {"device": "nvme"},
 }
 """A value of each key that is refused; of the others, ``true`` is."""
+
+
+def effect_of(path: str) -> Effect | None:
+    """The effect of a key, ``"section.key"``; None: no pipeline reads it."""
+    return EFFECTS.get(path) or EFFECTS.get(path.partition(".")[0])
 
 
 @pytest.fixture(scope="module")

@@ -63,8 +63,8 @@ def export_checkpoint(
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(target / hub_files.DRAFT, ignore_errors=True)
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"exporting to {target} failed: {told}") from error
+        cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"exporting to {target} failed: {cause}") from error
 
 
 def _chosen(source: Path) -> Path:

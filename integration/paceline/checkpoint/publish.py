@@ -86,12 +86,12 @@ def reported(save: Save, error: Exception) -> str:
             with contextlib.suppress(FileNotFoundError):
                 return save.verdict.read_text()
     if isinstance(error, OSError) and error.strerror:
-        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ValueError):
-        told = str(error)
+        text = str(error)
     else:
-        told = f"{type(error).__name__}: {error}"
-    return f"rank {save.rank}: {told}".replace(str(save.draft), str(save.target)).rstrip(".")
+        text = f"{type(error).__name__}: {error}"
+    return f"rank {save.rank}: {text}".replace(str(save.draft), str(save.target)).rstrip(".")
 
 
 def refuse(save: Save, cause: str) -> None:

@@ -173,12 +173,6 @@ EFFECTS: dict[str, Effect] = {
 """Effects by path. A key that is not listed has the effect of its section."""
 
 
-def effect_of(path: str) -> Effect | None:
-    """The effect of a key, ``"section.key"``; None: nobody reads it."""
-    section = path.partition(".")[0]
-    return EFFECTS.get(path) or EFFECTS.get(section)
-
-
 def without_effect(ds_config: Mapping[str, Any]) -> list[str]:
     """One line for each key that asks a pipeline for something it does not do."""
     lines = []

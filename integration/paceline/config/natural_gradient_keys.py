@@ -13,7 +13,6 @@ SIMPLE = "simple"
 _OF_ESTIMATES = (
     *("rank_in", "rank_out", "num_minibatches_history", "num_samples_history", "update_period", "max_rows"),
 )
-_Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class MaxChangeConfig(Part):

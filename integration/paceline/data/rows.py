@@ -172,5 +172,5 @@ def _digest(dataset: Dataset) -> str:
     """A digest of the number of samples and of some, evenly spread: independent of the data's place and cache."""
     spread = np.unique(np.linspace(0, len(dataset) - 1, _DIGESTED_SAMPLES).astype(int)).tolist() if len(dataset) else []
     some = dataset[spread]
-    told = [len(dataset), *(list(map(list, some[name])) for name in ("input_ids", "labels") if name in some)]
-    return hashlib.sha256(str(told).encode()).hexdigest()[:16]
+    digested = [len(dataset), *(list(map(list, some[name])) for name in ("input_ids", "labels") if name in some)]
+    return hashlib.sha256(str(digested).encode()).hexdigest()[:16]

@@ -147,8 +147,8 @@ def recipe(kind: Kind, tokenizer: PreTrainedTokenizerBase, completion_only: bool
 
     A tokenizer is told by its vocabulary and special tokens; its files are others with every version of its libraries.
     """
-    told = [sorted(tokenizer.get_vocab().items()), list(tokenizer("")["input_ids"]), tokenizer.eos_token_id]
-    made: dict[str, str | int] = {"tokenizer": _digest(told)}
+    identity = [sorted(tokenizer.get_vocab().items()), list(tokenizer("")["input_ids"]), tokenizer.eos_token_id]
+    made: dict[str, str | int] = {"tokenizer": _digest(identity)}
     if kind not in ("text", "line"):
         made["completion_only_loss"] = completion_only
         made["chat_template"] = _digest(tokenizer.chat_template)

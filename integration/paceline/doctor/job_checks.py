@@ -86,11 +86,11 @@ def _installations(facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[str, S
         for rank in ranks:
             judged = installation.judge(facts[rank], num_hosts=len(hosts), ranks_on_host=len(ranks))
             checks += len(judged)
-            told = [one for one in judged if one.level != OK]
+            notable = [one for one in judged if one.level != OK]
             if rank != ranks[0]:
-                told = [one for one in told if (one.level, one.check) not in first]
-            first.update((one.level, one.check) for one in told)
-            of_ranks[rank] = told
+                notable = [one for one in notable if (one.level, one.check) not in first]
+            first.update((one.level, one.check) for one in notable)
+            of_ranks[rank] = notable
     distinct = list(dict.fromkeys(one for found in of_ranks for one in found))
     if not any(one.level == PROBLEM for one in distinct):
         yield Finding(OK, "installations", f"{checks} checks on {_count(len(hosts), 'host')} found no problem")

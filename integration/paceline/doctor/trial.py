@@ -107,7 +107,7 @@ def examine(watch: Watch, device: torch.device, output_dir: str, found: dict[str
     for name, act in (("all_reduce", _all_reduce), ("all_to_all", _all_to_all)):
         watch.doing(f"exchanging by {name}", EVERYONE)
         # The watch knows how long a wait may take, and who is to blame; the group of `join` has a limit of its own.
-        found["collectives"][name] = _told(act, device, dist.new_group(ranks, timeout=TIMEOUT))
+        found["collectives"][name] = _fault(act, device, dist.new_group(ranks, timeout=TIMEOUT))
     staging = staging_for(device)
     found["links"] = {}
     for order in ("free", "paired") if device.type == "cpu" else ("free" if staging else "paired",):
@@ -119,7 +119,7 @@ def examine(watch: Watch, device: torch.device, output_dir: str, found: dict[str
     return control.gather_at_first(found)
 
 
-def _told(act: Callable[[torch.device, Any], bool], device: torch.device, group: Any) -> str:
+def _fault(act: Callable[[torch.device, Any], bool], device: torch.device, group: Any) -> str:
     """The fault of a collective; empty: none."""
     try:
         return "" if act(device, group) else "the numbers that arrive are wrong"
@@ -229,8 +229,13 @@ def _ask(control: ControlPlane, transport: Transport, device: torch.device, peer
                 break
     _say(control, peer, 0, 0)
     transport.finish()
-    told = {way: value if isfinite(value) else None for way, value in rates.items()}
-    return {"latency_s": trip_s / 2, "bytes_per_s": told["there"], "back_bytes_per_s": told["back"], "right": is_right}
+    known = {way: value if isfinite(value) else None for way, value in rates.items()}
+    return {
+        "latency_s": trip_s / 2,
+        "bytes_per_s": known["there"],
+        "back_bytes_per_s": known["back"],
+        "right": is_right,
+    }
 
 
 def _answer(control: ControlPlane, transport: Transport, device: torch.device, peer: int) -> None:

@@ -18,7 +18,6 @@ from .splitting import split
 __all__ = [
     "Placement",
     "device_loads",
-    "exact",
     "greedy",
     "imbalance",
     "lower_bound",
@@ -26,15 +25,6 @@ __all__ = [
     "replicated",
     "split",
 ]
-
-EXACT_STATES = 100_000
-"""Partial placements that an exact search may look at: about a second."""
-
-EXACT_EXPERTS = 100
-"""Experts that an exact search may be of: more have too many placements, unless greedy is seen to be the best."""
-
-ROUNDING = 1e-12
-"""Loads this close (relatively) are equal: sums in another order differ by so little."""
 
 
 def greedy(
@@ -110,50 +100,3 @@ def lower_bound(loads: Sequence[float], num_devices: int, slots: int | None = No
         falling[0] + (fsum(falling[-beside:]) if beside > 0 else 0.0),
         *(fsum(falling[k * (num_devices - 1) : k * num_devices + 1]) for k in range(1, crowd + 1)),
     )
-
-
-def exact(loads: Sequence[float], num_devices: int, slots: int | None = None) -> Placement:
-    """A placement without copies whose most loaded device has the least load of all, by branch and bound.
-
-    Raises:
-        ValueError: no placement is possible, or there are too many to find out which is the best.
-    """
-    loads = checked_loads(loads)
-    slots = checked_shape(len(loads), num_devices, slots)
-    found = greedy(loads, num_devices, slots)
-    best = max(device_loads(found, loads))
-    enough = lower_bound(loads, num_devices, slots) * (1 + ROUNDING)
-    order = sorted(range(len(loads)), key=lambda expert: -loads[expert])
-    owned: list[list[int]] = [[] for _ in range(num_devices)]
-    total = [0.0] * num_devices
-    states = 0
-
-    def place(index: int) -> None:
-        nonlocal found, best, states
-        if index == len(order):
-            found, best = in_slots(owned, [()] * num_devices, None), max(total)
-            return
-        states += 1
-        if states > EXACT_STATES or len(order) > EXACT_EXPERTS:
-            raise ValueError(
-                f"{len(loads)} experts on {num_devices} devices have too many placements to search them all: take "
-                "greedy, which is close to the best, or fewer experts."
-            )
-        expert, seen = order[index], set()
-        for device in sorted(range(num_devices), key=total.__getitem__):
-            before, alike = total[device], (total[device], len(owned[device]))
-            # Two devices that are alike give the same placements; what is no better than the best is none to look at.
-            if len(owned[device]) == slots or alike in seen or before + loads[expert] >= best * (1 - ROUNDING):
-                continue
-            seen.add(alike)
-            owned[device].append(expert)
-            total[device] += loads[expert]
-            place(index + 1)
-            owned[device].pop()
-            total[device] = before
-            if best <= enough:
-                return
-
-    if best > enough:
-        place(0)
-    return found

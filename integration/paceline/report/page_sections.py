@@ -109,8 +109,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Iterabl
 
 
 def _figure(picture: str, caption: str = "") -> str:
-    told = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{picture}{told}</figure>" if picture else ""
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{picture}{below}</figure>" if picture else ""
 
 
 def _paragraph(text: str) -> str:
@@ -149,10 +149,10 @@ def _decisions(sources: Sources) -> str:
 
 def _account(decided: Sequence[Mapping[str, Any]], switched: Sequence[Mapping[str, Any]]) -> str:
     kinds = {kind: sum(d["kind"] == kind for d in switched) for kind in ("schedule", "partition", "experts")}
-    told = ", ".join(
+    changes = ", ".join(
         f"the {kind} {number} times" if number > 1 else f"the {kind} once" for kind, number in kinds.items() if number
     )
-    text = f"{plural(len(decided), 'look')}; {'switched: ' + told if told else 'nothing was switched'}."
+    text = f"{plural(len(decided), 'look')}; {'switched: ' + changes if changes else 'nothing was switched'}."
     errors = [abs(d["after"]["error"]) for d in decided if d["after"] and d["after"]["error"] is not None]
     if errors:
         text += (
@@ -325,8 +325,8 @@ def _loss(sources: Sources) -> str:
         table = _table(("step", "held-out loss", "perplexity"), rows, (0, 1, 2))
         out.append(_folded(plural(len(held_out), "evaluation"), table))
     if report["samples"]:
-        told = [[f"{row['step']:,}", row["completion"]] for row in report["samples"][-_MOST_ROWS:]]
-        table = _table(("step", f"{report['samples'][-1]['prompt']!r} continues as"), told, (0,))
+        rows = [[f"{row['step']:,}", row["completion"]] for row in report["samples"][-_MOST_ROWS:]]
+        table = _table(("step", f"{report['samples'][-1]['prompt']!r} continues as"), rows, (0,))
         out.append(_folded(plural(len(report["samples"]), "sample"), table))
     return "".join(out)
 
@@ -363,13 +363,13 @@ def _timelines(sources: Sources, pairs: Sequence[Mapping[str, Any]]) -> str:
         boxes += more
         if pair["step"] is not None:
             out.append(f"<h3>The switch after step {pair['step']:,}</h3>")
-        for when, told, trace in shown:
+        for when, facts, trace in shown:
             if trace is None:
                 continue
-            caption = f"{'' if pair['step'] is None else when + ': '}step {told['step']:,}, {told['schedule']}, "
-            caption += f"{format_duration(told['measured_s'])}"
-            if told["predicted_s"] is not None:
-                caption += f" (as simulated from what was measured then {format_duration(told['predicted_s'])})"
+            caption = f"{'' if pair['step'] is None else when + ': '}step {facts['step']:,}, {facts['schedule']}, "
+            caption += f"{format_duration(facts['measured_s'])}"
+            if facts["predicted_s"] is not None:
+                caption += f" (as simulated from what was measured then {format_duration(facts['predicted_s'])})"
             out.append(_figure(timeline(trace.measured, end_s, caption), caption))
         drawn.append("".join([*out, timeline_legend(steps)]))
     drawn.reverse()
@@ -395,11 +395,11 @@ def _ranks(sources: Sources) -> str:
     for rank in ranks:
         whole = sum(rank[key] for key, _ in _KINDS) or 1.0
         parts = [(look, rank[key] / whole) for key, look in _KINDS]
-        told = " · ".join(f"{share:.0%} {look}" for look, share in parts if share >= 0.005)
+        summary = " · ".join(f"{share:.0%} {look}" for look, share in parts if share >= 0.005)
         rows.append(
             [
                 rank["rank"],
-                _Html(f"{escape(rank['holds'])}<span class=why>{escape(told)}</span>"),
+                _Html(f"{escape(rank['holds'])}<span class=why>{escape(summary)}</span>"),
                 _Html(shares(parts)),
                 size(rank["peak_memory_bytes"]) if rank["peak_memory_bytes"] else "",
             ]
@@ -439,12 +439,12 @@ def _network(sources: Sources) -> str:
             "kept for a micro-batch",
             "room left",
         )
-        told = (
+        text = (
             "Forward and backward of a micro-batch, at the first look (micro-batches of "
             f"{first['micro_batch_size']}, {_cut(first['partition'])}) and at the last (of {last['micro_batch_size']}, "
             f"{_cut(last['partition'])})."
         )
-        out += [_paragraph(told), _table(heads, rows, range(5))]
+        out += [_paragraph(text), _table(heads, rows, range(5))]
     if links:
         named = [(edge["from"], edge["to"]) for edge in links[-1]["between"]]
         hosts = links[-1]["hosts"] or []
@@ -610,9 +610,9 @@ def _started(sources: Sources) -> str:
     run = sources.report["run"]
     words = " ".join(f"<span>{escape(word)}</span>" for word in (run["command"] or "").split())
     out = f'<pre class="command">{words}</pre>' if words else ""
-    told = run["ds_config"] or ({"paceline": run["paceline"]} if run["paceline"] else None)
-    if told:
-        out += _folded("The DeepSpeed JSON", f"<pre>{escape(json.dumps(told, indent=2))}</pre>")
+    config = run["ds_config"] or ({"paceline": run["paceline"]} if run["paceline"] else None)
+    if config:
+        out += _folded("The DeepSpeed JSON", f"<pre>{escape(json.dumps(config, indent=2))}</pre>")
     return out
 
 

@@ -119,8 +119,8 @@ def read(run_dir: str | os.PathLike[str]) -> RunRecords:
     except ValueError as error:
         problems.append(str(error))
     try:
-        told = (start or {}).get("expert_loads", LOADS)
-        if told is not None and (path := folder / str(told)).exists():
+        loads_file = (start or {}).get("expert_loads", LOADS)
+        if loads_file is not None and (path := folder / str(loads_file)).exists():
             loads = read_loads([path])
     except ValueError as error:
         problems.append(str(error))

@@ -92,14 +92,14 @@ def _key(one: Configuration) -> tuple[Any, ...]:
     return one.schedule, one.micro_batch_size, one.partition, one.moves
 
 
-def decisions(told: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> list[dict[str, Any]]:
+def decisions(logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> list[dict[str, Any]]:
     """All decisions with what was predicted and what was measured afterwards; in order of steps.
 
     Args:
-        told: the decisions as they were logged.
+        logged: the decisions as they were logged.
         ran: how the steps ran.
     """
-    ordered = sorted(told, key=lambda decision: decision["step"])  # stable: schedule before partition
+    ordered = sorted(logged, key=lambda decision: decision["step"])  # stable: schedule before partition
     history = _History(ordered, ran)
     return [_decision(decision, history) for decision in ordered]
 
@@ -108,17 +108,17 @@ class _History:
     """An index of a run's decisions and steps.
 
     Args:
-        told: its decisions, in order of steps.
+        logged: its decisions, in order of steps.
         ran: how its steps ran.
     """
 
-    def __init__(self, told: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> None:
+    def __init__(self, logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> None:
         self.ran = ran
-        self.moved_at = {d["step"] for d in told if d["what"] == PARTITION and d["switched"]}
+        self.moved_at = {d["step"] for d in logged if d["what"] == PARTITION and d["switched"]}
         """Steps after which layers moved."""
-        self._decided_at = sorted({d["step"] for d in told})
+        self._decided_at = sorted({d["step"] for d in logged})
         self._of_kind: dict[bool, list[Mapping[str, Any]]] = {False: [], True: []}
-        for decision in told:
+        for decision in logged:
             self._of_kind[decision["what"] == EXPERTS].append(decision)
         self._steps = {is_experts: [d["step"] for d in found] for is_experts, found in self._of_kind.items()}
         self._firsts = [one.first_step for one in ran]
@@ -161,58 +161,58 @@ class _History:
         return self._typical_s.get((candidate, partition))
 
 
-def _decision(told: Mapping[str, Any], history: _History) -> dict[str, Any]:
-    kind, step, switched = str(told["what"]), told["step"], bool(told["switched"])
+def _decision(logged: Mapping[str, Any], history: _History) -> dict[str, Any]:
+    kind, step, switched = str(logged["what"]), logged["step"], bool(logged["switched"])
     is_experts = kind == EXPERTS
     # Layers that move at the same step may bring a schedule of their own: then that prediction is the one that counts.
     overruled = kind == SCHEDULE and step in history.moved_at
-    migration = told.get("migration") or {}
-    predicted_s = told["predicted_best_s" if switched else "predicted_now_s"]
+    migration = logged.get("migration") or {}
+    predicted_s = logged["predicted_best_s" if switched else "predicted_now_s"]
     before = history.at(step - is_experts)  # experts move at the end of a step, all else at the beginning of the next
     return {
         "step": step,
         "kind": kind,
-        "stage": told.get("stage"),
+        "stage": logged.get("stage"),
         "switched": switched,
-        "from": _from(told, before),
-        "to": _to(told),
-        "why": told["why"],
+        "from": _from(logged, before),
+        "to": _to(logged),
+        "why": logged["why"],
         "predicts": "experts" if is_experts else "step",
-        "predicted_now_s": told["predicted_now_s"],
-        "predicted_best_s": told["predicted_best_s"],
-        "measured_s": told.get("measured_s"),
+        "predicted_now_s": logged["predicted_now_s"],
+        "predicted_best_s": logged["predicted_best_s"],
+        "measured_s": logged.get("measured_s"),
         "step_s": _step_s_until(step - is_experts, before, history),
         "switch": {
-            "predicted_s": told["switch_s"],
-            "measured_s": (migration.get("seconds") if migration else told.get("seconds")) if switched else None,
-            "bytes": (migration.get("bytes") if migration else told.get("num_bytes")) if switched else None,
-            "experts": told.get("moved"),
+            "predicted_s": logged["switch_s"],
+            "measured_s": (migration.get("seconds") if migration else logged.get("seconds")) if switched else None,
+            "bytes": (migration.get("bytes") if migration else logged.get("num_bytes")) if switched else None,
+            "experts": logged.get("moved"),
         },
-        "candidates": _candidates(told, before, history),
+        "candidates": _candidates(logged, before, history),
         "after": None if overruled else _after(step, is_experts, predicted_s, history),
         "overruled_by_partition": overruled,
     }
 
 
-def _from(told: Mapping[str, Any], before: Configuration | None) -> Any:
-    if told["what"] == EXPERTS:
-        return {"imbalance": told.get("imbalance_before")}
-    if told["what"] == PARTITION:
-        return {"partition": told["from"], "schedule": before.candidate if before is not None else None}
-    return {"schedule": told["from"]}
+def _from(logged: Mapping[str, Any], before: Configuration | None) -> Any:
+    if logged["what"] == EXPERTS:
+        return {"imbalance": logged.get("imbalance_before")}
+    if logged["what"] == PARTITION:
+        return {"partition": logged["from"], "schedule": before.candidate if before is not None else None}
+    return {"schedule": logged["from"]}
 
 
-def _to(told: Mapping[str, Any]) -> Any:
-    if told["what"] == EXPERTS:
-        return {"imbalance": told.get("imbalance_after"), "layers": told.get("layers")}
-    if told["what"] == PARTITION:
-        return {"partition": told["to"], "schedule": told["schedule"]}
-    return {"schedule": told["to"]}
+def _to(logged: Mapping[str, Any]) -> Any:
+    if logged["what"] == EXPERTS:
+        return {"imbalance": logged.get("imbalance_after"), "layers": logged.get("layers")}
+    if logged["what"] == PARTITION:
+        return {"partition": logged["to"], "schedule": logged["schedule"]}
+    return {"schedule": logged["to"]}
 
 
-def _candidates(told: Mapping[str, Any], before: Configuration | None, history: _History) -> list[dict[str, Any]]:
+def _candidates(logged: Mapping[str, Any], before: Configuration | None, history: _History) -> list[dict[str, Any]]:
     """The fastest by prediction first; measured is what ran with the same partition at any time of the run."""
-    predicted = sorted((told.get("predicted_s") or {}).items(), key=lambda item: (item[1], item[0]))
+    predicted = sorted((logged.get("predicted_s") or {}).items(), key=lambda item: (item[1], item[0]))
     return [
         {
             "schedule": name,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.planning.placement import Placement, device_loads, exact, greedy, imbalance, lower_bound, moved
+from paceline.planning.placement import Placement, device_loads, greedy, imbalance, lower_bound, moved
 
 whole = st.integers(0, 20)
 
@@ -86,7 +86,7 @@ def test_loads_of_devices():
     ],
 )
 def test_what_are_no_loads(loads, message):
-    for function in (greedy, exact, lower_bound):
+    for function in (greedy, lower_bound):
         with pytest.raises(ValueError, match=message):
             function(loads, 2)
 
@@ -133,7 +133,7 @@ def test_edges(loads, num_devices, slots, devices):
 
 
 def test_too_little_room():
-    for function in (greedy, exact, lower_bound):
+    for function in (greedy, lower_bound):
         with pytest.raises(ValueError, match="2 devices with 2 slots each have no room for 5 experts: give 3 slots"):
             function([1] * 5, 2, 2)
     with pytest.raises(ValueError, match="num_devices is 0"):
@@ -194,28 +194,19 @@ def brute_force(loads, num_devices, slots):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(whole, min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 2))
-def test_exact(loads, num_devices, spare):
+def test_greedy_lies_between_the_best_and_the_room(loads, num_devices, spare):
     slots = -(-len(loads) // num_devices) + spare
     best = brute_force(loads, num_devices, slots)
-    assert most(exact(loads, num_devices, slots), loads) == best
     assert lower_bound(loads, num_devices, slots) <= best * (1 + 1e-12)
     found = greedy(loads, num_devices, slots)
     assert most(found, loads) >= best
     assert max(map(len, found.devices)) <= slots
 
 
-def test_exact_with_ten_experts():
+def test_greedy_with_ten_experts_is_near_the_best():
     loads = [80, 70, 60, 50, 40, 5, 4, 3, 2, 1]
-    assert most(exact(loads, 2), loads) == brute_force(loads, 2, 5) == 158
+    assert brute_force(loads, 2, 5) == 158
     assert most(greedy(loads, 2), loads) == 173
-
-
-def test_exact_refuses_what_is_too_large():
-    for num_experts in (40, 2000):
-        loads = [(37 * expert) % 101 + 0.5 / (expert + 1) for expert in range(num_experts)]
-        with pytest.raises(ValueError, match=f"{num_experts} experts on 7 devices have too many placements"):
-            exact(loads, 7)
-    assert most(exact([1] * 2000, 8), [1] * 2000) == 250
 
 
 def test_lower_bound():
