@@ -299,7 +299,7 @@ class _Job:
         size = self.place.size
         known = dict(self.facts)
         of_ranks = job_checks.rows(known, size, trials)
-        # Without an answer of rank 0, this rank knows only of itself.
+        # Without an answer of rank 0, this rank has only its own facts.
         judged = job_checks.judge(known, size, trials, unheard) if self.place.rank == 0 and known else []
         found = [*more, *judged]
         if self.args.json:

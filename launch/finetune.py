@@ -111,7 +111,7 @@ def _train(argv: list[str]) -> None:
 
 
 def _command(argv: list[str]) -> str:
-    """The command that a report shows; who started the ranks is told from the environment. A token is left out."""
+    """The command for the report; the launcher is inferred from the environment, a token is hidden."""
     size = int(os.environ["WORLD_SIZE"])
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's name, DeepSpeed's
     nodes = size // int(local or size)
@@ -159,7 +159,7 @@ def _set_up_logging(rank: int) -> None:
 
 
 def _fail(rank: int, error: BaseException) -> int:
-    """Say once what all ranks know; of what only this rank knows, have the first cause of all said once.
+    """Report an error that all ranks have once; of an error of this rank alone, have the first cause reported once.
 
     Returns the exit code: the first cause's where that is no failure (this rank has lost one that was told to stop).
     """

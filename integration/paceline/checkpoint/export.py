@@ -107,7 +107,7 @@ def _export_adapters(checkpoint: Checkpoint, target: Path, dtype: str, model: Pr
     folder = checkpoint.path / MODEL
     name = (checkpoint.meta.get("model") or {}).get("adapter") or "default"
     adapters = peft.resolve_adapters(PeftConfig.from_pretrained(str(folder)), model, anatomy_of(model), name)
-    # Of which tensors PEFT's file consists, only PEFT knows: it is asked without them.
+    # PEFT alone decides which tensors its file has: it is called with the parameters, without their values.
     wanted = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     files = peft.adapter_state(model, adapters, model.state_dict(keep_vars=True))
     state = {file_name: wanted[id(tensor)] for file_name, tensor in files.items()}

@@ -168,7 +168,7 @@ def remove_leftovers(save: Save) -> None:
         parts = draft_parts(path.name)
         if parts is None or parts == (save.run, save.number):
             continue
-        # The verdict before this save may not have been read yet; whoever has not will not miss the one before that.
+        # The verdict before this save may not have been read yet; the one before that is not needed any more.
         if path.suffix == ".failed" and parts == (save.run, save.number - 1):
             continue
         if path.is_dir():

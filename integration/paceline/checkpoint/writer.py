@@ -146,7 +146,7 @@ class CheckpointWriter:
         return None if self._forgotten == self._number else error
 
     def forget(self) -> None:
-        """The last save failed, and this rank knows it from another one: do not report it a second time."""
+        """Skip the report of the last save's failure: this rank has heard of it from another one."""
         self._forgotten = self._number
 
     def wait(self) -> None:

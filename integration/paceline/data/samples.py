@@ -145,7 +145,7 @@ def require_text(where: str, column: str, value: Any) -> None:
 def recipe(kind: Kind, tokenizer: PreTrainedTokenizerBase, completion_only: bool) -> dict[str, str | int]:
     """The recipe of samples from rows of ``kind``, for a checkpoint: of long things a digest.
 
-    A tokenizer is told by its vocabulary and special tokens; its files are others with every version of its libraries.
+    A tokenizer is identified by its vocabulary and special tokens; its files differ with versions of its libraries.
     """
     identity = [sorted(tokenizer.get_vocab().items()), list(tokenizer("")["input_ids"]), tokenizer.eos_token_id]
     made: dict[str, str | int] = {"tokenizer": _digest(identity)}

@@ -106,7 +106,7 @@ def examine(watch: Watch, device: torch.device, output_dir: str, found: dict[str
     found["collectives"] = {}
     for name, act in (("all_reduce", _all_reduce), ("all_to_all", _all_to_all)):
         watch.doing(f"exchanging by {name}", EVERYONE)
-        # The watch knows how long a wait may take, and who is to blame; the group of `join` has a limit of its own.
+        # The watch limits waits and names the rank to blame; the group of `join` has a limit of its own.
         found["collectives"][name] = _fault(act, device, dist.new_group(ranks, timeout=TIMEOUT))
     staging = staging_for(device)
     found["links"] = {}

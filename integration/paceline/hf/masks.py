@@ -75,7 +75,7 @@ def known(facts: MaskFacts) -> Iterator[None]:
 
 
 def known_facts() -> MaskFacts | None:
-    """Facts of the batch that is under way in this thread; None if nobody has told."""
+    """Facts of the batch that is under way in this thread; None if they are not set."""
     return _KNOWN.get()
 
 

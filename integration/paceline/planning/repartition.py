@@ -1,6 +1,6 @@
 """Predicted cost of a pipeline with other boundaries, and the search for the best ones.
 
-Everything is told from what the run itself showed: what each stage takes with the layers that it has, and how much of
+Everything is derived from the run's own measurements: the time of each stage with the layers it has, and how much of
 that each layer is. So the prediction for the partition that runs is the measurement.
 """
 

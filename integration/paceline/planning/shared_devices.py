@@ -65,7 +65,7 @@ class Held:
 
 
 def held_by(schedule: Schedule, owners: str | None) -> tuple[Held, ...]:
-    """By device.
+    """Stages, live micro-batches and shares of optimizer states that each device holds.
 
     Args:
         schedule: with several directions; it tells how many micro-batches are alive.
