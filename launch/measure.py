@@ -136,7 +136,7 @@ def _state_bytes_per_s(device: Any) -> float:
     import torch.distributed as dist
 
     from paceline.measure.collectives import BUCKET_NUMEL, slowest_s
-    from paceline.optim.sharded import sum_of_squares
+    from paceline.optim.max_change import sum_of_squares
     from paceline.planning.strategy_costs import state_bytes_per_parameter
 
     parameter = torch.nn.Parameter(torch.randn(BUCKET_NUMEL // 1024, 1024, device=device))

@@ -435,7 +435,7 @@ def count(engine: Any) -> dict[str, int]:
     return {
         "tensors": len(tensors),
         "bytes": sum(storages.values()),
-        "hooks": len(engine.optimizer._hooks),
+        "hooks": len(engine.optimizer.gradients.hooks),
         "groups": len(torch.distributed.distributed_c10d._world.pg_map),
         "threads": threading.active_count(),
         "parameters": sum(1 for thing in gc.get_objects() if isinstance(thing, nn.Parameter) and not thing.is_meta),

@@ -227,6 +227,7 @@ def train_sharded(zero: int, dtype: torch.dtype, has_stages: bool, is_moved: boo
 
     from paceline.moe.moving import states_of
     from paceline.optim.sharded import ShardedOptimizer
+    from paceline.optim.step_options import StepOptions
 
     column, row = divmod(dist.get_rank(), 2)
     ep_group = [dist.new_group([0, 1]), dist.new_group([2, 3])][column]
@@ -235,7 +236,7 @@ def train_sharded(zero: int, dtype: torch.dtype, has_stages: bool, is_moved: boo
     basic = torch.optim.AdamW(layer.parameters(), lr=0.1)
     names = {parameter: name for name, parameter in layer.named_parameters()}
     group, replicas = (None, 1.0) if has_stages else (edp_group, 2.0)
-    optimizer = ShardedOptimizer(basic, names, group=group, shard=zero == 1, divisor=replicas)
+    optimizer = ShardedOptimizer(basic, names, StepOptions(group, shard=zero == 1, divisor=replicas))
     states = states_of(SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: zero))
     for step in range(STEPS):
         if is_moved and has_stages:

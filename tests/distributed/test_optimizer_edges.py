@@ -310,7 +310,7 @@ def explode() -> str:
 
 
 def test_gradients_that_are_never_finite_end_training() -> None:
-    assert run_ranks(explode, 1)[0].startswith("49: a gradient is not finite: the step is left out, for the 50th time")
+    assert run_ranks(explode, 1)[0].startswith("49: a gradient is not finite: the step is skipped, for the 50th time")
 
 
 def refused(what: str) -> None:

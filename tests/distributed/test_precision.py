@@ -116,7 +116,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(stage: int) -> None:
 def averages(dtype: str) -> Any:
     engine = make("bf16", 1, [0, 3, 6], config={"data_types": {"grad_accum_dtype": dtype}})
     engine.train_batch(iter(step_batches(0)))
-    gradients = engine.optimizer._dtype
+    gradients = engine.optimizer.layout.gradient_dtype
     return str(gradients), engine.train_batch(iter(step_batches(1))).item()
 
 

@@ -61,23 +61,22 @@ def train(
     **options: Any,
 ) -> tuple[list[Tensor], Counter[str], int]:
     """Weights and norm of each step, collectives of all steps, and the number of buckets."""
-    from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
     from paceline.optim.sharded import ShardedOptimizer
+    from paceline.optim.step_options import Asynchrony, StepOptions
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 8))
     names = {parameter: name for name, parameter in module.to(dtype).named_parameters()}
-    make: Callable[..., Any] = AsynchronousOptimizer if asynchronous else ShardedOptimizer
     world, rank = dist.get_world_size(), dist.get_rank()
-    optimizer = make(
-        torch.optim.Adam(names, lr=1e-2),
-        names,
-        group=dist.group.WORLD,
+    step_options = StepOptions(
+        dist.group.WORLD,
         shard=shard,
         divisor=float(world * MICRO_BATCHES),
         bucket_numel=1000,
+        asynchronous=Asynchrony() if asynchronous else None,
         **options,
     )
+    optimizer = ShardedOptimizer(torch.optim.Adam(names, lr=1e-2), names, step_options)
     found = []
     with counted(scatters=scatters) as calls:
         for step in range(STEPS):
@@ -86,16 +85,16 @@ def train(
                 x = torch.randn(5, WIDTH, generator=generator).to(dtype)
                 with optimizer.final_backward(micro_batch == MICRO_BATCHES - 1):
                     module(x).square().mean().backward()
-            if asynchronous:
-                optimizer.close(0)
-                optimizer.finish_step()
-                optimizer.apply()
-            else:
+            if optimizer.updates is None:
                 optimizer.step()
                 optimizer.zero_grad()
+            else:
+                optimizer.updates.backward_complete(0)
+                optimizer.updates.finish_step()
+                optimizer.updates.apply()
             found += [parameter.detach().clone() for parameter in module.parameters()]
-            found.append(torch.tensor(optimizer._global_grad_norm))
-    num_buckets = len(optimizer._buffers)
+            found.append(torch.tensor(optimizer.outcome.grad_norm))
+    num_buckets = len(optimizer.gradients.buffers)
     optimizer.destroy()
     return found, calls, num_buckets
 

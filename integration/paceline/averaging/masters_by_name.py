@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..comm.control import ControlPlane
 from ..config import exclusion
-from ..optim.sharded import Owned, ShardedOptimizer
+from ..optim.owned_rows import Owned
+from ..optim.sharded import ShardedOptimizer
 from ..optim.zero_partitions import masters_of, num_real
 from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, stretch
 from ..state.named import MASTER, Numberings, is_copy, tied_weights

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..optim.sharded import Owned, ShardedOptimizer
+from ..optim.owned_rows import Owned
+from ..optim.sharded import ShardedOptimizer
 from ..state.named import MASTER, VALUE
 
 LEAVE_OUT = 'or leave "moe" out of "paceline"'

@@ -201,41 +201,46 @@ class Buffers:
     """The memory of one bucket.
 
     Args:
+        parameters: of the stage, by number. Where values lie here, those of the bucket move in.
         dtype: of the gradients.
-        value_dtype: of the parameters.
         holds_values: whether the parameters' values lie here too, which they must if the bucket is sharded.
     """
 
     def __init__(
-        self,
-        part: DomainBucket,
-        dtype: torch.dtype,
-        value_dtype: torch.dtype,
-        device: torch.device,
-        *,
-        holds_values: bool,
+        self, part: DomainBucket, parameters: Sequence[nn.Parameter], dtype: torch.dtype, *, holds_values: bool
     ) -> None:
         assert holds_values or not part.shard, part
         self.part = part
         self.waits = part.waits
         """Its gradients are complete only after the backward."""
-        self.gradients = torch.zeros(part.bucket.numel, dtype=dtype, device=device)
-        self.values = torch.zeros(part.bucket.numel, dtype=value_dtype, device=device) if holds_values else None
+        self._parameters = {index: parameters[index] for index in part.bucket.parameters}
+        first = parameters[part.bucket.parameters[0]]
+        self.gradients = torch.zeros(part.bucket.numel, dtype=dtype, device=first.device)
+        self.views = self._views_of(self.gradients)
+        """Gradients by number of the parameter."""
+        self.values: Tensor | None = None
+        if holds_values:
+            self.values = torch.zeros(part.bucket.numel, dtype=first.dtype, device=first.device)
+            for index, place in self._views_of(self.values).items():
+                place.copy_(parameters[index].detach())
+                parameters[index].data = place
         self.unfinished = len(part.bucket.parameters)
         self.is_reduced = False
         self.works: list[Reduction] = []
+        self.is_lent = False
+        """Whether the gradients are complete and belong to an update: the next ones need other memory."""
+        self.num_lent = 0
+        """Sets of gradients that belong to updates which are not applied."""
+        self._spares: list[Tensor] = []
+        self._num_sets = 1
+
+    def _views_of(self, memory: Tensor) -> dict[int, Tensor]:
+        offsets = zip(self._parameters.items(), self.part.bucket.offsets, strict=True)
+        return {index: view_at(memory, offset, parameter) for (index, parameter), offset in offsets}
 
     @property
     def is_finished(self) -> bool:
         return self.unfinished <= 0 and not self.waits
-
-    def adopt(self, offset: int, parameter: nn.Parameter) -> Tensor:
-        """Make room for a parameter's gradient, which is returned, and for its value, which moves in."""
-        if self.values is not None:
-            view = view_at(self.values, offset, parameter)
-            view.copy_(parameter.detach())
-            parameter.data = view
-        return view_at(self.gradients, offset, parameter)
 
     def start_reduction(self, communication_dtype: torch.dtype | None) -> None:
         """To the owners, or to all. Collective over the domain."""
@@ -247,14 +252,38 @@ class Buffers:
             reduction.finish()
         self.works.clear()
 
-    def start_publishing(self) -> Iterator[Any]:
-        """The owners' values to all; what is to be waited for. Collective over the domain."""
-        assert self.values is not None
-        return self.part.start_publishing(self.values)
-
     def reset(self) -> None:
         self.unfinished = len(self.part.bucket.parameters)
         self.is_reduced = False
+
+    def lend(self) -> Tensor:
+        """The memory of the gradients, for an update, which gives it back."""
+        self.is_lent = True
+        self.num_lent += 1
+        return self.gradients
+
+    def renew(self) -> None:
+        """Take other memory for the coming gradients."""
+        if self._spares:
+            self.gradients = self._spares.pop()
+        else:
+            self.gradients = torch.empty_like(self.gradients)
+            self._num_sets += 1
+        self.views, self.is_lent = self._views_of(self.gradients), False
+
+    def give_back(self, memory: Tensor) -> None:
+        """The update has been applied."""
+        self.num_lent -= 1
+        self._spares.append(memory)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of all sets of gradients."""
+        return self._num_sets * self.gradients.nbytes
+
+    def move_values_out(self) -> None:
+        """Give the parameters memory of their own again."""
+        for parameter in self._parameters.values() if self.values is not None else ():
+            parameter.data = parameter.detach().clone()
 
 
 def view_at(memory: Tensor, offset: int, like: Tensor) -> Tensor:

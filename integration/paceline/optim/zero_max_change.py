@@ -6,7 +6,6 @@ from a parameter to its segment here; squares of segments add up to those of the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch import nn
 
 from ..config import exclusion
 from .max_change import Changes, Limits, Part
-from .sharded import MOST_LEFT_OUT
+from .step_outcome import StepOutcome
 from .zero_partitions import masters_of, num_real
-
-logger = logging.getLogger("paceline")
 
 ONE_BY_ONE = ".deepspeed_experts."
 """In the names of experts that are modules of their own, and numbered on each rank from 0."""
@@ -55,7 +52,7 @@ class FlatMaxChange:
         _check(engine, limits)
         self._masters = masters_of(engine.optimizer)
         self._changes: Changes | None = None
-        self._num_left_out = 0
+        self._outcome = StepOutcome()
         own = sorted({self._layer_of(name, p) for name, p in engine.module.named_parameters() if p.requires_grad})
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, own, group=self._group)
@@ -88,22 +85,13 @@ class FlatMaxChange:
         self.report = outcome.report
         if outcome.is_smaller or not outcome.is_finite:
             self._masters.publish()
-        self._num_left_out = 0 if outcome.is_finite else self._num_left_out + 1
-        if not outcome.is_finite:
-            self._left_out()
+        if outcome.is_finite:
+            self._outcome.complete()
+        else:
+            self._engine.skipped_steps += 1
+            self._engine._step_applied = False
+            self._outcome.skip("change")
         return outcome.is_finite
-
-    def _left_out(self) -> None:
-        self._engine.skipped_steps += 1
-        self._engine._step_applied = False
-        told = "a change is not finite: the step is left out"
-        if self._num_left_out >= MOST_LEFT_OUT:
-            raise FloatingPointError(
-                f"{told}, for the {self._num_left_out}th time in a row; lower the learning rate, clip gradients, or go "
-                "on from an earlier checkpoint."
-            )
-        if dist.get_rank() == 0:
-            logger.warning("%s (%d in a row)", told, self._num_left_out)
 
     def _parts(self) -> Iterator[Part]:
         for name, parameter in self._engine.module.named_parameters():

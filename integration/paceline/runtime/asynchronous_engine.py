@@ -5,7 +5,7 @@ what still lags of the steps before. So weights have the updates of all steps bu
 :meth:`AsynchronousEngine.flush` runs what is left. With ``staleness`` 0 every step is flushed.
 
 Nothing in a step waits for all ranks: what they must agree on travels a step ahead (:mod:`.step_agreement`), updates
-are made beside the computation (:mod:`paceline.optim.asynchronous_optimizer`), and the loss arrives when somebody looks
+are made beside the computation (:mod:`paceline.optim.asynchronous_updates`), and the loss arrives when somebody looks
 at it (:mod:`..comm.pending_tensor`).
 """
 
@@ -32,10 +32,9 @@ from ..comm.staging import Staging
 from ..comm.transport import TIMEOUT
 from ..config import RunPlan
 from ..config.section import value_at
-from ..optim.asynchronous_optimizer import AsynchronousOptimizer
-from ..optim.buckets import Domain
 from ..optim.corrections import Corrections
 from ..optim.sharded import ShardedOptimizer
+from ..optim.step_options import Asynchrony, StepOptions
 from ..schedules import windows
 from ..schedules.lower import Op
 from ..schedules.schedule import Schedule
@@ -124,7 +123,7 @@ class AsynchronousEngine(CausalLMEngine):
         self._untold: tuple[Tensor, float, int] | None = None
         super().__init__(*args, plan=plan, **kwargs)
         self.module.settle = self.flush
-        if isinstance(self.optimizer, AsynchronousOptimizer):
+        if isinstance(self.optimizer, ShardedOptimizer) and self.optimizer.updates is not None:
             self.optimizer.is_settled = lambda: not self._begun
         atexit.register(_leave, weakref.ref(self))
 
@@ -222,33 +221,27 @@ class AsynchronousEngine(CausalLMEngine):
             found.update(dict.fromkeys(stage.parameters(), number))
         return found
 
-    def _make_sharded(self, basic: torch.optim.Optimizer, names: Any, **options: Any) -> ShardedOptimizer:
-        stages, mirrors = self._stage_of, self._mirrors
-
-        def domain(parameter: nn.Parameter) -> Domain:
-            return mirrors.domain(stages[parameter])
-
-        own = {
-            **options,
-            "group": mirrors.group,
-            "model_group": mirrors.model_group,
-            "domain": domain,
-            "shard": len(self._routes) > 1 or options["shard"],
+    def _own_options(self, options: StepOptions) -> StepOptions:
+        stages, mirrors, choice = self._stage_of, self._mirrors, self.plan.schedule
+        asynchrony = None
+        if choice.is_asynchronous:
+            corrections = Corrections(choice.warm_in_steps or 0, choice.correction)
+            asynchrony = Asynchrony(corrections, self._trained_ties)
+        asked = value_at(self.plan.ds_config, "zero_optimization.overlap_comm")
+        return replace(
+            options,
+            group=mirrors.group,
+            model_group=mirrors.model_group,
+            domain=lambda parameter: mirrors.domain(stages[parameter]),
+            shard=len(self._routes) > 1 or options.shard,
             # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
-            "overlap": options["overlap"]
-            or value_at(self.plan.ds_config, "zero_optimization.overlap_comm") is not False,
-        }
-        choice = self.plan.schedule
-        if not choice.is_asynchronous:
-            return ShardedOptimizer(basic, names, **own)
-        ties = self.module.get_tied_weights_and_groups() if self.module.num_stages > 1 else []
-        return AsynchronousOptimizer(
-            basic,
-            names,
-            **own,
-            ties=[(weight, group) for weight, group in ties if weight.requires_grad],
-            corrections=Corrections(choice.warm_in_steps or 0, choice.correction),
+            overlap=options.overlap or asked is not False,
+            asynchronous=asynchrony,
         )
+
+    def _trained_ties(self) -> list[tuple[nn.Parameter, Any]]:
+        ties = self.module.get_tied_weights_and_groups() if self.module.num_stages > 1 else []
+        return [(weight, group) for weight, group in ties if weight.requires_grad]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -481,16 +474,14 @@ class AsynchronousEngine(CausalLMEngine):
                 store.set(f"paceline/leaves/{self.global_rank}", "")
                 store.wait([f"paceline/leaves/{rank}" for rank in range(dist.get_world_size())], LEAVE_S)
                 self.flush()
-        if isinstance(self.optimizer, AsynchronousOptimizer):
-            self.optimizer.stop()
+        if isinstance(self.optimizer, ShardedOptimizer) and self.optimizer.updates is not None:
+            self.optimizer.updates.stop()
         self._losses.stop()
 
     def destroy(self) -> None:
         self._begun = 0
         super().destroy()
         self._losses.stop()
-        if isinstance(self.optimizer, AsynchronousOptimizer):
-            self.optimizer.stop()
 
     def zero_grad(self) -> None:
         """Forgets gradients, unless they are those of steps under way."""
@@ -519,18 +510,18 @@ class _StreamUpdates(FlushedUpdates):
     def backward_complete(self, stage: int) -> None:
         """Close the stage's gradients; those of the last stage here complete the step."""
         engine = self._engine
-        engine.optimizer.close(stage)
+        engine.optimizer.updates.backward_complete(stage)
         self._completed += 1
         if self._completed == len(engine.held):
             self._completed = 0
-            engine.optimizer.finish_step()
+            engine.optimizer.updates.finish_step()
             if engine.lr_scheduler is not None:
                 engine.lr_scheduler.step()
 
     def apply(self) -> None:
         engine = self._engine
-        engine.optimizer.apply()
-        engine._global_grad_norm = engine.optimizer._global_grad_norm
+        engine.optimizer.updates.apply()
+        engine._global_grad_norm = engine.optimizer.outcome.grad_norm
         engine._own_memory.forget()
         engine._step_applied = not engine.optimizer.overflow
         engine.skipped_steps += int(engine.optimizer.overflow)

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
+from ..optim.step_options import StepOptions
 from ..planning.candidates import Candidate
 from ..planning.tuning import DecisionLog
 from ..report.run_records import LOADS
@@ -43,7 +45,7 @@ from .meter import Meter
 from .migration import Migration, Migrator, Seat, StageParameters
 from .movable_layers import Layers
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
-from .optimizer_setup import basic_optimizer, check_own_parameters, sharding_options
+from .optimizer_setup import basic_optimizer, check_own_parameters, step_options
 from .pipeline_links import Links
 from .pipeline_tuning import pipeline_controller
 from .plain_layers import PlainLayers
@@ -450,14 +452,12 @@ class PacelineEngine(PipelineEngine):
     def _shard(self, basic: torch.optim.Optimizer) -> ShardedOptimizer:
         names, counts, apart = self._placement()
         check_own_parameters(basic, names)
-        options = sharding_options(self, self.module._grid, spreads_experts=self.shared_experts.groups.size > 1)
-        own = {"counts": counts, "apart": apart, "domain": self.shared_experts.domain()}
-        return self._make_sharded(basic, names, divisor=self._gradient_divisor(), **options, **own)
+        options = step_options(self, self.module._grid, spreads_experts=self.shared_experts.groups.size > 1)
+        options = replace(options, divisor=self._gradient_divisor(), domain=self.shared_experts.domain())
+        return ShardedOptimizer(basic, names, self._own_options(options), counts=counts, apart=apart)
 
-    def _make_sharded(
-        self, basic: torch.optim.Optimizer, names: dict[nn.Parameter, str], **options: Any
-    ) -> ShardedOptimizer:
-        return ShardedOptimizer(basic, names, **options)
+    def _own_options(self, options: StepOptions) -> StepOptions:
+        return options
 
     def _placement(self) -> StageParameters:
         grid, module = self.module._grid, self.module
@@ -783,7 +783,7 @@ class PacelineEngine(PipelineEngine):
 
     def _exec_reduce_tied_grads(self) -> None:
         forget_messages(self.held)
-        ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.trains(w)]
+        ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.layout.trains(w)]
         num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
         with self.clock.transfer("tied", num_bytes):
             for weight, group in ties:

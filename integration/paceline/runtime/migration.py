@@ -216,7 +216,7 @@ class Migrator:
             layer = self._layers.get(item)
             noted = mine.setdefault(item, [])
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                number = self._optimizer.group_of.get(self._layers.prefix(item) + name)
+                number = self._optimizer.layout.group_of.get(self._layers.prefix(item) + name)
                 options = None
                 if number is not None:
                     options = {k: v for k, v in groups[number].items() if k not in NOT_RESTORED}
@@ -236,7 +236,7 @@ class Migrator:
             for note in notes[item]:
                 if note.group is not None:
                     self._group_for(note, item)
-        stays = [p for p in self._optimizer.parameters if self._item_of(p) not in change.leaving]
+        stays = [p for p in self._optimizer.layout.parameters if self._item_of(p) not in change.leaving]
         comes = [note for item in change.arriving for note in notes[item] if note.group is not None]
         stage = self._seat.stage
         if change.concerns_this_stage and not stays and not comes and not self._keeps_parameters(change, notes):
@@ -271,16 +271,16 @@ class Migrator:
     def _laid_out_twice_bytes(self, change: _Change) -> int:
         """Bytes of what is there twice with ZeRO 1: rows change owners, and values lie in the optimizer's memory."""
         optimizer = self._optimizer
-        if not (optimizer.is_sharded and change.concerns_this_stage):
+        if not (optimizer.layout.is_sharded and change.concerns_this_stage):
             return 0
-        values = sum(_num_bytes(p) for p in optimizer.parameters)
+        values = sum(_num_bytes(p) for p in optimizer.layout.parameters)
         kept = ((o, kind, t) for o in optimizer.owned for kind, t in parts_of(optimizer, o).items())
         return values + sum(_num_bytes(t) for o, kind, t in kept if kind != MASTER or t.dtype != o.parameter.dtype)
 
     def _state_bytes_per_value_byte(self) -> float:
         """Bytes of masters, states and gradients on this rank for each byte of the values that it trains."""
         optimizer = self._optimizer
-        values = sum(_num_bytes(p) for p in optimizer.parameters)
+        values = sum(_num_bytes(p) for p in optimizer.layout.parameters)
         return float(optimizer.num_bytes()) / values if values else 0.0
 
     def _group_for(self, note: TensorNote, item: int) -> int:
@@ -296,7 +296,7 @@ class Migrator:
         )
 
     def _item_of(self, parameter: nn.Parameter) -> int | None:
-        name = self._optimizer.name_of(parameter)
+        name = self._optimizer.layout.name_of(parameter)
         return next((item for item in self._layers.here if name.startswith(self._layers.prefix(item))), None)
 
     # -- the move ------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Migrator:
         self, notes: Mapping[int, Sequence[TensorNote]], arrived: Mapping[int, nn.Module | None]
     ) -> None:
         names, counts, apart = self._parameters()
-        group_of = dict(self._optimizer.group_of)
+        group_of = dict(self._optimizer.layout.group_of)
         for item in arrived:
             for note in notes[item]:
                 if note.group is not None:

@@ -10,6 +10,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import nn
 
 from ..config.section import value_at
+from ..optim.step_options import StepOptions
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
 
 
@@ -49,8 +50,8 @@ def check_own_parameters(basic: torch.optim.Optimizer, own: Collection[nn.Parame
         )
 
 
-def sharding_options(engine: Any, grid: Any, *, spreads_experts: bool) -> dict[str, Any]:
-    """Arguments of :class:`~paceline.optim.sharded.ShardedOptimizer` that the JSON and the grid of ranks decide.
+def step_options(engine: Any, grid: Any, *, spreads_experts: bool) -> StepOptions:
+    """Options of the optimizer that the JSON and the grid of ranks decide.
 
     Args:
         engine: DeepSpeed's.
@@ -72,18 +73,18 @@ def sharding_options(engine: Any, grid: Any, *, spreads_experts: bool) -> dict[s
     if engine._config.communication_data_type is None and (is_wide or accumulation_dtype is not None):
         communication_dtype = accumulation_dtype
     backend = torch.distributed.get_backend()
-    return {
-        "group": grid.get_data_parallel_group() if grid.data_parallel_size > 1 else None,
-        "model_group": grid.get_model_parallel_group(),
-        "shard": engine.zero_optimization_stage() == 1,
-        "max_norm": engine.gradient_clipping(),
-        "loss_scaler": scaler,
-        "accumulation_dtype": accumulation_dtype,
-        "communication_dtype": communication_dtype,
-        "bucket_numel": int(engine.zero_reduce_bucket_size()),
-        "device": torch.device(engine.device),
-        "overlap": overlaps_reduction(engine._config._param_dict, backend, spreads_experts=spreads_experts),
-    }
+    return StepOptions(
+        group=grid.get_data_parallel_group() if grid.data_parallel_size > 1 else None,
+        model_group=grid.get_model_parallel_group(),
+        shard=engine.zero_optimization_stage() == 1,
+        max_norm=engine.gradient_clipping(),
+        loss_scaler=scaler,
+        accumulation_dtype=accumulation_dtype,
+        communication_dtype=communication_dtype,
+        bucket_numel=int(engine.zero_reduce_bucket_size()),
+        overlap=overlaps_reduction(engine._config._param_dict, backend, spreads_experts=spreads_experts),
+        device=torch.device(engine.device),
+    )
 
 
 def overlaps_reduction(ds_config: Mapping[str, Any], backend: str, *, spreads_experts: bool) -> bool:

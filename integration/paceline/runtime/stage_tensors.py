@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ..optim.sharded import Owned, ShardedOptimizer
+from ..optim.owned_rows import Owned
+from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import Held, Move, Transfer, Wanted, stretch
 from ..state.named import MASTER, VALUE, parts_of
 from .movable_layers import Layers, tensors_of_layer

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import Piece
-from ..optim.sharded import Owned, ShardedOptimizer
+from ..optim.owned_rows import Owned
+from ..optim.sharded import ShardedOptimizer
 
 REPLICATED = "ds_pipe_replicated"
 """DeepSpeed's mark on a parameter of which another stage holds the one that counts."""
@@ -194,7 +195,7 @@ def rest_of(module: nn.Module, optimizer: ShardedOptimizer | None) -> Iterator[t
     """Parameters that the optimizer does not train, and buffers that are part of the model, by their names."""
     name_of = getattr(module, "state_name", str)
     for parameter, name in names_of(module).items():
-        if optimizer is None or not optimizer.trains(parameter):
+        if optimizer is None or not optimizer.layout.trains(parameter):
             yield name, parameter
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -256,13 +257,13 @@ def collect(optimizer: ShardedOptimizer, name: str) -> dict[str, Tensor]:
     Collective over these. Where a rank has everything (ZeRO 0) the tensors are the optimizer's own, not copies.
     """
     mine = {owned.start: parts_of(optimizer, owned) for owned in optimizer.owned if owned.name == name}
-    group = optimizer.group_over(name)
+    group = optimizer.layout.group_over(name)
     if group is None:
         (parts,) = mine.values()
         return parts
-    parameter = optimizer.parameters[optimizer.names.index(name)]
+    parameter = optimizer.layout.parameters[optimizer.layout.names.index(name)]
     parts = {}
-    for owner, start, stop in optimizer.owners(name):
+    for owner, start, stop in optimizer.layout.owners(name):
         own = mine.get(start)
         header = [None if own is None else [(kind, tuple(t.shape), t.dtype) for kind, t in own.items()]]
         dist.broadcast_object_list(header, group=group, group_src=owner, device=parameter.device)
@@ -285,7 +286,7 @@ def link_full_access(optimizer: ShardedOptimizer) -> None:
     As with DeepSpeed's optimizers, all ranks of the group call them together, and outside of a step there are no
     gradients to get.
     """
-    for parameter in optimizer.parameters:
+    for parameter in optimizer.layout.parameters:
         parameter._hp_mapping = optimizer  # type: ignore[attr-defined]
         parameter.get_full_hp_param = partial(_get_full, optimizer, parameter)  # type: ignore[attr-defined]
         parameter.set_full_hp_param = partial(_set_full, optimizer, parameter)  # type: ignore[attr-defined]
@@ -294,14 +295,14 @@ def link_full_access(optimizer: ShardedOptimizer) -> None:
 
 def unlink_full_access(optimizer: ShardedOptimizer) -> None:
     """Undo :func:`link_full_access`: a parameter that refers to itself would keep its memory when it has left."""
-    for parameter in optimizer.parameters:
+    for parameter in optimizer.layout.parameters:
         for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad"):
             vars(parameter).pop(name, None)
 
 
 def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
     optimizer.check_settled()
-    name = optimizer.name_of(parameter)
+    name = optimizer.layout.name_of(parameter)
     parts = collect(optimizer, name)
     if (optim_state_key or MASTER) not in parts:
         raise ValueError(f"{name} has no optimizer state {optim_state_key!r}: it has {sorted(set(parts) - {MASTER})}.")

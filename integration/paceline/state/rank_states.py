@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..optim.loss_scale import load_scaler_state, scaler_state
 from ..optim.sharded import ShardedOptimizer
+from ..optim.step_outcome import load_scaler_state, scaler_state
 
 logger = logging.getLogger("paceline")
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
 from paceline.optim.buckets import Domain
 from paceline.optim.sharded import ShardedOptimizer
+from paceline.optim.step_options import Asynchrony, StepOptions
 
 WORLD, WIDTH = 4, 64
 
@@ -52,23 +52,24 @@ def step(optimizer: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -
     with Collectives() as found:
         with optimizer.final_backward():
             model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
-        if isinstance(optimizer, AsynchronousOptimizer):
-            optimizer.close(0)
-            optimizer.finish_step()
-            optimizer.apply()
-        else:
+        if optimizer.updates is None:
             optimizer.step()
+        else:
+            optimizer.updates.backward_complete(0)
+            optimizer.updates.finish_step()
+            optimizer.updates.apply()
     return found
 
 
-@pytest.mark.parametrize("cls", [ShardedOptimizer, AsynchronousOptimizer])
-def test_one_each_way(cls: type[ShardedOptimizer]) -> None:
+@pytest.mark.parametrize("asynchronous", [None, Asynchrony()])
+def test_one_each_way(asynchronous: Asynchrony | None) -> None:
     model = module()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = cls(torch.optim.Adam(names), names, group=dist.group.WORLD, bucket_numel=9000, overlap=False)
-    num_buckets = len(optimizer._buffers)
+    options = StepOptions(dist.group.WORLD, bucket_numel=9000, overlap=False, asynchronous=asynchronous)
+    optimizer = ShardedOptimizer(torch.optim.Adam(names), names, options)
+    num_buckets = len(optimizer.gradients.buffers)
     assert num_buckets == 2
-    assert all(len(part.bucket.parts) == WORLD and all(part.bucket.parts) for part in optimizer._buckets)
+    assert all(len(part.bucket.parts) == WORLD and all(part.bucket.parts) for part in optimizer.layout.buckets)
     calls = step(optimizer, model).calls
     assert calls.pop("allreduce") == 1  # the norm
     assert sorted(calls.values()) == [num_buckets] * 2, calls
@@ -82,7 +83,8 @@ def test_one_owner_needs_no_more() -> None:
     model = module()
     names = {parameter: name for name, parameter in model.named_parameters()}
     domain = Domain(dist.group.WORLD, WORLD, 1, owners=(2,))
-    optimizer = ShardedOptimizer(torch.optim.Adam(names), names, group=dist.group.WORLD, domain=lambda _: domain)
+    options = StepOptions(dist.group.WORLD, domain=lambda _: domain)
+    optimizer = ShardedOptimizer(torch.optim.Adam(names), names, options)
     assert step(optimizer, model).calls == {"reduce": 1, "broadcast": 1, "allreduce": 1}
     optimizer.destroy()
 
@@ -92,10 +94,9 @@ def test_gradients_travel_in_their_dtype(sent: torch.dtype | None, dtypes: set[t
     """Those of a bf16 model are accumulated in fp32 all the same."""
     model = module(torch.bfloat16)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = ShardedOptimizer(
-        torch.optim.Adam(names), names, group=dist.group.WORLD, communication_dtype=sent, overlap=False
-    )
-    assert {buffers.gradients.dtype for buffers in optimizer._buffers} == {torch.float32}
+    options = StepOptions(dist.group.WORLD, communication_dtype=sent, overlap=False)
+    optimizer = ShardedOptimizer(torch.optim.Adam(names), names, options)
+    assert {buffers.gradients.dtype for buffers in optimizer.gradients.buffers} == {torch.float32}
     model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
     with Collectives() as found:
         optimizer.reduce_gradients()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
 from paceline.optim.corrections import ERROR_FEEDBACK, NESTEROV, Corrections
+from paceline.optim.sharded import ShardedOptimizer
+from paceline.optim.step_options import Asynchrony, StepOptions
 from paceline.state.named import parts_of, place
 
 STEPS = 6
@@ -122,7 +123,7 @@ def test_learning_rates_stay_as_they_are() -> None:
 class Saved:
     """State by name, as :func:`paceline.state.named.place` reads it."""
 
-    def __init__(self, optimizer: AsynchronousOptimizer) -> None:
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.parts = {
             owned.name: {kind: tensor.clone() for kind, tensor in parts_of(optimizer, owned).items()}
             for owned in optimizer.owned
@@ -151,19 +152,20 @@ class Pair(nn.Module):
 @pytest.mark.parametrize("correction", [NESTEROV, ERROR_FEEDBACK])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_memory_goes_along_with_a_checkpoint(name: str, correction: str) -> None:
-    def make() -> tuple[Pair, AsynchronousOptimizer]:
+    def make() -> tuple[Pair, ShardedOptimizer]:
         module = Pair()
         names = {parameter: name for name, parameter in module.named_parameters()}
-        corrections = Corrections(warm_in_steps=5, correction=correction)
-        return module, AsynchronousOptimizer(OPTIMIZERS[name](names), names, corrections=corrections)
+        options = StepOptions(asynchronous=Asynchrony(Corrections(warm_in_steps=5, correction=correction)))
+        return module, ShardedOptimizer(OPTIMIZERS[name](names), names, options)
 
-    def train(module: Pair, optimizer: AsynchronousOptimizer, first: int, last: int) -> None:
+    def train(module: Pair, optimizer: ShardedOptimizer, first: int, last: int) -> None:
         for step in range(first, last):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
             module.second(module.first(x)).square().mean().backward()
-            optimizer.close(0)
-            optimizer.finish_step()
-            optimizer.apply()
+            assert optimizer.updates is not None
+            optimizer.updates.backward_complete(0)
+            optimizer.updates.finish_step()
+            optimizer.updates.apply()
 
     module, optimizer = make()
     train(module, optimizer, 0, 3)
@@ -174,8 +176,8 @@ def test_memory_goes_along_with_a_checkpoint(name: str, correction: str) -> None
     train(other, resumed, 3, 6)
     for wanted, found in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(wanted, found)
-    optimizer.stop()
-    resumed.stop()
+    optimizer.destroy()
+    resumed.destroy()
 
 
 def test_what_another_correction_remembered_is_forgotten() -> None:

@@ -88,9 +88,11 @@ def test_the_real_optimizer_takes_what_is_predicted(dtype: torch.dtype, optimize
 
 def _held_beside_weights(sharded: ShardedOptimizer) -> int:
     """Bytes of all storages that the optimizer keeps alive and the model does not."""
-    weights = {p.untyped_storage().data_ptr() for p in sharded.parameters}
-    found = [owned.master for owned in sharded.owned] + [p.grad for p in sharded.parameters if p.grad is not None]
-    found += [buffers.gradients for buffers in sharded._buffers]
+    weights = {p.untyped_storage().data_ptr() for p in sharded.layout.parameters}
+    found = [owned.master for owned in sharded.owned] + [
+        p.grad for p in sharded.layout.parameters if p.grad is not None
+    ]
+    found += [buffers.gradients for buffers in sharded.gradients.buffers]
     found += [value for state in sharded.state.values() for value in state.values() if torch.is_tensor(value)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}
     return sum(size for address, size in storages.items() if address not in weights)

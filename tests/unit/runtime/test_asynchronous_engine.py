@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.config import ScheduleChoice
-from paceline.runtime import asynchronous_engine as asynchronous
+from paceline.optim.step_options import StepOptions
 from paceline.runtime.asynchronous_engine import AsynchronousEngine
 from paceline.supervise.watch import EVERYONE, WATCH
 
@@ -26,20 +26,18 @@ from paceline.supervise.watch import EVERYONE, WATCH
     ],
 )
 def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
-    zero: dict[str, Any], by_default: bool, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+    zero: dict[str, Any], by_default: bool, overlaps: bool
 ) -> None:
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(asynchronous, "AsynchronousOptimizer", lambda basic, names, **options: made.update(options))
-    engine = SimpleNamespace(
+    engine: Any = SimpleNamespace(
         _stage_of={},
         _mirrors=SimpleNamespace(group=None, model_group=None),
         _routes=((0, 1),),
         plan=SimpleNamespace(ds_config={"zero_optimization": zero}, schedule=ScheduleChoice("one_direction")),
-        module=SimpleNamespace(num_stages=2, get_tied_weights_and_groups=list),
+        _trained_ties=list,
     )
-    basic = torch.optim.SGD([{"params": []}], lr=0.1)
-    AsynchronousEngine._make_sharded(engine, basic, {}, overlap=by_default, shard=False)  # type: ignore[arg-type]
-    assert made["overlap"] is overlaps
+    options = AsynchronousEngine._own_options(engine, StepOptions(overlap=by_default, shard=False))
+    assert options.overlap is overlaps
+    assert options.asynchronous is not None
 
 
 def test_who_looks_at_a_loss_waits_for_everyone() -> None:

@@ -46,9 +46,9 @@ class Stages(nn.Module):
 
 def make(asynchronous: bool, kind: str, dtype: str, owners: str, shard: bool, **options: Any) -> tuple[Stages, Any]:
     """The model and its optimizer, over all ranks; by direction, even ranks own stage 0 and odd ones stage 1."""
-    from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
     from paceline.optim.buckets import Domain
     from paceline.optim.sharded import ShardedOptimizer
+    from paceline.optim.step_options import Asynchrony, StepOptions
 
     module = Stages(DTYPES[dtype])
     names = {parameter: name for name, parameter in sorted(module.named_parameters())}
@@ -60,18 +60,16 @@ def make(asynchronous: bool, kind: str, dtype: str, owners: str, shard: bool, **
         some = tuple(range(section, world, 2)) if owners == "direction" else None
         return Domain(dist.group.WORLD, world, rank, some, section)
 
-    cls = AsynchronousOptimizer if asynchronous else ShardedOptimizer
-    optimizer = cls(
-        BASICS[kind](names),
-        names,
-        group=dist.group.WORLD,
+    step_options = StepOptions(
+        dist.group.WORLD,
         shard=shard,
         domain=domain,
         divisor=float(world * MICRO_BATCHES),
         bucket_numel=60,
+        asynchronous=Asynchrony() if asynchronous else None,
         **options,
     )
-    return module, optimizer
+    return module, ShardedOptimizer(BASICS[kind](names), names, step_options)
 
 
 def batch(step: int, micro_batch: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
@@ -101,14 +99,14 @@ def train(module: Stages, optimizer: Any, asynchronous: bool, overflows: bool) -
                 loss.backward()
         if asynchronous:
             for section in (1, 0) if (step + rank) % 2 else (0, 1):  # not everywhere in the same order
-                optimizer.close(section)
-            optimizer.finish_step()
-            optimizer.apply()
+                optimizer.updates.backward_complete(section)
+            optimizer.updates.finish_step()
+            optimizer.updates.apply()
         else:
             optimizer.step()
             optimizer.zero_grad()
         found += [parameter.detach().clone() for parameter in module.parameters()]
-        found.append(torch.tensor([optimizer._global_grad_norm, optimizer.loss_scale, optimizer.overflow]))
+        found.append(torch.tensor([optimizer.outcome.grad_norm, optimizer.loss_scale, optimizer.overflow]))
     return found
 
 
@@ -237,15 +235,15 @@ def late(most_pending: int, owners: str, kind: str) -> list[Tensor]:
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             loss = module(*batch(step, micro_batch, rank, torch.float64))
-            if micro_batch == step % MICRO_BATCHES and optimizer.num_pending > most_pending - 1:
-                optimizer.apply()  # between a forward and its backward
+            if micro_batch == step % MICRO_BATCHES and len(optimizer.updates.pending) > most_pending - 1:
+                optimizer.updates.apply()  # between a forward and its backward
             loss.backward()
-        optimizer.close(1)
-        optimizer.close(0)
-        optimizer.finish_step()
+        optimizer.updates.backward_complete(1)
+        optimizer.updates.backward_complete(0)
+        optimizer.updates.finish_step()
         found += [parameter.detach().clone() for parameter in module.parameters()]
-    while optimizer.num_pending:
-        optimizer.apply()
+    while optimizer.updates.pending:
+        optimizer.updates.apply()
     optimizer.destroy()
     return [*found, *(parameter.detach().clone() for parameter in module.parameters())]
 
@@ -289,8 +287,8 @@ def test_late_they_equal_an_emulation(num_ranks: int, most_pending: int, owners:
 
 def tied(asynchronous: bool) -> list[Tensor]:
     """Two stages of two replicas; a weight is in both stages, and one replica's backward does not reach it."""
-    from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
     from paceline.optim.sharded import ShardedOptimizer
+    from paceline.optim.step_options import Asynchrony, StepOptions
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -299,27 +297,23 @@ def tied(asynchronous: bool) -> list[Tensor]:
     copies = [dist.new_group([0, 1]), dist.new_group([2, 3])][replica]
     torch.manual_seed(0)
     weight, other = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4) + stage)
-    options = {
-        "group": replicas,
-        "model_group": copies,
-        "apart": lambda parameter: parameter is weight,
-        "counts": lambda parameter: parameter is not weight or stage == 0,
-        "max_norm": 1.0,
-    }
+    ties = Asynchrony(ties=lambda: [(weight, copies)])
     names = {weight: "tied.weight", other: "other.weight"}
-    optimizer: Any
-    if asynchronous:
-        optimizer = AsynchronousOptimizer(torch.optim.Adam(names, lr=0.1), names, ties=[(weight, copies)], **options)
-    else:
-        optimizer = ShardedOptimizer(torch.optim.Adam(names, lr=0.1), names, **options)
+    optimizer: Any = ShardedOptimizer(
+        torch.optim.Adam(names, lr=0.1),
+        names,
+        StepOptions(replicas, copies, max_norm=1.0, asynchronous=ties if asynchronous else None),
+        apart=lambda parameter: parameter is weight,
+        counts=lambda parameter: parameter is not weight or stage == 0,
+    )
     for step in range(4):
         x = torch.randn(3, generator=torch.Generator().manual_seed(10 * step + rank))
         ((weight @ x).square().sum() * (rank + 1) if rank != 3 else 0 * other.sum()).backward()
         (other.square().sum() * (replica + 1)).backward()
         if asynchronous:
-            optimizer.close(0)
-            optimizer.finish_step()
-            optimizer.apply()
+            optimizer.updates.backward_complete(0)
+            optimizer.updates.finish_step()
+            optimizer.updates.apply()
         else:
             dist.all_reduce(optimizer.gradient(weight), group=copies)
             optimizer.step()
@@ -344,14 +338,14 @@ def left(overlap: bool) -> list[str]:
     said = []
     if dist.get_rank() == 0:
         try:
-            optimizer.close(1)
-            optimizer.close(0)
-            optimizer.finish_step()
-            optimizer.apply()
+            optimizer.updates.backward_complete(1)
+            optimizer.updates.backward_complete(0)
+            optimizer.updates.finish_step()
+            optimizer.updates.apply()
         except RuntimeError as error:
             said.append(str(error))
         try:
-            optimizer.close(0)  # and nothing is begun any more
+            optimizer.updates.backward_complete(0)  # and nothing is begun any more
         except RuntimeError as error:
             said.append(str(error))
     optimizer.destroy()

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from paceline.comm.side_stream import SideStream
 from paceline.measure.clock import Clock
-from paceline.optim import asynchronous_optimizer as asynchronous
-from paceline.optim.asynchronous_optimizer import AsynchronousOptimizer
-from paceline.optim.buckets import Domain
+from paceline.optim import task_queue
+from paceline.optim.buckets import Domain, DomainBucket
+from paceline.optim.sharded import ShardedOptimizer
+from paceline.optim.step_options import Asynchrony, StepOptions
 from streams import Streams
 
 WIDTH = 4
@@ -29,24 +30,35 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def made() -> Iterator[list[AsynchronousOptimizer]]:
-    optimizers: list[AsynchronousOptimizer] = []
+def made() -> Iterator[list[ShardedOptimizer]]:
+    optimizers: list[ShardedOptimizer] = []
     yield optimizers
     for optimizer in optimizers:
-        optimizer.stop()
+        if optimizer.updates is not None:
+            optimizer.updates.stop()
     assert not any(thread.name == "paceline-updates" for thread in threading.enumerate())
 
 
-def make(made: list[AsynchronousOptimizer], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+class Watched(torch.optim.SGD):
+    """Says when it steps."""
+
+    on_step: Callable[[], Any] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:
+        self.on_step()
+        return super().step(closure)
+
+
+def make(made: list[ShardedOptimizer], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Two layers, a section each, and their optimizer."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(dtype)
     names = {parameter: name for name, parameter in module.named_parameters()}
     sections = {parameter: 0 if name.startswith("0") else 1 for parameter, name in names.items()}
-    basic = torch.optim.SGD(names, lr=0.5)
-    optimizer = AsynchronousOptimizer(
-        basic, names, domain=lambda parameter: Domain(section=sections[parameter]), **options
+    step_options = StepOptions(
+        domain=lambda parameter: Domain(section=sections[parameter]), asynchronous=Asynchrony(), **options
     )
+    optimizer = ShardedOptimizer(Watched(names, lr=0.5), names, step_options)
     made.append(optimizer)
     return module, optimizer
 
@@ -55,10 +67,10 @@ def data(seed: int = 0) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def finish(optimizer: AsynchronousOptimizer) -> None:
-    optimizer.close(1)
-    optimizer.close(0)
-    optimizer.finish_step()
+def finish(optimizer: ShardedOptimizer) -> None:
+    optimizer.updates.backward_complete(1)
+    optimizer.updates.backward_complete(0)
+    optimizer.updates.finish_step()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +83,7 @@ def test_a_graph_that_is_under_way_goes_on_with_the_new_values(made, overlap, dt
     hidden = torch.tanh(module[0](x))
     loss = module[2](hidden).sum()
     versions = [parameter._version for parameter in module.parameters()]
-    optimizer.apply()
+    optimizer.updates.apply()
     assert [parameter._version for parameter in module.parameters()] == versions
     loss.backward()
     new = module[2].weight.detach()
@@ -92,14 +104,14 @@ def test_memory_is_taken_when_a_gradient_comes_and_used_again(made, overlap) -> 
     for step in range(3):  # no backward between the last one and the update, as with several directions
         module(data(step)).sum().backward()
         finish(optimizer)
-        optimizer.apply()
+        optimizer.updates.apply()
     assert optimizer.gradient_bytes() == one_set
     for step in range(6):
         module(data(step)).sum().backward()
         finish(optimizer)
         if step > 1:
-            optimizer.apply()
-    assert optimizer.num_pending == 2
+            optimizer.updates.apply()
+    assert len(optimizer.updates.pending) == 2
     assert optimizer.gradient_bytes() == 3 * one_set
 
 
@@ -109,12 +121,12 @@ def test_only_the_section_that_goes_on_takes_memory(made, overlap) -> None:
     hidden = torch.tanh(module[0](data()))
     cut = hidden.detach().requires_grad_()
     module[2](cut).sum().backward()
-    optimizer.close(1)
+    optimizer.updates.backward_complete(1)
     module[2](cut).sum().backward()
     hidden.sum().backward()
-    optimizer.close(0)
-    optimizer.finish_step()
-    optimizer.apply()
+    optimizer.updates.backward_complete(0)
+    optimizer.updates.finish_step()
+    optimizer.updates.apply()
     assert one_set < optimizer.gradient_bytes() < 2 * one_set
 
 
@@ -126,13 +138,13 @@ def test_masters_are_apart_from_the_model(made, overlap) -> None:
         module(data()).sum().backward()
         finish(optimizer)
     if overlap:
-        for update in optimizer._pending:
+        for update in optimizer.updates.pending:
             assert update.task.is_done.wait(10)
         assert not any(torch.equal(owned.master, owned.parameter) for owned in optimizer.owned)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     gradients = torch.autograd.grad(module(data()).sum(), list(module.parameters()))
     for _ in range(2):
-        optimizer.apply()
+        optimizer.updates.apply()
     for value, old, gradient in zip(module.parameters(), before, gradients, strict=True):
         torch.testing.assert_close(value.detach(), old - 2 * 0.5 * gradient)
 
@@ -146,7 +158,7 @@ def test_an_update_has_the_learning_rate_of_its_step(made, overlap) -> None:
         module(data()).sum().backward()
         finish(optimizer)
         scheduler.step()  # before the update is applied, or even made
-        optimizer.apply()
+        optimizer.updates.apply()
     torch.testing.assert_close(module[2].bias.detach(), before - 0.5 * 3)
     assert optimizer.param_groups[0]["lr"] == 0.0
 
@@ -158,10 +170,10 @@ def test_what_is_left_out_changes_nothing(made, overlap) -> None:
     finish(optimizer)
     module(data()).sum().backward()
     finish(optimizer)
-    optimizer.apply()
+    optimizer.updates.apply()
     assert optimizer.overflow
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    optimizer.apply()
+    optimizer.updates.apply()
     assert not optimizer.overflow
     assert not any(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
@@ -172,11 +184,11 @@ def test_what_no_backward_has_reached_is_left_alone(made, overlap) -> None:
     before = module[0].weight.detach().clone()
     module[2](data()).sum().backward()
     finish(optimizer)
-    optimizer.apply()
+    optimizer.updates.apply()
     assert torch.equal(module[0].weight, before)
     finish(optimizer)  # nothing at all
-    optimizer.apply()
-    assert optimizer._global_grad_norm == 0
+    optimizer.updates.apply()
+    assert optimizer.outcome.grad_norm == 0
 
 
 def test_zero_grad_forgets_what_is_not_closed(made, overlap) -> None:
@@ -187,7 +199,7 @@ def test_zero_grad_forgets_what_is_not_closed(made, overlap) -> None:
     finish(optimizer)
     module(data(1)).sum().backward()
     optimizer.zero_grad()
-    optimizer.apply()
+    optimizer.updates.apply()
     for value, old, gradient in zip(module.parameters(), before, gradients, strict=True):
         torch.testing.assert_close(value.detach(), old - 0.5 * gradient)
     assert all(optimizer.gradient(parameter).count_nonzero() == 0 for parameter in module.parameters())
@@ -200,15 +212,16 @@ def test_an_optimizer_that_keeps_state_in_its_options_is_refused(made, overlap) 
             return super().step(closure)
 
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = AsynchronousOptimizer(Counting([parameter], lr=0.1), {parameter: "p"}, overlap=overlap)
+    options = StepOptions(overlap=overlap, asynchronous=Asynchrony())
+    optimizer = ShardedOptimizer(Counting([parameter], lr=0.1), {parameter: "p"}, options)
     made.append(optimizer)
     parameter.sum().backward()
-    optimizer.close(0)
-    optimizer.finish_step()
+    optimizer.updates.backward_complete(0)
+    optimizer.updates.finish_step()
     with pytest.raises(ValueError, match="Counting changes its option 'k' in a step"):
-        optimizer.apply()
+        optimizer.updates.apply()
     with pytest.raises(ValueError, match="Counting changes its option"):
-        optimizer.close(0)
+        optimizer.updates.backward_complete(0)
 
 
 def test_a_loss_scale_that_changes_needs_updates_in_time(made, overlap) -> None:
@@ -237,17 +250,15 @@ def test_waiting_is_idle_time(made, overlap) -> None:
     module, optimizer = make(made, overlap=overlap)
     clock = optimizer.clock = ToldClock(torch.device("cpu"))
     clock.is_asked.clear()
-    make_update = optimizer._make
 
-    def late(update: Any) -> None:
+    def late() -> None:
         assert not overlap or clock.is_asked.wait(10)
         time.sleep(0.02)
-        make_update(update)
 
-    optimizer._make = late
+    optimizer.optimizer.on_step = late
     module(data()).sum().backward()
     finish(optimizer)
-    optimizer.apply()
+    optimizer.updates.apply()
     spent = clock.read()
     assert spent["compute_s"] > 0
     assert spent["idle_s"] >= 0.02 if overlap else spent["idle_s"] == 0
@@ -255,30 +266,30 @@ def test_waiting_is_idle_time(made, overlap) -> None:
 
 def test_updates_have_a_stream_beside_the_computation(made, monkeypatch) -> None:
     streams, may_run, before = Streams(), threading.Event(), dict[str, set[str]]()
-    monkeypatch.setattr(asynchronous, "SideStream", lambda device: SideStream(torch.device("cuda"), streams))
+    monkeypatch.setattr(task_queue, "SideStream", lambda device: SideStream(torch.device("cuda"), streams))
     module, optimizer = make(made, overlap=True)
-    make_update, reduce_closed, survey = optimizer._make, optimizer._reduce_closed, itertools.count()
+    numbers = itertools.count()
 
-    def reduce(*args: Any) -> None:
+    def reduce(*args: Any) -> list[Any]:
         assert may_run.wait(60)
         before["reduce"] = streams.issue("reduce")
-        reduce_closed(*args)
+        return []
 
-    def making(update: Any) -> None:
-        name = f"update {next(survey)}"
+    def stepping() -> None:
+        name = f"update {next(numbers)}"
         before[name] = streams.issue(name)
-        make_update(update)
 
-    optimizer._make, optimizer._reduce_closed = making, reduce
+    monkeypatch.setattr(DomainBucket, "start_reduction", reduce)
+    optimizer.optimizer.on_step = stepping
     for step in range(2):
         streams.issue(f"backward {step}")
         module(data(step)).sum().backward()
         finish(optimizer)
     before["backward 2"] = streams.issue("backward 2")
     may_run.set()
-    optimizer.apply()
+    optimizer.updates.apply()
     before["values 0"] = streams.issue("values 0")
-    optimizer.apply()
+    optimizer.updates.apply()
     before["values 1"] = streams.issue("values 1")
     assert before["update 0"] == {"backward 0", "reduce"}, "it waits for its gradients, and for nothing else"
     assert before["update 1"] == {"backward 0", "backward 1", "reduce", "update 0"}
@@ -289,48 +300,76 @@ def test_updates_have_a_stream_beside_the_computation(made, monkeypatch) -> None
 
 def test_memory_is_given_back_after_updates_that_nobody_applies(made, monkeypatch) -> None:
     streams = Streams()
-    monkeypatch.setattr(asynchronous, "SideStream", lambda device: SideStream(torch.device("cuda"), streams))
+    monkeypatch.setattr(task_queue, "SideStream", lambda device: SideStream(torch.device("cuda"), streams))
     module, optimizer = make(made, overlap=True)
-    make_update = optimizer._make
-    optimizer._make = lambda update: (streams.issue("update"), make_update(update))
+    optimizer.optimizer.on_step = lambda: streams.issue("update")
     module(data()).sum().backward()
     finish(optimizer)
-    optimizer._pending[0].task.is_done.wait(60)
+    optimizer.updates.pending[0].task.is_done.wait(60)
     optimizer.destroy()
     assert "update" in streams.issue("free")
 
 
 def test_a_rank_without_parameters_takes_part(overlap) -> None:
-    optimizer = AsynchronousOptimizer(torch.optim.SGD([{"params": []}], lr=0.1), {}, overlap=overlap)
+    options = StepOptions(overlap=overlap, asynchronous=Asynchrony())
+    optimizer = ShardedOptimizer(torch.optim.SGD([{"params": []}], lr=0.1), {}, options)
+    assert optimizer.updates is not None
     for _ in range(2):
-        optimizer.close(0)
-        optimizer.finish_step()
-    assert optimizer.num_pending == 2
-    optimizer.apply()
-    assert optimizer._global_grad_norm == 0
-    optimizer.stop()
+        optimizer.updates.backward_complete(0)
+        optimizer.updates.finish_step()
+    assert len(optimizer.updates.pending) == 2
+    optimizer.updates.apply()
+    assert optimizer.outcome.grad_norm == 0
+    optimizer.destroy()
 
 
 def test_order_of_calls(made, overlap) -> None:
     module, optimizer = make(made, overlap=overlap)
     with pytest.raises(AssertionError, match="without an update"):
-        optimizer.apply()
+        optimizer.updates.apply()
     module(data()).sum().backward()
-    optimizer.close(0)
-    with pytest.raises(AssertionError, match="section 0 closed twice"):
-        optimizer.close(0)
-    with pytest.raises(AssertionError, match=r"sections \[1\] are not closed"):
-        optimizer.finish_step()
-    with pytest.raises(AssertionError, match=r"sections \[0\] are closed"):
+    optimizer.updates.backward_complete(0)
+    with pytest.raises(AssertionError, match="section 0 is complete twice"):
+        optimizer.updates.backward_complete(0)
+    with pytest.raises(AssertionError, match=r"sections \[1\] are not complete"):
+        optimizer.updates.finish_step()
+    with pytest.raises(AssertionError, match=r"sections \[0\] are complete"):
         optimizer.publish()
-    optimizer.close(1)
-    optimizer.finish_step()
+    optimizer.updates.backward_complete(1)
+    optimizer.updates.finish_step()
     with pytest.raises(AssertionError, match="1 updates are pending"):
         optimizer.state_dict()
-    optimizer.apply()
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match="cannot change"):
+    with pytest.raises(AssertionError, match="1 updates are pending"):
         optimizer.rebuild([], {})
+    optimizer.updates.apply()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(NotImplementedError, match="finish_step"):
+        optimizer.step()
+
+
+def test_other_parameters_train_on_with_their_masters(made, overlap) -> None:
+    """Between steps a layer leaves: the other one goes on as if it had been alone, in bf16 with the master it had."""
+    module, optimizer = make(made, torch.bfloat16, overlap=overlap)
+    module(data().bfloat16()).square().sum().backward()
+    finish(optimizer)
+    optimizer.updates.apply()
+    masters = {owned.name: owned.master for owned in optimizer.owned}
+    assert not torch.equal(masters["0.weight"], module[0].weight.float()), "rounded"
+    names = {parameter: f"0.{name}" for name, parameter in module[0].named_parameters()}
+    optimizer.rebuild([list(names)], names)
+    assert {owned.name: owned.master is masters[owned.name] for owned in optimizer.owned} == {
+        "0.weight": True,
+        "0.bias": True,
+    }
+    before = masters["0.weight"].detach().clone()
+    for _ in range(2):
+        module[0](data().bfloat16()).sum().backward()
+        optimizer.updates.backward_complete(0)
+        optimizer.updates.finish_step()
+        optimizer.updates.apply()
+    ones = torch.ones(3, WIDTH).t() @ data().bfloat16().float()
+    torch.testing.assert_close(masters["0.weight"].detach(), before - 2 * 0.5 * ones.bfloat16().float())
+    assert torch.equal(module[0].weight, masters["0.weight"].bfloat16())
 
 
 def test_what_is_left_of_it(made, overlap) -> None:
@@ -338,7 +377,7 @@ def test_what_is_left_of_it(made, overlap) -> None:
     module, optimizer = make(made, overlap=overlap)
     module(data()).sum().backward()
     finish(optimizer)
-    optimizer.apply()
+    optimizer.updates.apply()
     values = [parameter.detach().clone() for parameter in module.parameters()]
     optimizer.destroy()
     assert all(torch.equal(a, b) for a, b in zip(values, module.parameters(), strict=True))
@@ -350,4 +389,4 @@ def test_dtypes_that_do_not_go_together() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
     names = {parameter: str(number) for number, parameter in enumerate(parameters)}
     with pytest.raises(ValueError, match="cannot be updated beside the computation: cast the model"):
-        AsynchronousOptimizer(torch.optim.SGD(parameters, lr=0.1), names)
+        ShardedOptimizer(torch.optim.SGD(parameters, lr=0.1), names, StepOptions(asynchronous=Asynchrony()))

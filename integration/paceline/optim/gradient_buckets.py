@@ -1,0 +1,202 @@
+"""Gradients accumulated in buckets, and reduced to their owners during the last backward pass of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import Buffers, DomainBucket
+from .parameter_layout import ParameterLayout
+from .step_options import StepOptions
+from .task_queue import Times
+
+
+@dataclass(eq=False)
+class Taken:
+    """Complete gradients of one bucket, which belong to an update.
+
+    Args:
+        memory: of the gradients, and of the new values once the owners have stepped; to be given back to ``buffers``.
+        values: place of the new values: the beginning of ``memory``, if they fit there.
+        views: gradients by number of the parameter.
+        touched: parameters that a backward of this rank has reached.
+    """
+
+    buffers: Buffers
+    memory: Tensor
+    values: Tensor
+    views: dict[int, Tensor]
+    touched: set[int]
+
+
+class GradientBuckets:
+    """Collects the gradients of all parameters: in buckets, or where autograd puts them if nobody else needs them.
+
+    In the first step it is yet to be seen whose gradients come in several parts: nothing is reduced early.
+    """
+
+    def __init__(self, layout: ParameterLayout, times: Callable[[], Times], options: StepOptions) -> None:
+        self._layout, self._times, self._has_peers = layout, times, layout.num_ranks > 1
+        self._reduces_early = options.overlap and self._has_peers and not layout.is_asynchronous
+        self._communication_dtype = options.communication_dtype
+        self._scale_is_dynamic = bool(options.loss_scaler is not None and options.loss_scaler.dynamic)
+        self._touched = [False] * len(layout.parameters)
+        self._fired: set[int] = set()
+        self._is_final = self._has_stepped = False
+        self._next = 0  # bucket that is reduced next: the same order on all ranks
+        self.buffers: list[Buffers] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for part in layout.buckets if layout.has_memory else ():
+            holds_values = part.shard or layout.is_asynchronous
+            buffers = Buffers(part, layout.parameters, layout.gradient_dtype, holds_values=holds_values)
+            self.buffers.append(buffers)
+            for index in part.bucket.parameters:
+                collect = partial(self._collect, index, buffers)
+                self.hooks.append(layout.parameters[index].register_post_accumulate_grad_hook(collect))
+        self._buffers_of = {index: buffers for buffers in self.buffers for index in buffers.views}
+
+    @contextmanager
+    def final_backward(self, is_final: bool = True) -> Iterator[None]:
+        """Reduce buckets as they are finished by the backward pass within, the last one of a step."""
+        self._fired.clear()
+        self._is_final = is_final and self._reduces_early and self._has_stepped
+        try:
+            yield
+        finally:
+            self._is_final = False
+
+    @torch.no_grad()
+    def _collect(self, index: int, buffers: Buffers, parameter: nn.Parameter) -> None:
+        """Called by autograd when a parameter's gradient of one micro-batch is there."""
+        gradient = parameter.grad
+        assert gradient is not None
+        assert not buffers.is_reduced, f"{self._layout.names[index]}: a gradient after the reduction"
+        if buffers.is_lent:
+            if self._scale_is_dynamic and buffers.num_lent:
+                raise ValueError(
+                    "a gradient came before the update of the step before was applied, and the loss scale is dynamic: "
+                    'gradients of one step would have different scales; set fp16.loss_scale, or use "bf16".'
+                )
+            buffers.renew()
+        if index in self._fired:  # twice in one backward, as where a layer checkpoints itself: none is known to be last
+            buffers.waits = True
+        self._fired.add(index)
+        view = buffers.views[index]
+        if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            if self._touched[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+            # From now on autograd adds into the bucket itself, where it can.
+            parameter.grad = view if view.dtype == parameter.dtype else None
+        self._touched[index] = True
+        if self._is_final:
+            buffers.unfinished -= 1
+            while self._next < len(self.buffers) and self.buffers[self._next].is_finished:
+                self._reduce(self.buffers[self._next])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The accumulated gradient of a parameter that is here; zeros where no backward reached it."""
+        index = self._layout.index_of[parameter]
+        if not self.buffers:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+        buffers = self._buffers_of[index]
+        if buffers.is_lent:
+            buffers.renew()
+        if not self._touched[index]:
+            buffers.views[index].zero_()
+            self._touched[index] = True
+        return buffers.views[index]
+
+    def start_reduction(self) -> None:
+        """Begin the reduction of what the last backward has not begun. Collective over the group."""
+        while self._has_peers and self._next < len(self.buffers):
+            self._reduce(self.buffers[self._next])
+
+    def _reduce(self, buffers: Buffers) -> None:
+        self._next += 1
+        for earlier in self.buffers[: self._next]:  # what was sent in another dtype is a copy: do not keep it long
+            if earlier.works and all(reduction.work.is_completed() for reduction in earlier.works):
+                earlier.finish_reduction()
+        for index, view in buffers.views.items():
+            if not self._touched[index]:
+                view.zero_()
+        buffers.start_reduction(self._communication_dtype)
+
+    def reduced(self) -> tuple[Sequence[Tensor | None], Sequence[bool]]:
+        """Gradients by number of the parameter, reduced, and which of them this rank's backward has reached.
+
+        Collective over the group.
+        """
+        if self._has_peers:
+            under_way = [reduction.gradients for buffers in self.buffers for reduction in buffers.works]
+            with self._times().transfer("gradients", sum(memory.nbytes for memory in under_way)):
+                self.start_reduction()
+                for buffers in self.buffers:
+                    buffers.finish_reduction()
+        self._has_stepped = True
+        if not self.buffers:
+            gradients = [parameter.grad for parameter in self._layout.parameters]
+            return gradients, [gradient is not None for gradient in gradients]
+        return [self._buffers_of[index].views[index] for index in range(len(self._touched))], self._touched
+
+    def take(self, buffers: Buffers) -> Taken:
+        """Take the gradients of a bucket away, which are complete; coming ones go to other memory."""
+        if buffers.is_lent:
+            buffers.renew()
+        touched = {index for index in buffers.views if self._touched[index]}
+        for index in buffers.views:
+            self._touched[index] = False
+            self._layout.parameters[index].grad = None
+        memory, values = buffers.lend(), buffers.values
+        assert values is not None
+        has_room = memory.element_size() >= values.element_size()
+        place = memory.view(values.dtype)[: values.numel()] if has_room else torch.empty_like(values)
+        return Taken(buffers, memory, place, buffers.views, touched)
+
+    def publish_values(self) -> None:
+        """Bring the owners' values to all. Collective over the group."""
+        if self._layout.is_sharded:
+            held = ((buffers.part, buffers.values) for buffers in self.buffers)
+            publish([(part, values) for part, values in held if values is not None], self._times())
+
+    def zero(self) -> None:
+        """Forget all gradients that are not taken; the buckets' memory stays."""
+        for parameter in self._layout.parameters:
+            parameter.grad = None
+        self._touched = [False] * len(self._touched)
+        self._next = 0
+        for buffers in self.buffers:
+            buffers.reset()
+
+    def num_bytes(self) -> int:
+        """Bytes of gradients on this rank."""
+        if self.buffers:
+            return sum(buffers.gradient_bytes() for buffers in self.buffers)
+        return sum(parameter.nbytes for parameter in self._layout.parameters)
+
+    def release(self, *, keep_values: bool = False) -> None:
+        """Take the hooks off and forget gradients; unless ``keep_values``, parameters have memory of their own then."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.zero()
+        for buffers in self.buffers if not keep_values else ():
+            buffers.move_values_out()
+        self.buffers.clear()
+        self._buffers_of.clear()
+
+
+def publish(values: Iterable[tuple[DomainBucket, Tensor]], times: Times) -> None:
+    """Bring the owners' part of ``values`` of each bucket to all. Collective over their domains."""
+    sharded = [(part, memory) for part, memory in values if part.shard]
+    with times.transfer("values", sum(memory.nbytes for _, memory in sharded)):
+        for work in [work for part, memory in sharded for work in part.start_publishing(memory)]:
+            work.wait()
