@@ -47,8 +47,9 @@ class Stages(nn.Module):
 def make(asynchronous: bool, kind: str, dtype: str, owners: str, shard: bool, **options: Any) -> tuple[Stages, Any]:
     """The model and its optimizer, over all ranks; by direction, even ranks own stage 0 and odd ones stage 1."""
     from paceline.optim.buckets import Domain
+    from paceline.optim.corrections import Corrections
     from paceline.optim.sharded import ShardedOptimizer
-    from paceline.optim.step_options import Asynchrony, StepOptions
+    from paceline.optim.step_options import StepOptions
 
     module = Stages(DTYPES[dtype])
     names = {parameter: name for name, parameter in sorted(module.named_parameters())}
@@ -66,7 +67,7 @@ def make(asynchronous: bool, kind: str, dtype: str, owners: str, shard: bool, **
         domain=domain,
         divisor=float(world * MICRO_BATCHES),
         bucket_numel=60,
-        asynchronous=Asynchrony() if asynchronous else None,
+        corrections=Corrections() if asynchronous else None,
         **options,
     )
     return module, ShardedOptimizer(BASICS[kind](names), names, step_options)
@@ -95,7 +96,7 @@ def train(module: Stages, optimizer: Any, asynchronous: bool, overflows: bool) -
             loss = module(*batch(step, micro_batch, rank, dtype)) * optimizer.loss_scale
             if overflows and rank == 1 and step in (3, 4, 11):
                 loss = loss * float("inf")
-            with optimizer.final_backward(micro_batch == MICRO_BATCHES - 1):
+            with optimizer.gradients.final_backward(micro_batch == MICRO_BATCHES - 1):
                 loss.backward()
         if asynchronous:
             for section in (1, 0) if (step + rank) % 2 else (0, 1):  # not everywhere in the same order
@@ -287,8 +288,9 @@ def test_late_they_equal_an_emulation(num_ranks: int, most_pending: int, owners:
 
 def tied(asynchronous: bool) -> list[Tensor]:
     """Two stages of two replicas; a weight is in both stages, and one replica's backward does not reach it."""
+    from paceline.optim.corrections import Corrections
     from paceline.optim.sharded import ShardedOptimizer
-    from paceline.optim.step_options import Asynchrony, StepOptions
+    from paceline.optim.step_options import StepOptions
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -297,12 +299,17 @@ def tied(asynchronous: bool) -> list[Tensor]:
     copies = [dist.new_group([0, 1]), dist.new_group([2, 3])][replica]
     torch.manual_seed(0)
     weight, other = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4) + stage)
-    ties = Asynchrony(ties=lambda: [(weight, copies)])
     names = {weight: "tied.weight", other: "other.weight"}
     optimizer: Any = ShardedOptimizer(
         torch.optim.Adam(names, lr=0.1),
         names,
-        StepOptions(replicas, copies, max_norm=1.0, asynchronous=ties if asynchronous else None),
+        StepOptions(
+            replicas,
+            copies,
+            max_norm=1.0,
+            corrections=Corrections() if asynchronous else None,
+            ties=lambda: [(weight, copies)],
+        ),
         apart=lambda parameter: parameter is weight,
         counts=lambda parameter: parameter is not weight or stage == 0,
     )
@@ -315,7 +322,7 @@ def tied(asynchronous: bool) -> list[Tensor]:
             optimizer.updates.finish_step()
             optimizer.updates.apply()
         else:
-            dist.all_reduce(optimizer.gradient(weight), group=copies)
+            dist.all_reduce(optimizer.gradients.of(weight), group=copies)
             optimizer.step()
             optimizer.zero_grad()
     found = [weight.detach().clone(), other.detach().clone()]

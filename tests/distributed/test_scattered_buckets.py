@@ -61,8 +61,9 @@ def train(
     **options: Any,
 ) -> tuple[list[Tensor], Counter[str], int]:
     """Weights and norm of each step, collectives of all steps, and the number of buckets."""
+    from paceline.optim.corrections import Corrections
     from paceline.optim.sharded import ShardedOptimizer
-    from paceline.optim.step_options import Asynchrony, StepOptions
+    from paceline.optim.step_options import StepOptions
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 8))
@@ -73,7 +74,7 @@ def train(
         shard=shard,
         divisor=float(world * MICRO_BATCHES),
         bucket_numel=1000,
-        asynchronous=Asynchrony() if asynchronous else None,
+        corrections=Corrections() if asynchronous else None,
         **options,
     )
     optimizer = ShardedOptimizer(torch.optim.Adam(names, lr=1e-2), names, step_options)
@@ -83,7 +84,7 @@ def train(
             for micro_batch in range(MICRO_BATCHES):
                 generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
                 x = torch.randn(5, WIDTH, generator=generator).to(dtype)
-                with optimizer.final_backward(micro_batch == MICRO_BATCHES - 1):
+                with optimizer.gradients.final_backward(micro_batch == MICRO_BATCHES - 1):
                     module(x).square().mean().backward()
             if optimizer.updates is None:
                 optimizer.step()

@@ -181,7 +181,7 @@ class PipelineMasters(Masters):
 
     def held(self, kind: str = MASTER) -> Iterator[Share]:
         optimizer, tied = self._optimizer, tied_weights(self._module)
-        for position, start, stop in optimizer.shares():
+        for position, start, stop in optimizer.rows.shares():
             owned = optimizer.owned[position]
             if not is_copy(owned.parameter, tied):
                 tensor = self._tensor(owned, kind)

@@ -85,16 +85,14 @@ class AsynchronousUpdates:
         tasks: TaskQueue,
         options: StepOptions,
     ) -> None:
-        asynchrony = options.asynchronous
-        assert asynchrony is not None
-        self._basic, self._twin, self._corrections = basic, _twin_of(basic), asynchrony.corrections
+        assert options.corrections is not None
+        self._basic, self._twin, self._corrections = basic, _twin_of(basic), options.corrections
         self._gradients, self._rows, self._norm, self._outcome = gradients, rows, norm, outcome
         self._divisor, self._communication_dtype = options.divisor, options.communication_dtype
         self._times, self._tasks = times, tasks
         self._num_parameters = len(layout.parameters)
-        self._ties = {
-            layout.index_of[weight]: (weight, group) for weight, group in asynchrony.ties() if layout.trains(weight)
-        }
+        ties = ((weight, group) for weight, group in options.ties() if layout.trains(weight))
+        self._ties = {layout.index_of[weight]: (weight, group) for weight, group in ties}
         self._sections: dict[int, list[Buffers]] = {}
         for buffers in gradients.buffers:
             self._sections.setdefault(buffers.part.domain.section, []).append(buffers)
@@ -123,7 +121,7 @@ class AsynchronousUpdates:
         for buffers in self._sections.get(section, ()):
             for index in buffers.views:
                 if index in self._ties:
-                    self._gradients.gradient(self._ties[index][0])  # the other rank's copy has one, or may have
+                    self._gradients.of(self._ties[index][0])  # the other rank's copy has one, or may have
             update.taken.setdefault(section, []).append(self._gradients.take(buffers))
         for other in sorted(self._sections, reverse=True)[self._num_reduced :]:
             if other not in self._completed:

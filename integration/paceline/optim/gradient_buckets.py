@@ -62,7 +62,7 @@ class GradientBuckets:
 
     @contextmanager
     def final_backward(self, is_final: bool = True) -> Iterator[None]:
-        """Reduce buckets as they are finished by the backward pass within, the last one of a step."""
+        """One backward pass. In the last of a step, buckets are reduced as they are finished."""
         self._fired.clear()
         self._is_final = is_final and self._reduces_early and self._has_stepped
         try:
@@ -100,7 +100,7 @@ class GradientBuckets:
             while self._next < len(self.buffers) and self.buffers[self._next].is_finished:
                 self._reduce(self.buffers[self._next])
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
+    def of(self, parameter: nn.Parameter) -> Tensor:
         """The accumulated gradient of a parameter that is here; zeros where no backward reached it."""
         index = self._layout.index_of[parameter]
         if not self.buffers:

@@ -48,7 +48,7 @@ class ParameterLayout:
         self.index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.counts = [counts(parameter) for parameter in self.parameters]
         domain = Domain.of(options.group)
-        self.num_ranks, self.is_asynchronous = domain.size, options.asynchronous is not None
+        self.num_ranks, self.is_asynchronous = domain.size, options.is_asynchronous
         self.is_sharded = options.shard and domain.size > 1
         """Whether ranks hold different rows of a parameter (ZeRO 1, more than one rank)."""
         # Buckets follow the model's order, in which backward runs, not that of the optimizer's groups.

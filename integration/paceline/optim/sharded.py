@@ -12,13 +12,12 @@ Legend: D data-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from torch import Tensor, nn
+from torch import nn
 
 from ..measure.clock import Clock
 from .asynchronous_updates import AsynchronousUpdates
@@ -79,9 +78,8 @@ class ShardedOptimizer(ZeROOptimizer):
         self.clock = Clock(self.layout.device)
         """Told what is computed and what is waited for."""
         self.outcome = StepOutcome(scaler)
-        self._tasks = TaskQueue(
-            self.layout.device, self._own_times, has_thread=options.overlap and options.asynchronous is not None
-        )
+        has_thread = options.overlap and options.is_asynchronous
+        self._tasks = TaskQueue(self.layout.device, self._own_times, has_thread=has_thread)
         self._sums = RankSums(self._tasks.times, options.group, options.model_group)
         self._changes = ShardedMaxChange(self._sums, self._own_times)
         self._make_parts(None)
@@ -94,10 +92,9 @@ class ShardedOptimizer(ZeROOptimizer):
         layout, times, options = self.layout, self._tasks.times, self._options
         self._norm = GradientNorm(layout, self._sums, times, options.max_norm)
         self.gradients = GradientBuckets(layout, times, options)
-        self._rows = OwnedRows(layout, self.optimizer, kept)
-        parts = (self.gradients, self._rows, self._norm, self.outcome, self._own_times, self._tasks)
-        is_asynchronous = options.asynchronous is not None
-        self.updates = AsynchronousUpdates(self.optimizer, layout, *parts, options) if is_asynchronous else None
+        self.rows = OwnedRows(layout, self.optimizer, kept)
+        parts = (self.gradients, self.rows, self._norm, self.outcome, self._own_times, self._tasks)
+        self.updates = AsynchronousUpdates(self.optimizer, layout, *parts, options) if options.is_asynchronous else None
         """Steps beside the computation; None: :meth:`step` takes them."""
 
     def rebuild(
@@ -118,8 +115,8 @@ class ShardedOptimizer(ZeROOptimizer):
         """
         self._check_idle()
         self.gradients.release(keep_values=True)
-        kept = self._rows.kept()
-        self._rows.release()
+        kept = self.rows.kept()
+        self.rows.release()
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = list(parameters)
         self.layout = ParameterLayout(self.optimizer, names, self._options, counts=counts, apart=apart)
@@ -143,19 +140,11 @@ class ShardedOptimizer(ZeROOptimizer):
     @property
     def owned(self) -> list[Owned]:
         """Rows that this rank steps; another list after :meth:`rebuild`."""
-        return self._rows.owned
-
-    def shares(self) -> Iterator[tuple[int, int, int]]:
-        """See :meth:`OwnedRows.shares`."""
-        return self._rows.shares()
+        return self.rows.owned
 
     def num_bytes(self) -> int:
         """Bytes on this rank beside the parameters' values: masters of their own, states, gradients."""
-        return self._rows.num_bytes() + self.gradient_bytes()
-
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients on this rank."""
-        return self.gradients.num_bytes()
+        return self.rows.num_bytes() + self.gradients.num_bytes()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -165,15 +154,7 @@ class ShardedOptimizer(ZeROOptimizer):
     def state(self) -> Any:
         return self.optimizer.state
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def final_backward(self, is_final: bool = True) -> AbstractContextManager[None]:
-        """Around the last backward pass of a step: buckets are reduced as they are finished."""
-        return self.gradients.final_backward(is_final)
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient of a parameter that is here; zeros where no backward reached it."""
-        return self.gradients.gradient(parameter)
+    # -- the step ------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self, **kwargs: Any) -> None:
         """Begin the reduction of what the last backward has not begun. Collective over the group, as is ``step``."""
@@ -185,9 +166,7 @@ class ShardedOptimizer(ZeROOptimizer):
         """Forget all gradients but those of updates under way; the buckets' memory stays."""
         self.gradients.zero()
         if self.updates is None:
-            self._rows.forget_gradients()
-
-    # -- the step ------------------------------------------------------------------------------------------------
+            self.rows.forget_gradients()
 
     @property
     def loss_scale(self) -> float:
@@ -229,9 +208,9 @@ class ShardedOptimizer(ZeROOptimizer):
             return
         changes = None
         if self.max_change is not None:
-            changes = self._changes.begin(self.max_change, self.layout, self._rows)
+            changes = self._changes.begin(self.max_change, self.layout, self.rows)
         with self.clock.compute():
-            self._rows.hand_over(gradients, touched, self._norm.factor(squares, scale))
+            self.rows.hand_over(gradients, touched, self._norm.factor(squares, scale))
             self.optimizer.step()
         if changes is not None:
             limited = self._changes.limit(changes, self.layout.device)
@@ -247,7 +226,7 @@ class ShardedOptimizer(ZeROOptimizer):
     def publish(self) -> None:
         """Bring the masters' values into the model, on all ranks. Collective over the group."""
         self._check_idle()
-        self._rows.write_values()
+        self.rows.write_values()
         self.gradients.publish_values()
 
     # -- for DeepSpeed's engine ----------------------------------------------------------------------------------
@@ -277,4 +256,4 @@ class ShardedOptimizer(ZeROOptimizer):
             self.updates.stop()
             self.updates = None
         self.gradients.release()
-        self._rows.release()
+        self.rows.release()

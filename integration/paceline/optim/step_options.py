@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +12,6 @@ from torch import nn
 from .buckets import Domain
 from .corrections import Corrections
 from .max_change import Limits
-
-
-@dataclass(frozen=True)
-class Asynchrony:
-    """How steps are taken beside the computation.
-
-    Args:
-        corrections: for gradients that come late.
-        ties: weights of which another rank has a copy, and the two ranks: their gradients are added up when the section
-            is reduced. Such a weight is to be among those ``apart``, and in the section that completes last.
-    """
-
-    corrections: Corrections = field(default_factory=Corrections)
-    ties: Callable[[], Iterable[tuple[nn.Parameter, Any]]] = tuple
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,9 @@ class StepOptions:
         overlap: reduce a bucket when the last backward has finished it, not after the backward. Asynchronous updates
             are made in a thread beside the computation, not when they are applied.
         device: of the parameters, for a rank that trains none; None for the CPU.
-        asynchronous: steps are taken beside the computation; None: when gradients are complete, by ``step``.
+        corrections: of late gradients, where steps are taken beside the computation; None: ``step`` takes them.
+        ties: weights of which another rank has a copy, and the two ranks. Asynchronous updates add up their gradients:
+            such a weight is to be among those ``apart``, and in the section that completes last.
 
     Raises:
         ValueError: a max change of asynchronous updates.
@@ -69,14 +57,19 @@ class StepOptions:
     bucket_numel: int = 500_000_000
     overlap: bool = True
     device: torch.device | None = None
-    asynchronous: Asynchrony | None = None
+    corrections: Corrections | None = None
+    ties: Callable[[], Iterable[tuple[nn.Parameter, Any]]] = tuple
 
     def __post_init__(self) -> None:
-        if self.max_change is not None and self.asynchronous is not None:
+        if self.max_change is not None and self.is_asynchronous:
             raise ValueError(
                 f"{self.max_change}: a pipeline that steps beside its computation limits no changes; choose a schedule "
                 "with a flush, or leave max_change out."
             )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.corrections is not None
 
     def gradient_dtype(self, dtypes: set[torch.dtype], *, is_sharded: bool) -> torch.dtype:
         """The dtype in which gradients of parameters of ``dtypes`` are accumulated.
@@ -85,7 +78,7 @@ class StepOptions:
             ValueError: they cannot be trained together.
         """
         masters, found = {master_dtype(dtype) for dtype in dtypes} or {torch.float32}, sorted(map(str, dtypes))
-        if self.asynchronous is not None and len(dtypes) > 1:
+        if self.is_asynchronous and len(dtypes) > 1:
             raise ValueError(f"parameters of {found} cannot be updated beside the computation: cast the model.")
         if len(masters) > 1 and self.accumulation_dtype is None:
             raise ValueError(f"parameters of {sorted(map(str, masters))} cannot be trained together: cast the model.")

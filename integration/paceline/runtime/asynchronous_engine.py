@@ -34,7 +34,7 @@ from ..config import RunPlan
 from ..config.section import value_at
 from ..optim.corrections import Corrections
 from ..optim.sharded import ShardedOptimizer
-from ..optim.step_options import Asynchrony, StepOptions
+from ..optim.step_options import StepOptions
 from ..schedules import windows
 from ..schedules.lower import Op
 from ..schedules.schedule import Schedule
@@ -223,10 +223,7 @@ class AsynchronousEngine(CausalLMEngine):
 
     def _own_options(self, options: StepOptions) -> StepOptions:
         stages, mirrors, choice = self._stage_of, self._mirrors, self.plan.schedule
-        asynchrony = None
-        if choice.is_asynchronous:
-            corrections = Corrections(choice.warm_in_steps or 0, choice.correction)
-            asynchrony = Asynchrony(corrections, self._trained_ties)
+        corrections = Corrections(choice.warm_in_steps or 0, choice.correction) if choice.is_asynchronous else None
         asked = value_at(self.plan.ds_config, "zero_optimization.overlap_comm")
         return replace(
             options,
@@ -236,7 +233,8 @@ class AsynchronousEngine(CausalLMEngine):
             shard=len(self._routes) > 1 or options.shard,
             # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
             overlap=options.overlap or asked is not False,
-            asynchronous=asynchrony,
+            corrections=corrections,
+            ties=self._trained_ties,
         )
 
     def _trained_ties(self) -> list[tuple[nn.Parameter, Any]]:

@@ -787,7 +787,7 @@ class PacelineEngine(PipelineEngine):
         num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
         with self.clock.transfer("tied", num_bytes):
             for weight, group in ties:
-                dist.all_reduce(self.optimizer.gradient(weight), group=group)
+                dist.all_reduce(self.optimizer.gradients.of(weight), group=group)
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         super()._exec_optimizer_step(lr_kwargs)

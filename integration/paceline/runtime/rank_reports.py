@@ -221,7 +221,7 @@ def bytes_per_parameter(module: nn.Module, optimizer: Any) -> tuple[float, float
     if not count:
         return 0.0, 0.0
     own, gradients = (
-        (optimizer.num_bytes(), optimizer.gradient_bytes()) if isinstance(optimizer, ShardedOptimizer) else (0, 0)
+        (optimizer.num_bytes(), optimizer.gradients.num_bytes()) if isinstance(optimizer, ShardedOptimizer) else (0, 0)
     )
     whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters) + own
     return whole / count, (whole - gradients) / count

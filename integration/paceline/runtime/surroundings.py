@@ -42,7 +42,7 @@ class DeepSpeedSurroundings:
         engine._start_timers(engine.engine_timers.backward_timers)
         engine._start_timers(engine.engine_timers.backward_inner_timers)
         if self._reduces_early:
-            with engine.optimizer.final_backward(is_last):
+            with engine.optimizer.gradients.final_backward(is_last):
                 yield
         else:
             yield

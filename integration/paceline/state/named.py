@@ -105,7 +105,7 @@ def pieces(
             experts the first that have them.
         trained_only: leave frozen parameters out.
     """
-    shares = list(optimizer.shares()) if optimizer is not None else []
+    shares = list(optimizer.rows.shares()) if optimizer is not None else []
     tied, numberings = tied_weights(module), Numberings(module)
     for position, start, stop in shares:
         owned = optimizer.owned[position]  # type: ignore[union-attr]

@@ -17,8 +17,9 @@ from paceline.comm.side_stream import SideStream
 from paceline.measure.clock import Clock
 from paceline.optim import task_queue
 from paceline.optim.buckets import Domain, DomainBucket
+from paceline.optim.corrections import Corrections
 from paceline.optim.sharded import ShardedOptimizer
-from paceline.optim.step_options import Asynchrony, StepOptions
+from paceline.optim.step_options import StepOptions
 from streams import Streams
 
 WIDTH = 4
@@ -56,7 +57,7 @@ def make(made: list[ShardedOptimizer], dtype: torch.dtype = torch.float32, **opt
     names = {parameter: name for name, parameter in module.named_parameters()}
     sections = {parameter: 0 if name.startswith("0") else 1 for parameter, name in names.items()}
     step_options = StepOptions(
-        domain=lambda parameter: Domain(section=sections[parameter]), asynchronous=Asynchrony(), **options
+        domain=lambda parameter: Domain(section=sections[parameter]), corrections=Corrections(), **options
     )
     optimizer = ShardedOptimizer(Watched(names, lr=0.5), names, step_options)
     made.append(optimizer)
@@ -93,31 +94,31 @@ def test_a_graph_that_is_under_way_goes_on_with_the_new_values(made, overlap, dt
     def wanted(weight: Tensor) -> Tensor:
         return ((ones @ weight) * (1 - hidden.detach() ** 2)).t() @ x
 
-    gradient = optimizer.gradient(module[0].weight).to(dtype)
+    gradient = optimizer.gradients.of(module[0].weight).to(dtype)
     torch.testing.assert_close(gradient, wanted(new), rtol=1e-2, atol=1e-2)
     assert not torch.allclose(gradient, wanted(old), rtol=1e-2, atol=1e-2)
 
 
 def test_memory_is_taken_when_a_gradient_comes_and_used_again(made, overlap) -> None:
     module, optimizer = make(made, overlap=overlap)
-    one_set = optimizer.gradient_bytes()
+    one_set = optimizer.gradients.num_bytes()
     for step in range(3):  # no backward between the last one and the update, as with several directions
         module(data(step)).sum().backward()
         finish(optimizer)
         optimizer.updates.apply()
-    assert optimizer.gradient_bytes() == one_set
+    assert optimizer.gradients.num_bytes() == one_set
     for step in range(6):
         module(data(step)).sum().backward()
         finish(optimizer)
         if step > 1:
             optimizer.updates.apply()
     assert len(optimizer.updates.pending) == 2
-    assert optimizer.gradient_bytes() == 3 * one_set
+    assert optimizer.gradients.num_bytes() == 3 * one_set
 
 
 def test_only_the_section_that_goes_on_takes_memory(made, overlap) -> None:
     module, optimizer = make(made, overlap=overlap)
-    one_set = optimizer.gradient_bytes()
+    one_set = optimizer.gradients.num_bytes()
     hidden = torch.tanh(module[0](data()))
     cut = hidden.detach().requires_grad_()
     module[2](cut).sum().backward()
@@ -127,7 +128,7 @@ def test_only_the_section_that_goes_on_takes_memory(made, overlap) -> None:
     optimizer.updates.backward_complete(0)
     optimizer.updates.finish_step()
     optimizer.updates.apply()
-    assert one_set < optimizer.gradient_bytes() < 2 * one_set
+    assert one_set < optimizer.gradients.num_bytes() < 2 * one_set
 
 
 def test_masters_are_apart_from_the_model(made, overlap) -> None:
@@ -202,7 +203,7 @@ def test_zero_grad_forgets_what_is_not_closed(made, overlap) -> None:
     optimizer.updates.apply()
     for value, old, gradient in zip(module.parameters(), before, gradients, strict=True):
         torch.testing.assert_close(value.detach(), old - 0.5 * gradient)
-    assert all(optimizer.gradient(parameter).count_nonzero() == 0 for parameter in module.parameters())
+    assert all(optimizer.gradients.of(parameter).count_nonzero() == 0 for parameter in module.parameters())
 
 
 def test_an_optimizer_that_keeps_state_in_its_options_is_refused(made, overlap) -> None:
@@ -212,7 +213,7 @@ def test_an_optimizer_that_keeps_state_in_its_options_is_refused(made, overlap) 
             return super().step(closure)
 
     parameter = nn.Parameter(torch.ones(3))
-    options = StepOptions(overlap=overlap, asynchronous=Asynchrony())
+    options = StepOptions(overlap=overlap, corrections=Corrections())
     optimizer = ShardedOptimizer(Counting([parameter], lr=0.1), {parameter: "p"}, options)
     made.append(optimizer)
     parameter.sum().backward()
@@ -311,7 +312,7 @@ def test_memory_is_given_back_after_updates_that_nobody_applies(made, monkeypatc
 
 
 def test_a_rank_without_parameters_takes_part(overlap) -> None:
-    options = StepOptions(overlap=overlap, asynchronous=Asynchrony())
+    options = StepOptions(overlap=overlap, corrections=Corrections())
     optimizer = ShardedOptimizer(torch.optim.SGD([{"params": []}], lr=0.1), {}, options)
     assert optimizer.updates is not None
     for _ in range(2):
@@ -389,4 +390,4 @@ def test_dtypes_that_do_not_go_together() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
     names = {parameter: str(number) for number, parameter in enumerate(parameters)}
     with pytest.raises(ValueError, match="cannot be updated beside the computation: cast the model"):
-        ShardedOptimizer(torch.optim.SGD(parameters, lr=0.1), names, StepOptions(asynchronous=Asynchrony()))
+        ShardedOptimizer(torch.optim.SGD(parameters, lr=0.1), names, StepOptions(corrections=Corrections()))

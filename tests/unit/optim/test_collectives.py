@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.optim.buckets import Domain
+from paceline.optim.corrections import Corrections
 from paceline.optim.sharded import ShardedOptimizer
-from paceline.optim.step_options import Asynchrony, StepOptions
+from paceline.optim.step_options import StepOptions
 
 WORLD, WIDTH = 4, 64
 
@@ -50,7 +51,7 @@ def module(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def step(optimizer: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -> Collectives:
     with Collectives() as found:
-        with optimizer.final_backward():
+        with optimizer.gradients.final_backward():
             model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
         if optimizer.updates is None:
             optimizer.step()
@@ -61,11 +62,11 @@ def step(optimizer: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -
     return found
 
 
-@pytest.mark.parametrize("asynchronous", [None, Asynchrony()])
-def test_one_each_way(asynchronous: Asynchrony | None) -> None:
+@pytest.mark.parametrize("corrections", [None, Corrections()])
+def test_one_each_way(corrections: Corrections | None) -> None:
     model = module()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    options = StepOptions(dist.group.WORLD, bucket_numel=9000, overlap=False, asynchronous=asynchronous)
+    options = StepOptions(dist.group.WORLD, bucket_numel=9000, overlap=False, corrections=corrections)
     optimizer = ShardedOptimizer(torch.optim.Adam(names), names, options)
     num_buckets = len(optimizer.gradients.buffers)
     assert num_buckets == 2

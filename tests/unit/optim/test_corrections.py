@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.optim.corrections import ERROR_FEEDBACK, NESTEROV, Corrections
 from paceline.optim.sharded import ShardedOptimizer
-from paceline.optim.step_options import Asynchrony, StepOptions
+from paceline.optim.step_options import StepOptions
 from paceline.state.named import parts_of, place
 
 STEPS = 6
@@ -155,7 +155,7 @@ def test_memory_goes_along_with_a_checkpoint(name: str, correction: str) -> None
     def make() -> tuple[Pair, ShardedOptimizer]:
         module = Pair()
         names = {parameter: name for name, parameter in module.named_parameters()}
-        options = StepOptions(asynchronous=Asynchrony(Corrections(warm_in_steps=5, correction=correction)))
+        options = StepOptions(corrections=Corrections(warm_in_steps=5, correction=correction))
         return module, ShardedOptimizer(OPTIMIZERS[name](names), names, options)
 
     def train(module: Pair, optimizer: ShardedOptimizer, first: int, last: int) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.optim.corrections import Corrections
 from paceline.optim.max_change import Changes, Limits, Part
 from paceline.optim.sharded import ShardedOptimizer
-from paceline.optim.step_options import Asynchrony, StepOptions
+from paceline.optim.step_options import StepOptions
 from paceline.optim.step_outcome import MOST_SKIPPED
 
 LIMITS = Limits(1.0, 2.0, 0.0, heads=frozenset({"head"}))
@@ -170,4 +171,4 @@ def test_no_limits_cost_nothing() -> None:
 
 def test_asynchronous_updates_limit_nothing() -> None:
     with pytest.raises(ValueError, match="choose a schedule with a flush, or leave max_change out"):
-        StepOptions(max_change=Limits(), asynchronous=Asynchrony())
+        StepOptions(max_change=Limits(), corrections=Corrections())

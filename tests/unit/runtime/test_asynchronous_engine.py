@@ -37,7 +37,7 @@ def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
     )
     options = AsynchronousEngine._own_options(engine, StepOptions(overlap=by_default, shard=False))
     assert options.overlap is overlaps
-    assert options.asynchronous is not None
+    assert options.is_asynchronous
 
 
 def test_who_looks_at_a_loss_waits_for_everyone() -> None:
