@@ -7,9 +7,8 @@ backward finishes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,16 +79,16 @@ class DomainBucket:
         group = self.domain.group
         if self.domain.size == 1:
             return []
+        sent = gradients if communication_dtype is None else gradients.to(communication_dtype)
         if not self.shard:
-            to_all = partial(dist.all_reduce, group=group, async_op=True)
-            return [Reduction.start(gradients, communication_dtype, to_all)]
+            return [Reduction(dist.all_reduce(sent, group=group, async_op=True), sent, gradients)]
         if self.is_scattered:
-            return [Reduction.start(gradients, communication_dtype, self._scatter, part=slice(*self._own_bounds))]
+            own = slice(*self._own_bounds)
+            work = _reduce_scatter(sent[own], sent, group=group, async_op=True)
+            return [Reduction(work, sent[own], gradients[own])]
         return [
-            Reduction.start(
-                part, communication_dtype, partial(dist.reduce, group=group, group_dst=owner, async_op=True)
-            )
-            for owner, part in self._parts(gradients)
+            Reduction(dist.reduce(part, group=group, group_dst=owner, async_op=True), part, place)
+            for (owner, part), (_, place) in zip(self._parts(sent), self._parts(gradients), strict=True)
         ]
 
     def start_publishing(self, values: Tensor) -> Iterator[Any]:
@@ -103,9 +102,6 @@ class DomainBucket:
     @property
     def _own_bounds(self) -> tuple[int, int]:
         return self.bucket.bounds[self.domain.rank], self.bucket.bounds[self.domain.rank + 1]
-
-    def _scatter(self, memory: Tensor) -> Any:
-        return _reduce_scatter(memory[slice(*self._own_bounds)], memory, group=self.domain.group, async_op=True)
 
     def _parts(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Of each owner, what it has, if anything."""
@@ -121,31 +117,18 @@ class Reduction:
 
     Args:
         work: to be waited for.
-        sent: the memory that travels, where it has another dtype.
+        sent: the memory that the sum comes to; other memory than ``gradients`` where it has another dtype.
         gradients: memory that the sum is to be in.
-        part: the elements in which this rank has the sum then.
     """
 
     work: Any
-    sent: Tensor | None
+    sent: Tensor
     gradients: Tensor
-    part: slice
-
-    @classmethod
-    def start(
-        cls,
-        gradients: Tensor,
-        dtype: torch.dtype | None,
-        collective: Callable[[Tensor], Any],
-        part: slice = slice(None),
-    ) -> Reduction:
-        sent = None if dtype in (None, gradients.dtype) else gradients.to(dtype)
-        return cls(collective(gradients if sent is None else sent), sent, gradients, part)
 
     def finish(self) -> None:
         self.work.wait()
-        if self.sent is not None:
-            self.gradients[self.part].copy_(self.sent[self.part])
+        if self.sent.dtype != self.gradients.dtype:
+            self.gradients.copy_(self.sent)
 
 
 def lay_out(

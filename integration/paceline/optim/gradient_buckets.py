@@ -136,8 +136,8 @@ class GradientBuckets:
         Collective over the group.
         """
         if self._has_peers:
-            under_way = [reduction.gradients for buffers in self.buffers for reduction in buffers.works]
-            with self._times().transfer("gradients", sum(memory.nbytes for memory in under_way)):
+            num_bytes = sum(buffers.gradients.nbytes for buffers in self.buffers if buffers.works)
+            with self._times().transfer("gradients", num_bytes):
                 self.start_reduction()
                 for buffers in self.buffers:
                     buffers.finish_reduction()
