@@ -122,6 +122,8 @@ def test_buckets_are_reduced_as_the_last_backward_finishes_them() -> None:
         assert touched == [name.split(".")[0] != "unused" for name in layout.names]
         gradients.zero()
         assert module.last.weight.grad is None
+        for buffers in gradients.buffers:
+            buffers.gradients.fill_(9.0)  # of another step
         calls.clear()
     assert {kind for kind, _ in booked.found} == {"gradients"}
 
@@ -158,11 +160,13 @@ def test_owners_values_come_from_the_other_rank() -> None:
 def test_parameters_have_memory_of_their_own_again() -> None:
     module, gradients, _, _, _ = made()
     values = [parameter.detach().clone() for parameter in module.parameters()]
+    buckets = {buffers.values.untyped_storage().data_ptr() for buffers in gradients.buffers}
+    assert {parameter.untyped_storage().data_ptr() for parameter in module.parameters()} == buckets
     gradients.release()
     module(X).sum().backward()  # no hook is left
     for parameter, value in zip(module.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.untyped_storage().data_ptr() not in buckets
 
 
 def test_taken_gradients_are_not_added_to() -> None:
