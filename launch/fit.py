@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "micro_batches": resolved.micro_batches,
         "sequence_length": length,
         "gradient_checkpointing": checkpointing,
-        "schedule": schedule.name if choice.staleness != 0 else f"{schedule.name} staleness=0",
+        "schedule": schedule.name,
         "partition": list(boundaries),
         "fits": not short,
         "memory": stages,
@@ -236,12 +236,13 @@ def _boundaries(
 
     model = skeleton(config)
     own = items_of(model, anatomy_of(model), length, recomputes=checkpointing)
+    num_stages = len(resolved.schedule.routes(resolved.stages)[0])
     if resolved.partition == WORK:
-        if resolved.schedule.has_directions:
-            return partition_items(own, resolved.stages, WORK)
+        if schedule.num_chunks > 1:
+            return partition_items(own, num_stages, WORK)
         return work_boundaries(own, items, limits, states, whole_schedule(schedule))
     if resolved.partition != HETERO:
-        return partition_items(own, resolved.stages, resolved.partition)
+        return partition_items(own, num_stages, resolved.partition)
     # Without times, an item takes as long as it has operations.
     seconds = [(item.work / 3, item.work / 1.5) for item in own]
     speeds = [1.0] * resolved.stages
@@ -281,7 +282,7 @@ def _stages(
     from paceline.schedules import verify
 
     found: list[tuple[dict[str, Any], int, StageMemory]] = []
-    if schedule.num_directions > 1:
+    if schedule.num_chunks > 1:
         for held in held_by(schedule, owners):
             spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
             holds = {"stages": list(held.stages), "items": spans}
@@ -309,7 +310,7 @@ def _remedies(
     found = []
     if args.device_memory_gib is None and resolved.partition_choice.memory_bytes is not None:
         found.append('a higher "paceline.pipeline.partition.memory_gib", which is the limit')
-    if resolved.stages < num_layers:
+    if len(resolved.schedule.routes(resolved.stages)[0]) < num_layers:
         found.append('more stages ("paceline.pipeline.stages")')
     if resolved.data_parallel > 1 and not states.shard:
         found.append('ZeRO 1 ("zero_optimization.stage": 1)')

@@ -66,6 +66,8 @@ FEATURES: dict[str, Feature] = {
     "kfkb": Feature(_schedule("kfkb")),
     "eager": Feature(_schedule("eager")),
     "adaptive": Feature(_schedule("adaptive", retune_every=1)),
+    "interleaved": Feature(_schedule("interleaved")),
+    "dualpipev": Feature(_schedule("dualpipev")),
     "multidirection": Feature(_schedule("multidirection", staleness=1), is_exact=False),
     "multidirection, staleness 0": Feature(_schedule("multidirection", staleness=0)),
     "one_direction": Feature(_schedule("one_direction"), is_exact=False),

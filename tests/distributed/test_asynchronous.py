@@ -89,15 +89,13 @@ class Case:
 
 def train_one(case: Case) -> dict[str, Any]:
     """Losses, and the parameters of this rank's stages after every drain."""
+
     import paceline
     from paceline.runtime.initialize import start_distributed
     from paceline.runtime.module import CausalLMPipeline
-    from paceline.runtime.multi_direction_module import MultiDirectionPipeline
 
     start_distributed()
-    cls: Any = CausalLMPipeline
-    if case.type == "multidirection":
-        cls = partial(MultiDirectionPipeline, num_directions=case.directions)
+    routes = directions.routes(case.devices, case.directions) if case.type == "multidirection" else None
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.micro_batches,
@@ -108,7 +106,13 @@ def train_one(case: Case) -> dict[str, Any]:
         "pipeline": {"activation_checkpoint_interval": int(case.recompute)},
         "paceline": {"pipeline": {"stages": case.devices, "schedule": case.schedule}},
     }
-    pipeline = cls(case.model(), num_stages=case.devices, partition=case.partition or "uniform", dtype=case.dtype)
+    pipeline = CausalLMPipeline(
+        case.model(),
+        num_stages=case.devices,
+        partition=case.partition or "uniform",
+        dtype=case.dtype,
+        routes=routes,
+    )
     engine, *_ = paceline.initialize(model=pipeline, config=config)
     first = engine.grid.data_parallel_id * case.micro_batches
     own = [case.batches(step)[first : first + case.micro_batches] for step in range(case.steps)]

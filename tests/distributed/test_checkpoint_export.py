@@ -36,7 +36,7 @@ def save_and_export(family: str, root: str, stages: int, dtype: torch.dtype, sha
     export(pipeline, f"{root}/live", ControlPlane.create(stages), tokenizer=tokenizer, max_shard_size=shard_size)
     parameters = dict(pipeline.stage.model.named_parameters())
     pieces = []
-    for name, tensor in own_tensors(pipeline).items():
+    for name, tensor in own_tensors(pipeline.stage).items():
         if name not in parameters:
             pieces.append(Piece(name, "value", tensor))
             continue

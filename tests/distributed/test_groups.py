@@ -99,10 +99,29 @@ def test_calls_of_new_group_do_not_grow_with_stages(
     calls: list[Any] = []
     monkeypatch.setattr(transport, "gloo_group", lambda ranks, timeout: calls.append(ranks) or len(calls))
     pipes = [list(range(replica, stages * replicas, replicas)) for replica in range(replicas)]
-    groups = transport._free_groups(pipes)
-    assert len(groups) == 2 * (stages - 1) * replicas
-    assert len(calls) == replicas * min(4, 2 * (stages - 1))
-    for pipe in pipes:
-        for rank in pipe:
-            ways = [edge for edge in groups if rank in edge]
+    for number, pipe in enumerate(pipes):
+        for stage, rank in enumerate(pipe):
+            calls.clear()
+            groups = transport._free_groups(pipes, rank)
+            assert len(calls) == replicas * min(4, 2 * (stages - 1)), "every rank takes part in all of them"
+            assert len(groups) == 2 * (stages - 1)
+            ways = [edge for edge in groups if stage in edge]
             assert len({groups[edge] for edge in ways}) == len(ways), "no two lanes of a rank share a group"
+            assert {tuple(calls[group - 1]) for group in groups.values()} == {tuple(pipes[number])}
+
+
+@pytest.mark.parametrize("pipe", [(0, 1, 2, 0, 1, 2), (0, 1, 0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 2, 3, 0, 1, 2, 3)])
+def test_a_rank_with_several_stages_has_a_group_for_each_lane(
+    pipe: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.comm import transport
+
+    calls: list[Any] = []
+    monkeypatch.setattr(transport, "gloo_group", lambda ranks, timeout: calls.append(ranks) or len(calls))
+    groups = transport._free_groups([pipe], 0)
+    crossing = [s for s in range(len(pipe) - 1) if pipe[s] != pipe[s + 1]]
+    assert groups.keys() == {way for s in crossing for way in ((s, s + 1), (s + 1, s))}
+    for rank in set(pipe):
+        own = [groups[way] for way in groups if rank in (pipe[way[0]], pipe[way[1]])]
+        assert len(set(own)) == len(own), "two threads of a rank would use one group at once"
+    assert all(ranks == sorted(set(pipe)) for ranks in calls)

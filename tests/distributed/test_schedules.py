@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import jobs
 from jobs import ds_config
 from ranks import run_ranks
+from small_layers import (
+    MICRO_BATCHES,
+    batches,
+    layers,
+    loss_of,
+)
 
-VOCABULARY, WIDTH, LAYERS, MICRO_BATCHES, STEPS = 17, 8, 4, 6, 3
+STEPS = 3
 SCHEDULES: list[Any] = [
     None,
     "gpipe",
@@ -22,63 +27,6 @@ SCHEDULES: list[Any] = [
     {"type": "eager", "slack": 1.0},
     {"type": "eager", "warmup": [5, 3, 0]},
 ]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-class Pair(nn.Module):
-    """Passes on a tuple: floats, integers and booleans."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, pair: Any) -> Any:
-        x, ids, mask = pair if isinstance(pair, tuple) else (pair, torch.arange(pair.shape[1]), pair[0, :, 0] > 0)
-        return torch.tanh(self.linear(x)) * mask[:, None] + ids[:, None], ids, mask
-
-
-class Join(nn.Module):
-    def forward(self, pair: Any) -> torch.Tensor:
-        return pair[0]
-
-
-def by_weight(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
-    return x @ module.weight.t()
-
-
-def embed(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.embedding(x, module.weight)
-
-
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-
-def layers(kind: str) -> list[Any]:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    middle = [LayerSpec(Block)] * LAYERS if kind == "tied" else [*[LayerSpec(Pair)] * LAYERS, LayerSpec(Join)]
-    return [
-        TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=embed),
-        *middle,
-        TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=by_weight),
-    ]
-
-
-def batches(step: int, lengths: list[int]) -> list[Any]:
-    generator = torch.Generator().manual_seed(step)
-    return [
-        tuple(torch.randint(0, VOCABULARY, (2, 2, lengths[i % len(lengths)]), generator=generator))
-        for i in range(MICRO_BATCHES)
-    ]
 
 
 def train(

@@ -198,7 +198,7 @@ def test_a_pipeline_trains_as_one_process_does(stages: int, tmp_path: Path) -> N
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     found = run_ranks(train, stages, str(ours), pipeline(stages))
     (wanted,) = run_ranks(train, 1, str(theirs), None)
-    assert {rank["engine"] for rank in found} == {"CausalLMEngine"}
+    assert {rank["engine"] for rank in found} == {"PacelineEngine"}
     for rank in found:
         assert_same(rank, wanted)
     assert_same_weights(ours / "final", theirs / "final")

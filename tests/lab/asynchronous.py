@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lab.device import DEVICE
 from lab.emulation import LEARNING_RATE, Emulation
 from paceline.runtime.stage_runner import StageRunner
+from paceline.schedules import directions
 from paceline.schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION
 
 LENGTH = 128
@@ -79,13 +80,14 @@ class AsynchronousStep:
     """
 
     def __init__(self, name: str, emulation: Emulation) -> None:
+
         import paceline
         from paceline.runtime.module import CausalLMPipeline
-        from paceline.runtime.multi_direction_module import MultiDirectionPipeline
 
         schedule = SCHEDULES[name]
-        cls = MultiDirectionPipeline if schedule["type"] == MULTIDIRECTION else CausalLMPipeline
-        pipeline = cls(_model(name, emulation), num_stages=emulation.num_ranks, partition="uniform")
+        routes = directions.routes(emulation.num_ranks) if schedule["type"] == MULTIDIRECTION else None
+        model = _model(name, emulation)
+        pipeline = CausalLMPipeline(model, num_stages=emulation.num_ranks, partition="uniform", routes=routes)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": emulation.num_micro_batches,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.config import PacelineConfig, ScheduleChoice, ScheduleConfig, resolve, resolve_schedule
 
-TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive", "multidirection", "one_direction")
+TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive", "interleaved", "dualpipev", "multidirection", "one_direction")
 BOTH = ("multidirection", "one_direction")
 KEYS = {
     "k": (("kfkb",), 3),
@@ -17,6 +17,7 @@ KEYS = {
     "retune_every": (("adaptive",), 7),
     "micro_batch_sizes": (("adaptive",), [1, 4]),
     "memory_gib": (("adaptive",), 1.5),
+    "chunks": (("interleaved",), 3),
     "directions": (("multidirection",), 2),
     "staleness": (("multidirection",), 0),
     "optimizer_owners": (("multidirection",), "mirror"),
@@ -64,12 +65,12 @@ def test_a_key_belongs_to_its_types(key, kind):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager', 'adaptive', 'multidirection' or "
-         "'one_direction'; leave the key out to have it chosen."),
+        ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager', 'adaptive', 'interleaved', "
+         "'dualpipev', 'multidirection' or 'one_direction'; leave the key out to have it chosen."),
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
-         'paceline.pipeline.schedule: "correction", "directions", "k", "memory_gib", "micro_batch_sizes", '
+         'paceline.pipeline.schedule: "chunks", "correction", "directions", "k", "memory_gib", "micro_batch_sizes", '
          '"optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", "warmup".'),
         ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
          "chosen."),
@@ -99,9 +100,9 @@ def test_a_key_belongs_to_its_types(key, kind):
         ({"type": "one_direction", "correction": "nesterow"}, ".correction is \"nesterow\": it must be 'nesterov' or "
          "'error_feedback'; leave the key out to have it chosen."),
         ({"type": "multidirection", "stale": 1}, '.stale is not a key of this version of paceline; did you mean '
-         '"staleness"? Valid keys of paceline.pipeline.schedule: "correction", "directions", "k", "memory_gib", '
-         '"micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", '
-         '"warmup".'),
+         '"staleness"? Valid keys of paceline.pipeline.schedule: "chunks", "correction", "directions", "k", '
+         '"memory_gib", "micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", '
+         '"warm_in_steps", "warmup".'),
     ],
 )  # fmt: skip
 def test_refusals(schedule, message):
@@ -279,3 +280,32 @@ def test_schema_and_validator_agree(key):
         assert accepts(schema["PipelineConfig"]["properties"]["schedule"], schedule, schema) == read, schedule
         seen.add(read)
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "routes"),
+    [
+        ("interleaved", 2, 4, ((0, 1, 0, 1),)),
+        ({"type": "interleaved", "chunks": 3}, 2, 4, ((0, 1, 0, 1, 0, 1),)),
+        ("dualpipev", 3, 6, ((0, 1, 2, 2, 1, 0),)),
+        ({"type": "multidirection", "directions": 2}, 4, 4, ((0, 1, 2, 3), (3, 2, 1, 0))),
+        ("kfkb", 3, 6, ((0, 1, 2),)),
+    ],
+)
+def test_which_rank_holds_which_stage(schedule, stages, micro_batches, routes):
+    choice, _ = resolved(schedule, stages, micro_batches)
+    assert choice.routes(stages) == routes
+    order = choice.first(stages, micro_batches)
+    assert (order.routes or (tuple(range(stages)) * order.num_chunks,)) in (routes, routes[0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("interleaved", r'gradient_accumulation_steps is 6 and .*"interleaved": .* no multiple of num_ranks=4'),
+        ("dualpipev", r'gradient_accumulation_steps is 6 and .*"dualpipev": .* less than 2 · num_ranks=8'),
+    ],
+)
+def test_micro_batches_that_several_stages_a_rank_cannot_have(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(schedule, 4, 6)

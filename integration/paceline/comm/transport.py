@@ -348,12 +348,12 @@ class _Batch:
 
 
 class Transport:
-    """The lanes of one rank: ``activations_in``, ``activations_out``, ``gradients_in``, ``gradients_out``.
+    """The lanes of a rank's stages: ``activations_in``, ``activations_out``, ``gradients_in``, ``gradients_out``.
 
     Collective: every rank of the world makes one at the same time.
 
     Args:
-        pipes: global ranks of each pipeline of the world, first stage first.
+        pipes: of each pipeline of the world, the global rank of each stage; a rank may have several stages.
         order: ``"free"`` or ``"paired"``.
         activation_shapes: a new book of shapes for a lane of activations.
         announces: announce every activation: no two need have the same shapes.
@@ -379,31 +379,33 @@ class Transport:
         self.failed: list[BaseException] = [] if failed is None else failed
         self.staging = staging
         self._batch = _Batch(work_times(device)) if order == "paired" else None
-        self._lanes: dict[str, Lane] = {}
-        groups = _free_groups(pipes) if order == "free" else _paired_groups(pipes, rank, device, group)
+        self._lanes: dict[int, dict[str, Lane]] = {}
+        groups = _free_groups(pipes, rank) if order == "free" else _paired_groups(pipes, rank, device, group)
         for pipe in pipes:
-            if rank not in pipe:
-                continue
-            stage = pipe.index(rank)
-            for name, source, target in lanes_of(stage, len(pipe)):
-                self._lanes[name] = Lane(
-                    f"{name.replace('_', ' ')} of stage {stage}",
-                    pipe[target if source == stage else source],
-                    is_sender=source == stage,
-                    group=groups[(pipe[source], pipe[target])],
-                    shapes=activation_shapes() if name.startswith("activations") else GivenShapes(),
-                    device=device,
-                    staging=staging,
-                    batch=self._batch,
-                    announces=announces and name.startswith("activations"),
-                    failed=self.failed,
-                )
+            for stage in (number for number, holder in enumerate(pipe) if holder == rank):
+                self._lanes[stage] = {
+                    name: Lane(
+                        f"{name.replace('_', ' ')} of stage {stage}",
+                        pipe[target if source == stage else source],
+                        is_sender=source == stage,
+                        group=groups[source, target],
+                        shapes=activation_shapes() if name.startswith("activations") else GivenShapes(),
+                        device=device,
+                        staging=staging,
+                        batch=self._batch,
+                        announces=announces and name.startswith("activations"),
+                        failed=self.failed,
+                    )
+                    for name, source, target in lanes_of(stage, len(pipe))
+                    if pipe[source] != pipe[target]
+                }
 
     def __getitem__(self, name: str) -> Lane:
-        return self._lanes[name]
+        return self.lanes()[name]
 
-    def lanes(self) -> dict[str, Lane]:
-        return dict(self._lanes)
+    def lanes(self, stage: int | None = None) -> dict[str, Lane]:
+        """Those of a stage that this rank holds, by name; None: of its first one."""
+        return dict(self._lanes[min(self._lanes) if stage is None else stage]) if self._lanes else {}
 
     def flush(self) -> None:
         """Issue what the paired order has collected."""
@@ -417,8 +419,9 @@ class Transport:
 
     def close(self) -> None:
         """Deliver what was sent, and end. What is sent or received afterwards is an error."""
-        for lane in self._lanes.values():
-            lane.close()
+        for lanes in self._lanes.values():
+            for lane in lanes.values():
+                lane.close()
         self.failed.append(RuntimeError("the engine was destroyed: it sends and receives no more; make another one."))
 
 
@@ -432,18 +435,35 @@ def lanes_of(stage: int, num_stages: int) -> list[tuple[str, int, int]]:
     return lanes
 
 
-def _free_groups(pipes: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
-    """Four groups a pipeline, however long it is: every other edge has the same two, one for each way.
+def _free_groups(pipes: Sequence[Sequence[int]], rank: int) -> dict[tuple[int, int], Any]:
+    """A group for each way between two stages of the pipeline of ``rank``. Collective.
 
-    No rank has two lanes in one of them, and so no two threads.
+    No rank has two lanes in one of them, and so no two threads. A pipeline with one stage a rank has four, however long
+    it is: every other edge has the same two, one for each way.
     """
-    groups = {}
+    groups: dict[tuple[int, int], Any] = {}
     for pipe in pipes:
-        edges = list(pairwise(pipe))
-        for alike in filter(None, (edges[0::2], edges[1::2])):
-            for ways in (alike, [(target, source) for source, target in alike]):
-                groups.update(dict.fromkeys(ways, gloo_group(pipe, TIMEOUT)))
+        for alike in _disjoint_edges(pipe):
+            for is_back in (False, True):
+                group = gloo_group(sorted(set(pipe)), TIMEOUT)
+                if rank in pipe:
+                    groups.update({(s + 1, s) if is_back else (s, s + 1): group for s in alike})
     return groups
+
+
+def _disjoint_edges(pipe: Sequence[int]) -> list[list[int]]:
+    """The edges between neighbouring stages on different ranks, by their first stage, in sets without a common rank."""
+    found: list[tuple[set[int], list[int]]] = []
+    for stage, ends in enumerate(pairwise(pipe)):
+        if ends[0] == ends[1]:
+            continue
+        ranks, edges = next(((r, e) for r, e in found if r.isdisjoint(ends)), (None, None))
+        if ranks is None or edges is None:
+            ranks, edges = set(), []
+            found.append((ranks, edges))
+        ranks.update(ends)
+        edges.append(stage)
+    return [edges for _, edges in found]
 
 
 def _paired_groups(
@@ -451,12 +471,12 @@ def _paired_groups(
 ) -> dict[tuple[int, int], Any]:
     groups = {}
     for pipe in pipes:
-        group = dist.new_group(list(pipe), timeout=TIMEOUT) if given is None else given
+        group = dist.new_group(sorted(set(pipe)), timeout=TIMEOUT) if given is None else given
         if rank not in pipe:
             continue
         dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
         if device.type == "cuda":
             # A group's first operation must be of all its ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        groups.update({edge: group for a, b in pairwise(pipe) for edge in ((a, b), (b, a))})
+        groups.update({edge: group for s in range(len(pipe) - 1) for edge in ((s, s + 1), (s + 1, s))})
     return groups

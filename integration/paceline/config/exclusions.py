@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
-from .section import SECTION, PacelineConfig, show, value_at
-from .stage_counts import schedule_type
+from ..schedules.families import CHUNKED
+from .section import HETERO, SECTION, PacelineConfig, show, value_at
+from .stage_counts import resolve_method, schedule_type
 
 MATHEMATICS, UPSTREAM, NOT_BUILT, OTHER_ENGINE = "mathematics", "upstream", "not built", "another engine"
 GROUNDS = {
@@ -114,6 +115,11 @@ def _moving_layers(features: Features) -> str | None:
     return f"{SECTION}.pipeline.partition.repartition_every is {every}" if every else None
 
 
+def _measured_cuts(features: Features) -> str | None:
+    method, path = resolve_method(features.section, features.config)
+    return f"{path} is {show(method)}" if method == HETERO else None
+
+
 def _spread_experts(features: Features) -> str | None:
     size = features.expert_parallel
     return f"expert_parallel.autoep_size is {size}" if size > 1 else None
@@ -139,14 +145,17 @@ _UNTESTED = (
 )
 _OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 NO_FLUSH = '"multidirection" or "one_direction"'
+SEVERAL_STAGES = '"interleaved" or "dualpipev"'
 
 FEATURES: dict[str, _Finder] = {
     PIPELINE: lambda features: "" if features.is_pipeline else None,
     LAYERS: _known_later,
     NO_FLUSH: _schedule(*STREAMS),
+    SEVERAL_STAGES: _schedule(*CHUNKED),
     '"multidirection"': _schedule(MULTIDIRECTION),
     '"one_direction"': _schedule(ONE_DIRECTION),
     "layers that move": _moving_layers,
+    '"hetero"': _measured_cuts,
     "expert_parallel": _spread_experts,
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
@@ -197,15 +206,21 @@ class Exclusion:
         return f"{' and '.join(text for text in written if text)}: {self.reason}; {self.remedy}."
 
 
+_OTHER_SCHEDULE = "or take another schedule"
+
+
 def _in_a_pipeline(ground: str, feature: str, reason: str, remedy: str = "leave it out") -> Exclusion:
     return Exclusion(feature, PIPELINE, reason, remedy, ground)
+
+
+def _with_several_stages(feature: str, reason: str) -> Exclusion:
+    return Exclusion(feature, SEVERAL_STAGES, reason, f"leave it out, {_OTHER_SCHEDULE}", NOT_BUILT)
 
 
 def _without_a_flush(feature: str, reason: str, remedy: str) -> Exclusion:
     return Exclusion(feature, NO_FLUSH, reason, remedy, OTHER_ENGINE)
 
 
-_OTHER_SCHEDULE = "or take another schedule"
 _TOGETHER = "they have not been made to work together"
 _NO_MOE = 'leave "moe" out of "paceline"'
 EXCLUSIONS: tuple[Exclusion, ...] = (
@@ -246,6 +261,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "timelines of this schedule are not recorded yet (`paceline simulate --draw` shows predicted ones)",
         f"leave trace_every out, {_OTHER_SCHEDULE}",
     ),
+    _with_several_stages("layers that move", "partitions are planned for one stage a rank"),
+    _with_several_stages('"hetero"', "cuts are measured for one stage a rank"),
+    *(
+        _with_several_stages(feature, "the experts of a rank are those of one stage")
+        for feature in ("expert_parallel", "moe")
+    ),
+    _with_several_stages("trace_every", "timelines are recorded of one stage a rank"),
     Exclusion(
         "torch_autocast",
         NO_FLUSH,
@@ -317,13 +339,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         'use a pipeline ("paceline": {"pipeline": {}}), or leave expert_parallel out',
         NOT_BUILT,
     ),
-    Exclusion(
-        NO_FLUSH,
-        LAYERS,
-        "these schedules are for Hugging Face models",
-        "choose another schedule",
-        OTHER_ENGINE,
-    ),
+    Exclusion(NO_FLUSH, LAYERS, "these schedules are for Hugging Face models", "choose another schedule", NOT_BUILT),
 )
 """Rows in the order in which they are checked."""
 

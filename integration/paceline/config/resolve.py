@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
+from ..schedules.families import INTERLEAVED
 from .batch_sizes import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
 from .exclusions import Features, check_exclusions
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
@@ -15,7 +16,7 @@ from .partitions import resolve_partition
 from .run_plan import Choice, RunPlan
 from .schedules import resolve_schedule
 from .section import PacelineConfig, show, value_at
-from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type
+from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type, stages_a_rank
 
 ZERO_STAGE = "zero_optimization.stage"
 
@@ -67,11 +68,11 @@ def resolve(
 
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
-        _check_boundaries(path, method, stages, num_items)
+        _check_boundaries(path, method, stages * stages_a_rank(section), num_items)
     partition, defaults = resolve_partition(section, method, schedule_type(section))
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     data_parallel = world_size // stages
-    in_rounds = schedule_type(section) == MULTIDIRECTION
+    in_rounds = schedule_type(section) in (MULTIDIRECTION, INTERLEAVED)
     sizes, reasons = batch_sizes(config, stages, data_parallel, in_rounds=in_rounds)
     config.update(sizes)
     chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}

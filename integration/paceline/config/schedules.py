@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..schedules import asynchronous, directions, families
@@ -11,6 +11,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream
 from .batch_sizes import MICRO_BATCHES, divisors
 from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
+from .stage_counts import CHUNKS
 
 SCHEDULE = f"{SECTION}.pipeline.schedule"
 K, SLACK, RETUNE_EVERY = 2, 1.0, 100
@@ -28,6 +29,7 @@ class ScheduleChoice:
         retune_every: steps from one choice of the tuner to the next.
         micro_batch_sizes: that the tuner may choose from, rising, the configured one among them.
         memory_bytes: what live activations may take on each device; ``None``: what is free.
+        chunks: stages that each rank holds.
         directions: pipelines over the same devices.
         staleness: updates that may come between the forward and the backward of a micro-batch.
         optimizer_owners: of the ranks that hold a stage, which have its optimizer states: ``"direction"``, the one
@@ -44,6 +46,7 @@ class ScheduleChoice:
     retune_every: int | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     memory_bytes: int | None = None
+    chunks: int | None = None
     directions: int | None = None
     staleness: int | None = None
     optimizer_owners: str | None = None
@@ -60,6 +63,14 @@ class ScheduleChoice:
         """Whether a step begins before the last one's update."""
         return self.type == ONE_DIRECTION or (self.has_directions and self.staleness != 0)
 
+    def routes(self, num_devices: int) -> tuple[tuple[int, ...], ...]:
+        """Device of each stage, one route a direction."""
+        if self.has_directions:
+            return directions.routes(num_devices, self.directions)
+        if self.chunks is not None:
+            return (families.chunked_route(self.type, num_devices, self.chunks),)
+        return (tuple(range(num_devices)),)
+
     def stream(self, num_stages: int, num_micro_batches: int) -> Stream:
         """The order of a step in the steady state, for the types that have one (also with a flush).
 
@@ -75,7 +86,12 @@ class ScheduleChoice:
         Of a stream it is one step with a flush at its end.
         """
         if self.type in STREAMS:
-            return self.stream(num_stages, num_micro_batches).unrolled(1)
+            name = self.type if self.is_asynchronous else f"{self.type} staleness=0"
+            return replace(self.stream(num_stages, num_micro_batches).unrolled(1), name=name)
+        if self.type == families.DUALPIPEV:
+            return families.dualpipev(num_stages, num_micro_batches)
+        if self.chunks is not None:
+            return families.interleaved(num_stages, num_micro_batches, self.chunks)
         kind = "1f1b" if self.type == "adaptive" else self.type
         return families.make(kind, num_stages, num_micro_batches, k=self.k, slack=self.slack, warmup=self.warmup)
 
@@ -132,6 +148,16 @@ def resolve_schedule(
         sizes = tuple(sorted({*sizes, micro_batch_size}))
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
         return ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes), chosen
+    if kind in families.CHUNKED:
+        count = 2 if kind == families.DUALPIPEV else pick("chunks", CHUNKS, "half the bubble of 1F1B")
+        choice = ScheduleChoice(kind, chunks=count)
+        try:
+            choice.first(num_stages, num_micro_batches)
+        except ValueError as error:
+            raise ValueError(
+                f"{MICRO_BATCHES} is {num_micro_batches} and {SCHEDULE}.type {show(kind)}: {error}"
+            ) from None
+        return choice, chosen
     if kind in STREAMS:
         count = staleness = owners = None
         if kind == MULTIDIRECTION:

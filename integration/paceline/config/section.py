@@ -35,7 +35,9 @@ SECTION = "paceline"
 HETERO = "hetero"
 WORK = "work"
 METHODS = (WORK, "parameters", "uniform", HETERO)
-ScheduleType: TypeAlias = Literal["1f1b", "gpipe", "kfkb", "eager", "adaptive", "multidirection", "one_direction"]
+ScheduleType: TypeAlias = Literal[
+    "1f1b", "gpipe", "kfkb", "eager", "adaptive", "interleaved", "dualpipev", "multidirection", "one_direction"
+]
 # The types of schedule that each key of a schedule belongs to.
 _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
     "k": ("kfkb",),
@@ -44,6 +46,7 @@ _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
     "retune_every": ("adaptive",),
     "micro_batch_sizes": ("adaptive",),
     "memory_gib": ("adaptive",),
+    "chunks": ("interleaved",),
     "directions": ("multidirection",),
     "staleness": ("multidirection",),
     "optimizer_owners": ("multidirection",),
@@ -209,7 +212,9 @@ class ScheduleConfig(Part):
     type: ScheduleType | None = Field(
         default=None,
         description='"1f1b", "gpipe"; "kfkb": 1F1B over groups of k micro-batches; "eager": 1F1B with a longer warm-up;'
-        ' "adaptive": the fastest of them for what the network and the devices do, again and again; "multidirection": '
+        ' "adaptive": the fastest of them for what the network and the devices do, again and again; "interleaved": '
+        "Megatron's 1F1B with several stages a rank, a shorter bubble for more messages; "
+        '"dualpipev": DeepSpeed\'s order of two stages a rank, along the ranks and back; "multidirection": '
         "several pipelines in opposite orders over the same devices, without a flush at the end of a "
         'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b".',
     )
@@ -235,6 +240,9 @@ class ScheduleConfig(Part):
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB, allow_inf_nan=False)] | None = Field(
         default=None,
         description="adaptive: GiB that live activations may take on each rank. Left out: nine tenths of what is free.",
+    )
+    chunks: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="interleaved: stages that each rank holds. Left out: 2."
     )
     directions: Annotated[int, Field(ge=1)] | None = Field(
         default=None,

@@ -7,12 +7,15 @@ from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
+from ..schedules.families import CHUNKED, DUALPIPEV
 from .batch_sizes import divisors
 from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
 TYPE = f"{SECTION}.pipeline.schedule.type"
+CHUNKS = 2
+"""Stages that a rank holds with ``"interleaved"``, unless the JSON says more."""
 DIRECTIONS = f"{SECTION}.pipeline.schedule.directions"
 # Share of a device's memory for weights, gradients and optimizer states; activations live in the rest.
 STATE_SHARE = 0.6
@@ -37,7 +40,8 @@ def resolve_stages(
     has_directions = schedule_type(section) == MULTIDIRECTION
     schedule = section.pipeline.schedule
     asked = None if schedule is None else schedule.directions
-    usable = [s for s in divisors(world_size) if s <= num_layers]
+    a_rank = stages_a_rank(section)
+    usable = [s for s in divisors(world_size) if s * a_rank <= num_layers]
     limits = f"{world_size} ranks and {num_layers} decoder layers"
     if has_directions:
         usable = _with_directions(usable, limits, asked)
@@ -52,9 +56,9 @@ def resolve_stages(
         if not isinstance(method, tuple) and has_directions:
             return _most_with_directions(usable, limits, asked)
         if not isinstance(method, tuple):
-            stages = choose_stages(world_size, num_layers, state_bytes, device_bytes)
+            stages = choose_stages(world_size, num_layers // a_rank, state_bytes, device_bytes)
             return stages, _why(stages, world_size, num_layers, state_bytes, device_bytes)
-        stages = len(method) - 1
+        stages = (len(method) - 1) // a_rank
         why = f"{path} has {len(method)} boundaries"
         value = why
     else:
@@ -66,9 +70,11 @@ def resolve_stages(
             f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
             "another number of ranks."
         )
-    if stages > num_layers:
+    if stages * a_rank > num_layers:
+        chunks = f" with {a_rank} stages on each rank" if a_rank > 1 else ""
         raise ValueError(
-            f"{value} and the model has {num_layers} decoder layers: every stage needs one; write one of {usable}."
+            f"{value}{chunks} and the model has {num_layers} decoder layers: every stage needs one; write one of "
+            f"{usable}."
         )
     return stages, why
 
@@ -77,6 +83,14 @@ def schedule_type(section: PacelineConfig) -> ScheduleType:
     """The type of schedule that the section asks for."""
     schedule = section.pipeline.schedule
     return "1f1b" if schedule is None else schedule.type or "adaptive"
+
+
+def stages_a_rank(section: PacelineConfig) -> int:
+    """Stages of the one direction that each rank holds."""
+    schedule = section.pipeline.schedule
+    if schedule is None or schedule.type not in CHUNKED:
+        return 1
+    return 2 if schedule.type == DUALPIPEV else schedule.chunks or CHUNKS
 
 
 def resolve_method(section: PacelineConfig, ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:
@@ -104,7 +118,7 @@ def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, dev
     At least two where there are two ranks: who wants one writes it. If nothing fits, the most stages that the ranks
     and the decoder layers allow. What is unknown fits.
     """
-    usable = [s for s in divisors(world_size) if s <= num_layers]
+    usable = [s for s in divisors(world_size) if s <= num_layers] or [1]
     fitting = [s for s in usable if s >= min(2, world_size) and _fits(s, state_bytes, device_bytes)]
     return fitting[0] if fitting else usable[-1]
 

@@ -32,18 +32,19 @@ class Held:
     """The stages of one device.
 
     Args:
-        stages: by direction.
-        live: all numbers of live micro-batches by direction that it comes to and none of which is within another.
-        owned: of each stage, the share of its optimizer states that is there, data-parallel replicas left aside.
+        stages: by chunk.
+        live: all numbers of live micro-batches by chunk that it comes to and none of which is within another.
+        owned: of each stage, the share of its optimizer states that is there, data-parallel replicas left aside; None
+            with one direction, where nobody else has the stage.
     """
 
     stages: tuple[int, ...]
     live: tuple[tuple[int, ...], ...]
-    owned: tuple[float, ...]
+    owned: tuple[float | None, ...]
 
     @property
     def peak(self) -> int:
-        """Most live micro-batches, of all directions together."""
+        """Most live micro-batches, of all chunks together."""
         return max(map(sum, self.live))
 
     def memory(self, items: Sequence[ItemMemory], boundaries: Sequence[int], states: States) -> StageMemory:
@@ -54,7 +55,7 @@ class Held:
             boundaries: over items, ``[0, …, len(items)]``.
         """
         each = [
-            stage_memory(items, boundaries, stage, replace(states, shard=True, owned=share), 1)
+            stage_memory(items, boundaries, stage, states if share is None else _owning(states, share), 1)
             for stage, share in zip(self.stages, self.owned, strict=True)
         ]
         sums = {field.name: fsum(getattr(stage, field.name) for stage in each) for field in fields(StageMemory)}
@@ -68,9 +69,12 @@ def held_by(schedule: Schedule, owners: str | None) -> tuple[Held, ...]:
     """Stages, live micro-batches and shares of optimizer states that each device holds.
 
     Args:
-        schedule: with several directions; it tells how many micro-batches are alive.
+        schedule: with several stages a device; it tells how many micro-batches are alive.
         owners: of optimizer states, as ``optimizer_owners`` of a config.
     """
+    if schedule.num_directions == 1:
+        chunks = (None,) * schedule.num_chunks
+        return tuple(Held(held, _live(schedule, device), chunks) for device, held in enumerate(schedule.stages))
     routes = schedule.routes
     alike = {device: len(group) for group in mirror_groups(routes) for device in group}
     found = []
@@ -80,6 +84,10 @@ def held_by(schedule: Schedule, owners: str | None) -> tuple[Held, ...]:
         owned = [1 / alike[device]] * len(routes) if owners == MIRROR else in_first
         found.append(Held(stages, _live(schedule, device), tuple(owned)))
     return tuple(found)
+
+
+def _owning(states: States, share: float) -> States:
+    return replace(states, shard=True, owned=share)
 
 
 def _live(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:

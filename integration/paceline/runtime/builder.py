@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..comm.control import ControlPlane
 from ..config import RunPlan
 from .module import CausalLMPipeline
-from .multi_direction_module import MultiDirectionPipeline
 from .startup import first_partition
 
 
@@ -50,16 +48,14 @@ def build_pipeline(
         sequence_length=sequence_length,
         gradient_checkpointing=gradient_checkpointing,
     )
-    kind: Any = CausalLMPipeline
-    if resolved.schedule.has_directions:
-        kind = partial(MultiDirectionPipeline, num_directions=resolved.schedule.directions)
-    pipeline: CausalLMPipeline = kind(
+    pipeline = CausalLMPipeline(
         model,
         num_stages=resolved.stages,
         partition=partition,
         dtype=dtype,
         seed=seed,
         gradient_checkpointing=gradient_checkpointing,
+        routes=resolved.schedule.routes(resolved.stages),
         expert_parallel=resolved.expert_parallel,
         config=hf_config,
         timeout=timeout,

@@ -14,7 +14,7 @@ from ..hf.layer_kinds import layer_kinds
 from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
 from ..hf.quiet_transformers import quiet
-from ..hf.stage import take_out
+from ..hf.stage import CausalLMStage, take_out
 from ..hf.weights import skeleton
 from .module import CausalLMPipeline, cut_of, partition_items
 from .movable_layers import Layers, TensorNote, empty_tensors
@@ -30,17 +30,25 @@ class CausalLMLayers(Layers):
         return len(self.module.items)
 
     def check(self, parts: Sequence[int]) -> list[int]:
-        return partition_items(self.module.items, self.module.num_stages, list(parts))
+        return partition_items(self.module.items, self.module.num_virtual_stages, list(parts))
 
     def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
         if method in (HETERO, WORK):
             return None  # what they look at is looked at before there is an engine
-        return partition_items(self.module.items, self.module.num_stages, method)
+        return partition_items(self.module.items, self.module.num_virtual_stages, method)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        return self.module.held
 
     def get(self, item: int) -> nn.Module | None:
         if not 0 < item < self.num_items - 1:
             return None
-        return self.module.anatomy.layers_of(self.module.stage.model)[item - 1]
+        holder = next(m for m, stage in zip(self.module.models, self.held, strict=True) if item in self._of(stage))
+        return self.module.anatomy.layers_of(holder)[item - 1]
+
+    def _of(self, stage: int) -> range:
+        return range(self.parts[stage], self.parts[stage + 1])
 
     def kind(self, item: int) -> tuple[str, str]:
         name = self.module.items[item].kind
@@ -53,8 +61,8 @@ class CausalLMLayers(Layers):
 
     def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
         found = {item: layer for item in self.here if (layer := self.get(item)) is not None}
-        cut = self.module.stage.cut
-        return found, 0 if cut.first else None, self.num_items - 1 if cut.last else None
+        last = self.num_items - 1
+        return found, 0 if 0 in self.here else None, last if last in self.here else None
 
     def cuts(self) -> tuple[int, ...]:
         return tuple(range(2, self.num_items - 1))  # a decoder layer on every stage
@@ -98,18 +106,26 @@ class CausalLMLayers(Layers):
         return pattern
 
     def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
-        module, before = self.module, self.here
-        stage, anatomy = module.stage, module.anatomy
-        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in stage.model.modules())
+        module, anatomy = self.module, self.module.anatomy
+        parts_of_model = (part for model in module.models for part in model.modules())
+        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in parts_of_model)
+        held = {item: layer for item in self.here if (layer := self.get(item)) is not None} | dict(arrived)
+        before = {stage: self._of(stage) for stage in self.held}
         module.parts = list(parts)
-        module._set_bounds(self.here.start, self.here.stop)
-        layers = anatomy.layers_of(stage.model)
-        for item in before:
-            if item not in self.here:
-                layers[item - 1] = take_out(layers[item - 1], anatomy)
-        for item, layer in arrived.items():
-            assert layer is not None
-            layers[item - 1] = layer
-        stage.cut = cut_of(module.parts, module.stage_id)
+        module._set_bounds(parts[self.held[0]], parts[self.held[0] + 1])
+        stages: list[CausalLMStage] = list(module.stages)  # type: ignore[arg-type]
+        for number, stage in zip(self.held, stages, strict=True):
+            layers, now = anatomy.layers_of(stage.model), self._of(number)
+            for item in before[number]:
+                if item not in now and 0 < item < self.num_items - 1:
+                    layers[item - 1] = take_out(layers[item - 1], anatomy)
+        for number, stage in zip(self.held, stages, strict=True):
+            layers, now = anatomy.layers_of(stage.model), self._of(number)
+            for item in now:
+                if item not in before[number]:
+                    layer = held[item]
+                    assert layer is not None
+                    layers[item - 1] = layer
+            stage.cut = cut_of(module.parts, number)
         if recomputes:
             module.enable_gradient_checkpointing()

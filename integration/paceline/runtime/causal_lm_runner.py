@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,10 +92,11 @@ class StreamShapes(Shapes):
 
 
 class CausalLMRunner(StageRunner):
-    """The stage of a :class:`~paceline.runtime.module.CausalLMPipeline` that computes when ``current`` is its chunk.
+    """One stage of a :class:`~paceline.runtime.module.CausalLMPipeline` on this rank.
 
     Args:
         module: all that this rank holds of the model.
+        chunk: number of the stage among them.
         book: of the steps under way.
         losses: where the last stage puts them.
         num_replicas: pipelines side by side.
@@ -116,6 +117,7 @@ class CausalLMRunner(StageRunner):
         reach: Reach,
         around: Surroundings,
         module: CausalLMPipeline,
+        chunk: int,
         device: torch.device,
         book: StepBook,
         losses: LossBook,
@@ -123,12 +125,9 @@ class CausalLMRunner(StageRunner):
         wants_logits: Callable[[], bool],
     ) -> None:
         super().__init__(stage, num_stages, reach=reach, around=around)
-        self._module, self._device, self._book, self._losses = module, device, book, losses
+        self._module, self._chunk, self._stage = module, chunk, cast("CausalLMStage", module.stages[chunk])
+        self._device, self._book, self._losses = device, book, losses
         self._num_replicas, self._wants_logits = num_replicas, wants_logits
-
-    @property
-    def _stage(self) -> CausalLMStage:
-        return self._module.stage
 
     def load(self, live: Live, number: int) -> None:
         batch = self._book.loaded[number]
@@ -146,7 +145,7 @@ class CausalLMRunner(StageRunner):
         if self.own_loss is not None or not self._module.training:  # they may look at outputs at padding
             facts = replace(facts, is_dispensable=False)
         with self._graph(), known(facts), self._around.forward():
-            out, routing_out = self._module(stream, side, routing)
+            out, routing_out = self._module(stream, side, routing, self._chunk)
         if not self.is_last:
             live.outputs = (out, routing_out, side)
         elif self.inspection is not None:

@@ -8,21 +8,22 @@ stops every rank with the same message.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.control import ControlPlane
 from ..hf.masks import MaskFacts
+from ..hf.stage import CausalLMStage
 from ..supervise.lifetime import current
 from ..supervise.watch import EVERYONE, WATCH
 from .causal_lm_runner import StepBook
 from .micro_batches import FILLER, MicroBatch, MicroBatchShape, pinned, read_micro_batch, recut, shape_of
-from .module import CausalLMPipeline
+from .model_support import Cut, Reader
 
 COLUMNS = 6  # of a step's table: batch, length, side inputs (bits), label tokens, tokens, checksum
 
@@ -45,13 +46,6 @@ class Read(NamedTuple):
     error: BaseException | None
 
 
-class Cut(NamedTuple):
-    """How the samples of a step are cut into micro-batches, if not as they come."""
-
-    size: int
-    num_micro_batches: int
-
-
 @dataclass(frozen=True)
 class Replicas:
     """Place among the pipelines side by side.
@@ -66,15 +60,31 @@ class Replicas:
     num_sharing: int = 1
 
 
-class Reader(Protocol):
-    """The engine, as far as reading data goes."""
+@dataclass(frozen=True)
+class Readers:
+    """The ranks of a pipeline that read its data: those with the first or the last stage of some direction.
 
-    data_iterator: Any
-    global_steps: int
+    Args:
+        number: of this rank among them; None: it reads nothing.
+        size: how many they are.
+        speaks: whether this one counts the pipeline's tokens for all its ranks.
+    """
 
-    def _next_batch(self) -> Any: ...
+    number: int | None
+    size: int
+    speaks: bool
 
-    def checkpoint_error(self) -> BaseException | None: ...
+    @classmethod
+    def of(cls, routes: Sequence[Sequence[int]], device: int) -> Readers:
+        """Those of a pipeline with such routes, on one of its devices."""
+        ends = sorted({route[end] for route in routes for end in (0, -1)})
+        number = ends.index(device) if device in ends else None
+        return cls(number, len(ends), device == routes[0][-1])
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data."""
+        return self.number is not None
 
 
 class CausalLMSteps:
@@ -82,7 +92,9 @@ class CausalLMSteps:
 
     Args:
         book: gets what is known of the step.
-        ends: whether this rank is the first stage, and whether it is the last.
+        module: any of the model's stages on this rank.
+        readers: place among the ranks that read data.
+        is_pipe_parallel: whether the pipeline has several ranks.
         raises: around an error that is raised on all ranks.
     """
 
@@ -90,19 +102,30 @@ class CausalLMSteps:
         self,
         reader: Reader,
         book: StepBook,
-        module: CausalLMPipeline,
+        module: CausalLMStage,
         control: ControlPlane,
         device: torch.device,
         *,
-        ends: tuple[bool, bool],
+        readers: Readers,
+        is_pipe_parallel: bool,
         replicas: Replicas,
         raises: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._reader, self._book, self._module, self._control, self._device = reader, book, module, control, device
-        self._ends, self._replicas, self._raises = ends, replicas, raises
-        self._is_pipe_parallel = not all(ends)
+        self._reader, self._book, self._stage, self._control, self._device = reader, book, module, control, device
+        self.readers, self._replicas, self.raises = readers, replicas, raises
+        self._is_pipe_parallel = is_pipe_parallel
         self.is_stopping = False
         """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data."""
+        return self.readers.reads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the last step, of all replicas, padding not counted."""
+        return self._book.tokens
 
     def open(self, num_micro_batches: int, *, cut: Cut | None = None, partial: bool = False) -> int:
         """Load the step's micro-batches and agree on their shapes. Collective.
@@ -114,21 +137,20 @@ class CausalLMSteps:
             How many there are, of all replicas.
         """
         book, control = self._book, self._control
-        loaded, own, error = self.read(num_micro_batches, cut=cut, partial=partial, loads=any(self._ends))
-        # Both ends put their table down; every stage of the pipeline sees both.
-        width = 1 + (cut.num_micro_batches if cut else num_micro_batches) * COLUMNS
-        header = torch.zeros(2 * width + 2, dtype=torch.int64)
-        tables, flags = header[:-2].view(2, width), header[-2:]
-        for row, is_mine in enumerate(self._ends):
-            if is_mine:
-                tables[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
+        loaded, own, error = self.read(num_micro_batches, cut=cut, partial=partial)
+        # Every reader puts its table down; every rank of the pipeline sees all.
+        width, readers = 1 + (cut.num_micro_batches if cut else num_micro_batches) * COLUMNS, self.readers
+        header = torch.zeros(readers.size * width + 2, dtype=torch.int64)
+        tables, flags = header[:-2].view(readers.size, width), header[-2:]
+        if readers.number is not None:
+            tables[readers.number, : len(own)] = torch.tensor(own, dtype=torch.int64)
         WATCH.doing("agreeing on the step", EVERYONE)
         flags += torch.tensor([error is not None, current().requested])
         if self._is_pipe_parallel:
             control.sum_over_stages(header)
         failed, stopping = (bool(flag) for flag in flags)
         step = self._reader.global_steps
-        if not failed and not torch.equal(*tables):
+        if not failed and bool((tables != tables[:1]).any()):
             failed = True
             error = ValueError(
                 f"the first and the last stage see different data at step {step}: "
@@ -141,11 +163,11 @@ class CausalLMSteps:
         tokens = sum(shape.tokens for shape in shapes)
         totals = [book.own_label_tokens, tokens, int(failed), int(stopping), *loads]
         if self._replicas.size > 1:
-            totals = control.sum(torch.tensor(totals) * self._ends[1]).tolist()
+            totals = control.sum(torch.tensor(totals) * self.readers.speaks).tolist()
         label_tokens, tokens, failures, stops, *loads = totals
         self.is_stopping = stops > 0
         if failures:
-            with self._raises():
+            with self.raises():
                 control.raise_shared(error, f"beginning step {step}")
         book.label_tokens, book.tokens = label_tokens, tokens
         if self._replicas.num_sharing > 1:  # replicas that share experts compute in step, each as often as the others
@@ -154,14 +176,10 @@ class CausalLMSteps:
             book.loaded = [*loaded, *[FILLER] * missing]
         return sum(loads)
 
-    def read(self, num_micro_batches: int, *, loads: bool, cut: Cut | None = None, partial: bool = False) -> Read:
-        """A step's micro-batches, where they are read.
-
-        Args:
-            loads: whether this rank reads data.
-        """
+    def read(self, num_micro_batches: int, *, cut: Cut | None = None, partial: bool = False) -> Read:
+        """A step's micro-batches, where they are read."""
         error = self._reader.checkpoint_error()
-        if not loads or error is not None:
+        if not self.readers.reads or error is not None:
             return Read([], [], error)
         WATCH.doing("loading data")
         try:
@@ -193,7 +211,7 @@ class CausalLMSteps:
 
     def _check_against_model(self, batch: MicroBatch) -> None:
         """Refuse what would fail in the middle of the pipeline, where the other stages could only wait."""
-        stage = self._module.stage
+        stage = self._stage
         for name in batch.side:
             if name not in stage.accepts:
                 raise ValueError(

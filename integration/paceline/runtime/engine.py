@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,46 +13,42 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import Tensor, nn
 
-from ..averaging.averager import Averager, make_averager
-from ..averaging.masters_by_name import PipelineMasters
+from ..averaging.averager import Averager
 from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
-from ..comm.shapes import Shapes
 from ..comm.transport import Transport
 from ..config import RunPlan
-from ..hf.quantised import quantisation_of
-from ..hf.weights import is_pretrained
 from ..measure.clock import Clock
 from ..optim.sharded import ShardedOptimizer
-from ..optim.step_options import StepOptions
 from ..planning.candidates import Candidate
 from ..planning.tuning import DecisionLog
 from ..report.run_records import LOADS
 from ..schedules.lower import UPDATE, Op
 from ..schedules.schedule import Schedule
-from ..state.named import is_copy, link_full_access, names_of, tied_weights
-from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, SchedulerState
+from ..state.named import link_full_access, names_of
 from ..supervise.watch import WATCH
-from .boundary import Boundary, OwnMemory
-from .checkpointer import Checkpointer
-from .executor import Executor, HeldStage
-from .expert_part import Experts, SharedExperts
+from . import assembly
+from .boundary import OwnMemory
+from .causal_lm_support import CausalLMSupport
+from .evaluation import Evaluation
+from .executor import Executor
+from .expert_part import SharedExperts
 from .half_way import HalfWay
 from .lost_peers import forget_messages, naming_lost_peers
 from .meter import Meter
-from .migration import Migration, Migrator, Seat, StageParameters
-from .movable_layers import Layers
-from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
-from .optimizer_setup import basic_optimizer, check_own_parameters, step_options
-from .pipeline_links import Links
+from .migration import Migration
+from .model_support import Cut, ModelSupport, PlainSupport
+from .module import CausalLMPipeline
+from .natural_gradient_part import agreed_limits
+from .optimizer_setup import basic_optimizer
 from .pipeline_tuning import pipeline_controller
-from .plain_layers import PlainLayers
 from .programs import Programs
+from .rank_random import OwnRandom
 from .rank_reports import ReportGatherer
 from .rate import check_scheduler_object
 from .reach import Reach
-from .stage_runner import LossBook, PlainRunner, StageRunner
-from .surroundings import DeepSpeedSurroundings
+from .stage_runner import LossBook
+from .state_owners import stage_of_parameters
 from .tracer import TimelineWriter, Tracer
 from .updates import FlushedUpdates
 
@@ -82,8 +76,15 @@ def _of_loss_book(name: str) -> Any:
 
 
 class PacelineEngine(PipelineEngine):
-    """Runs any :class:`deepspeed.pipe.PipelineModule`, as :class:`PipelineEngine` does.
+    """Trains a pipeline: a Hugging Face model or any :class:`deepspeed.pipe.PipelineModule`.
 
+    It owns the parts that do the work, and hands DeepSpeed's calls on to them. It has more methods than they, since
+    DeepSpeed's engine has: a third of them are its own, overridden.
+
+    * ``train_batch(data_iter)`` takes M micro-batches from the iterator on the ranks that read data
+      (:attr:`reads_data`), which must all see the same. The loss that it returns, and whose gradient it applies, is
+      that of the unsplit model over all tokens of the step; of a ``PipelineModule`` of one's own, the mean over
+      micro-batches.
     * Any schedule that can be proven to work, with transfers beside the computation (:meth:`set_schedule`).
     * One optimizer for ZeRO 0 and 1 and every precision (:class:`~paceline.optim.sharded.ShardedOptimizer`): stages may
       have different parameter groups (stock: they hang), the norm is that of all stages (stock: of the first, in fp32).
@@ -94,16 +95,8 @@ class PacelineEngine(PipelineEngine):
 
     optimizer: ShardedOptimizer
     data_iterator: Any
-    natural_gradient: NaturalGradientPart | None = None
-    """None: gradients are ordinary ones."""
-    averager: Averager | None = None
-    """None: this job is alone."""
-
     transport_order: str | None = None
     """``"free"`` or ``"paired"``; None: what suits the backend."""
-
-    can_cut = False
-    """Whether the samples of a step can be cut into micro-batches of another size."""
 
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
         self.plan = plan
@@ -111,92 +104,63 @@ class PacelineEngine(PipelineEngine):
         self.control = getattr(model, "control", None) or ControlPlane.create(
             model.num_stages, pipes=model._grid._topo.get_axis_comm_lists("pipe")
         )
+        self.support: ModelSupport = (CausalLMSupport if isinstance(model, CausalLMPipeline) else PlainSupport)(model)
+        self.mirrors = assembly.make_mirrors(self, model)
+        self.data_iterator = None
         self.loss_book = LossBook()
-        self.reach = Reach(model.num_stages)
+        self.reach = Reach(self.num_virtual_stages)
         self.half_way = HalfWay()
         self.run_dir = Path()
         """Where recorded steps go."""
         self.decisions = DecisionLog()
         """What was decided about schedule, partition and experts."""
-        self._ahead: deque[Any] = deque()
-        self._shapes_reset = 0
         self.shared_experts = SharedExperts.of(model)
+        # DeepSpeed's start sends along the devices, whichever stages they have.
+        self._ends = 0, model.num_stages - 1
         super().__init__(*args, **kwargs)
-        self.experts = self._make_experts()
-        self._start_natural_gradient()
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.averager = self._make_averager(self.optimizer)
-        self.clock = Clock(torch.device(self.device))
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.clock = self.clock
-        self.meter = Meter(self.clock, self.module, self.clock.device)
-        self.layers = self._make_layers()
-        self._check_micro_batch_sizes()
-        self._connect()
-        self._start_scheduling()
-        self.migrator = self._make_migrator()
-        self.checkpointer = self._make_checkpointer()
+        self._ends = self.support.routes[0][0], self.support.routes[0][-1]
+        # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
+        self.is_pipe_partitioned = self.is_grad_partitioned = False
+        device, optimizer = torch.device(self.device), self.optimizer
+        self.experts = assembly.make_experts(self)
+        self.natural_gradient = assembly.make_natural_gradient(self)
+        """None: gradients are ordinary ones."""
+        limits = agreed_limits(self.plan.max_change, self.module, names_of(self.module), self.control.gather)
+        self.clock = Clock(device)
+        self.averager: Averager | None = None
+        """None: this job is alone."""
+        if isinstance(optimizer, ShardedOptimizer):
+            self.averager = assembly.make_averaging(self, optimizer)
+            optimizer.max_change, optimizer.clock = limits, self.clock
+        self.meter = Meter(self.clock, self.module, device)
+        self.layers = self.support.make_layers()
+        self.cut = self._configured_cut()
+        self.links = assembly.make_links(self)
+        num_sharing = self.shared_experts.groups.size
+        self.steps = self.support.make_steps(self, self.control, device, self._reported, num_sharing)
+        # Devices that hold the same stages would draw the same dropout for different micro-batches.
+        self.own_random = OwnRandom(self.links.device_number, device) if len(self.support.routes) > 1 else None
+        self.own_memory = OwnMemory(self.module.parameters())
+        self.held = assembly.make_stages(self)
+        self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports)
+        self._evaluation = assembly.make_evaluation(self)
+        self.programs = Programs(self.plan.schedule, self.support.routes, self.links.device_number, self.links.order)
+        self._follow_the_cluster()
+        self.asynchronous = assembly.make_asynchronous_run(self) if self.plan.schedule.is_asynchronous else None
+        self.migrator = assembly.make_migrator(self)
+        self.checkpointer = assembly.make_checkpointer(self)
         self._start_partition()
+        if isinstance(self.module, CausalLMPipeline):
+            self.module.settle = self.flush
+            if self._config.pipeline["activation_checkpoint_interval"] > 0:
+                self.module.enable_gradient_checkpointing()
 
     # -- the pipeline ----------------------------------------------------------------------------------------------
 
-    def _routes_of_directions(self) -> tuple[tuple[int, ...], ...]:
-        """Device of each stage, one route a direction."""
-        return (tuple(range(self.num_stages)),)
-
-    def _connect(self) -> None:
-        """Make lanes to the neighbours, and what computes the stages of this rank. Collective."""
-        # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
-        self.is_pipe_partitioned = self.is_grad_partitioned = False
-        pipes = self.grid._topo.get_axis_comm_lists("pipe") if self.is_pipe_parallel else []
-        self.links = Links(
-            pipes,
-            self.global_rank,
-            torch.device(self.device),
-            routes=self._routes_of_directions(),
-            order=self.transport_order,
-            activation_shapes=self._activation_shapes,
-            announces=self.dynamic_shape,
-            # DeepSpeed's own, whose other operations come between steps: a communicator costs memory on every GPU.
-            group=self.grid.get_pipe_parallel_group() if pipes else None,
-        )
-        self._own_memory = OwnMemory(self.module.parameters())
-        self.held = self._hold()
-        self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports, enter=self._enter)
-
-    def _hold(self) -> list[HeldStage]:
-        """The stages of this rank, by chunk: one of each direction."""
-        held = []
-        for direction, transport in enumerate(self.links.transports):
-            runner = self._make_runner(self.links.stage(direction))
-            boundary = Boundary(runner, transport.lanes(), self.meter, self._gradients_to_send())
-            held.append(HeldStage(runner, boundary, self.links.ranks_of_stages(direction)))
-        return held
-
-    def _gradients_to_send(self) -> OwnMemory | None:
-        """Gives gradients memory of their own; None: they have it."""
-        return self._own_memory
-
-    def _enter(self, chunk: int) -> None:
-        """The operations that follow are of a chunk."""
-
-    def _make_runner(self, stage: int) -> StageRunner:
-        return PlainRunner(
-            stage,
-            self.num_stages,
-            reach=self.reach,
-            around=DeepSpeedSurroundings(self, reduces_early=True),
-            module=self.module,
-            device=torch.device(self.device),
-            next_batch=self._next_batch,
-            losses=self.loss_book,
-            wants=lambda: (self._compute_loss, self.eval_return_logits),
-            num_micro_batches=self.gradient_accumulation_steps,
-            shapes_version=lambda: self._shapes_reset,
-        )
-
-    def _activation_shapes(self) -> Shapes:
-        return Shapes()
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages of one direction."""
+        return len(self.support.routes[0])
 
     @property
     def transport(self) -> Transport:
@@ -214,23 +178,34 @@ class PacelineEngine(PipelineEngine):
         return self.links.pipe_number
 
     def rank_of_stage(self, stage: int) -> int:
-        """The global rank that has a stage of this rank's pipeline."""
-        return int(self.grid.stage_to_global(stage_id=stage))
+        """The global rank that has a stage of this rank's pipeline, in its first direction."""
+        return int(self.grid.stage_to_global(stage_id=self.support.routes[0][stage]))
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage of the first direction."""
+        return bool(self.stage_id == self._ends[0])
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage of the first direction."""
+        return bool(self.stage_id == self._ends[1])
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.rank_of_stage(self.num_virtual_stages - 1)
 
     # -- its schedule ----------------------------------------------------------------------------------------------
 
-    def _check_micro_batch_sizes(self) -> None:
+    def _configured_cut(self) -> int:
+        """Samples of a micro-batch as configured, after a look whether they could be cut otherwise, if asked."""
         sizes = self.plan.schedule.micro_batch_sizes or ()
-        if set(sizes) - {self.micro_batch_size} and not self.can_cut:
+        if set(sizes) - {self.micro_batch_size} and not self.support.can_cut:
             raise ValueError(
                 f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)}: this PipelineModule's data cannot be "
                 f"cut otherwise than into micro-batches of {self.micro_batch_size}; leave the key out."
             )
-        self.cut = self.micro_batch_size
+        return int(self.micro_batch_size)
 
-    def _start_scheduling(self) -> None:
+    def _follow_the_cluster(self) -> None:
         """Begin to follow the cluster, if the JSON asks for it. Collective."""
-        self.programs = Programs(self.plan.schedule, self.num_stages, self.links.device_number, self.links.order)
         self.reports = ReportGatherer(
             *(self.control, self.meter, torch.device(self.device)),
             pipe_ranks=self.pipe_ranks,
@@ -249,17 +224,8 @@ class PacelineEngine(PipelineEngine):
         every = self.plan.report.trace_every
         self.tracer = None if every is None else self._make_tracer(every)
         self.controller = pipeline_controller(
-            *(
-                self.plan.schedule,
-                self.plan.partition_choice,
-                self,
-                self.layers,
-                self.meter,
-                self.reports,
-                self.control,
-                self.decisions,
-                self.timelines,
-            )
+            *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
+            *(self.control, self.decisions, self.timelines),
         )
 
     def _make_tracer(self, every: int) -> Tracer:
@@ -293,6 +259,11 @@ class PacelineEngine(PipelineEngine):
         Raises:
             ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
         """
+        if self.mirrors is not None:
+            raise ValueError(
+                f"the schedule {schedule.name!r} cannot run here: this engine was made for "
+                f"{self.plan.schedule.type!r}; make another engine, with the last checkpoint."
+            )
         self.programs.set(schedule, self.run_micro_batches)
 
     def run_candidate(self, candidate: Candidate) -> None:
@@ -312,9 +283,14 @@ class PacelineEngine(PipelineEngine):
             self.meter.measures_memory_of = self.cut
         updates = FlushedUpdates(self) if trains else None
         self.loss_book.of_forwards = []
-        self._own_memory.forget()
+        self.own_memory.forget()
+        random = self.own_random if trains else None
         with self.half_way.during("it was interrupted"):
+            if random is not None:
+                random.enter()
             self.executor.run(pipe_schedule, num_micro_batches=self.run_micro_batches, updates=updates)
+            if random is not None:
+                random.leave()
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -339,71 +315,82 @@ class PacelineEngine(PipelineEngine):
         if self.tracer is not None:
             self.tracer.after_step()
 
-    def _naming_lost_peers(self) -> AbstractContextManager[None]:
+    def naming_lost_peers(self) -> AbstractContextManager[None]:
         """Around what sends and receives: say where this rank was when the connection to another broke."""
-        return naming_lost_peers(
-            self.global_rank, lambda: (self.stage_id, self.global_steps, self.held[self.executor.chunk])
-        )
+        return naming_lost_peers(self.global_rank, lambda: (self.global_steps, self.held[self.executor.chunk]))
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Around what ranks do together between training steps, all of which are done."""
+        self.half_way.check()
+        self.flush()
+        with self.naming_lost_peers():
+            yield
 
     # -- data ------------------------------------------------------------------------------------------------------
-
-    def _open_step(self, num_micro_batches: int, *, trains: bool = False) -> Any:
-        """Read the whole step before it begins: a rank whose data ends, or is broken, stops all of them together."""
-        error: BaseException | None = self.checkpoint_error()
-        if error is None and (self.is_first_stage() or self.is_last_stage()):
-            try:
-                while len(self._ahead) < num_micro_batches:
-                    self._ahead.append(super()._next_batch())
-            except Exception as caught:
-                error = caught
-        with self.checkpointer.reported():
-            try:
-                self.control.settle(error, f"beginning step {self.global_steps}")
-            except BaseException:
-                self._ahead.clear()
-                raise
-
-    def _next_batch(self) -> Any:
-        return self._ahead.popleft() if self._ahead else super()._next_batch()
 
     def reset_activation_shape(self) -> None:
         """The shapes of activations change with the next step; call it on all ranks (DeepSpeed's, for curricula)."""
         super().reset_activation_shape()
-        self._shapes_reset += 1
+        self.support.reset_shapes()
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether :meth:`train_batch` takes micro-batches from its iterator on this rank."""
+        return any(order[end] == self.stage_id for order in self.support.routes for end in (0, -1))
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """As DeepSpeed's, on every rank that reads data."""
+        if self.reads_data:
+            self.training_dataloader, self.data_iterator = None, iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """The same of ``training_data``."""
+        if self.reads_data:
+            self.training_dataloader, self.data_iterator = loader, iter(loader)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        if self.mirrors is not None and train_batch_size != self.train_batch_size():
+            raise ValueError(
+                f"train_batch_size cannot become {train_batch_size} while the schedule is {self.plan.schedule.type!r}: "
+                "save a checkpoint, and load it into an engine with the other batch size."
+            )
+        super().set_train_batch_size(train_batch_size)
+
+    def _reported(self) -> AbstractContextManager[None]:
+        """Around an error that is raised on all ranks: it may be that of a save, which is then told once."""
+        return self.checkpointer.reported()
+
+    def data_state(self, iterator: Any) -> Any:
+        """``iterator.state_dict()`` as of the end of the last step: what it would go on from."""
+        return iterator.state_dict() if self.asynchronous is None else self.asynchronous.steps.data_state(iterator)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
+        return bool(self.steps.is_stopping)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the last step, of all replicas, padding not counted; samples, where inputs are anything."""
+        tokens = self.steps.tokens
+        return int(self.train_batch_size()) if tokens is None else int(tokens)
+
+    @property
+    def own_loss(self) -> Callable[..., Tensor] | None:
+        """What computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+        return assembly.causal_lm_runners(self.held)[0].own_loss
+
+    @own_loss.setter
+    def own_loss(self, compute: Callable[..., Tensor] | None) -> None:
+        for runner in assembly.causal_lm_runners(self.held):
+            runner.own_loss = compute
 
     # -- natural gradients -----------------------------------------------------------------------------------------
-
-    def _start_natural_gradient(self) -> None:
-        gather = self.control.gather
-        if self.plan.natural_gradient is not None:
-            self.natural_gradient = NaturalGradientPart(
-                self.plan.natural_gradient,
-                self.module,
-                gather=gather,
-                device=torch.device(self.device),
-                unit=self._unit_of_sum,
-                name_of=getattr(self.module, "state_name", str),
-            )
-        limits = agreed_limits(self.plan.max_change, self.module, names_of(self.module), gather)
-        if limits is not None and self.optimizer is not None:
-            self.optimizer.max_change = limits
-
-    def _unit_of_sum(self, num_rows: int) -> float:
-        """Factor that makes a gradient that of a loss summed over rows: a loss here is the mean of a micro-batch."""
-        return num_rows * self.gradient_accumulation_steps() / loss_scale_of(self.optimizer)
 
     def natural_gradient_report(self) -> dict[str, float] | None:
         """See :meth:`NaturalGradientPart.report`; None without natural gradients."""
         return None if self.natural_gradient is None else self.natural_gradient.report()
-
-    def _make_averager(self, optimizer: ShardedOptimizer) -> Averager | None:
-        return make_averager(
-            self.plan.averaging,
-            self.control,
-            lambda: PipelineMasters(self.control, self.module, optimizer, self.experts.fetch),
-            self.basic_optimizer,
-            is_pretrained=getattr(self.module, "is_pretrained", is_pretrained(self.module)),
-        )
 
     def finish_averaging(self, held_out_loss: Callable[[], float] | None = None) -> None:
         """See :meth:`~paceline.averaging.averager.Averager.finish`."""
@@ -429,10 +416,15 @@ class PacelineEngine(PipelineEngine):
                     "the module has experts on different ranks (ep_size > 1): pipelines spread those of Hugging Face "
                     'models only, as "expert_parallel" in the JSON says; use ep_size 1.'
                 )
-            self.basic_optimizer = self._make_basic_optimizer(client_optimizer, parameters)
+            self.basic_optimizer = basic_optimizer(self, client_optimizer, parameters)
+            if self.mirrors is not None:
+                names = assembly.parameters_of_stages(self).names
+                order = {parameter: number for number, parameter in enumerate(names)}
+                for group in self.basic_optimizer.param_groups:  # the same on all ranks that hold the same
+                    group["params"] = sorted(group["params"], key=lambda p: order.get(p, len(order)))
             self.shared_experts.check_optimizer(self.basic_optimizer)
             self._check_for_duplicates(self.basic_optimizer)
-            self.optimizer = self._shard(self.basic_optimizer)
+            self.optimizer = assembly.make_optimizer(self, self.basic_optimizer)
         except Exception as caught:
             error = caught
         self.control.settle(error, "making the optimizer")
@@ -440,44 +432,21 @@ class PacelineEngine(PipelineEngine):
 
     def _trained_stages(self) -> set[int]:
         """Stages of this rank that have a trainable parameter."""
-        return {self.module.stage_id} if any(p.requires_grad for p in self.module.parameters()) else set()
+        return {
+            stage for parameter, stage in stage_of_parameters(self.support.stages).items() if parameter.requires_grad
+        }
 
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
         super()._configure_lr_scheduler()
 
-    def _make_basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
-        return basic_optimizer(self, client_optimizer, parameters)
-
-    def _shard(self, basic: torch.optim.Optimizer) -> ShardedOptimizer:
-        names, counts, apart = self._placement()
-        check_own_parameters(basic, names)
-        options = step_options(self, self.module._grid, spreads_experts=self.shared_experts.groups.size > 1)
-        options = replace(options, divisor=self._gradient_divisor(), domain=self.shared_experts.domain())
-        return ShardedOptimizer(basic, names, self._own_options(options), counts=counts, apart=apart)
-
-    def _own_options(self, options: StepOptions) -> StepOptions:
-        return options
-
-    def _placement(self) -> StageParameters:
-        grid, module = self.module._grid, self.module
-        tied = tied_weights(module)
-        first_slice = grid.get_slice_parallel_rank() == 0
-
-        def counts(parameter: nn.Parameter) -> bool:
-            is_slice = getattr(parameter, "model_parallel", False)
-            return not is_copy(parameter, tied) and (first_slice or is_slice)
-
-        return StageParameters(names_of(module), counts, lambda parameter: id(parameter) in tied)
-
-    def _gradient_divisor(self) -> float:
-        """Replicas average their gradients, or add them (``gradient_allreduce_op``)."""
-        return float(self.module._grid.data_parallel_size) if self.gradient_average else 1.0
-
     def clip_fp32_gradients(self) -> None:
         """The optimizer clips."""
 
     def zero_grad(self) -> None:
+        """Forget gradients, unless they are those of steps under way."""
+        if self.asynchronous is not None and not self.asynchronous.is_settled:
+            return
         super().zero_grad()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.zero_grad()
@@ -490,34 +459,66 @@ class PacelineEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over M micro-batches.
 
+        Without a flush (``"multidirection"``, ``"one_direction"``) the update of this step comes with the next ones,
+        the loss waits for the other ranks when somebody looks at it, and the iterator is read one step ahead, if it is
+        the same at each step.
+
         Returns:
             The step's loss, a scalar tensor, on every rank.
 
         Raises:
             StopIteration: the iterator has less than a step left.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients: call it outside of torch.no_grad().")
         WATCH.step = self.global_steps
         if not isinstance(self.optimizer, ShardedOptimizer):
             raise ValueError('there is no optimizer to train with: write "optimizer" into the JSON, or pass one.')
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.half_way.check()
-        with self._naming_lost_peers():
+        with self.naming_lost_peers():
             if self.averager is not None:
                 self.averager.join(self.global_steps)
             with self._recorded():
-                self._open_step(self.micro_batches, trains=True)
-                loss = super().train_batch()
+                if self.asynchronous is not None:
+                    self._compute_loss = True
+                    loss = self.agg_train_loss = self.asynchronous.train_batch()
+                else:
+                    is_cut = self.cut != self.micro_batch_size
+                    self.steps.open(self.micro_batches, cut=Cut(self.cut, self.run_micro_batches) if is_cut else None)
+                    loss = super().train_batch()
             if self.steps_per_print() is None:  # nobody reads it, and it keeps two events a step until somebody does
                 self.timers(TRAIN_BATCH_TIMER).reset()
             if self.averager is not None:
-                self.averager.after_step(self.global_steps, loss, self._tokens_of_step())
+                self.averager.after_step(self.global_steps, loss, self.step_tokens)
         WATCH.idle()
         return loss
 
-    def _tokens_of_step(self) -> int:
-        """Tokens of the last step, of all replicas; samples, where a layer's inputs are anything."""
-        return int(self.train_batch_size())
+    def flush(self) -> None:
+        """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""
+        if self.asynchronous is not None:
+            self.asynchronous.flush()
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """The step's loss, of all replicas, on every rank."""
+        if not self.support.sums_tokens:
+            loss: Tensor = super()._aggregate_total_loss()
+            return loss
+        own = self.total_loss
+        if len(self.support.routes) > 1:  # several ranks of a pipeline have some of it
+            shares = torch.zeros(1, dtype=torch.float64) if own is None else own.reshape(1).double().cpu()
+            self.dp_group_loss = self.control.sum(shares)[0].to(self.device)
+            return self.dp_group_loss
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        if self.is_last_stage() and own is not None:
+            total += own.float()
+        if self.is_last_stage() and self.is_data_parallel:
+            dist.all_reduce(total, group=self.grid.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            dist.broadcast(total, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss = total.clone()
+        return total
 
     def eval_batch(
         self,
@@ -529,11 +530,11 @@ class PacelineEngine(PipelineEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """As :meth:`deepspeed.PipelineEngine.eval_batch`."""
-        self.half_way.check()
-        trained_on, self.data_iterator = self.data_iterator, data_iter
-        with self._naming_lost_peers():
+        trained_on = self.data_iterator
+        with self.between_steps():
+            self.data_iterator = data_iter
             try:
-                self._open_step(num_micro_batches or self.micro_batches)
+                self.steps.open(num_micro_batches or self.micro_batches)
             finally:
                 self.data_iterator = trained_on
             result = super().eval_batch(
@@ -542,14 +543,24 @@ class PacelineEngine(PipelineEngine):
         WATCH.idle()
         return result
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether :meth:`train_batch` takes micro-batches from its iterator on this rank."""
-        return bool(self.is_first_stage() or self.is_last_stage())
+    def run_forwards(self, num_micro_batches: int) -> None:
+        """Run the forwards of so many micro-batches, which have been agreed on."""
+        self._exec_schedule(self._inference_schedule(num_micro_batches))
 
-    def data_state(self, iterator: Any) -> Any:
-        """``iterator.state_dict()`` as of the end of the last step: what it would go on from."""
-        return iterator.state_dict()
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """See :meth:`~paceline.runtime.evaluation.Evaluation.evaluate`."""
+        return self._evaluates().evaluate(batches)
+
+    def predict(
+        self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """See :meth:`~paceline.runtime.evaluation.Evaluation.predict`."""
+        return self._evaluates().predict(batches, see)
+
+    def _evaluates(self) -> Evaluation:
+        if self._evaluation is None:
+            raise TypeError("a PipelineModule of one's own is evaluated by eval_batch(): its outputs can be anything.")
+        return self._evaluation
 
     def destroy(self) -> None:
         """As DeepSpeed's; what is under way is finished first. Not collective."""
@@ -557,6 +568,8 @@ class PacelineEngine(PipelineEngine):
             self.averager.close()
         if hasattr(self, "checkpointer"):
             self.checkpointer.close()
+        if self.asynchronous is not None:
+            self.asynchronous.stop()
         super().destroy()
         self.links.close()
 
@@ -580,28 +593,6 @@ class PacelineEngine(PipelineEngine):
         """Whether the backward that runs now is the last of this step on this stage."""
         return bool(self.executor.is_last_backward)
 
-    def _make_experts(self) -> Experts:
-        from ..moe.moving import states_of
-        from ..moe.stage_agreement import Stages
-
-        stages = None
-        if self.num_stages > 1:
-            stages = Stages(
-                *(self.stage_id, self.num_stages, self.control),
-                computed_s=lambda: float(self.meter.recorder.computed_s()),  # made later
-                num_micro_batches=lambda: self.schedule.num_micro_batches,
-            )
-        return Experts(
-            self.shared_experts,
-            self.plan.moe,
-            control=self.control,
-            stages=stages,
-            group=self.grid.get_data_parallel_group,
-            states=lambda: states_of(self),
-            is_last_backward=self.is_last_backward,
-            decided=self.decisions,
-        )
-
     def _broadcast_model(self) -> None:
         if self.shared_experts.layers:
             self.shared_experts.broadcast(self.module.parameters(), self.module._grid.get_data_parallel_group())
@@ -620,6 +611,7 @@ class PacelineEngine(PipelineEngine):
         **options: Any,
     ) -> bool:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.save`, which has the other options."""
+        self.flush()
         return self.checkpointer.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters=exclude_frozen_parameters, **options
         )
@@ -630,11 +622,18 @@ class PacelineEngine(PipelineEngine):
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.load`, which has the other options."""
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is given: tensors are loaded by name; leave it out.")
+        if self.asynchronous is not None:
+            self.flush()
+            self.asynchronous.steps.forget()  # data of before
         return self.checkpointer.load(load_dir, tag, *args, **options)
 
     def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
-        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.prepare`."""
-        self.checkpointer.prepare(exclude_frozen_parameters=exclude_frozen_parameters)
+        """See :meth:`~paceline.runtime.checkpointer.Checkpointer.prepare`.
+
+        Nothing without a flush: what is to be saved is under way between steps; the first save takes its memory itself.
+        """
+        if self.asynchronous is None:
+            self.checkpointer.prepare(exclude_frozen_parameters=exclude_frozen_parameters)
 
     def finish_checkpoint(self) -> None:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.finish`."""
@@ -644,47 +643,12 @@ class PacelineEngine(PipelineEngine):
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.error`."""
         return self.checkpointer.error()
 
-    def _make_checkpointer(self) -> Checkpointer:
-        optimizer = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
-        stage, is_first = getattr(self.module, "stage", None), self.global_rank == 0
-        learned = {"natural_gradient": self.natural_gradient, "averaging": self.averager}
-        return Checkpointer(
-            self.control,
-            self.module,
-            optimizer,
-            self,
-            world_size=torch.distributed.get_world_size(),
-            replica=self.replica,
-            shape=self._shape,
-            groups=None if optimizer is None else ParameterGroups(optimizer, warns=is_first),
-            scheduler=SchedulerState(lambda: self.lr_scheduler, lambda: self.basic_optimizer.param_groups),
-            learned={name: part for name, part in learned.items() if part is not None},
-            run=self._run_states(),
-            experts=self.experts,
-            settle=(lambda: None) if self.averager is None else self.averager.settle,
-            write_model=self._write_model,
-            is_quantised=stage is not None and quantisation_of(stage.model.config) is not None,
-        )
-
     @property
     def replica(self) -> int:
         """Number of this rank among those that hold the same parameters."""
+        if self.mirrors is not None:
+            return self.mirrors.ranks.index(self.global_rank)
         return int(self.grid.data_parallel_id)
-
-    def _shape(self) -> dict[str, Any]:
-        return {
-            "stages": self.num_stages,
-            "data_parallel": self.dp_world_size,
-            "parts": [int(part) for part in self.module.parts],
-            "train_batch_size": self.train_batch_size(),
-        }
-
-    def _run_states(self) -> dict[str, SavedPart]:
-        """States of this rank that go on whatever becomes of the optimizer's."""
-        return {"rng": RandomStates(torch.device(self.device), warns=self.global_rank == 0)}
-
-    def _write_model(self, draft: Path) -> None:
-        """Write what a checkpoint needs to become a model of its own. On rank 0."""
 
     # -- layers that move between stages --------------------------------------------------------------------------
 
@@ -710,6 +674,12 @@ class PacelineEngine(PipelineEngine):
         """
         WATCH.step = self.global_steps
         self.half_way.check()
+        moves = list(parts) != [int(part) for part in self.module.parts]
+        if moves and self.mirrors is not None:
+            raise ValueError(
+                f"layers cannot move to {list(parts)} while the schedule is {self.plan.schedule.type!r}: save a "
+                "checkpoint, and load it into a pipeline with the other partition."
+            )
         if self.migrator is None:
             raise ValueError(
                 'there is no optimizer, so layers have no reason to move: write "optimizer" into the JSON.'
@@ -718,7 +688,7 @@ class PacelineEngine(PipelineEngine):
         if new is None:
             return None
         forget_messages(self.held)  # of the last step
-        with self._naming_lost_peers():
+        with self.naming_lost_peers():
             migration = self.migrator.migrate(new, memory_bytes)
         WATCH.idle()
         return migration
@@ -727,29 +697,6 @@ class PacelineEngine(PipelineEngine):
     def migrations(self) -> Sequence[Migration]:
         """Figures of the last migrations."""
         return () if self.migrator is None else self.migrator.migrations
-
-    def _make_layers(self) -> Layers:
-        return PlainLayers(self.module)
-
-    def _make_migrator(self) -> Migrator | None:
-        if not isinstance(self.optimizer, ShardedOptimizer):
-            return None
-        grid = self.grid
-        is_cut = grid.get_slice_parallel_world_size() > 1
-        slice_name = f" (slice {grid.get_slice_parallel_rank()})" if is_cut else ""
-        return Migrator(
-            self.control,
-            Seat(self.global_rank, self.stage_id, self.pipe_number, slice_name),
-            self.layers,
-            self.optimizer,
-            torch.device(self.device),
-            parameters=self._placement,
-            step=lambda: int(self.global_steps),
-            half_way=self.half_way.during,
-            learned=self.natural_gradient,
-            refuse=self.shared_experts.check_migration,
-            after=self._forget_the_old_stage,
-        )
 
     def _start_partition(self) -> None:
         """Apply the JSON's partition to a module that was built with another one."""
@@ -760,9 +707,9 @@ class PacelineEngine(PipelineEngine):
         if boundaries is not None:
             self.repartition(boundaries)
 
-    def _forget_the_old_stage(self) -> None:
+    def forget_old_stages(self) -> None:
         """Drop what was kept of the stage as it was."""
-        self._own_memory.belong_to(self.module.parameters())
+        self.own_memory.belong_to(self.module.parameters())
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reach.find(self.control, self._trained_stages())
         self.meter.forget_stage()

@@ -106,7 +106,6 @@ class Executor:
         held: the stages, by chunk.
         meter: what computations take.
         transports: issue what they have collected before a rank computes or waits.
-        enter: told the chunk that the following operations are of, when it changes.
     """
 
     def __init__(
@@ -115,10 +114,9 @@ class Executor:
         *,
         meter: Meter,
         transports: Sequence[Transport],
-        enter: Callable[[int], None] | None = None,
     ) -> None:
         self.held = tuple(held)
-        self._meter, self._transports, self._enter = meter, tuple(transports), enter
+        self._meter, self._transports = meter, tuple(transports)
         self._operations = [stage.operations() for stage in self.held]
         self._live: dict[tuple[int, int], Live] = {}
         self.chunk = 0
@@ -150,15 +148,14 @@ class Executor:
         last = {op.chunk: op for op in ops if op.kind == RUN_BACKWARD}
         ends = [stage.ends_with(trains=trains) for stage in self.held]
         live_of, doing = self._live, WATCH.doing
-        self._go_to(0)
+        self.chunk = 0
         for op in ops:
             kind, micro_batch, chunk, lag = op
             if chunk < 0 or kind == COMPLETE:
                 assert updates is not None
                 self._update(kind, chunk, updates)
                 continue
-            if chunk != self.chunk:
-                self._go_to(chunk)
+            self.chunk = chunk
             told, run = self._operations[chunk][kind]
             doing(*told)
             if kind not in ISSUED:
@@ -177,7 +174,7 @@ class Executor:
                 del live_of[chunk, number]
         for transport in self._transports:
             transport.finish()
-        self._go_to(0)
+        self.chunk = 0
 
     def _forward(self, chunk: int, live: Live, number: int, micro_batch: int) -> None:
         held = self.held[chunk]
@@ -217,8 +214,3 @@ class Executor:
     def _flush(self) -> None:
         for transport in self._transports:
             transport.flush()
-
-    def _go_to(self, chunk: int) -> None:
-        self.chunk = chunk
-        if self._enter is not None:
-            self._enter(chunk)

@@ -28,23 +28,22 @@ from ..config import (
 )
 from ..config.exclusions import LAYERS, NO_FLUSH
 from ..config.section import HETERO, WORK, show
-from ..config.stage_counts import PARTITION
+from ..config.stage_counts import PARTITION, stages_a_rank
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
-from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
-from ..schedules.directions import num_directions
+from ..schedules.asynchronous import STREAMS
+from ..schedules.families import CHUNKED, chunked_route
 from ..supervise.build_locks import warn_of_locks
 from ..supervise.watch import WATCH
 from .builder import build_pipeline
-from .causal_lm_engine import CausalLMEngine
 from .engine import PacelineEngine
 from .initialize_patch import plain_engine_for, with_plan
 from .module import CausalLMPipeline, config_of
-from .multi_direction_module import MultiDirectionPipeline
+from .pipe_module import routes_of
 from .rate import check_scheduler_object
 from .startup import first_partition, plan_for, plan_for_pipeline
 
@@ -119,7 +118,7 @@ def initialize(
         plan = plan_for_pipeline(model, ds_config, section)
         is_asked = PARTITION not in plan.chosen and plan.partition in (HETERO, WORK)
         if is_asked and model.num_stages > 1 and not model.is_planned:
-            if plan.schedule.type in STREAMS:
+            if plan.schedule.type in (*STREAMS, *CHUNKED):
                 raise ValueError(
                     f'paceline.pipeline.partition is "{plan.partition}", the schedule {plan.schedule.type!r}, and the '
                     "pipeline is built already: its layers stay where they are; give the model itself to have it "
@@ -134,7 +133,8 @@ def initialize(
             check_features(ds_config, section)
         for line in without_effect(ds_config) if dist.get_rank() == 0 else ():
             logger.warning(line)
-        engine = _engine_for(model, section)
+        _check_schedule(model, section, plan)
+        engine = PacelineEngine
         patches = [engine_class(with_plan(engine, plan or section, stages=model.num_stages))]
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
@@ -161,32 +161,25 @@ def initialize(
     return results
 
 
-def _engine_for(model: PipelineModule, section: PacelineConfig) -> type[PacelineEngine]:
+def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPlan | None) -> None:
+    """Raise ValueError where a pipeline that is there was not built for the schedule."""
     schedule = section.pipeline.schedule
     kind = None if schedule is None else schedule.type
-    if kind in STREAMS and not isinstance(model, CausalLMPipeline):
+    if not isinstance(model, CausalLMPipeline):
         written = (f"paceline.pipeline.schedule.type {show(kind)}", f"the model is a {type(model).__name__}")
-        raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
-    is_made_for = MULTIDIRECTION if isinstance(model, MultiDirectionPipeline) else None
-    if (kind == MULTIDIRECTION or is_made_for) and kind != is_made_for:
+        if kind in STREAMS:
+            raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
+    stages = model.num_stages
+    wanted: tuple[tuple[int, ...], ...] = (tuple(range(stages)),)
+    if plan is not None:
+        wanted = plan.schedule.routes(stages)
+    elif kind in CHUNKED:
+        wanted = (chunked_route(str(kind), stages, stages_a_rank(section)),)
+    if routes_of(model) != wanted:
         raise ValueError(
-            f"paceline.pipeline.schedule.type is {kind!r} and the pipeline is a {type(model).__name__}: "
-            f"{MULTIDIRECTION!r} goes with MultiDirectionPipeline, and only with that; give the model itself to have "
-            "it built."
+            f"paceline.pipeline.schedule.type is {show(kind)}, which needs a pipeline with the routes {wanted}, and "
+            f"this one was built with {routes_of(model)}: give the model itself to have it built, or pass these routes."
         )
-    if isinstance(model, MultiDirectionPipeline) and schedule is not None:
-        asked = num_directions(model.num_stages, schedule.directions)
-        if model.num_directions != asked:
-            raise ValueError(
-                f"paceline.pipeline.schedule.directions is {show(schedule.directions)}, which means {asked}, and the "
-                f"pipeline was built with {model.num_directions}: write {model.num_directions}, or give the model "
-                "itself to have it built."
-            )
-    if kind in STREAMS:
-        from .asynchronous_engine import AsynchronousEngine
-
-        return AsynchronousEngine
-    return CausalLMEngine if isinstance(model, CausalLMPipeline) else PacelineEngine
 
 
 def start_distributed(**kwargs: Any) -> None:

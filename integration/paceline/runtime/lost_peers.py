@@ -14,18 +14,18 @@ _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote proc
 
 
 @contextmanager
-def naming_lost_peers(rank: int, where: Callable[[], tuple[int, int, HeldStage]]) -> Iterator[None]:
+def naming_lost_peers(rank: int, where: Callable[[], tuple[int, HeldStage]]) -> Iterator[None]:
     """Raise :class:`PeerError` for errors that tell of a lost connection.
 
     Args:
-        where: gives the stage, the step and what the rank holds of the model that ran last.
+        where: gives the step, and the stage of this rank that ran last.
     """
     try:
         yield
     except RuntimeError as error:
         if not _LOST_CONNECTION.search(str(error)):
             raise
-        stage, step, held = where()
+        step, held = where()
         doing = WATCH.operation or "agreeing with the other ranks"
         lane = getattr(error, "paceline_lane", None)
         if lane is not None:  # the thread of one lane, while this one may have waited for another
@@ -34,12 +34,12 @@ def naming_lost_peers(rank: int, where: Callable[[], tuple[int, int, HeldStage]]
             verb, other = held.boundary.doing
             doing = f"{verb} stage {other}, rank {held.ranks[other]}"
         raise PeerError(
-            f"rank {rank}, stage {stage}, lost another rank at step {step} while {doing}; that rank's own error, if it "
-            f"could still give one, is the cause ({error})"
+            f"rank {rank}, stage {held.runner.stage}, lost another rank at step {step} while {doing}; that rank's own "
+            f"error, if it could still give one, is the cause ({error})"
         ) from error
 
 
 def forget_messages(held: Sequence[HeldStage]) -> None:
-    """What follows is no message between stages."""
+    """Forget the last messages: what fails from here on is none between stages."""
     for stage in held:
         stage.boundary.doing = None

@@ -29,7 +29,7 @@ from ..state.exchange import carry_out, in_rounds, plan_moves, sent_bytes
 from ..state.named import MASTER, link_full_access, parts_of, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
-from .movable_layers import Layers, TensorNote, tensors_of_layer
+from .movable_layers import Layers, TensorNote, items_of_stages, tensors_of_layer
 from .stage_tensors import Holdings, Wishes, transfer
 
 logger = logging.getLogger("paceline")
@@ -158,7 +158,7 @@ class Migrator:
         WATCH.doing("preparing to move layers", EVERYONE)
         old = self._layers.parts
         self._refuse(old, new)
-        change = _Change(old, new, self._seat.stage)
+        change = _Change(old, new, self._layers.held)
         notes = self._notes(change)
         arrived = self._make(change, notes, memory_bytes)
         with self._half_way("layers were being moved"):
@@ -351,11 +351,15 @@ class Migrator:
 
 
 class _Change:
-    """Items that leave a stage and come to it."""
+    """Items that leave a rank and come to it.
 
-    def __init__(self, old: Sequence[int], new: Sequence[int], stage: int) -> None:
+    Args:
+        stages: that the rank holds.
+    """
+
+    def __init__(self, old: Sequence[int], new: Sequence[int], stages: Sequence[int]) -> None:
         self.old, self.new = list(old), list(new)
-        before, after = range(old[stage], old[stage + 1]), range(new[stage], new[stage + 1])
+        before, after = items_of_stages(old, stages), items_of_stages(new, stages)
         self.leaving = [item for item in before if item not in after]
         self.arriving = [item for item in after if item not in before]
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import convert_file_size_to_int
 
-from paceline.hf import hub_files
-from paceline.hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
-
 from ..comm.control import ControlPlane
+from ..hf import hub_files
+from ..hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
+from ..hf.stage import CausalLMStage
 from .module import CausalLMPipeline
 
 
@@ -62,8 +62,10 @@ def export(
     size = 0
     with control.together(f"collecting the tensors of stage {pipeline.stage_id}"):
         if writes:
-            hub_format = hub_files.hub_format(pipeline.stage.model, own_tensors(pipeline) | experts)
-            state = {name: tensor.contiguous() for name, tensor in hub_format.items()}
+            for stage in pipeline.own_stages:
+                own = own_tensors(stage)
+                hub_format = hub_files.hub_format(stage.model, own | {n: t for n, t in experts.items() if n in own})
+                state |= {name: tensor.contiguous() for name, tensor in hub_format.items()}
             files = hub_files.shards(state, max_shard_size)
             size = sum(t.numel() * t.element_size() for t in state.values())
     reports = sorted(r for r in control.gather((pipeline.stage_id, files, size) if writes else None) if r)
@@ -99,8 +101,9 @@ def _export_adapters(
     state: dict[str, Tensor] = {}
     with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
         if pipeline._grid.data_parallel_id == 0:
-            found = adapter_state(pipeline.stage.model, adapters)
-            state = {name: tensor.detach().cpu() for name, tensor in found.items()}
+            for stage in pipeline.own_stages:
+                found = adapter_state(stage.model, adapters)
+                state |= {name: tensor.detach().cpu() for name, tensor in found.items()}
     states = control.gather_at_first(state)
     with control.together(f"writing {target}"):
         if control.rank == 0:
@@ -134,11 +137,11 @@ def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
     return found
 
 
-def own_tensors(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
-    """The stage's tensors by Hugging Face's names; a tied weight's copy on the last stage is not its own."""
-    state = pipeline.stage.model.state_dict()
-    copy = pipeline.stage.tied_weight
-    if copy is None or pipeline.stage_id == 0 or copy not in state:
+def own_tensors(stage: CausalLMStage) -> dict[str, Tensor]:
+    """A stage's tensors by Hugging Face's names; a tied weight's copy on the last stage is not its own."""
+    state = stage.model.state_dict()
+    copy = stage.tied_weight
+    if copy is None or stage.cut.first or copy not in state:
         return state
     shared = state[copy].data_ptr()
     return {name: tensor for name, tensor in state.items() if tensor.data_ptr() != shared}

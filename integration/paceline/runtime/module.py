@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
@@ -33,12 +34,14 @@ from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
 from ..planning.stages import over_items
+from ..schedules.directions import chunks_of
 from ..state.named import REPLICATED
 from .expert_groups import ExpertGroups
 
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
+_OF_A_CHUNK = re.compile(r"^stages\.\d+\.model\.")
 FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 """Of ``from_pretrained``'s arguments, those that say where a config comes from too."""
 
@@ -165,19 +168,23 @@ def config_of(source: str | Path | PretrainedConfig | PreTrainedModel, **from_hu
 
 
 class CausalLMPipeline(PipelineModule):
-    """A causal LM over ``num_stages`` stages; this rank builds, and holds weights for, its own stage only.
+    """A causal LM over ``num_stages`` devices; this rank builds, and holds weights for, its own stages only.
+
+    Usually a device holds one stage. With ``routes`` it holds several: *chunks*, in the order of directions and stages.
 
     Args:
         source: hub name or directory of a checkpoint; a config (weights drawn at random, the same for every number
             of stages); or a model in memory, of which this rank keeps its stage, with the adapters that PEFT has put
             into it.
-        num_stages: pipeline stages; divides the world size, at most the number of decoder layers.
+        num_stages: devices of a pipeline; divides the world size.
         partition: see :func:`partition_items`.
         dtype: of the weights.
         seed: for random weights.
         gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
         peft_config: of PEFT: adapters that are put into the model, and are all that is trained of it. They are drawn
             from ``seed`` by name: the same for every number of stages. Not for a model in memory.
+        routes: device of each stage, one route a direction, as of :class:`~paceline.schedules.Schedule`; None: one
+            direction with a stage a device. There are at most as many stages as decoder layers.
         expert_parallel: ranks of a stage that share its experts; divides the number of replicas and that of experts. A
             rank has read, or drawn, its whole stage before it keeps its share of them.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
@@ -197,6 +204,7 @@ class CausalLMPipeline(PipelineModule):
         dtype: torch.dtype = torch.float32,
         seed: int = 42,
         gradient_checkpointing: bool = False,
+        routes: Sequence[Sequence[int]] | None = None,
         expert_parallel: int = 1,
         config: PretrainedConfig | None = None,
         timeout: timedelta | None = None,
@@ -215,6 +223,7 @@ class CausalLMPipeline(PipelineModule):
                 "peft_config cannot be applied to a model in memory: give get_peft_model's result, or the model's name."
             )
         self.control = ControlPlane.create(num_stages, timeout)
+        self.routes = tuple(map(tuple, routes)) if routes else (tuple(range(num_stages)),)
         # In lists: a model in memory, and the pattern of moving layers, are not to be registered as parts of this one.
         self._source = [source]
         self.is_pretrained = is_pretrained(source)
@@ -245,9 +254,9 @@ class CausalLMPipeline(PipelineModule):
         self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
         self.is_tied = tied_weight(whole, self.anatomy) is not None
-        if num_stages > self.anatomy.num_layers:
+        if self.num_virtual_stages > self.anatomy.num_layers:
             raise ValueError(
-                f"{num_stages} stages are more than the model's {self.anatomy.num_layers} decoder layers: "
+                f"{self.num_virtual_stages} stages are more than the model's {self.anatomy.num_layers} decoder layers: "
                 f"choose at most {self.anatomy.num_layers}."
             )
         if expert_parallel > 1:
@@ -269,19 +278,64 @@ class CausalLMPipeline(PipelineModule):
         for model in self.models:
             recompute_layers(model)
 
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages of one direction: as many as devices, unless a device holds several of them."""
+        return len(self.routes[0])
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The stage of each chunk that this rank holds."""
+        return tuple(stage for _, stage in chunks_of(self.stage_id, self.routes))
+
+    @property
+    def stage(self) -> CausalLMStage:
+        """The first chunk."""
+        return self.stages[0]  # type: ignore[return-value]
+
+    @property
+    def own_stages(self) -> list[CausalLMStage]:
+        """The chunks of the first direction: those of all ranks together are the model."""
+        chunks = chunks_of(self.stage_id, self.routes)
+        return [stage for stage, (way, _) in zip(self.stages, chunks, strict=True) if way == 0]  # type: ignore[misc]
+
     def _partition_layers(self, method: Any = WORK) -> None:
-        self.parts = partition_items(self.items, self.num_stages, method)
-        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+        self.parts = partition_items(self.items, self.num_virtual_stages, method)
+        self._set_bounds(self.parts[self.held[0]], self.parts[self.held[0] + 1])
 
     def _build(self) -> None:
-        with self.control.together(f"loading stage {self.stage_id}"):
-            self.stage = self._load(cut_of(self.parts, self.stage_id), self._source.pop())
+        held = self.held
+        with self.control.together(f"loading stage {', '.join(map(str, held))}"):
+            source = self._source.pop()
+            self.stages = nn.ModuleList(
+                self._load(cut_of(self.parts, stage), self._own_copy(source, is_last=number == len(held) - 1))
+                for number, stage in enumerate(held)
+            )
+            self._share_tied_weight()
         if self.expert_parallel > 1:
             replica = self._grid.get_data_parallel_rank()
-            self.expert_layers = take_share(self.stage.model, replica % self.expert_parallel, self.expert_parallel)
+            for model in self.models:
+                self.expert_layers |= take_share(model, replica % self.expert_parallel, self.expert_parallel)
         self.forward_funcs.append(self.stage)
         for parameter in self.parameters():
             setattr(parameter, REPLICATED, False)
+
+    def _own_copy(self, source: Any, *, is_last: bool) -> Any:
+        """A model in memory is cut in place: each stage has it to itself."""
+        return copy.deepcopy(source) if isinstance(source, PreTrainedModel) and not is_last else source
+
+    def _share_tied_weight(self) -> None:
+        """Where one rank has the first stage and the last, one weight serves both."""
+        held = self.held
+        if not self.is_tied or self.num_virtual_stages == 1 or not {0, self.num_virtual_stages - 1} <= set(held):
+            return
+        first, last = (self.stages[held.index(stage)] for stage in (0, self.num_virtual_stages - 1))
+        name = f"model.{self.anatomy.trunk}.{self.anatomy.embedding}.weight"
+        shared, own = first.get_parameter(name), last.get_parameter(name)
+        for module in last.modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is own:
+                    module._parameters[leaf] = shared
 
     def _load(self, cut: Cut, source: Any) -> CausalLMStage:
         """What ``cut`` holds of the model, on the CPU. A model in memory loses the rest."""
@@ -300,24 +354,27 @@ class CausalLMPipeline(PipelineModule):
     @property
     def models(self) -> list[PreTrainedModel]:
         """What this rank holds of the model, one a stage."""
-        return [self.stage.model]
+        return [stage.model for stage in self.stages]
 
     def forward(
-        self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None
+        self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None, chunk: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`paceline.hf.stage.CausalLMStage`."""
-        return self.stage(stream, side, routing)
+        """Forward of a chunk; see :class:`paceline.hf.stage.CausalLMStage`."""
+        out: tuple[Tensor, Tensor | None] = self.stages[chunk](stream, side, routing)
+        return out
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """The embedding on the first stage and its copy, the head's weight, on the last."""
-        if not self.is_tied or self.num_stages == 1:
+        """The embedding on the first stage and its copy, the head's weight, on the last; none where a rank has both."""
+        ends = self.routes[0][0], self.routes[0][-1]
+        if not self.is_tied or ends[0] == ends[1] or len(self.routes) > 1:
             return {}
         comms = {}
         for replica in range(self._grid.data_parallel_size):
-            ranks = [self._grid.stage_to_global(stage_id=s, data=replica) for s in (0, self.num_stages - 1)]
+            ranks = [self._grid.stage_to_global(stage_id=device, data=replica) for device in ends]
             group = torch.distributed.new_group(ranks, timeout=TIMEOUT)  # how long one waits, the watch knows
             if self.global_rank in ranks:
-                embedding = self.anatomy.trunk_of(self.stage.model).get_submodule(self.anatomy.embedding)
+                model = self.models[self.held.index(0 if self.global_rank == ranks[0] else self.num_virtual_stages - 1)]
+                embedding = self.anatomy.trunk_of(model).get_submodule(self.anatomy.embedding)
                 comms[EMBEDDING] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": embedding}
                 if self.global_rank != ranks[0]:
                     for parameter in embedding.parameters():
@@ -334,12 +391,7 @@ class CausalLMPipeline(PipelineModule):
     @staticmethod
     def state_name(name: str) -> str:
         """Hugging Face's name of a parameter or buffer of this module: the same for every number of stages."""
-        return name.removeprefix("stage.model.")
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The stages that this rank holds."""
-        return (self.stage_id,)
+        return _OF_A_CHUNK.sub("", name)
 
     def planned(self, profile: Profile | None) -> None:
         """Note that the boundaries are those of a first partition, and what was measured for it, if anything was."""
@@ -348,7 +400,7 @@ class CausalLMPipeline(PipelineModule):
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""
         lines = []
-        for stage in range(self.num_stages):
+        for stage in range(self.num_virtual_stages):
             items = self.items[self.parts[stage] : self.parts[stage + 1]]
             layers = [item for item in items if item.name.startswith("layers.")]
             names = [item.name for item in items if item not in layers]
@@ -358,4 +410,9 @@ class CausalLMPipeline(PipelineModule):
                 names.insert(1 if names and names[0] == EMBEDDING else 0, span)
             size = sum(item.num_parameters for item in items)
             lines.append(f"stage {stage}: {', '.join(names)} ({size / 1e6:.2f} M parameters)")
+        orders = " | ".join(" ".join(map(str, order)) for order in self.routes)
+        if len(self.routes) > 1:
+            lines.append(f"{len(self.routes)} directions, ranks by stage: {orders}")
+        elif self.num_virtual_stages > self.num_stages:
+            lines.append(f"{self.num_virtual_stages // self.num_stages} stages a rank, ranks by stage: {orders}")
         return lines

@@ -41,7 +41,7 @@ class TensorNote:
 
 
 class Layers(ABC):
-    """The items of one rank's stage."""
+    """The items of one rank's stages."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -56,10 +56,14 @@ class Layers(ABC):
         return [int(part) for part in self.module.parts]
 
     @property
-    def here(self) -> range:
-        """Items of this rank's stage."""
-        stage = self.module.stage_id
-        return range(self.parts[stage], self.parts[stage + 1])
+    def held(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return (self.module.stage_id,)
+
+    @property
+    def here(self) -> list[int]:
+        """Items of this rank's stages."""
+        return items_of_stages(self.parts, self.held)
 
     @abstractmethod
     def check(self, parts: Sequence[int]) -> list[int]:
@@ -112,6 +116,11 @@ class Layers(ABC):
     @abstractmethod
     def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
         """Hold what ``parts`` says from now on."""
+
+
+def items_of_stages(parts: Sequence[int], stages: Sequence[int]) -> list[int]:
+    """Items that ``stages`` hold under the boundaries ``parts``, in the order of the stages."""
+    return [item for stage in stages for item in range(parts[stage], parts[stage + 1])]
 
 
 def empty_tensors(layer: nn.Module, item: int, notes: Sequence[TensorNote], device: torch.device) -> None:

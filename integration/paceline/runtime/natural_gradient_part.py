@@ -129,9 +129,12 @@ def agreed_limits(
     """
     if section is None:
         return None
-    whole: Any = getattr(getattr(model, "stage", None), "model", model)
-    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    own = set(head.parameters()) if isinstance(head, nn.Module) else set()
+    heads_here = [
+        part.get_output_embeddings()
+        for part in getattr(model, "models", [model])
+        if hasattr(part, "get_output_embeddings")
+    ]
+    own = {parameter for head in heads_here if isinstance(head, nn.Module) for parameter in head.parameters()}
     told = gather([name for parameter, name in names.items() if parameter in own])
     heads = frozenset(Limits.layer_of(name) for found in told for name in found)
     limits = Limits(section.layer, section.head, section.total, heads)

@@ -20,6 +20,7 @@ from ..config.section import HETERO, WORK, check_method
 from ..measure.probe import device_speed
 from ..measure.profile_file import Profile
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
+from ..schedules.directions import chunks_of
 
 logger = logging.getLogger("paceline")
 
@@ -35,6 +36,8 @@ class PipelineModule(stock.PipelineModule):
               matches counts, none: 0; the heaviest stage becomes as light as can be;
             * ``"hetero"``: what a layer takes by the speed of its stage's device. A layer takes what its profile says,
               or as much as it has parameters; how fast devices are the profile says, or a short matrix product does.
+        routes: one route, the device of each stage, where a device has several of them, as the schedules
+            ``"interleaved"`` and ``"dualpipev"`` need it; see :func:`~paceline.schedules.families.chunked_route`.
         partition_profile: a file of ``paceline profile`` for ``"hetero"``, of as many items as there are layers. Its
             devices count if there are as many as stages.
 
@@ -47,17 +50,65 @@ class PipelineModule(stock.PipelineModule):
         engine, *_ = paceline.initialize(model=model, config="ds.json")
     """
 
-    def __init__(self, *args: Any, partition_profile: str | Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        partition_profile: str | Path | None = None,
+        routes: Sequence[Sequence[int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.partition_profile = partition_profile
+        self._routes = None if routes is None else tuple(map(tuple, routes))
         super().__init__(*args, **kwargs)
 
+    @property
+    def routes(self) -> tuple[tuple[int, ...], ...]:
+        """Device of each stage."""
+        return (tuple(range(self.num_stages)),) if self._routes is None else self._routes
+
+    def _build(self) -> None:
+        for stage in held_stages(self):
+            self._set_bounds(self.parts[stage], self.parts[stage + 1])
+            super()._build()  # adds to what is there
+        _set_parts(self, self.parts)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The device that has a layer, by its number along the pipeline."""
+        (route,) = self.routes
+        return next(d for d, *ends in zip(route, self.parts, self.parts[1:], strict=False) if layer_idx in range(*ends))
+
+    def chunk(self, number: int) -> stock.PipelineModule:
+        """One of the stages that this rank holds: a module that shares everything with this one but its bounds."""
+        held = held_stages(self)
+        if len(held) == 1:
+            return self
+        sizes = [self.parts[stage + 1] - self.parts[stage] for stage in held]
+        first = sum(sizes[:number])
+        found = copy.copy(self)
+        found.forward_funcs = self.forward_funcs[first : first + sizes[number]]
+        found._set_bounds(self.parts[held[number]], self.parts[held[number] + 1])
+        found.is_checkpointable_results_interval = None
+        found._precompute_checkpointable_values()
+        return found
+
     def _partition_layers(self, method: Any = "uniform") -> None:
-        if self.partition_profile is None and not is_ours(method):
+        if self.partition_profile is None and not is_ours(method) and self._routes is None:
             super()._partition_layers(method)
             # numpy's integers, which random.seed refuses: with seed_layers DeepSpeed's own module fails here.
             _set_parts(self, self.parts)
         else:
             partition_layers(self, method, self.partition_profile)
+
+
+def routes_of(module: stock.PipelineModule) -> tuple[tuple[int, ...], ...]:
+    """Device of each stage, one route a direction."""
+    found: tuple[tuple[int, ...], ...] | None = getattr(module, "routes", None)
+    return (tuple(range(module.num_stages)),) if found is None else found
+
+
+def held_stages(module: stock.PipelineModule) -> tuple[int, ...]:
+    """The stage of each chunk that this rank holds."""
+    return tuple(stage for _, stage in chunks_of(module.stage_id, routes_of(module)))
 
 
 def taking_our_methods(original: Callable[..., None]) -> Callable[..., None]:
@@ -99,7 +150,7 @@ def boundaries_for(module: stock.PipelineModule, method: Any, profile: str | Pat
     Raises:
         ValueError: the method, or the profile, does not fit the layers and stages.
     """
-    layers, stages = module._layer_specs, module.num_stages
+    layers, stages = module._layer_specs, len(routes_of(module)[0])
     if profile is not None and not (isinstance(method, str) and method.lower() == HETERO):
         raise ValueError(
             f"partition_profile is {str(profile)!r} and partition_method is {method!r}: a profile belongs to 'hetero'; "
@@ -125,21 +176,24 @@ def boundaries_for(module: stock.PipelineModule, method: Any, profile: str | Pat
 
 def _set_parts(module: stock.PipelineModule, boundaries: Sequence[int]) -> None:
     module.parts = [int(part) for part in boundaries]
-    module._set_bounds(module.parts[module.stage_id], module.parts[module.stage_id + 1])
+    first = held_stages(module)[0]
+    module._set_bounds(module.parts[first], module.parts[first + 1])
 
 
 def _stock_boundaries(module: stock.PipelineModule, method: str) -> list[int]:
     """What DeepSpeed's own code sets, on a copy that shares everything but its bounds."""
     scratch = copy.copy(module)
+    scratch.num_stages = len(routes_of(module)[0])
     with contextlib.redirect_stdout(io.StringIO()):
         stock.PipelineModule._partition_layers(scratch, method)
     return [int(part) for part in scratch.parts]
 
 
 def _work_and_speeds(module: stock.PipelineModule, path: str | Path | None) -> tuple[list[float], list[float]]:
-    layers, stages = module._layer_specs, module.num_stages
+    layers, stages, route = module._layer_specs, module.num_stages, routes_of(module)[0]
     if path is None:
-        return [_num_parameters(layer) for layer in layers], _stage_speeds(module)
+        speeds = _stage_speeds(module)
+        return [_num_parameters(layer) for layer in layers], [speeds[device] for device in route]
     profile = _read_profile(path)
     if len(profile.items) != len(layers):
         raise ValueError(
@@ -148,7 +202,8 @@ def _work_and_speeds(module: stock.PipelineModule, path: str | Path | None) -> t
         )
     work = [item.forward_s + item.backward_s for item in profile.items]
     devices = [device.speed for device in profile.devices]
-    return work, devices if len(devices) == stages else _stage_speeds(module)
+    speeds = devices if len(devices) == stages else _stage_speeds(module)
+    return work, [speeds[device] for device in route]
 
 
 def _read_profile(path: str | Path) -> Profile:

@@ -10,6 +10,7 @@ import torch
 from ..comm.shapes import Shapes
 from ..comm.staging import Staging, staging_for
 from ..comm.transport import Transport
+from ..schedules.directions import chunks_of
 from ..schedules.lower import FREE, PAIRED
 
 
@@ -65,9 +66,10 @@ class Links:
             for route in self.routes
         ]
 
-    def stage(self, direction: int) -> int:
-        """The stage that this rank is in a direction."""
-        return self.routes[direction].index(self.device_number)
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Direction and stage of each chunk that this rank holds."""
+        return chunks_of(self.device_number, self.routes)
 
     def ranks_of_stages(self, direction: int) -> list[int]:
         """Global rank of each stage."""

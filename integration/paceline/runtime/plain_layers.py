@@ -13,7 +13,7 @@ from torch import nn
 from ..planning.partition_methods import checked_boundaries
 from ..planning.repartition import stage_of
 from .movable_layers import Layers, TensorNote, empty_tensors, forget_tensors, tensors_of_layer
-from .pipe_module import boundaries_for
+from .pipe_module import boundaries_for, held_stages
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -26,7 +26,12 @@ class PlainLayers(Layers):
         return int(self.module._num_layers)
 
     def check(self, parts: Sequence[int]) -> list[int]:
-        found = checked_boundaries(parts, self.num_items, self.module.num_stages)
+        found = checked_boundaries(parts, self.num_items, len(self.parts) - 1)
+        if len(held_stages(self.module)) > 1 and found != self.parts:
+            raise ValueError(
+                f"partition {found}: the layers of a PipelineModule with several stages a rank stay where they are; "
+                f"build it with these boundaries, or leave {self.parts}."
+            )
         for item, spec in enumerate(self.module._layer_specs):
             now, then = stage_of(self.module.parts, item), stage_of(found, item)
             if now != then and (other := self._shares_tensors(item)) is not None:
@@ -40,6 +45,10 @@ class PlainLayers(Layers):
                     "tied layers stay where they are; choose boundaries that leave it."
                 )
         return found
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        return held_stages(self.module)
 
     def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
         return boundaries_for(self.module, method, profile)
@@ -81,8 +90,8 @@ class PlainLayers(Layers):
 
     def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
         found = {item: layer for item in self.here if (layer := self._module(item)) is not None}
-        is_first, is_last = self.here.start == 0, self.here.stop == self.num_items
-        return found, self.here[0] if is_first else None, self.here[-1] if is_last else None
+        first, last = self.here[0], self.here[-1]
+        return found, first if first == 0 else None, last if last == self.num_items - 1 else None
 
     def cuts(self) -> tuple[int, ...]:
         allowed = range(1, self.num_items)
@@ -131,7 +140,7 @@ class PlainLayers(Layers):
         module, before = self.module, self.here
         functions = dict(zip(before, module.forward_funcs, strict=True))
         module.parts = list(parts)
-        module._set_bounds(self.here.start, self.here.stop)
+        module._set_bounds(parts[module.stage_id], parts[module.stage_id + 1])
         for item in before:
             if item not in self.here and str(item) in module._modules:
                 layer = module._modules.pop(str(item))

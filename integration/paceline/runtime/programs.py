@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config.schedules import ScheduleChoice
 from ..schedules import families
+from ..schedules.directions import chunks_of
 from ..schedules.lower import FLUSHED_UPDATE, Op, lower
 from ..schedules.schedule import Schedule
 from ..schedules.verify import verify
@@ -13,16 +16,18 @@ KEPT = 8
 
 
 class Programs:
-    """Chooses and lowers synchronous schedules with one stage a rank.
+    """Chooses and lowers schedules with a flush.
 
     Args:
         choice: of the JSON; gives the first schedule.
+        routes: device of each stage, one route a direction.
         device: number of this rank along its pipeline.
         order: of communication, ``"free"`` or ``"paired"``; see :func:`paceline.schedules.lower.lower`.
     """
 
-    def __init__(self, choice: ScheduleChoice, num_stages: int, device: int, order: str) -> None:
-        self._choice, self._num_stages, self._device, self._order = choice, num_stages, device, order
+    def __init__(self, choice: ScheduleChoice, routes: Sequence[Sequence[int]], device: int, order: str) -> None:
+        self._choice, self._routes, self._device, self._order = choice, routes, device, order
+        self._num_devices = max(routes[0]) + 1
         self._schedule: Schedule | None = None
         self._training: dict[int, tuple[Schedule, tuple[Op, ...]]] = {}
         self._forwards: dict[int, tuple[Op, ...]] = {}
@@ -30,7 +35,7 @@ class Programs:
     def schedule(self, num_micro_batches: int) -> Schedule:
         """Schedule of the next step."""
         if self._schedule is None or self._schedule.num_micro_batches != num_micro_batches:
-            self._schedule = self._choice.first(self._num_stages, num_micro_batches)
+            self._schedule = self._choice.first(self._num_devices, num_micro_batches)
         return self._schedule
 
     def set(self, schedule: Schedule, num_micro_batches: int) -> None:
@@ -39,11 +44,12 @@ class Programs:
         Raises:
             ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
         """
-        is_plain = schedule.num_chunks == 1 and schedule.cells == tuple((rank,) for rank in range(schedule.num_ranks))
-        if not is_plain or schedule.num_ranks != self._num_stages:
+        held = [chunks_of(device, self._routes) for device in range(self._num_devices)]
+        wanted = tuple(tuple(way * schedule.num_stages + stage for way, stage in chunks) for chunks in held)
+        if schedule.num_stages != len(self._routes[0]) or schedule.cells != wanted:
             raise ValueError(
                 f"the schedule {schedule.name!r} has {schedule.num_ranks} ranks with {schedule.num_chunks} chunks: "
-                f"this pipeline has {self._num_stages} stages of one chunk each."
+                f"this pipeline has {self._num_devices} with the stages {held}."
             )
         if schedule.num_micro_batches != num_micro_batches:
             raise ValueError(
@@ -74,6 +80,6 @@ class Programs:
         if num_micro_batches not in self._forwards:
             if len(self._forwards) >= KEPT:
                 self._forwards.clear()
-            schedule = families.forward_only(self._num_stages, num_micro_batches)
+            schedule = families.forward_only(self._num_devices, num_micro_batches, self._routes[0])
             self._forwards[num_micro_batches] = lower(schedule, order=self._order)[self._device]
         return self._forwards[num_micro_batches]

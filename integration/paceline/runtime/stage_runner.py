@@ -134,8 +134,9 @@ class PlainRunner(StageRunner):
     """The stage of any :class:`deepspeed.pipe.PipelineModule`.
 
     Args:
-        module: the stage itself.
-        next_batch: a micro-batch as ``(inputs, labels)``, each a tensor or several.
+        module: all that this rank holds.
+        chunk: the stage itself, a part of it.
+        batch: of a number: a micro-batch as ``(inputs, labels)``, each a tensor or several.
         losses: where the last stage puts them.
         wants: while an evaluation runs, ``(losses, outputs)``: what it asks for.
         num_micro_batches: by which a loss is divided, so that gradients are those of the mean.
@@ -150,21 +151,23 @@ class PlainRunner(StageRunner):
         reach: Reach,
         around: Surroundings,
         module: PipelineModule,
+        chunk: PipelineModule,
         device: torch.device,
-        next_batch: Callable[[], Any],
+        batch: Callable[[int], Any],
         losses: LossBook,
         wants: Callable[[], tuple[bool, bool]],
         num_micro_batches: Callable[[], int],
         shapes_version: Callable[[], int],
     ) -> None:
         super().__init__(stage, num_stages, reach=reach, around=around)
-        self._module, self._device, self._next_batch, self._losses = module, device, next_batch, losses
+        self._module, self._chunk, self._device = module, chunk, device
+        self._batch, self._losses = batch, losses
         self._wants, self._num_micro_batches = wants, num_micro_batches
         self._shapes_version = shapes_version
 
     def load(self, live: Live, number: int) -> None:
         with self._around.load():
-            self._load(live, self._next_batch())
+            self._load(live, self._batch(number))
 
     def _load(self, live: Live, batch: Any) -> None:
         if self.is_first:
@@ -182,7 +185,7 @@ class PlainRunner(StageRunner):
     def forward(self, live: Live, number: int) -> None:
         inputs = _each(live.inputs, lambda tensor: _Alias.apply(tensor) if tensor.requires_grad else tensor)
         with self._graph(), self._around.forward():
-            outputs = self._module(inputs)
+            outputs = self._chunk(inputs)
         if not self._module.training:
             ds_checkpointing.reset()
         live.outputs = self._loss(live, outputs) if self.is_last else outputs

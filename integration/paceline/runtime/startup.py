@@ -174,13 +174,14 @@ def first_partition(
 def _by_work(hf_config: PretrainedConfig, resolved: RunPlan, shape: Shape, limit_bytes: Sequence[float]) -> list[int]:
     """Boundaries over items that give all stages about equally much work, as far as memory allows.
 
-    Where what a stage keeps cannot be counted (a forward that depends on values, several directions, experts on several
-    ranks) work alone decides.
+    Where what a stage keeps cannot be counted (a forward that depends on values, several stages a rank, experts on
+    several ranks) work alone decides.
     """
     model = skeleton(hf_config)
     items = items_of(model, anatomy_of(model), shape.sequence_length, recomputes=shape.gradient_checkpointing)
-    if resolved.schedule.has_directions or resolved.expert_parallel > 1:
-        return partition_items(items, resolved.stages, WORK)
+    num_stages = len(resolved.schedule.routes(resolved.stages)[0])
+    if resolved.schedule.has_directions or resolved.expert_parallel > 1 or num_stages > resolved.stages:
+        return partition_items(items, num_stages, WORK)
     try:
         memories = count_items(hf_config, **shape._asdict())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Ranks that hold the same parameters in an asynchronous pipeline, and owners of the optimizer's state among them.
+"""Ranks that hold the same parameters in a pipeline of several directions, and owners of its optimizer's state.
 
 With several directions the ranks of a mirror group hold the same stages, and so do their replicas. Gradients are summed
 over them. By default the rank that has a stage in direction 0 owns the state of it, with its replicas (ZeRO 1): no
@@ -7,14 +7,19 @@ other has any. ``"mirror"``: every one of them owns an equal part of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ..comm.transport import TIMEOUT
+from ..config.schedules import ScheduleChoice
+from ..config.section import value_at
 from ..optim.buckets import Domain
+from ..optim.corrections import Corrections
+from ..optim.step_options import StepOptions
 from ..schedules import directions
 
 
@@ -68,3 +73,49 @@ class Mirrors:
             return Domain(section=stage)
         position = self.ranks.index(dist.get_rank())
         return Domain(self.group, len(self.ranks), position, self.owners[place], stage)
+
+
+def stage_of_parameters(stages: Sequence[tuple[int, nn.Module]]) -> dict[nn.Parameter, int]:
+    """The stage of each parameter of a rank; of a weight that two share, the first.
+
+    Args:
+        stages: number and module of each that the rank holds.
+    """
+    found: dict[nn.Parameter, int] = {}
+    for number, stage in sorted(stages, key=lambda pair: -pair[0]):
+        found.update(dict.fromkeys(stage.parameters(), number))
+    return found
+
+
+def by_stage(names: Mapping[nn.Parameter, str], stages: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, str]:
+    """``names`` in one order on all ranks that hold the same stages, each with other chunks first."""
+    return dict(sorted(names.items(), key=lambda item: (stages[item[0]], item[1])))
+
+
+def over_directions(
+    options: StepOptions,
+    mirrors: Mirrors,
+    stages: Mapping[nn.Parameter, int],
+    choice: ScheduleChoice,
+    ds_config: Mapping[str, Any],
+    ties: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
+) -> StepOptions:
+    """``options`` for a schedule whose mirror groups reduce gradients and own states together.
+
+    Args:
+        stages: stage of each parameter.
+        choice: the schedule; without a flush updates are made beside the computation.
+        ties: weights of which another rank has a copy, and the group of the two.
+    """
+    asked = value_at(ds_config, "zero_optimization.overlap_comm")
+    return replace(
+        options,
+        group=mirrors.group,
+        model_group=mirrors.model_group,
+        domain=lambda parameter: mirrors.domain(stages[parameter]),
+        shard=len(mirrors.stages) > 1 or options.shard,
+        # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
+        overlap=options.overlap or asked is not False,
+        corrections=Corrections(choice.warm_in_steps or 0, choice.correction) if choice.is_asynchronous else None,
+        ties=lambda: [(weight, group) for weight, group in ties() if weight.requires_grad],
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..optim.sharded import ShardedOptimizer
+
 
 class FlushedUpdates:
     """Updates of an engine whose steps end with a flush: DeepSpeed's own methods."""
@@ -25,3 +27,42 @@ class FlushedUpdates:
 
     def update(self) -> None:
         self._engine._exec_optimizer_step()
+
+
+class StreamUpdates:
+    """Updates that are made beside the computation, and applied when the program says so.
+
+    Args:
+        engine: DeepSpeed's; its scheduler steps, and it keeps the last update's figures.
+        num_held: stages of this rank, each of which completes a step.
+    """
+
+    def __init__(self, engine: Any, optimizer: ShardedOptimizer, num_held: int) -> None:
+        assert optimizer.updates is not None, "its options have corrections"
+        self._engine, self._optimizer, self._num_held = engine, optimizer, num_held
+        self._updates = optimizer.updates
+        self._completed = 0
+
+    def backward_complete(self, stage: int) -> None:
+        """Close the stage's gradients; those of the last stage here complete the step."""
+        self._updates.backward_complete(stage)
+        self._completed += 1
+        if self._completed == self._num_held:
+            self._completed = 0
+            self._updates.finish_step()
+            if self._engine.lr_scheduler is not None:
+                self._engine.lr_scheduler.step()
+
+    def apply(self) -> None:
+        engine, optimizer = self._engine, self._optimizer
+        self._updates.apply()
+        engine._global_grad_norm = optimizer.outcome.grad_norm
+        engine._step_applied = not optimizer.overflow
+        engine.skipped_steps += int(optimizer.overflow)
+
+    def reduce_tied(self) -> None:
+        """Nothing, as the two below: closing a stage's gradients reduces them, and the update is :meth:`apply`'s."""
+
+    def reduce(self) -> None: ...
+
+    def update(self) -> None: ...

@@ -8,6 +8,8 @@ for every even number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 THERE_AND_BACK = 2
 MOST_DEVICES = 32
 """The orders were checked up to here."""
@@ -91,6 +93,15 @@ def routes(num_devices: int, asked: int | None = None) -> tuple[tuple[int, ...],
         return tuple(route(direction, num_devices) for direction in range(count))
     there = tuple(range(num_devices))
     return there, there[::-1]
+
+
+def chunks_of(device: int, routes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """The direction and the stage of each chunk that ``device`` holds: its cells in rising order.
+
+    >>> chunks_of(1, ((0, 1, 0, 1),)), chunks_of(1, ((0, 1), (1, 0)))
+    (((0, 1), (0, 3)), ((0, 1), (1, 0)))
+    """
+    return tuple((d, stage) for d, order in enumerate(routes) for stage, held in enumerate(order) if held == device)
 
 
 def stages_of(device: int, routes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

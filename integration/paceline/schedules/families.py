@@ -96,12 +96,25 @@ def eager(num_stages: int, num_micro_batches: int, slack: float) -> Schedule:
     return grouped(num_stages, num_micro_batches, 1, warmup, f"eager slack={slack:g}")
 
 
-def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Evaluation: the forwards of all micro-batches, no backwards."""
-    _at_least_one(num_stages=num_stages, num_micro_batches=num_micro_batches)
-    check_size(num_stages, num_micro_batches)
-    order = tuple(forward(m) for m in range(num_micro_batches))
-    return Schedule((order,) * num_stages, num_micro_batches, name="forward only")
+def forward_only(num_ranks: int, num_micro_batches: int, route: Sequence[int] = ()) -> Schedule:
+    """Evaluation: the forwards of all micro-batches, no backwards.
+
+    Args:
+        route: rank of each stage, where a rank has several; micro-batches then go round the chunks, one a rank at a
+            time.
+    """
+    _at_least_one(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_chunks = len(route) // num_ranks if route else 1
+    check_size(num_ranks * num_chunks, num_micro_batches)
+    at_once = num_ranks if num_chunks > 1 else num_micro_batches
+    order = tuple(
+        forward(m, chunk)
+        for first in range(0, num_micro_batches, at_once)
+        for chunk in range(num_chunks)
+        for m in range(first, min(first + at_once, num_micro_batches))
+    )
+    routes = (tuple(route),) if num_chunks > 1 else ()
+    return Schedule((order,) * num_ranks, num_micro_batches, num_chunks, "forward only", routes)
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
@@ -140,7 +153,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """The order of DeepSpeed's ``DualPipeVSchedule`` (0.19.8), to compare with; the configuration does not offer it.
+    """The order of DeepSpeed's ``DualPipeVSchedule`` (0.19.8).
 
     The model is cut into twice as many stages as there are ranks. A micro-batch goes along the ranks through the first
     half of the stages and back through the second, so that rank r holds the stages r (chunk 0) and 2R−1−r (chunk 1),
@@ -178,14 +191,23 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
             ran[make, chunk] += 1
         return tuple(actions)
 
+    route = chunked_route(DUALPIPEV, num_ranks, 2)
+    return Schedule(tuple(order(rank) for rank in range(num_ranks)), num_micro_batches, 2, DUALPIPEV, (route,))
+
+
+INTERLEAVED, DUALPIPEV = "interleaved", "dualpipev"
+CHUNKED = (INTERLEAVED, DUALPIPEV)
+"""Types whose ranks hold several stages of the one direction."""
+
+
+def chunked_route(type: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Rank of each stage of a type in :data:`CHUNKED`.
+
+    >>> chunked_route(INTERLEAVED, 2, 2), chunked_route(DUALPIPEV, 2, 2)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+    """
     there = tuple(range(num_ranks))
-    return Schedule(
-        tuple(order(rank) for rank in range(num_ranks)),
-        num_micro_batches,
-        2,
-        "dualpipev",
-        ((*there, *reversed(there)),),
-    )
+    return (*there, *reversed(there)) if type == DUALPIPEV else there * num_chunks
 
 
 # By the name that the configuration gives them.

@@ -30,6 +30,7 @@ def test_only_where_nobody_else_looks_at_its_outputs(trains: bool, own_loss: Any
     runner: Any = SimpleNamespace(
         _book=SimpleNamespace(shapes=[SimpleNamespace(masks=facts)]),
         _module=Module(),
+        _chunk=0,
         _graph=nullcontext,
         _around=SimpleNamespace(forward=nullcontext),
         own_loss=own_loss,

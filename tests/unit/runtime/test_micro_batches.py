@@ -120,11 +120,12 @@ def test_what_goes_to_a_gpu_is_pinned(device: str, is_pinned: bool, monkeypatch:
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     batch = micro_batch(2, 4, 0, attention_mask=ones(2, 4))
     steps: Any = SimpleNamespace(
+        readers=SimpleNamespace(reads=True),
         _device=torch.device(device),
         _reader=SimpleNamespace(checkpoint_error=lambda: None),
         _load=lambda num, partial: [batch],
     )
-    (found,), row, error = CausalLMSteps.read(steps, 1, loads=True)
+    (found,), row, error = CausalLMSteps.read(steps, 1)
     assert error is None
     assert row == [1, *batch.row]
     tensors = [found.input_ids, found.labels, *found.side.values()]

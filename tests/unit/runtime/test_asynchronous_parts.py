@@ -1,4 +1,4 @@
-"""What an engine without a flush asks of its optimizer."""
+"""Parts of a run without a flush: its optimizer's options, its losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 from paceline.config import ScheduleChoice
 from paceline.optim.step_options import StepOptions
-from paceline.runtime.asynchronous_engine import AsynchronousEngine
+from paceline.runtime import state_owners
+from paceline.runtime.late_losses import LateLosses
+from paceline.runtime.state_owners import Mirrors
 from paceline.supervise.watch import EVERYONE, WATCH
 
 
@@ -28,19 +30,19 @@ from paceline.supervise.watch import EVERYONE, WATCH
 def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
     zero: dict[str, Any], by_default: bool, overlaps: bool
 ) -> None:
-    engine: Any = SimpleNamespace(
-        _stage_of={},
-        _mirrors=SimpleNamespace(group=None, model_group=None),
-        _routes=((0, 1),),
-        plan=SimpleNamespace(ds_config={"zero_optimization": zero}, schedule=ScheduleChoice("one_direction")),
-        _trained_ties=list,
+    options = state_owners.over_directions(
+        StepOptions(overlap=by_default, shard=False),
+        Mirrors(ranks=(0,), group=None, model_group=None, stages=(0,), owners=(None,)),
+        {},
+        ScheduleChoice("one_direction"),
+        {"zero_optimization": zero},
+        ties=list,
     )
-    options = AsynchronousEngine._own_options(engine, StepOptions(overlap=by_default, shard=False))
     assert options.overlap is overlaps
     assert options.is_asynchronous
 
 
-def test_who_looks_at_a_loss_waits_for_everyone() -> None:
+def test_who_looks_at_a_loss_waits_for_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between steps nobody is watched: a loss that never comes would be waited for until the transport gives up."""
     seen: list[Any] = []
 
@@ -48,11 +50,11 @@ def test_who_looks_at_a_loss_waits_for_everyone() -> None:
         seen.append(WATCH._doing(0.0))
         return torch.tensor(2.5, dtype=torch.float64)
 
-    engine: Any = SimpleNamespace(
-        total_loss=None, _losses=SimpleNamespace(add=lambda loss: wait), _naming_lost_peers=nullcontext
-    )
+    monitored: Any = None
+    losses = LateLosses(monitored, None, torch.device("cpu"), nullcontext)
+    monkeypatch.setattr(losses, "_sums", SimpleNamespace(add=lambda loss: wait))
     WATCH.idle()
-    loss = AsynchronousEngine._loss_of_step(engine)
+    loss = losses.of_step(None)
     assert seen == []
     assert loss.item() == 2.5
     assert [(doing.operation, doing.peer) for doing in seen] == [("waiting for the loss", EVERYONE)]

@@ -1,0 +1,313 @@
+"""Make the parts of a :class:`~paceline.runtime.engine.PacelineEngine`, each of what it needs of the others.
+
+The engine calls these functions in the order in which the parts need each other; most are collective, since the parts
+of all ranks meet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from ..averaging.averager import Averager, make_averager
+from ..averaging.masters_by_name import PipelineMasters
+from ..hf.quantised import quantisation_of
+from ..hf.weights import is_pretrained
+from ..moe.moving import states_of
+from ..moe.stage_agreement import Stages
+from ..optim.sharded import ShardedOptimizer
+from ..schedules.asynchronous import STREAMS
+from ..schedules.lower import FREE
+from ..schedules.windows import StreamProgram
+from ..state.named import is_copy, names_of, tied_weights
+from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, SchedulerState
+from .asynchronous_run import AsynchronousRun
+from .boundary import Boundary
+from .causal_lm_runner import CausalLMRunner
+from .causal_lm_steps import CausalLMSteps, Replicas
+from .causal_lm_support import CausalLMSupport
+from .checkpointer import Checkpointer
+from .evaluation import Evaluation
+from .executor import HeldStage
+from .expert_part import Experts
+from .late_losses import LateLosses
+from .migration import Migrator, Seat, StageParameters
+from .model_support import Around
+from .natural_gradient_part import NaturalGradientPart, loss_scale_of
+from .optimizer_setup import check_own_parameters, step_options
+from .pipeline_links import Links
+from .state_owners import Mirrors, by_stage, over_directions, stage_of_parameters
+from .steps_ahead import StepsAhead
+from .surroundings import DeepSpeedSurroundings
+
+if TYPE_CHECKING:
+    from .engine import PacelineEngine
+
+
+def causal_lm_runners(held: Sequence[HeldStage]) -> list[CausalLMRunner]:
+    """What computes the stages of a Hugging Face model; none of another one."""
+    return [one.runner for one in held if isinstance(one.runner, CausalLMRunner)]
+
+
+def make_mirrors(engine: PacelineEngine, model: Any) -> Mirrors | None:
+    """Ranks that hold the same stages, where the schedule has directions or no flush. Collective."""
+    choice = engine.plan.schedule
+    if choice.type not in STREAMS:
+        return None
+    pipes = model._grid._topo.get_axis_comm_lists("pipe") or [[rank] for rank in range(dist.get_world_size())]
+    equal_parts = choice.optimizer_owners == "mirror"
+    return Mirrors.create(pipes, dist.get_rank(), engine.support.routes, equal_parts=equal_parts)
+
+
+def make_links(engine: PacelineEngine) -> Links:
+    """Lanes to the neighbours. Collective."""
+    pipes = engine.grid._topo.get_axis_comm_lists("pipe") if engine.is_pipe_parallel else []
+    return Links(
+        pipes,
+        engine.global_rank,
+        torch.device(engine.device),
+        routes=engine.support.routes,
+        order=FREE if engine.mirrors is not None else engine.transport_order,
+        activation_shapes=engine.support.activation_shapes,
+        announces=engine.dynamic_shape,
+        # DeepSpeed's own, whose other operations come between steps: a communicator costs memory on every GPU.
+        group=engine.grid.get_pipe_parallel_group() if pipes else None,
+    )
+
+
+def make_stages(engine: PacelineEngine) -> list[HeldStage]:
+    """The stages of this rank, by chunk."""
+    chunks, held = engine.links.chunks, []
+    around = Around(
+        # Of a weight that two chunks share a gradient is complete with the second.
+        DeepSpeedSurroundings(engine, reduces_early=len(chunks) == 1 and not engine.plan.schedule.is_asynchronous),
+        engine.reach,
+        torch.device(engine.device),
+        engine.loss_book,
+        lambda: (engine._compute_loss, engine.eval_return_logits),
+        engine.gradient_accumulation_steps,
+    )
+    # Beside the computation gradients lie in buckets, which share no memory with what is sent.
+    own_memory = None if engine.plan.schedule.is_asynchronous else engine.own_memory
+    number_of = {chunk: number for number, chunk in enumerate(chunks)}
+    for number, (direction, stage) in enumerate(chunks):
+        runner = engine.support.make_runner(number, around)
+        lanes = engine.links.transports[direction].lanes(stage)
+        held.append(
+            HeldStage(
+                runner,
+                Boundary(runner, lanes, engine.meter, own_memory),
+                engine.links.ranks_of_stages(direction),
+                next_chunk=number_of.get((direction, stage + 1)),
+                previous_chunk=number_of.get((direction, stage - 1)),
+            )
+        )
+    return held
+
+
+def make_evaluation(engine: PacelineEngine) -> Evaluation | None:
+    """None for layers of one's own, whose outputs can be anything."""
+    if not isinstance(engine.support, CausalLMSupport) or not isinstance(engine.steps, CausalLMSteps):
+        return None
+    return Evaluation(
+        engine,
+        engine.steps,
+        engine.support.book,
+        causal_lm_runners(engine.held),
+        engine.control,
+        loss_rank=engine._loss_stage_global_rank(),
+        is_pipe_parallel=bool(engine.is_pipe_parallel),
+    )
+
+
+def make_asynchronous_run(engine: PacelineEngine) -> AsynchronousRun:
+    """Steps without a flush; the end of the script finishes them. Collective."""
+    assert isinstance(engine.support, CausalLMSupport), "schedules without a flush are for Hugging Face models"
+    assert isinstance(engine.steps, CausalLMSteps)
+    choice, optimizer = engine.plan.schedule, engine.optimizer
+    stream = choice.stream(engine.num_stages, engine.micro_batches)
+    replicas = Replicas(engine.grid.data_parallel_id, engine.dp_world_size)
+    run = AsynchronousRun(
+        engine,
+        StreamProgram(stream, engine.links.device_number),
+        engine.executor,
+        optimizer if isinstance(optimizer, ShardedOptimizer) else None,
+        steps=StepsAhead(
+            engine,
+            engine.steps,
+            engine.support.book,
+            engine.control,
+            replicas,
+            num_micro_batches=engine.micro_batches,
+            num_steps=stream.most_lag + 1,
+        ),
+        losses=LateLosses(engine, engine.control.world, torch.device(engine.device), engine.naming_lost_peers),
+        book=engine.loss_book,
+        half_way=engine.half_way,
+        own_random=engine.own_random,
+        around=engine.naming_lost_peers,
+    )
+    atexit.register(_leave, weakref.ref(run))
+    return run
+
+
+def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> ShardedOptimizer:
+    """The optimizer that trains, over ``basic``. Collective."""
+    names, counts, apart = parameters_of_stages(engine)
+    check_own_parameters(basic, names)
+    support, mirrors = engine.support, engine.mirrors
+    options = replace(
+        step_options(engine, engine.module._grid, spreads_experts=engine.shared_experts.groups.size > 1),
+        divisor=support.gradient_divisor(averages=bool(engine.gradient_average)),
+        domain=engine.shared_experts.domain(),
+    )
+    if mirrors is not None:
+        options = over_directions(
+            *(options, mirrors, stage_of_parameters(support.stages), engine.plan.schedule, engine.plan.ds_config),
+            ties=lambda: engine.module.get_tied_weights_and_groups() if engine.num_stages > 1 else [],
+        )
+    return ShardedOptimizer(basic, names, options, counts=counts, apart=apart)
+
+
+def parameters_of_stages(engine: PacelineEngine) -> StageParameters:
+    """Parameters of this rank by name, which of them count in the norm, and which are in no bucket."""
+    grid, module = engine.module._grid, engine.module
+    tied = tied_weights(module)
+    first_slice = grid.get_slice_parallel_rank() == 0
+
+    def counts(parameter: nn.Parameter) -> bool:
+        is_slice = getattr(parameter, "model_parallel", False)
+        return not is_copy(parameter, tied) and (first_slice or is_slice)
+
+    names = names_of(module)
+    if engine.mirrors is not None:
+        names = by_stage(names, stage_of_parameters(engine.support.stages))
+    return StageParameters(names, counts, lambda parameter: id(parameter) in tied)
+
+
+def make_natural_gradient(engine: PacelineEngine) -> NaturalGradientPart | None:
+    """None where the JSON does not ask for it. Collective."""
+    if engine.plan.natural_gradient is None:
+        return None
+
+    def unit(num_rows: int) -> float:
+        """Factor that makes a gradient that of a loss summed over rows."""
+        losses = engine.support.sum_of_losses(num_rows, engine.gradient_accumulation_steps())
+        return losses / loss_scale_of(engine.optimizer)
+
+    return NaturalGradientPart(
+        engine.plan.natural_gradient,
+        engine.module,
+        gather=engine.control.gather,
+        device=torch.device(engine.device),
+        unit=unit,
+        name_of=getattr(engine.module, "state_name", str),
+    )
+
+
+def make_averaging(engine: PacelineEngine, optimizer: ShardedOptimizer) -> Averager | None:
+    """None where the JSON does not ask for it. Collective."""
+    return make_averager(
+        engine.plan.averaging,
+        engine.control,
+        lambda: PipelineMasters(engine.control, engine.module, optimizer, engine.experts.fetch),
+        engine.basic_optimizer,
+        is_pretrained=getattr(engine.module, "is_pretrained", is_pretrained(engine.module)),
+    )
+
+
+def make_experts(engine: PacelineEngine) -> Experts:
+    """Experts that lie on several ranks of a stage. Collective."""
+    stages = None
+    if engine.num_stages > 1:
+        stages = Stages(
+            *(engine.stage_id, engine.num_stages, engine.control),
+            computed_s=lambda: float(engine.meter.recorder.computed_s()),  # made later
+            num_micro_batches=lambda: engine.schedule.num_micro_batches,
+        )
+    return Experts(
+        engine.shared_experts,
+        engine.plan.moe,
+        control=engine.control,
+        stages=stages,
+        group=engine.grid.get_data_parallel_group,
+        states=lambda: states_of(engine),
+        is_last_backward=engine.is_last_backward,
+        decided=engine.decisions,
+    )
+
+
+def make_checkpointer(engine: PacelineEngine) -> Checkpointer:
+    """Checkpoints with the state of all other parts."""
+    optimizer = engine.optimizer if isinstance(engine.optimizer, ShardedOptimizer) else None
+    stage, is_first = getattr(engine.module, "stage", None), engine.global_rank == 0
+    learned = {"natural_gradient": engine.natural_gradient, "averaging": engine.averager}
+    return Checkpointer(
+        engine.control,
+        engine.module,
+        optimizer,
+        engine,
+        world_size=torch.distributed.get_world_size(),
+        replica=engine.replica,
+        shape=partial(_shape, engine),
+        groups=None if optimizer is None else ParameterGroups(optimizer, warns=is_first),
+        scheduler=SchedulerState(lambda: engine.lr_scheduler, lambda: engine.basic_optimizer.param_groups),
+        learned={name: part for name, part in learned.items() if part is not None},
+        run=_run_states(engine),
+        experts=engine.experts,
+        settle=(lambda: None) if engine.averager is None else engine.averager.settle,
+        write_model=engine.support.write_model,
+        is_quantised=stage is not None and quantisation_of(stage.model.config) is not None,
+    )
+
+
+def _shape(engine: PacelineEngine) -> dict[str, Any]:
+    """The shape of this run, for a checkpoint of it."""
+    return {
+        "stages": engine.num_stages,
+        "data_parallel": engine.dp_world_size,
+        "parts": [int(part) for part in engine.module.parts],
+        "train_batch_size": engine.train_batch_size(),
+        **({} if engine.mirrors is None else {"directions": len(engine.support.routes)}),
+    }
+
+
+def _run_states(engine: PacelineEngine) -> dict[str, SavedPart]:
+    """States of this rank that go on whatever becomes of the optimizer's."""
+    states: dict[str, SavedPart] = {"rng": RandomStates(torch.device(engine.device), warns=engine.global_rank == 0)}
+    return states if engine.own_random is None else {**states, "own_random": engine.own_random}
+
+
+def make_migrator(engine: PacelineEngine) -> Migrator | None:
+    """None without an optimizer: layers then have no reason to move."""
+    if not isinstance(engine.optimizer, ShardedOptimizer):
+        return None
+    grid = engine.grid
+    is_cut = grid.get_slice_parallel_world_size() > 1
+    slice_name = f" (slice {grid.get_slice_parallel_rank()})" if is_cut else ""
+    return Migrator(
+        engine.control,
+        Seat(engine.global_rank, engine.stage_id, engine.pipe_number, slice_name),
+        engine.layers,
+        engine.optimizer,
+        torch.device(engine.device),
+        parameters=partial(parameters_of_stages, engine),
+        step=lambda: int(engine.global_steps),
+        half_way=engine.half_way.during,
+        learned=engine.natural_gradient,
+        refuse=engine.shared_experts.check_migration,
+        after=engine.forget_old_stages,
+    )
+
+
+def _leave(run: weakref.ref[AsynchronousRun]) -> None:
+    if (found := run()) is not None:
+        found.leave()

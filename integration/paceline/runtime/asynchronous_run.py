@@ -1,0 +1,174 @@
+"""Train without a flush: several directions over the same devices, or one whose weights drift.
+
+A call of ``train_batch`` runs one window of a :class:`~paceline.schedules.stream.Stream`: the forwards of its step, and
+what still lags of the steps before. So weights have the updates of all steps but the last ones when it returns;
+:meth:`AsynchronousRun.flush` runs what is left.
+
+Nothing in a step waits for all ranks: what they must agree on travels a step ahead (:mod:`.steps_ahead`), updates are
+made beside the computation (:mod:`paceline.optim.asynchronous_updates`), and the loss arrives when somebody looks at
+it (:mod:`.late_losses`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..optim.sharded import ShardedOptimizer
+from ..schedules.lower import Op
+from ..schedules.windows import StreamProgram
+from ..supervise.watch import WATCH
+from .executor import Executor
+from .half_way import HalfWay
+from .late_losses import LateLosses
+from .rank_random import OwnRandom
+from .stage_runner import LossBook
+from .steps_ahead import StepsAhead
+from .updates import StreamUpdates
+
+LEAVE_S = timedelta(seconds=30)
+"""Until a rank whose script has ended leaves without the others."""
+
+
+class Trained(Protocol):
+    """DeepSpeed's engine, whose steps are counted."""
+
+    module: nn.Module
+    global_rank: int
+    global_steps: int
+    global_samples: int
+    micro_batches: int
+    lr_scheduler: Any
+    skipped_steps: int
+
+    def train_batch_size(self) -> int: ...
+
+
+class AsynchronousRun:
+    """Runs the schedules ``"multidirection"`` and ``"one_direction"`` of a causal LM without a flush.
+
+    * :meth:`train_batch` reads one step ahead, if it gets the same iterator at each step.
+    * The loss that it returns waits for the other ranks when somebody looks at it; the gradient norm is that of the
+      last update in the model. A request to stop is seen a step later.
+    * A learning rate's scheduler steps when the gradients of a step are complete, finite or not.
+
+    Args:
+        engine: whose counters, module and learning rate are DeepSpeed's.
+        program: what this rank runs in each step.
+        optimizer: None: nothing trains here.
+        steps: begins steps.
+        book: where the last stage puts its losses.
+        own_random: generators of this rank's own, where several ranks compute the same stage.
+        around: around what sends and receives.
+    """
+
+    def __init__(
+        self,
+        engine: Trained,
+        program: StreamProgram,
+        executor: Executor,
+        optimizer: ShardedOptimizer | None,
+        *,
+        steps: StepsAhead,
+        losses: LateLosses,
+        book: LossBook,
+        half_way: HalfWay,
+        own_random: OwnRandom | None,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._engine, self._program, self._executor, self._optimizer = engine, program, executor, optimizer
+        self.steps, self._losses, self._book, self._half_way = steps, losses, book, half_way
+        self._own_random, self._around = own_random, around
+        self._updates = None if optimizer is None else StreamUpdates(engine, optimizer, len(executor.held))
+        self._begun = 0
+        """Steps since the start, or since the last flush."""
+        self._number = 0
+        """Number of the next step of this engine: it counts on over flushes and resumes."""
+        if optimizer is not None:
+            optimizer.is_settled = lambda: not self._begun
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all steps that have begun are done."""
+        return not self._begun
+
+    def train_batch(self) -> Tensor:
+        """Run one window.
+
+        Returns:
+            The step's loss, a scalar tensor, on every rank.
+        """
+        engine = self._engine
+        engine.module.train()
+        self._book.total = None
+        self.steps.begin(self._number)
+        with self._half_way.during("it was interrupted"):
+            self._run(self._program.step(self._begun))
+            self._begun += 1
+            engine.global_steps += 1
+            engine.global_samples += engine.train_batch_size()
+        loss = self._losses.of_step(self._book.total)
+        self._losses.tell(loss)
+        return loss
+
+    def flush(self) -> None:
+        """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""
+        if not self._begun or not self._half_way.is_whole:
+            return
+        module = self._engine.module
+        WATCH.step = self._engine.global_steps
+        was_training = module.training
+        module.train()  # what is recomputed is what was computed
+        with self._around(), self._half_way.during("a flush was interrupted"):
+            self._number -= 1  # it is that of the last step
+            self._run(self._program.drain(self._begun))
+            self._begun = 0
+        module.train(was_training)
+        self._losses.tell()
+        WATCH.idle()
+
+    def leave(self) -> None:
+        """At the end of the script: finish what is under way, as all other ranks do.
+
+        A thread that waits for a message or an update while the interpreter goes would abort the process. After an
+        exception the others may never come, and nothing is waited for; they may have died, or go on training without
+        this one, so that they are waited for :data:`LEAVE_S` only. Without them the end is as good as it can be.
+        """
+        if self._begun and not hasattr(sys, "last_type"):
+            with suppress(Exception):
+                # Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"paceline/leaves/{self._engine.global_rank}", "")
+                store.wait([f"paceline/leaves/{rank}" for rank in range(dist.get_world_size())], LEAVE_S)
+                self.flush()
+        self.stop()
+
+    def stop(self) -> None:
+        """End without what is under way. Not collective."""
+        self._begun = 0
+        self._losses.stop()
+        if self._optimizer is not None and self._optimizer.updates is not None:
+            self._optimizer.updates.stop()
+
+    def _run(self, ops: Iterable[Op]) -> None:
+        """One window, of the step :attr:`_number`, which it ends."""
+        self._book.of_forwards = []
+        random = self._own_random
+        if random is not None:
+            random.enter()
+        self._executor.run(
+            ops,
+            num_micro_batches=self._engine.micro_batches,
+            step=self._number,
+            updates=self._updates,
+            goes_on=True,
+        )
+        if random is not None:
+            random.leave()
+        self._number += 1

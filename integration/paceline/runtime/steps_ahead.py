@@ -1,0 +1,150 @@
+"""Begin the steps of a pipeline without a flush: each has been read, and agreed on, while the one before ran."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..comm.control import ControlPlane
+from ..supervise.lifetime import current
+from ..supervise.watch import EVERYONE, WATCH
+from .causal_lm_runner import StepBook
+from .causal_lm_steps import COLUMNS, CausalLMSteps, Read, Replicas, shapes_in
+from .model_support import Reader
+from .step_agreement import Agreed, Ahead
+
+logger = logging.getLogger("paceline")
+
+
+class ByNumber(Sequence[Any]):
+    """What belongs to the micro-batches of the last steps, by their number in the run: step · M + micro-batch.
+
+    As a sequence it is that of the newest step.
+    """
+
+    def __init__(self, num_micro_batches: int, num_steps: int) -> None:
+        self._count, self._num_steps = num_micro_batches, num_steps
+        self._steps: dict[int, Sequence[Any]] = {}
+        self._newest: Sequence[Any] = ()
+
+    def add(self, step: int, values: Sequence[Any]) -> None:
+        self._steps[step] = self._newest = values
+        self._steps.pop(step - self._num_steps, None)
+
+    def __getitem__(self, number: Any) -> Any:
+        step, micro_batch = divmod(number, self._count)
+        return self._steps[step][micro_batch]
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._newest)
+
+
+class StepsAhead:
+    """Reads the steps of a causal LM one ahead, if the iterator stays the same.
+
+    Args:
+        reader: has the iterator.
+        steps: reads one step.
+        book: gets what is known of the steps under way.
+        num_micro_batches: of a step.
+        num_steps: that are under way at a time at most.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        steps: CausalLMSteps,
+        book: StepBook,
+        control: ControlPlane,
+        replicas: Replicas,
+        *,
+        num_micro_batches: int,
+        num_steps: int,
+    ) -> None:
+        self._reader, self._steps, self._book, self._control = reader, steps, book, control
+        self._replicas, self._num_micro_batches = replicas, num_micro_batches
+        self._ahead: Ahead | None = None
+        self._last_iterator: Any = None
+        self._shapes, self._loaded = (ByNumber(num_micro_batches, num_steps) for _ in range(2))
+        self._table_shape = (replicas.size, steps.readers.size, 1 + num_micro_batches * COLUMNS)
+
+    def begin(self, number: int) -> None:
+        """Have the micro-batches of step ``number`` of this run in the book, and read the next. Collective."""
+        WATCH.doing("agreeing on the step", EVERYONE)
+        ahead, agreed = self._agree()
+        self._steps.is_stopping = agreed.stops
+        tables, failed, error = agreed.tables, agreed.failed, ahead.error
+        step = self._reader.global_steps
+        if not failed and bool((tables != tables[:, :1]).any()):
+            failed = True
+            error = ValueError(
+                f"ranks that read the same data see different ones at step {step}: give the first and the last stage "
+                "of every direction the same iterator (same files, seed and data-parallel rank)."
+            )
+        if failed:
+            with self._steps.raises():
+                self._control.raise_shared(error, f"beginning step {step}")
+        of_replicas = [shapes_in(table) for table in tables[:, 0]]
+        self._shapes.add(number, of_replicas[self._replicas.number])
+        self._loaded.add(number, ahead.loaded)
+        book, everything = self._book, [shape for row in of_replicas for shape in row]
+        book.shapes, book.loaded = self._shapes, self._loaded
+        book.label_tokens = sum(shape.label_tokens for shape in everything)
+        book.tokens = sum(shape.tokens for shape in everything)
+        if not agreed.is_new:
+            self._ahead = self._read_ahead()
+
+    def forget(self) -> None:
+        """Drop what was read ahead."""
+        if self._ahead is not None:
+            self._ahead.work.wait()
+            self._ahead = None
+
+    def data_state(self, iterator: Any) -> Any:
+        """``iterator.state_dict()`` as of the end of the last step."""
+        ahead = self._ahead
+        if ahead is not None and ahead.iterator is iterator and ahead.state is not None:
+            return ahead.state
+        return iterator.state_dict()
+
+    def _agree(self) -> tuple[Ahead, Agreed]:
+        """The step that was read ahead, or one that is read now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            ahead = self._read_ahead()
+            return ahead, ahead.agreed(self._table_shape)
+        agreed = ahead.agreed(self._table_shape)
+        if agreed.failed and agreed.ended:  # there may be a new iterator
+            ahead = self._read_ahead(ended=ahead)
+            return ahead, ahead.agreed(self._table_shape)
+        if ahead.iterator is not self._reader.data_iterator and self._steps.reads:
+            logger.warning(
+                "train_batch got another iterator at step %d: this step was read ahead from the old one, the new one "
+                "is read from the next step on",
+                self._reader.global_steps,
+            )
+        return ahead, agreed
+
+    def _read_ahead(self, ended: Ahead | None = None) -> Ahead:
+        """Begin to agree on a step; the iterator of ``ended`` is not asked again."""
+        iterator, reader = self._reader.data_iterator, self._steps.readers.number
+        last, self._last_iterator = self._last_iterator, iterator
+
+        def read() -> Read:
+            if ended is not None and ended.iterator is iterator:
+                return Read([], [], ended.error)
+            return self._steps.read(self._num_micro_batches)
+
+        return Ahead.begin(
+            iterator,
+            read,
+            place=None if reader is None else (self._replicas.number, reader),
+            shape=self._table_shape,
+            is_new=iterator is not last,
+            stops=current().requested,
+            group=self._control.world,
+        )

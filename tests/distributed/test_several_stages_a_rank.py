@@ -1,0 +1,312 @@
+"""Interleaved and DualPipeV pipelines of Hugging Face models: no number depends on how many stages a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jobs import ds_config, model_config, step_batches
+from ranks import run_ranks
+from small_layers import batches, layers, loss_of
+
+STEPS = 3
+LAYERS = 6
+INTERLEAVED = {"type": "interleaved", "chunks": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained, but for its schedule."""
+
+    devices: int = 2
+    replicas: int = 1
+    family: str = "llama"
+    data: str = "padded"
+    micro_batches: int = 6
+    tied: bool = False
+    zero: int = 0
+    order: str | None = None
+    recompute: bool = False
+    partition: tuple[int, ...] | None = None
+    section: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, schedule: Any) -> dict[str, Any]:
+        pipeline: dict[str, Any] = {"stages": self.devices, "schedule": schedule}
+        if self.partition is not None and isinstance(schedule, dict):
+            pipeline["partition"] = list(self.partition)
+        return ds_config(
+            gradient_accumulation_steps=self.micro_batches,
+            zero_optimization={"stage": self.zero},
+            pipeline={"activation_checkpoint_interval": int(self.recompute)},
+            **self.options,
+            paceline={"pipeline": pipeline, **self.section},
+        )
+
+    def batches(self, step: int, replica: int) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < self.micro_batches:
+            found += step_batches(10 * step + replica + 100 * len(found), self.data)
+        return found[: self.micro_batches]
+
+
+def build(case: Case, schedule: Any) -> Any:
+    import paceline
+    from paceline.runtime.engine import PacelineEngine
+
+    PacelineEngine.transport_order = case.order
+    torch.manual_seed(3)
+    model = model_config(case.family, num_hidden_layers=LAYERS, tie_word_embeddings=case.tied)
+    engine, *_ = paceline.initialize(model=model, config=case.config(schedule))
+    return engine
+
+
+def train(case: Case, schedule: Any) -> dict[str, Any]:
+    """Losses, gradient norms, an evaluation, logits, and the weights of this rank by Hugging Face's names."""
+    engine = build(case, schedule)
+    replica = engine.grid.data_parallel_id
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(engine.train_batch(iter(case.batches(step, replica))).item())
+        norms.append(engine.grad_norm())
+    evaluated = engine.evaluate(case.batches(7, replica)[:5])
+    seen = [kept for _, kept in engine.predict(case.batches(8, replica)[:3], lambda logits, labels: logits[..., 0])]
+    by_name = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated,
+        "seen": seen,
+        "weights": by_name,
+        "schedule": engine.schedule.name,
+        "stages": engine.module.held,
+    }
+    engine.destroy()
+    return found
+
+
+def both(case: Case, schedule: Any) -> list[dict[str, Any]]:
+    return [train(case, "1f1b"), train(case, schedule)]
+
+
+def moved(case: Case, schedule: Any, parts: list[int]) -> Any:
+    """As :func:`train` with 1F1B, and with ``schedule`` whose layers move after the first step and back again."""
+    engine = build(case, schedule)
+    before = [int(part) for part in engine.module.parts]
+    losses = []
+    for step in range(STEPS):
+        losses.append(engine.train_batch(iter(case.batches(step, 0))).item())
+        told = engine.repartition(parts if step == 0 else before)
+        assert (told is None) == (step == STEPS - 1)
+    weights = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return [train(case, "1f1b"), {"losses": losses, "weights": weights, "moves": engine.migrations}]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("parts", [[0, 2, 3, 6, 8], [0, 3, 4, 6, 8], [0, 2, 4, 6, 8]], ids=str)
+@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+def test_layers_move_between_the_stages_of_all_ranks(schedule: dict[str, Any], parts: list[int], zero: int) -> None:
+    case = Case(partition=(0, 2, 4, 6, 8), zero=zero) if parts[1:3] != [2, 4] else Case(partition=(0, 3, 5, 6, 8))
+    found = run_ranks(moved, 2, case, schedule, parts)
+    for plain, several in found:
+        assert several["losses"] == plain["losses"]
+        assert several["moves"][0]["to"] == parts
+    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+    assert plain_weights.keys() == several_weights.keys()
+    for name, weight in plain_weights.items():
+        assert torch.equal(weight, several_weights[name]), name
+
+
+def weights_of_all(found: list[list[dict[str, Any]]], which: int) -> dict[str, Tensor]:
+    merged: dict[str, Tensor] = {}
+    for ranks in found:
+        for name, weight in ranks[which]["weights"].items():
+            assert name not in merged or torch.equal(merged[name], weight), f"copies of {name} differ"
+            merged[name] = weight
+    return merged
+
+
+CASES = {
+    "two ranks": Case(),
+    "three ranks": Case(devices=3),
+    "paired": Case(order="paired"),
+    "packed": Case(data="packed"),
+    "replicas": Case(replicas=2, zero=1, micro_batches=4),
+    "own boundaries": Case(partition=(0, 2, 3, 5, 8)),
+    "recomputed": Case(recompute=True),
+    "router loss": Case(family="mixtral"),
+    "natural gradient": Case(section={"natural_gradient": {}}),
+    "gpt2": Case(family="gpt2"),
+}
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_bit_is_that_of_one_stage_a_rank(case: Case, schedule: dict[str, Any]) -> None:
+    """Gradients of a layer are added up in the order of the micro-batches, whichever rank has it."""
+    found = run_ranks(both, case.devices * case.replicas, case, schedule)
+    for plain, several in found:
+        assert several["schedule"].startswith(schedule["type"])
+        assert len(plain["stages"]) == 1
+        assert len(several["stages"]) == 2
+        assert several["losses"] == plain["losses"]
+        assert several["norms"] == pytest.approx(plain["norms"], rel=1e-6)  # a sum over other parts of the model
+        assert several["evaluated"] == plain["evaluated"]
+        assert all(map(torch.equal, several["seen"], plain["seen"]))
+    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+    assert plain_weights.keys() == several_weights.keys()
+    for name, weight in plain_weights.items():
+        assert torch.equal(weight, several_weights[name]), name
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_tied_weights_and_clipping_agree_to_rounding(schedule: dict[str, Any], zero: int) -> None:
+    """The embedding's gradient is a sum of two in another order, and the norm one over other parts of the model."""
+    case = Case(replicas=1 + zero, tied=True, zero=zero, options={"gradient_clipping": 0.05})
+    found = run_ranks(both, case.devices * case.replicas, case, schedule)
+    for plain, several in found:
+        assert several["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+        assert several["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+    for name, weight in plain_weights.items():
+        torch.testing.assert_close(several_weights[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def saved_by_one(case: Case, schedule: Any, other: Any, where: str) -> list[Any]:
+    """Three steps, a checkpoint after the second, from which a pipeline with another schedule goes on; an export."""
+    import paceline
+
+    engine = build(case, schedule)
+    for step in range(2):
+        engine.train_batch(iter(case.batches(step, 0)))
+    engine.save_checkpoint(where, tag="two")
+    last = engine.train_batch(iter(case.batches(2, 0))).item()
+    paceline.export(engine.module, f"{where}/export", engine.control)
+    engine.destroy()
+    engine = build(case, other)
+    engine.load_checkpoint(where, tag="two")
+    again = engine.train_batch(iter(case.batches(2, 0))).item()
+    paceline.export(engine.module, f"{where}/again", engine.control)
+    engine.destroy()
+    return [last, again]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+def test_checkpoints_and_exports_fit_any_schedule(
+    schedule: dict[str, Any], back: bool, tied: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pair = ("1f1b", schedule) if back else (schedule, "1f1b")
+    found = run_ranks(saved_by_one, 2, Case(tied=tied), *pair, str(tmp_path))
+    for last, again in found:
+        assert again == pytest.approx(last, rel=1e-6)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("export", "again"))
+    assert not first.state_dict().keys() ^ second.state_dict().keys()
+    for name, weight in first.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def train_layers(case: tuple[str, int, int, int], schedule: Any, partition: Any) -> dict[str, Any]:
+    """Layers of one's own: losses, an evaluation, and weights by name."""
+    import deepspeed
+
+    import paceline
+    from paceline.runtime.engine import PacelineEngine
+    from paceline.schedules.families import chunked_route
+
+    kind, devices, zero, interval = case
+    deepspeed.init_distributed()
+    PacelineEngine.transport_order = None
+    is_plain = schedule == "1f1b"
+    route = None if is_plain else chunked_route(schedule["type"], devices, 2)
+    module = paceline.PipelineModule(
+        layers=layers(kind),
+        num_stages=devices,
+        loss_fn=loss_of,
+        partition_method="uniform" if is_plain else partition,
+        seed_layers=True,
+        activation_checkpoint_interval=interval,
+        routes=None if route is None else [route],
+    )
+    config = ds_config(
+        gradient_accumulation_steps=6,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        zero_optimization={"stage": zero},
+        paceline={"pipeline": {"schedule": schedule}},
+    )
+    engine, *_ = paceline.initialize(model=module, config=config)
+    shift = engine.grid.data_parallel_id * 50
+    losses = [engine.train_batch(iter(batches(step + shift, [5]))).item() for step in range(STEPS)]
+    evaluated = engine.eval_batch(iter(batches(99 + shift, [5]))).item()
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return {
+        "losses": losses,
+        "evaluated": evaluated,
+        "weights": weights,
+        "stages": [held.runner.stage for held in engine.held],
+    }
+
+
+def both_layers(case: tuple[str, int, int, int], schedule: Any, partition: Any) -> list[dict[str, Any]]:
+    return [train_layers(case, kind, partition) for kind in ("1f1b", schedule)]
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+@pytest.mark.parametrize(
+    ("case", "replicas", "partition"),
+    [
+        (("pair", 2, 0, 0), 1, "uniform"),
+        (("pair", 3, 0, 0), 1, "parameters"),
+        (("pair", 2, 1, 0), 2, [0, 2, 3, 5, 7]),
+        (("tied", 2, 0, 0), 1, "uniform"),
+        (("tied", 2, 0, 1), 1, "uniform"),
+    ],
+    ids=["tuples", "three ranks", "replicas", "tied", "recomputed"],
+)
+def test_layers_of_ones_own(
+    case: tuple[str, int, int, int], replicas: int, partition: Any, schedule: dict[str, Any]
+) -> None:
+    found = run_ranks(both_layers, case[1] * replicas, case, schedule, partition)
+    is_shared = schedule["type"] == "dualpipev"  # one rank has both ends, whose weight is one: sums in another order
+    for plain, several in found:
+        assert len(several["stages"]) == 2
+        assert several["losses"] == (pytest.approx(plain["losses"], rel=1e-6) if is_shared else plain["losses"])
+        assert several["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-6)
+    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+    assert plain_weights.keys() == several_weights.keys()
+    for name, weight in plain_weights.items():
+        if is_shared:
+            torch.testing.assert_close(several_weights[name], weight, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(several_weights[name], weight), name
+
+
+def built_otherwise(schedule: Any) -> str:
+    import deepspeed
+
+    import paceline
+
+    deepspeed.init_distributed()
+    module = paceline.PipelineModule(layers=layers("pair"), num_stages=2, loss_fn=loss_of)
+    config = ds_config(gradient_accumulation_steps=4, paceline={"pipeline": {"schedule": schedule}})
+    with pytest.raises(ValueError, match=r".") as error:
+        paceline.initialize(model=module, config=config)
+    return str(error.value)
+
+
+def test_a_pipeline_of_one_stage_a_rank_is_refused_with_the_routes_to_pass() -> None:
+    for told in run_ranks(built_otherwise, 2, INTERLEAVED):
+        assert "needs a pipeline with the routes ((0, 1, 0, 1),)" in told
+        assert "was built with ((0, 1),)" in told
+        assert "pass these routes" in told
