@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,18 @@ ONE = {"type": "one_direction"}
 BEFORE, AFTER = 4, 5
 
 
-def make(schedule: Any, stages: int = 4, dtype: str = "fp32", model: str = "llama", **changes: Any) -> Any:
+def make(
+    schedule: Any,
+    stages: int = 4,
+    dtype: str = "fp32",
+    model: str = "llama",
+    partition: Any = "uniform",
+    **changes: Any,
+) -> Any:
     import paceline
 
     replicas = int(os.environ["WORLD_SIZE"]) // stages
-    section = {"stages": stages, "partition": "uniform", "schedule": schedule}
+    section = {"stages": stages, "partition": partition, "schedule": schedule}
     config = ds_config(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
         gradient_clipping=0.5,
@@ -242,24 +249,57 @@ def test_bad_data_stops_all_at_its_step() -> None:
         run_ranks(reads_bad_data, 4)
 
 
-def changes_what_is_fixed(what: str) -> str:
+def changes_the_schedule() -> str:
+    from paceline.schedules import families
+
     engine = make(MULTI)
     try:
-        if what == "partition":
-            engine.repartition([0, 1, 2, 3, 6])
-        else:
-            from paceline.schedules import families
-
-            engine.set_schedule(families.one_f_one_b(4, MICRO_BATCHES))
+        engine.set_schedule(families.one_f_one_b(4, MICRO_BATCHES))
     except ValueError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("what", ["partition", "schedule"])
-def test_what_cannot_change_is_refused(what: str) -> None:
-    messages = run_ranks(changes_what_is_fixed, 4, what)
-    assert all("multidirection" in message for message in messages)
+def test_the_schedule_cannot_change() -> None:
+    assert all("multidirection" in message for message in run_ranks(changes_the_schedule, 4))
+
+
+PARTS = [[0, 3, 4, 5, 8], [0, 2, 4, 6, 8], [0, 2, 3, 5, 8]]
+
+
+def changes_parts(schedule: Any, saved: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Four steps with each of :data:`PARTS`: layers move, or a checkpoint in ``saved`` makes another engine."""
+    engine = make(schedule, num_hidden_layers=6, partition=PARTS[0])
+    losses, data = [], chain.from_iterable(map(step_batches, range(12)))
+    for number, parts in enumerate(PARTS):
+        if number and saved is None:
+            assert engine.repartition(parts)["from"] == PARTS[number - 1]
+        elif number:
+            engine.save_checkpoint(saved, tag=str(number))
+            engine.destroy()
+            engine = make(schedule, num_hidden_layers=6, partition=parts)
+            engine.load_checkpoint(saved, tag=str(number))
+        own = list(islice(data, 4 * MICRO_BATCHES))
+        losses += [engine.train_batch(iter(own[n * MICRO_BATCHES : (n + 1) * MICRO_BATCHES])) for n in range(4)]
+    engine.flush()
+    weights = {engine.module.state_name(name): p.detach().clone() for name, p in engine.module.named_parameters()}
+    found = [loss.item() for loss in losses], weights
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [MULTI, {"type": "multidirection", "directions": 2, "optimizer_owners": "mirror"}, {**MULTI, "staleness": 0}, ONE],
+    ids=["directions", "mirror", "flushed", "one direction"],
+)
+def test_layers_move_between_steps(schedule: Any, tmp_path: Path) -> None:
+    """After a drain, with everything that belongs to them: every bit is as after a checkpoint and another engine."""
+    anew, moved = (run_ranks(changes_parts, 4, schedule, saved) for saved in (str(tmp_path), None))
+    for (losses, weights), (own_losses, own_weights) in zip(anew, moved, strict=True):
+        assert own_losses == losses
+        assert own_weights.keys() == weights.keys()
+        assert all(torch.equal(weights[name], own_weights[name]) for name in weights)
 
 
 # -- the main job --------------------------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ from ..schedules.families import CHUNKED
 from .section import HETERO, SECTION, PacelineConfig, show, value_at
 from .stage_counts import resolve_method, schedule_type
 
-MATHEMATICS, UPSTREAM, NOT_BUILT, OTHER_ENGINE = "mathematics", "upstream", "not built", "another engine"
+MATHEMATICS, UPSTREAM, NOT_BUILT = "mathematics", "upstream", "not built"
 GROUNDS = {
     MATHEMATICS: "the two contradict each other",
     UPSTREAM: "DeepSpeed or torch does not have it",
     NOT_BUILT: "nothing but our own code is in the way",
-    OTHER_ENGINE: "schedules without a flush run on an engine of their own, which lacks it",
 }
 
 PIPELINE, LAYERS = "a pipeline", "a `PipelineModule` of one's own"
@@ -218,7 +217,7 @@ def _with_several_stages(feature: str, reason: str) -> Exclusion:
 
 
 def _without_a_flush(feature: str, reason: str, remedy: str) -> Exclusion:
-    return Exclusion(feature, NO_FLUSH, reason, remedy, OTHER_ENGINE)
+    return Exclusion(feature, NO_FLUSH, reason, remedy, NOT_BUILT)
 
 
 _TOGETHER = "they have not been made to work together"
@@ -243,7 +242,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     _without_a_flush(
         "layers that move",
-        "with this schedule a layer is on several devices, or in steps that are under way, and stays where it is",
+        "partitions are re-planned for schedules with a flush; engine.repartition moves layers with any",
         f"write 0, {_OTHER_SCHEDULE}",
     ),
     _without_a_flush(

@@ -58,7 +58,7 @@ def resolve_partition(
     stays = schedule_type in STREAMS
     if every is None and method == HETERO and stays:
         every = 0
-        why = "with this schedule a layer is on several devices, or in steps that are under way, and stays"
+        why = "partitions are re-planned for schedules with a flush"
         chosen[f"{PARTITION}.repartition_every"] = (every, why)
     elif every is None:
         follows = method == HETERO

@@ -171,7 +171,13 @@ def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> Shar
     )
     if mirrors is not None:
         options = over_directions(
-            *(options, mirrors, stage_of_parameters(support.stages), engine.plan.schedule, engine.plan.ds_config),
+            *(
+                options,
+                mirrors,
+                lambda parameter: engine.stage_of[parameter],
+                engine.plan.schedule,
+                engine.plan.ds_config,
+            ),
             ties=lambda: engine.module.get_tied_weights_and_groups() if engine.num_stages > 1 else [],
         )
     return ShardedOptimizer(basic, names, options, counts=counts, apart=apart)
@@ -189,7 +195,8 @@ def parameters_of_stages(engine: PacelineEngine) -> StageParameters:
 
     names = names_of(module)
     if engine.mirrors is not None:
-        names = by_stage(names, stage_of_parameters(engine.support.stages))
+        engine.stage_of = stage_of_parameters(engine.support.stages)
+        names = by_stage(names, engine.stage_of)
     return StageParameters(names, counts, lambda parameter: id(parameter) in tied)
 
 

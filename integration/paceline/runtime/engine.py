@@ -112,6 +112,8 @@ class PacelineEngine(PipelineEngine):
         self.half_way = HalfWay()
         self.run_dir = Path()
         """Where recorded steps go."""
+        self.stage_of: dict[nn.Parameter, int] = {}
+        """Stage of each parameter here, where ranks that hold the same stages share their updates."""
         self.decisions = DecisionLog()
         """What was decided about schedule, partition and experts."""
         self.shared_experts = SharedExperts.of(model)
@@ -674,12 +676,6 @@ class PacelineEngine(PipelineEngine):
         """
         WATCH.step = self.global_steps
         self.half_way.check()
-        moves = list(parts) != [int(part) for part in self.module.parts]
-        if moves and self.mirrors is not None:
-            raise ValueError(
-                f"layers cannot move to {list(parts)} while the schedule is {self.plan.schedule.type!r}: save a "
-                "checkpoint, and load it into a pipeline with the other partition."
-            )
         if self.migrator is None:
             raise ValueError(
                 'there is no optimizer, so layers have no reason to move: write "optimizer" into the JSON.'
@@ -687,6 +683,7 @@ class PacelineEngine(PipelineEngine):
         new = self.migrator.agree(parts)
         if new is None:
             return None
+        self.flush()
         forget_messages(self.held)  # of the last step
         with self.naming_lost_peers():
             migration = self.migrator.migrate(new, memory_bytes)

@@ -118,12 +118,6 @@ def initialize(
         plan = plan_for_pipeline(model, ds_config, section)
         is_asked = PARTITION not in plan.chosen and plan.partition in (HETERO, WORK)
         if is_asked and model.num_stages > 1 and not model.is_planned:
-            if plan.schedule.type in (*STREAMS, *CHUNKED):
-                raise ValueError(
-                    f'paceline.pipeline.partition is "{plan.partition}", the schedule {plan.schedule.type!r}, and the '
-                    "pipeline is built already: its layers stay where they are; give the model itself to have it "
-                    "built, or boundaries."
-                )
             boundaries = _measure(model, plan)
     ds_config = ds_config if plan is None else plan.ds_config
     engine: type | None = None

@@ -95,7 +95,7 @@ def by_stage(names: Mapping[nn.Parameter, str], stages: Mapping[nn.Parameter, in
 def over_directions(
     options: StepOptions,
     mirrors: Mirrors,
-    stages: Mapping[nn.Parameter, int],
+    stage_of: Callable[[nn.Parameter], int],
     choice: ScheduleChoice,
     ds_config: Mapping[str, Any],
     ties: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
@@ -103,7 +103,7 @@ def over_directions(
     """``options`` for a schedule whose mirror groups reduce gradients and own states together.
 
     Args:
-        stages: stage of each parameter.
+        stage_of: of a parameter, as layers lie now.
         choice: the schedule; without a flush updates are made beside the computation.
         ties: weights of which another rank has a copy, and the group of the two.
     """
@@ -112,7 +112,7 @@ def over_directions(
         options,
         group=mirrors.group,
         model_group=mirrors.model_group,
-        domain=lambda parameter: mirrors.domain(stages[parameter]),
+        domain=lambda parameter: mirrors.domain(stage_of(parameter)),
         shard=len(mirrors.stages) > 1 or options.shard,
         # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
         overlap=options.overlap or asked is not False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..optim.asynchronous_updates import AsynchronousUpdates
 from ..optim.sharded import ShardedOptimizer
 
 
@@ -38,10 +39,15 @@ class StreamUpdates:
     """
 
     def __init__(self, engine: Any, optimizer: ShardedOptimizer, num_held: int) -> None:
-        assert optimizer.updates is not None, "its options have corrections"
         self._engine, self._optimizer, self._num_held = engine, optimizer, num_held
-        self._updates = optimizer.updates
         self._completed = 0
+
+    @property
+    def _updates(self) -> AsynchronousUpdates:
+        """Those of the layers that are here now."""
+        updates = self._optimizer.updates
+        assert updates is not None, "the optimizer's options have corrections"
+        return updates
 
     def backward_complete(self, stage: int) -> None:
         """Close the stage's gradients; those of the last stage here complete the step."""

@@ -33,7 +33,7 @@ def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
     options = state_owners.over_directions(
         StepOptions(overlap=by_default, shard=False),
         Mirrors(ranks=(0,), group=None, model_group=None, stages=(0,), owners=(None,)),
-        {},
+        lambda parameter: 0,
         ScheduleChoice("one_direction"),
         {"zero_optimization": zero},
         ties=list,
