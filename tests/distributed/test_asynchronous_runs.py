@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from accidents import Ended, Running, accident
+from archipelago import lighthouses
 from jobs import MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
 from ranks import RankError, run_ranks
 
@@ -300,6 +301,70 @@ def test_layers_move_between_steps(schedule: Any, tmp_path: Path) -> None:
         assert own_losses == losses
         assert own_weights.keys() == weights.keys()
         assert all(torch.equal(weights[name], own_weights[name]) for name in weights)
+
+
+def trains_with(schedule: Any, section: dict[str, Any], flushes: list[int], stages: int = 2) -> tuple[Any, Any]:
+    """Six steps, flushed after some of them, with another part of the section: losses, and weights by name."""
+    import paceline
+
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES,
+        paceline={"pipeline": {"stages": stages, "partition": "uniform", "schedule": schedule}, **section},
+    )
+    engine, *_ = paceline.initialize(model=model_config(tie_word_embeddings=False), config=config)
+    losses = []
+    for step in range(6):
+        losses.append(engine.train_batch(iter(step_batches(step))))
+        if step in flushes:
+            engine.flush()
+    engine.flush()
+    weights = {engine.module.state_name(name): p.detach().clone() for name, p in engine.module.named_parameters()}
+    found = [loss.item() for loss in losses], weights
+    engine.finish_averaging()
+    engine.destroy()
+    return found
+
+
+def test_natural_gradients_of_flushed_steps_are_those_of_1f1b() -> None:
+    section = {"natural_gradient": {}}
+    plain = run_ranks(trains_with, 2, "1f1b", section, [])
+    flushed = run_ranks(trains_with, 2, ONE, section, list(range(6)))
+    for (losses, weights), (own_losses, own_weights) in zip(plain, flushed, strict=True):
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(own_weights[name], weight, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("schedule", [ONE, MULTI], ids=["one direction", "directions"])
+def test_natural_gradients_of_late_backwards(schedule: Any) -> None:
+    """Without a flush they train, and otherwise than ordinary ones."""
+    with_it, without = (run_ranks(trains_with, 2, schedule, section, []) for section in ({"natural_gradient": {}}, {}))
+    assert all(torch.isfinite(weight).all() for _, weights in with_it for weight in weights.values())
+    assert with_it[0][0] != without[0][0]
+
+
+@pytest.mark.parametrize("schedule", [ONE, MULTI, {**MULTI, "staleness": 0}], ids=["one direction", "directions", "0"])
+def test_an_average_drains_what_is_under_way(schedule: Any) -> None:
+    """One island's average changes nothing: the run is that which is flushed where the rounds are."""
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in step_batches(0))
+    with lighthouses(1) as (address,):
+        section = {"averaging": {"lighthouse": address, "every_tokens": tokens, "scale_learning_rate": False}}
+        averaged = run_ranks(trains_with, 2, schedule, section, [], env={"PACELINE_ISLAND": "0"})
+    flushed = run_ranks(trains_with, 2, schedule, {}, rounds_of(tokens))
+    for (losses, weights), (own_losses, own_weights) in zip(flushed, averaged, strict=True):
+        assert own_losses == losses
+        assert all(torch.equal(own_weights[name], weight) for name, weight in weights.items())
+
+
+def rounds_of(every_tokens: int) -> list[int]:
+    """Steps after which a round is due."""
+    found, tokens, due = [], 0, every_tokens
+    for step in range(6):
+        tokens += sum(int(batch["attention_mask"].sum()) for batch in step_batches(step))
+        if tokens >= due:
+            found.append(step)
+            due += every_tokens
+    return found
 
 
 # -- the main job --------------------------------------------------------------------------------------------------

@@ -282,8 +282,8 @@ EXPERTS = {"enabled": True, "autoep_size": 2}
     [
         (
             {"pipeline": {"partition": {"repartition_every": 5}}},
-            "paceline.pipeline.partition.repartition_every is 5 and {type}: with this schedule a layer is on several "
-            "devices, or in steps that are under way, and stays where it is; write 0, or take another schedule.",
+            "paceline.pipeline.partition.repartition_every is 5 and {type}: partitions are re-planned for schedules "
+            "with a flush; engine.repartition moves layers with any; write 0, or take another schedule.",
         ),
         (
             {"expert_parallel": EXPERTS, "world_size": 4, "pipeline": {"stages": 2}},

@@ -39,13 +39,17 @@ class Share(NamedTuple):
 
 
 class Masters(ABC):
-    """All ranks of a job call its methods together."""
+    """All ranks of a job call its methods together.
+
+    Args:
+        settle: called before masters are read or written.
+    """
 
     keeps_states_apart = True
     """Whether the optimizer's step counts are of single parameters."""
 
-    def __init__(self, control: ControlPlane) -> None:
-        self._control = control
+    def __init__(self, control: ControlPlane, settle: Callable[[], None] = lambda: None) -> None:
+        self._control, self._settle = control, settle
         self._numels: dict[str, int] | None = None
         self._dtypes: dict[str, torch.dtype] = {}
 
@@ -82,6 +86,7 @@ class Masters(ABC):
     @torch.no_grad()
     def reset_states(self, names: Sequence[str]) -> None:
         """Have the optimizer begin anew with the named parameters."""
+        self._settle()
         for state in self.states(names):
             for kind, value in state.items():
                 if torch.is_tensor(value):
@@ -92,6 +97,7 @@ class Masters(ABC):
     @torch.no_grad()
     def gather(self, names: Sequence[str], kind: str = MASTER) -> list[Tensor] | None:
         """Copies of the named parameters, or states, on the first rank, flat and on the CPU; None on the others."""
+        self._settle()
         wanted = set(names)
         shares = [share for share in self.held(kind) if share.name in wanted]
         whole = self._whole(names)
@@ -105,6 +111,7 @@ class Masters(ABC):
         self, names: Sequence[str], tensors: Sequence[Tensor] | None, *, add: bool = False, kind: str = MASTER
     ) -> None:
         """Put values of the first rank into place everywhere, or add them; of states where the optimizer has some."""
+        self._settle()
         wanted = set(names)
         own = list(tensors or ())
         held = [Held(n, MASTER, 0, len(t), t.dtype) for n, t in zip(names, own, strict=False)]
@@ -167,6 +174,7 @@ class PipelineMasters(Masters):
     Args:
         module: this rank's stage.
         fetch: brings new values to the copies of experts.
+        settle: finishes steps that are under way. Collective.
     """
 
     def __init__(
@@ -175,8 +183,9 @@ class PipelineMasters(Masters):
         module: nn.Module,
         optimizer: ShardedOptimizer,
         fetch: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(control)
+        super().__init__(control, settle)
         self._module, self._optimizer, self._fetch = module, optimizer, fetch
 
     def held(self, kind: str = MASTER) -> Iterator[Share]:

@@ -220,7 +220,6 @@ def _without_a_flush(feature: str, reason: str, remedy: str) -> Exclusion:
     return Exclusion(feature, NO_FLUSH, reason, remedy, NOT_BUILT)
 
 
-_TOGETHER = "they have not been made to work together"
 _NO_MOE = 'leave "moe" out of "paceline"'
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("fp16", "bf16", "a run has one of them", "turn one off", MATHEMATICS),
@@ -251,9 +250,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         f"leave expert_parallel out, {_OTHER_SCHEDULE}",
     ),
     _without_a_flush("moe", "with this schedule experts stay where they are", f"leave moe out, {_OTHER_SCHEDULE}"),
-    *(
-        _without_a_flush(part, _TOGETHER, "leave one of them out")
-        for part in ("natural_gradient", "max_change", "averaging")
+    _without_a_flush(
+        "max_change", "an update that is made beside the computation has no limits", "leave one of them out"
     ),
     _without_a_flush(
         "trace_every",

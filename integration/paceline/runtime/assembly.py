@@ -225,7 +225,7 @@ def make_averaging(engine: PacelineEngine, optimizer: ShardedOptimizer) -> Avera
     return make_averager(
         engine.plan.averaging,
         engine.control,
-        lambda: PipelineMasters(engine.control, engine.module, optimizer, engine.experts.fetch),
+        lambda: PipelineMasters(engine.control, engine.module, optimizer, engine.experts.fetch, engine.flush),
         engine.basic_optimizer,
         is_pretrained=getattr(engine.module, "is_pretrained", is_pretrained(engine.module)),
     )

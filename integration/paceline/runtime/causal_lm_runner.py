@@ -38,6 +38,8 @@ class StepBook:
     """Label tokens of the whole newest step, of all replicas."""
     tokens: int = 0
     """Its tokens, padding not counted."""
+    backward_label_tokens: int = 0
+    """Label tokens of the whole step whose backward runs."""
 
     @property
     def own_label_tokens(self) -> int:
@@ -141,6 +143,7 @@ class CausalLMRunner(StageRunner):
 
     def forward(self, live: Live, number: int) -> None:
         stream, side, routing = live.inputs
+        live.label_tokens = self._book.label_tokens  # a forward is of the newest step
         facts = self._book.shapes[number].masks
         if self.own_loss is not None or not self._module.training:  # they may look at outputs at padding
             facts = replace(facts, is_dispensable=False)
@@ -208,6 +211,7 @@ class CausalLMRunner(StageRunner):
 
     def backward(self, live: Live, number: int, is_last: bool = False) -> None:
         out, routing, _ = live.outputs
+        self._book.backward_label_tokens = live.label_tokens
         if self.is_last:
             pairs = [(self._around.scaled(out), None)]
         else:

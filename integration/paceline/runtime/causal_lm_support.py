@@ -98,7 +98,7 @@ class CausalLMSupport(ModelSupport):
         return 1.0  # each loss is already its share of the step's, over all replicas
 
     def sum_of_losses(self, num_rows: int, num_micro_batches: int) -> float:
-        return float(max(self.book.label_tokens, 1))
+        return float(max(self.book.backward_label_tokens, 1))
 
     def write_model(self, draft: Path) -> None:
         """The model's config, so that a checkpoint can become a model of its own (``paceline export``)."""

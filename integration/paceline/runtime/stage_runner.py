@@ -25,11 +25,13 @@ from .reach import Reach
 class Live:
     """A micro-batch in one of a rank's stages, from its first operation to its last: all that is kept of it."""
 
-    __slots__ = ("gradients", "inputs", "labels", "outputs")
+    __slots__ = ("gradients", "inputs", "label_tokens", "labels", "outputs")
 
     def __init__(self) -> None:
         self.inputs: Any = None
         self.labels: Any = None
+        self.label_tokens = 0
+        """Of the whole step that it is of, where losses are shares of a step's."""
         self.outputs: Any = None
         self.gradients: Any = None
         """Gradients of the outputs, from the stage behind."""

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from paceline.config import ScheduleChoice
+from paceline.hf.masks import MaskFacts
 from paceline.optim.step_options import StepOptions
 from paceline.runtime import state_owners
+from paceline.runtime.causal_lm_runner import CausalLMRunner, StepBook
+from paceline.runtime.causal_lm_support import CausalLMSupport
 from paceline.runtime.late_losses import LateLosses
+from paceline.runtime.stage_runner import Live
 from paceline.runtime.state_owners import Mirrors
 from paceline.supervise.watch import EVERYONE, WATCH
 
@@ -59,3 +63,29 @@ def test_who_looks_at_a_loss_waits_for_everyone(monkeypatch: pytest.MonkeyPatch)
     assert loss.item() == 2.5
     assert [(doing.operation, doing.peer) for doing in seen] == [("waiting for the loss", EVERYONE)]
     assert (WATCH.operation, WATCH._doing(0.0).peer) == ("", None)
+
+
+def test_a_late_backward_is_of_its_own_steps_tokens() -> None:
+    """Natural gradients are of a loss summed over tokens, and a step's differ from the newest one's."""
+    book = StepBook(shapes=[SimpleNamespace(masks=MaskFacts())] * 2)  # type: ignore[list-item]
+    weight = torch.ones(1, requires_grad=True)
+    runner: Any = SimpleNamespace(
+        _book=book,
+        _module=lambda *_: (weight * 2, None),
+        _chunk=0,
+        _graph=nullcontext,
+        _around=SimpleNamespace(forward=nullcontext, backward=lambda is_last: nullcontext()),
+        own_loss=None,
+        is_last=False,
+    )
+    runner._module.training = True
+    lives = [Live(), Live()]
+    for tokens, live in zip((30, 7), lives, strict=True):
+        live.inputs, live.gradients = (None, {}, None), (torch.ones(1),)
+        book.label_tokens = tokens
+        CausalLMRunner.forward(runner, live, 0)
+    seen = []
+    for live in lives:
+        CausalLMRunner.backward(runner, live, 0)
+        seen.append(CausalLMSupport.sum_of_losses(SimpleNamespace(book=book), 5, 2))  # type: ignore[arg-type]
+    assert seen == [30.0, 7.0]
