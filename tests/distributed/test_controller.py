@@ -42,7 +42,9 @@ def train(engine: Any, steps: int = STEPS, kind: str = "padded") -> dict[str, An
     for step in range(steps):
         found["losses"].append(engine.train_batch(iter(step_batches(step, kind))).item())
         found["ran"].append((engine.schedule.name, engine.cut, engine.schedule.num_micro_batches))
-        masks = [batch.side.get("attention_mask", torch.ones_like(batch.input_ids)) for batch in engine.support.book.loaded]
+        masks = [
+            batch.side.get("attention_mask", torch.ones_like(batch.input_ids)) for batch in engine.support.book.loaded
+        ]
         rows = [
             ids[mask.bool()].tolist()
             for batch, side in zip(engine.support.book.loaded, masks, strict=True)

@@ -338,7 +338,7 @@ def test_what_is_refused() -> None:
         assert messages["a layer"].startswith("there is no expert layer 'model.layers.7.mlp' here: name one of")
         assert messages["a placement"].startswith("model.layers.0.mlp has 8 experts on 2 ranks, the placement 3 on 2")
         assert len(rank["losses"]) == 2
-        assert rank["engine"] == "ExpertEngine"
+        assert rank["engine"] == "PlainEngine"
 
 
 def full_disk_job(directory: str) -> None:

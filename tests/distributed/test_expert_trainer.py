@@ -98,7 +98,7 @@ def test_experts_move_under_the_trainer(tmp_path: Path) -> None:
     assert ranks[0]["engine"] == "DeepSpeedEngine"
 
     ranks = run_ranks(trainer_job, 2, str(whole), by_hand, STEPS, False, True, 2)
-    assert {rank["engine"] for rank in ranks} == {"ExpertEngine"}
+    assert {rank["engine"] for rank in ranks} == {"PlainEngine"}
     assert ranks[0]["placements"]["model.layers.0.mlp"] != [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert ranks[0]["steps"] == STEPS  # steps of the optimizer, of two micro-batches each
     assert same(saved(whole), saved(stock))
@@ -114,7 +114,7 @@ def test_experts_move_under_the_trainer(tmp_path: Path) -> None:
 def test_the_section_is_read(tmp_path: Path) -> None:
     """Left to itself it looks when it is told to; a key that is wrong stops the script."""
     ranks = run_ranks(trainer_job, 2, str(tmp_path), {"moe": {"rebalance_every": 2}}, STEPS, False, False, 1)
-    assert {rank["engine"] for rank in ranks} == {"ExpertEngine"}
+    assert {rank["engine"] for rank in ranks} == {"PlainEngine"}
     assert [rank["windows"] for rank in ranks] == [STEPS // 2, 0]
     with pytest.raises(RankError, match=r'paceline.moe.rebalance_evry is not .* did you mean "rebalance_every"'):
         run_ranks(trainer_job, 2, str(tmp_path), {"moe": {"rebalance_evry": 2}}, STEPS, False, False, 1)
@@ -123,6 +123,6 @@ def test_the_section_is_read(tmp_path: Path) -> None:
 def test_the_shipped_configuration(tmp_path: Path) -> None:
     """Its "auto" values are filled by the Trainer."""
     ranks = run_ranks(trainer_job, 2, str(tmp_path), None, 2, False, True, 1)
-    assert {rank["engine"] for rank in ranks} == {"ExpertEngine"}
+    assert {rank["engine"] for rank in ranks} == {"PlainEngine"}
     assert {rank["steps"] for rank in ranks} == {2}
     assert ranks[0]["losses"][0] == pytest.approx(4.57, abs=0.2)

@@ -30,10 +30,10 @@ initialize: Callable[..., str] = SECTION.make(upstream)
 def test_a_config_in_any_place(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(MOE))
-    assert initialize(model=nn.Linear(1, 1), config=MOE) == "ExpertEngine"
-    assert initialize(None, nn.Linear(1, 1), config_params=MOE) == "ExpertEngine"
-    assert initialize(SimpleNamespace(deepspeed_config=str(file)), nn.Linear(1, 1)) == "ExpertEngine"
-    assert initialize(model=nn.Linear(1, 1), config=str(file)) == "ExpertEngine"
+    assert initialize(model=nn.Linear(1, 1), config=MOE) == "PlainEngine"
+    assert initialize(None, nn.Linear(1, 1), config_params=MOE) == "PlainEngine"
+    assert initialize(SimpleNamespace(deepspeed_config=str(file)), nn.Linear(1, 1)) == "PlainEngine"
+    assert initialize(model=nn.Linear(1, 1), config=str(file)) == "PlainEngine"
     assert deepspeed.DeepSpeedEngine.__name__ == "DeepSpeedEngine"
 
 

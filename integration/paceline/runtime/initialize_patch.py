@@ -100,10 +100,6 @@ def plain_engine_for(section: PacelineConfig, ds_config: Mapping[str, Any]) -> t
     asked = plain_parts(section)
     if asked:
         check_exclusions(Features(ds_config, section, is_pipeline=False))
-    if "moe" in asked:
-        from .plain_expert_engine import ExpertEngine
-
-        return ExpertEngine
     if asked:
         from .plain_engine import PlainEngine
 

@@ -1,11 +1,12 @@
-"""Training without a pipeline: DeepSpeed's engine with natural gradients, and with averaging between islands."""
+"""Training without a pipeline: DeepSpeed's engine with natural gradients, averaging, experts that move."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -16,8 +17,15 @@ from ..comm.control import ControlPlane
 from ..config import RunPlan
 from ..hf.weights import is_pretrained
 from ..optim.zero_max_change import FlatMaxChange
+from ..planning.tuning import DecisionLog
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .rate import check_scheduler_object
+
+if TYPE_CHECKING:
+    from ..moe.layer import ExpertLayer
+    from ..moe.rebalancer import Rebalancer
+    from ..planning.experts import Placement
+    from .plain_expert_part import PlainExperts
 
 OWN_FILE = "paceline_rank_{rank:05d}.pt"
 """In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
@@ -30,6 +38,8 @@ class PlainEngine(DeepSpeedEngine):
     """None: gradients are ordinary ones."""
     averager: Averager | None = None
     """None: this job is alone."""
+    experts: PlainExperts | None = None
+    """None: experts stay where they are."""
     _max_change: FlatMaxChange | None = None
 
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
@@ -57,6 +67,41 @@ class PlainEngine(DeepSpeedEngine):
             self.basic_optimizer,
             is_pretrained=getattr(self.module, "is_pretrained", is_pretrained(self.module)),
         )
+        self.decisions = DecisionLog()
+        """What was decided about experts."""
+        if plan.moe is not None:
+            from .plain_expert_part import PlainExperts
+
+            self.experts = PlainExperts(self, plan.moe, self.decisions)
+
+    @property
+    def expert_layers(self) -> Mapping[str, ExpertLayer]:
+        """Layers whose experts can move, by the names of the modules."""
+        return {} if self.experts is None else self.experts.layers
+
+    @property
+    def rebalancer(self) -> Rebalancer | None:
+        """Moves experts; None: there are none that move."""
+        return None if self.experts is None else self.experts.rebalancer
+
+    def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
+        """See :meth:`~paceline.runtime.plain_expert_part.PlainExperts.place`."""
+        if self.experts is None:
+            raise ValueError('experts cannot be placed: "moe" is not in the "paceline" section.')
+        return self.experts.place(placements)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """As DeepSpeed's; after a step of the optimizer experts may move."""
+        steps = self.global_steps
+        super().step(lr_kwargs)
+        if self.experts is not None and self.global_steps > steps:
+            self.experts.after_step()
+
+    def zero_grad(self) -> None:
+        """As DeepSpeed's; what copies of experts have learned is forgotten too."""
+        super().zero_grad()
+        if self.experts is not None:
+            self.experts.forget_gradients()
 
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
@@ -120,7 +165,11 @@ class PlainEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's, with a small file of each rank beside its own where there is something for it."""
+        """As DeepSpeed's, with what belongs to our parts: small files of ranks, placements in the client state.
+
+        Raises:
+            KeyError: the client state has "paceline" already, and experts move.
+        """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         if self.averager is not None:
             self.averager.settle()
@@ -130,14 +179,29 @@ class PlainEngine(DeepSpeedEngine):
             parts = {"natural_gradient": self.natural_gradient, "averaging": self.averager}
             own = {name: {} if part is None else part.state_dict() for name, part in parts.items()}
             torch.save(own, folder / OWN_FILE.format(rank=self.global_rank))
-        saved = super().save_checkpoint(
-            save_dir,
-            tag=tag,
-            client_state=dict(client_state or {}),
-            save_latest=save_latest,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        state = dict(client_state or {}) if self.experts is None else self.experts.saved_with(client_state)
+        with self._experts_in_order():
+            saved = super().save_checkpoint(
+                save_dir,
+                tag=tag,
+                client_state=state,
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+            if self.experts is not None and self.checkpoint_engine.is_decoupled():
+                self._commit_decoupled_checkpoint()  # it reads on, and experts are about to move back
         return bool(saved)
+
+    def _experts_in_order(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.experts is None else self.experts.in_order()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's."""
+        # AutoEP's layers are written with the help of their placement descriptor.
+        with nullcontext() if self._has_autoep_layers() else self._experts_in_order():
+            return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
 
     def load_checkpoint(
         self,
@@ -149,18 +213,31 @@ class PlainEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[Any, Any]:
-        """As DeepSpeed's; with it natural gradients go on, on another number of ranks from those of another rank."""
-        path, state = super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-        if path is not None and load_optimizer_states and not load_module_only:
+        """As DeepSpeed's; natural gradients, averages and the placements of experts go on, as far as they fit.
+
+        On another number of ranks natural gradients are those of another rank, and experts are spread anew.
+
+        Raises:
+            ValueError: the optimizer's states cannot be spread anew.
+        """
+        loads_all, experts = load_optimizer_states and not load_module_only, self.experts
+        spread = experts.to_reshard(load_dir, tag) if experts is not None and loads_all else None
+        with self._experts_in_order():
+            path, state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states and spread is None,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+            if experts is not None and spread is not None:
+                experts.load_states(spread)
+        if path is not None and loads_all:
             self._load_own(Path(path).parent)
+        if experts is not None:
+            experts.restore(state)
         return path, state
 
     def _load_own(self, folder: Path) -> None:

@@ -39,9 +39,9 @@ class TimelineWriter:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a step is small enough for a picture."""
+        """Whether a step is small enough for a picture, and its costs are known: those of one stage a rank."""
         schedule = self.schedule()
-        return schedule.num_stages * schedule.num_micro_batches <= DRAWN
+        return schedule.num_stages == schedule.num_ranks and schedule.num_stages * schedule.num_micro_batches <= DRAWN
 
     def write(self, reports: Sequence[Report], costs: MeasuredCosts) -> None:
         """Write the last step of the first replica, which ran as the next one is to.
