@@ -28,7 +28,7 @@ def test_only_where_nobody_else_looks_at_its_outputs(trains: bool, own_loss: Any
 
     facts = MaskFacts(is_padded=True, is_dispensable=True)
     runner: Any = SimpleNamespace(
-        _book=SimpleNamespace(shapes=[SimpleNamespace(masks=facts)]),
+        _book=SimpleNamespace(shapes=[SimpleNamespace(masks=facts)], label_tokens=0),
         _module=Module(),
         _chunk=0,
         _graph=nullcontext,
