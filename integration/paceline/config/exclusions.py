@@ -260,10 +260,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     _with_several_stages("layers that move", "partitions are planned for one stage a rank"),
     _with_several_stages('"hetero"', "cuts are measured for one stage a rank"),
-    *(
-        _with_several_stages(feature, "the experts of a rank are those of one stage")
-        for feature in ("expert_parallel", "moe")
-    ),
     _with_several_stages("trace_every", "timelines are recorded of one stage a rank"),
     Exclusion(
         "torch_autocast",
