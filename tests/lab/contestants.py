@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lab.asynchronous import SCHEDULES, AsynchronousStep
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, loss
+from paceline.schedules.families import CHUNKED, chunked_route
 
 Step = Callable[[], dict[str, Any]]
 """One step of training, called on every rank: what there is to say about it.
@@ -35,8 +36,10 @@ OURS: dict[str, dict[str, Any]] = {
     "eager1": {"schedule": {"type": "eager", "slack": 1.0}},
     "eager2": {"schedule": {"type": "eager", "slack": 2.0}},
     "adaptive": {"schedule": {"type": "adaptive"}},
+    "interleaved": {"schedule": {"type": "interleaved", "chunks": 2}},
+    "our-dualpipev": {"schedule": {"type": "dualpipev"}},
 }
-"""Sections ``paceline.pipeline`` by a short name."""
+"""Sections ``paceline.pipeline`` by a short name; the last two have two half stages a rank."""
 
 
 def make(name: str, emulation: Emulation) -> Step:
@@ -119,8 +122,17 @@ def _paceline(emulation: Emulation, section: dict[str, Any]) -> Step:
 
     partition = section.get("partition", "uniform")
     method = partition.get("method", "uniform") if isinstance(partition, dict) else partition
+    layers, route, kind = _layers(emulation), None, section.get("schedule", {}).get("type")
+    if kind in CHUNKED:
+        _check_a_layer_a_rank(kind, emulation)
+        route = chunked_route(kind, emulation.num_ranks, 2)
+        layers = [LayerSpec(EmulatedLayer, *emulation.layer_arguments(rank, 2)) for rank in route]
     net = paceline.PipelineModule(
-        layers=_layers(emulation), num_stages=emulation.num_ranks, loss_fn=loss, partition_method=method
+        layers=layers,
+        num_stages=emulation.num_ranks,
+        loss_fn=loss,
+        partition_method=method,
+        routes=None if route is None else [route],
     )
     engine, *_ = paceline.initialize(
         model=net, model_parameters=list(net.parameters()), config=_config(emulation, section)
