@@ -95,7 +95,8 @@ def _run_ahead(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, old: T
 
 
 def _remembered(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> Tensor | None:
-    return optimizer.state.get(parameter, {}).get(key)
+    found: Tensor | None = optimizer.state.get(parameter, {}).get(key)
+    return found
 
 
 def _momentum(group: dict[str, Any]) -> float:

@@ -433,7 +433,8 @@ def _subtract_(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def _square(x: Tensor) -> Tensor:
     """The squared Frobenius norm of each matrix, in float64."""
-    return torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1).double(), dim=-1).square()
+    norms: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1).double(), dim=-1)
+    return norms.square()
 
 
 def _wide(x: Tensor) -> Tensor:

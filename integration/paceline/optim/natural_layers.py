@@ -195,7 +195,8 @@ class NaturalLinear(_Ours):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.requires_grad:
-            return super().forward(x)  # type: ignore[misc]
+            own: Tensor = super().forward(x)  # type: ignore[misc]
+            return own
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))

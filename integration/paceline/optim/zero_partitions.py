@@ -34,7 +34,7 @@ def num_real(parameter: nn.Parameter, segment: Tensor) -> int | None:
     if not hasattr(parameter, "ds_id"):
         return None
     first = segment.numel() * parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
-    return min(segment.numel(), max(0, parameter.ds_numel - first))  # type: ignore[attr-defined]
+    return int(min(segment.numel(), max(0, parameter.ds_numel - first)))  # type: ignore[attr-defined]
 
 
 def masters_of(optimizer: Any) -> FlatMasters:

@@ -152,7 +152,7 @@ def initialize(
     assert engine is None or isinstance(results[0], engine), f"deepspeed.initialize built a {type(results[0]).__name__}"
     if boundaries is not None:
         results[0].repartition(boundaries)
-    return results
+    return tuple(results)
 
 
 def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPlan | None) -> None:

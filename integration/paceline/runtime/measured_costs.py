@@ -313,4 +313,4 @@ def _overhead(step: StepTimes) -> float:
     busy = sum(end - start for _, start, end in spans)
     count = sum(kind != WAIT for kind, _, _ in spans)
     whole = max(end for *_, end in spans) - min(start for _, start, _ in spans)
-    return max(whole - busy, 0.0) / count
+    return float(max(whole - busy, 0.0)) / count

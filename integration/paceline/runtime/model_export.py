@@ -139,7 +139,7 @@ def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
 
 def own_tensors(stage: CausalLMStage) -> dict[str, Tensor]:
     """A stage's tensors by Hugging Face's names; a tied weight's copy on the last stage is not its own."""
-    state = stage.model.state_dict()
+    state: dict[str, Tensor] = stage.model.state_dict()
     copy = stage.tied_weight
     if copy is None or stage.cut.first or copy not in state:
         return state

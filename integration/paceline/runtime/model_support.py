@@ -104,9 +104,10 @@ class ModelSupport(ABC):
 
     def _modules_of(self, stage: int) -> nn.Module:
         """What a stage has of this rank's modules, tied ones too."""
-        module = self.module
+        module: Any = self.module
         if len(self.routes[0]) == module.num_stages:
-            return module
+            whole: nn.Module = module
+            return whole
         found = nn.ModuleList()
         for item in range(module.parts[stage], module.parts[stage + 1]):
             spec = module._layer_specs[item]

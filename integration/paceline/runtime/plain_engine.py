@@ -109,7 +109,7 @@ class PlainEngine(DeepSpeedEngine):
 
     def _unit_of_sum(self, num_rows: int) -> float:
         """Factor that makes a gradient that of a loss summed over rows: a loss here is the mean of a micro-batch."""
-        return num_rows * self.gradient_accumulation_steps() / loss_scale_of(self.optimizer)
+        return float(num_rows * self.gradient_accumulation_steps()) / loss_scale_of(self.optimizer)
 
     def natural_gradient_report(self) -> dict[str, float] | None:
         """See :meth:`NaturalGradientPart.report`; None without natural gradients."""

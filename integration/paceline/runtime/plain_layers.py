@@ -71,7 +71,8 @@ class PlainLayers(Layers):
         )
 
     def get(self, item: int) -> nn.Module | None:
-        return self.module._modules.get(str(item))
+        layer: nn.Module | None = self.module._modules.get(str(item))
+        return layer
 
     def kind(self, item: int) -> tuple[str, str]:
         spec, layer = self.module._layer_specs[item], self._module(item)
@@ -114,6 +115,7 @@ class PlainLayers(Layers):
 
     def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
         spec = self.module._layer_specs[item]
+        layer: nn.Module
         if isinstance(spec, LayerSpec):
             # A constructor draws its initial weights: nobody else is to notice.
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -134,7 +136,8 @@ class PlainLayers(Layers):
 
     @property
     def device(self) -> torch.device:
-        return next(p.device for p in self.module.parameters())
+        device: torch.device = next(p.device for p in self.module.parameters())
+        return device
 
     def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
         module, before = self.module, self.here

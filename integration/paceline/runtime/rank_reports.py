@@ -249,7 +249,7 @@ def messages(reports: Sequence[Report], after: dict[tuple[int, int, str], int] |
     """By rank and end, when the last of what ended there at that moment could begin: a batch of NCCL ends as one."""
 
     def ready(source: int, target: int, sent: Record, received: Record) -> float:
-        return max(sent.begun_s - clocks[source], received.begun_s - clocks[target])
+        return float(max(sent.begun_s - clocks[source], received.begun_s - clocks[target]))
 
     for report in reports:
         for name, source, target in lanes_of(report.stage, len(reports)):

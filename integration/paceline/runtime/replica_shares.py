@@ -94,4 +94,5 @@ class ReplicaShares:
             return loss
         tokens = count_label_tokens(labels)
         counted = self.gather(torch.tensor([tokens], device=device)).sum().cpu()
-        return loss.nan_to_num() * tokens * self.replicas / counted
+        share: Tensor = loss.nan_to_num() * tokens * self.replicas / counted
+        return share

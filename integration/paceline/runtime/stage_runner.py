@@ -259,7 +259,9 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload]
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(tensor)  # type: ignore[call-overload]
+        return alias
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, Any]) ->
     experts = sum(p.numel() for layer in experts_of(model).values() for p in layer.parameters())
     section = value_at(ds_config, EXPERT_PARALLEL)
     shares = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
-    return whole - experts + experts // shares if isinstance(shares, int) and shares > 0 else whole
+    return int(whole - experts + experts // shares) if isinstance(shares, int) and shares > 0 else whole
 
 
 def first_partition(

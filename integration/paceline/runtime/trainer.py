@@ -207,7 +207,8 @@ class PipelineTraining(_Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
         if not self.is_pipeline:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            found: tuple[Any, Any] = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            return found
         engine = self._start(max_steps)
         self.run_log = self._make_log(engine)
         self._load_state(engine, resume_from_checkpoint)
@@ -227,7 +228,9 @@ class PipelineTraining(_Trainer):
 
     # -- data: a share for each pipeline, not for each rank ------------------------------------------------------
 
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> DataLoader[Any]:
         if self.is_pipeline:
             self._build()
             accelerator, shares = self.accelerator, self._shares
@@ -237,11 +240,12 @@ class PipelineTraining(_Trainer):
             accelerator.gather_for_metrics = self.gather_function = shares.gather_for_metrics
             trains = args[1] if len(args) > 1 else kwargs.get("is_training", False)
             dataset = shares.take(dataset, description, batch_size, trains=trains)
-        return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        loader: DataLoader[Any] = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         if not self.is_pipeline:
-            return super().get_total_train_batch_size(args)
+            return int(super().get_total_train_batch_size(args))
         replicas = self._build()._grid.data_parallel_size
         return int(self._train_batch_size * args.gradient_accumulation_steps * replicas)
 
@@ -255,7 +259,8 @@ class PipelineTraining(_Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Micro-batches wait for the last of their step; then all of them are trained on."""
         if not self.is_pipeline:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
         nothing = torch.zeros((), device=self.args.device)
         self._waiting.append(without_extras(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
@@ -332,7 +337,7 @@ class PipelineTraining(_Trainer):
     def _get_learning_rate(self) -> float:
         """That the last step had."""
         if not self.is_pipeline or self._rate is None:
-            return super()._get_learning_rate()
+            return float(super()._get_learning_rate())
         return float(self._rate)
 
     # -- records of the run --------------------------------------------------------------------------------------
@@ -494,7 +499,8 @@ def _count_steps(args: TrainingArguments, dataset: Any, resolved: RunPlan) -> in
         raise ValueError("the data have no length: give max_steps.") from None
     batch = args.per_device_train_batch_size * resolved.data_parallel
     batches = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
-    return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / resolved.micro_batches)))
+    steps: int = math.ceil(args.num_train_epochs * max(1, math.ceil(batches / resolved.micro_batches)))
+    return steps
 
 
 def _make_optimizer(trainer: Any, groups: Any) -> torch.optim.Optimizer:
