@@ -106,6 +106,8 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "fp16": _pipeline(4, HALF, config={**FP16, **ZERO_1}),
     "autocast": _pipeline(tolerance=HALF, config=AUTOCAST),
+    "interleaved": _pipeline(with_nccl=True, schedule="interleaved"),
+    "dualpipev": _pipeline(with_nccl=True, schedule="dualpipev"),
     "kfkb": _pipeline(with_nccl=True, schedule={"type": "kfkb", "k": 2}),
     "eager": _pipeline(with_nccl=True, schedule="eager"),
     "traced steps": _pipeline(section={"report": {"trace_every": 2}}, traced_steps=2),
