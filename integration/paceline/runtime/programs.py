@@ -47,9 +47,11 @@ class Programs:
         held = [chunks_of(device, self._routes) for device in range(self._num_devices)]
         wanted = tuple(tuple(way * schedule.num_stages + stage for way, stage in chunks) for chunks in held)
         if schedule.num_stages != len(self._routes[0]) or schedule.cells != wanted:
+            own = [[stage for _, stage in chunks] for chunks in held]
+            here = "stages of one chunk each" if max(map(len, own)) == 1 else f"ranks with the stages {own}"
             raise ValueError(
                 f"the schedule {schedule.name!r} has {schedule.num_ranks} ranks with {schedule.num_chunks} chunks: "
-                f"this pipeline has {self._num_devices} with the stages {held}."
+                f"this pipeline has {self._num_devices} {here}."
             )
         if schedule.num_micro_batches != num_micro_batches:
             raise ValueError(

@@ -113,7 +113,7 @@ def test_schedules_for_other_stages_are_refused() -> None:
     programs = Programs(choice, choice.routes(2), 0, FREE)
     programs.set(families.interleaved(2, 4, 2), 4)
     for schedule in (families.one_f_one_b(2, 4), families.dualpipev(2, 4), families.interleaved(2, 4, 3)):
-        with pytest.raises(ValueError, match="this pipeline has 2 with the stages"):
+        with pytest.raises(ValueError, match=r"this pipeline has 2 ranks with the stages \[\[0, 2\], \[1, 3\]\]"):
             programs.set(schedule, 4)
     with pytest.raises(ValueError, match="has 8 micro-batches and a step 4"):
         programs.set(families.interleaved(2, 8, 2), 4)
