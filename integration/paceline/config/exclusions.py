@@ -115,6 +115,8 @@ def _moving_layers(features: Features) -> str | None:
 
 
 def _measured_cuts(features: Features) -> str | None:
+    if not features.is_pipeline:
+        return None
     method, path = resolve_method(features.section, features.config)
     return f"{path} is {show(method)}" if method == HETERO else None
 

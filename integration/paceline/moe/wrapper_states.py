@@ -159,7 +159,7 @@ class _ShardedStates:
         found = [_value(parameter)]
         for owned in self._owned_of(parameter):
             start = owned.start * (parameter[0].numel() if parameter.dim() else 1)
-            if owned.master.dtype != parameter.dtype:  # else it is the value's own memory
+            if self._optimizer.rows.has_own_master(owned):
                 found.append(StatePart(MASTER, start, _flat(owned.master)))
             states = _states(self._optimizer, owned.master)
             found += [StatePart(kind, start, tensor) for kind, _, tensor in states]

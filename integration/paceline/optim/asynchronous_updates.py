@@ -103,7 +103,7 @@ class AsynchronousUpdates:
         """Sections, in falling order, of the step that is not finished, whose reduction is in the queue."""
         self._unfinished = _Update()
         self.pending: deque[_Update] = deque()
-        """Of steps that are finished, and not yet applied."""
+        """Updates of steps that are finished, and not yet applied."""
 
     @torch.no_grad()
     def backward_complete(self, section: int) -> None:

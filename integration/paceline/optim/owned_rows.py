@@ -83,9 +83,12 @@ class OwnedRows:
 
     def kept(self) -> Kept:
         """Masters with memory of their own, for the rows of another layout. Others are the model's values."""
-        return {(owned.name, owned.start, owned.stop): owned.master for owned in self.owned if self._is_apart(owned)}
+        return {
+            (owned.name, owned.start, owned.stop): owned.master for owned in self.owned if self.has_own_master(owned)
+        }
 
-    def _is_apart(self, owned: Owned) -> bool:
+    def has_own_master(self, owned: Owned) -> bool:
+        """Whether the master has memory of its own; otherwise it is the value's."""
         return self._layout.is_asynchronous or owned.master.dtype != owned.parameter.dtype
 
     def shares(self) -> Iterator[tuple[int, int, int]]:
@@ -133,7 +136,7 @@ class OwnedRows:
             for value in list(state.values())
             if torch.is_tensor(value)
         ]
-        masters = [owned.master for owned in self.owned if self._is_apart(owned)]
+        masters = [owned.master for owned in self.owned if self.has_own_master(owned)]
         return sum(tensor.nbytes for tensor in (*states, *masters))
 
     def release(self) -> None:

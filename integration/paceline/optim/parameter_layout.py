@@ -101,7 +101,7 @@ def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _layer_of(name: str) -> str:
-    """What the names of a layer's parameters begin with: ``"model.layers.3"``; of others, the module's name."""
+    """The beginning of the names of a layer's parameters: ``"model.layers.3"``; of others, the module's name."""
     words = name.split(".")
     number = next((index for index, word in enumerate(words) if word.isdigit()), len(words) - 2)
     return ".".join(words[: number + 1])

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def causal_lm_runners(held: Sequence[HeldStage]) -> list[CausalLMRunner]:
-    """What computes the stages of a Hugging Face model; none of another one."""
+    """Runners of the stages of a Hugging Face model; none of another one."""
     return [one.runner for one in held if isinstance(one.runner, CausalLMRunner)]
 
 

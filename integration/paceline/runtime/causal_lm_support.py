@@ -1,4 +1,4 @@
-"""What an engine has to know of a Hugging Face causal LM."""
+"""Support of Hugging Face causal LMs in the engine."""
 
 from __future__ import annotations
 

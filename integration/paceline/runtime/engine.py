@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from ..moe.rebalancer import Rebalancer
     from ..planning.experts import Placement
 
-_Asks = Callable[[nn.Parameter], bool]
-
 TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
 
@@ -115,7 +113,7 @@ class PacelineEngine(PipelineEngine):
         self.stage_of: dict[nn.Parameter, int] = {}
         """Stage of each parameter here, where ranks that hold the same stages share their updates."""
         self.decisions = DecisionLog()
-        """What was decided about schedule, partition and experts."""
+        """Decisions about schedule, partition and experts."""
         self.shared_experts = SharedExperts.of(model)
         # DeepSpeed's start sends along the devices, whichever stages they have.
         self._ends = 0, model.num_stages - 1
@@ -242,7 +240,8 @@ class PacelineEngine(PipelineEngine):
         self.run_dir = run_dir
         self.experts.write_loads(run_dir / LOADS)
         self.timelines.records_switches = self.plan.report.html
-        if self.plan.report.html and self.controller is None and self.tracer is None and self.timelines.is_drawn:
+        has_timeline = self.asynchronous is None and self.timelines.is_drawn  # else none is predicted
+        if self.plan.report.html and self.controller is None and self.tracer is None and has_timeline:
             self.tracer = self._make_tracer(num_steps)
 
     @property
@@ -380,7 +379,7 @@ class PacelineEngine(PipelineEngine):
 
     @property
     def own_loss(self) -> Callable[..., Tensor] | None:
-        """What computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+        """Computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
         return assembly.causal_lm_runners(self.held)[0].own_loss
 
     @own_loss.setter

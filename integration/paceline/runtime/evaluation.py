@@ -81,7 +81,7 @@ class Evaluation:
     def predict(
         self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
     ) -> Iterator[tuple[Tensor, Any]]:
-        """Of each of ``batches`` the model's own loss (NaN without a label token), and what ``see`` makes of it.
+        """Give the model's own loss of each of ``batches`` (NaN without a label token), and what ``see`` makes of it.
 
         Several batches are under way at a time. Collective: all ranks take all that there is, in the same order.
 

@@ -275,7 +275,7 @@ class Migrator:
             return 0
         values = sum(_num_bytes(p) for p in optimizer.layout.parameters)
         kept = ((o, kind, t) for o in optimizer.owned for kind, t in parts_of(optimizer, o).items())
-        return values + sum(_num_bytes(t) for o, kind, t in kept if kind != MASTER or t.dtype != o.parameter.dtype)
+        return values + sum(_num_bytes(t) for o, kind, t in kept if kind != MASTER or optimizer.rows.has_own_master(o))
 
     def _state_bytes_per_value_byte(self) -> float:
         """Bytes of masters, states and gradients on this rank for each byte of the values that it trains."""

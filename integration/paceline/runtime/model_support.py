@@ -1,4 +1,4 @@
-"""What an engine has to know of the kind of module that it trains."""
+"""Support of the kinds of modules that the engine trains."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Holdings:
                 self.tensors.append(tensor.detach())
         for owned in optimizer.owned:
             for kind, tensor in parts_of(optimizer, owned).items():
-                if kind == MASTER and tensor.dtype == owned.parameter.dtype and optimizer.updates is None:
+                if kind == MASTER and not optimizer.rows.has_own_master(owned):
                     continue  # it is the value's own memory
                 by_rows = tensor.shape == owned.master.shape and (tensor.dim() > 0 or kind == MASTER)
                 # A step count, or factors of a whole parameter, serve for any of its rows.
