@@ -597,9 +597,9 @@ def test_layers_that_are_not_there() -> None:
 
 
 @pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
-def test_limits_do_not_go_with_updates_beside_the_computation(kind: str) -> None:
+def test_limits_do_not_go_with_schedules_without_a_flush(kind: str) -> None:
     message = (
-        f'paceline.natural_gradient.max_change is there and paceline.pipeline.schedule.type "{kind}": an update that '
-        "is made beside the computation has no limits; leave one of them out."
+        f'paceline.natural_gradient.max_change is there and paceline.pipeline.schedule.type "{kind}": changes are '
+        "not limited with these schedules; leave one of them out."
     )
     assert run_ranks(refused, 2, kind, {**OPTIONS, "max_change": {"total": 0.1}}) == [message] * 2
