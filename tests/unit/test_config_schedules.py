@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import PacelineConfig, ScheduleChoice, ScheduleConfig, resolve, resolve_schedule
+from paceline.schedules import families
 
 TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive", "interleaved", "dualpipev", "multidirection", "one_direction")
 BOTH = ("multidirection", "one_direction")
@@ -21,8 +22,9 @@ KEYS = {
     "directions": (("multidirection",), 2),
     "staleness": (("multidirection",), 0),
     "optimizer_owners": (("multidirection",), "mirror"),
-    "warm_in_steps": (BOTH, 20),
-    "correction": (BOTH, "nesterov"),
+    "warm_in_steps": ((*BOTH, "adaptive"), 20),
+    "correction": ((*BOTH, "adaptive"), "nesterov"),
+    "late_gradients": (("adaptive",), True),
 }
 
 
@@ -55,7 +57,7 @@ def test_a_key_belongs_to_its_types(key, kind):
     assert str(error.value).startswith(f"paceline.pipeline.schedule.{key} is ")
     belongs, remedy = {
         1: (f'type "{owners[0]}"', f'"{owners[0]}"'),
-        2: ('types "multidirection" and "one_direction"', "one of them"),
+        3: ('types "multidirection", "one_direction" and "adaptive"', "one of them"),
     }[len(owners)]
     assert str(error.value).endswith(
         f': it belongs to the {belongs} and the type is "{written}"; drop it, or write {remedy}.'
@@ -70,8 +72,9 @@ def test_a_key_belongs_to_its_types(key, kind):
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
-         'paceline.pipeline.schedule: "chunks", "correction", "directions", "k", "memory_gib", "micro_batch_sizes", '
-         '"optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", "warmup".'),
+         'paceline.pipeline.schedule: "chunks", "correction", "directions", "k", "late_gradients", "memory_gib", '
+         '"micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", '
+         '"warmup".'),
         ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
          "chosen."),
         ({"type": "kfkb", "k": 2.0}, ".k is 2.0: it must be a valid integer; leave the key out to have it chosen."),
@@ -101,8 +104,8 @@ def test_a_key_belongs_to_its_types(key, kind):
          "'error_feedback'; leave the key out to have it chosen."),
         ({"type": "multidirection", "stale": 1}, '.stale is not a key of this version of paceline; did you mean '
          '"staleness"? Valid keys of paceline.pipeline.schedule: "chunks", "correction", "directions", "k", '
-         '"memory_gib", "micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", '
-         '"warm_in_steps", "warmup".'),
+         '"late_gradients", "memory_gib", "micro_batch_sizes", "optimizer_owners", "retune_every", "slack", '
+         '"staleness", "type", "warm_in_steps", "warmup".'),
     ],
 )  # fmt: skip
 def test_refusals(schedule, message):
@@ -240,7 +243,11 @@ def accepts(schema, value, defs):
             case "enum":
                 return any(value == one and type(value) is type(one) for one in rule)
             case "type":
-                return isinstance(value, kinds[rule]) and not isinstance(value, bool)
+                return (
+                    isinstance(value, bool)
+                    if rule == "boolean"
+                    else type(value) is not bool and isinstance(value, kinds[rule])
+                )
             case "minimum":
                 return value >= rule
             case "maximum":
@@ -309,3 +316,25 @@ def test_which_rank_holds_which_stage(schedule, stages, micro_batches, routes):
 def test_micro_batches_that_several_stages_a_rank_cannot_have(schedule, message):
     with pytest.raises(ValueError, match=message):
         resolved(schedule, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            {"correction": "nesterov"},
+            r'correction is "nesterov" and no late_gradients: .* write true for late_gradients',
+        ),
+        ({"warm_in_steps": 5, "late_gradients": False}, "warm_in_steps is 5 and no late_gradients"),
+        (
+            {"micro_batch_sizes": [1, 2], "late_gradients": True},
+            r"micro_batch_sizes is .*1, 2.* and late_gradients true",
+        ),
+    ],
+)
+def test_late_gradients_that_adaptive_may_choose(schedule, message):
+    choice, _ = resolve_schedule(section({"late_gradients": True, "correction": "nesterov"}), 4, 8, micro_batch_size=2)
+    assert (choice.is_asynchronous, choice.shares_updates, choice.correction) == (True, True, "nesterov")
+    assert choice.planned(4, 8) == families.one_f_one_b(4, 8)
+    with pytest.raises(ValueError, match=message):
+        resolve_schedule(section(schedule), 4, 8, micro_batch_size=2)

@@ -13,7 +13,7 @@ from typing import Any
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.families import CHUNKED
 from .section import HETERO, SECTION, PacelineConfig, show, value_at
-from .stage_counts import resolve_method, schedule_type
+from .stage_counts import may_be_late, resolve_method, schedule_type
 
 MATHEMATICS, UPSTREAM, NOT_BUILT = "mathematics", "upstream", "not built"
 GROUNDS = {
@@ -54,6 +54,8 @@ _Finder = Callable[[Features], str | None]
 def _schedule(*kinds: str) -> _Finder:
     def find(features: Features) -> str | None:
         kind = schedule_type(features.section)
+        if ONE_DIRECTION in kinds and may_be_late(features.section):
+            return f"{SECTION}.pipeline.schedule.late_gradients is true"
         return f"{SECTION}.pipeline.schedule.type {show(kind)}" if kind in kinds else None
 
     return find

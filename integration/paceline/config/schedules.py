@@ -8,7 +8,7 @@ from typing import Any
 from ..schedules import asynchronous, directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.schedule import Schedule
-from ..schedules.stream import Stream
+from ..schedules.stream import Stream, flushed
 from .batch_sizes import MICRO_BATCHES, divisors
 from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 from .stage_counts import CHUNKS
@@ -37,6 +37,7 @@ class ScheduleChoice:
         warm_in_steps: updates over which the learning rate rises to what it is scheduled to be.
         correction: of late gradients: ``"nesterov"``, ``"error_feedback"`` or ``None``; see
             :class:`~paceline.optim.corrections.Corrections`.
+        late_gradients: whether the tuner may choose ``"one_direction"``.
     """
 
     type: ScheduleType
@@ -52,6 +53,7 @@ class ScheduleChoice:
     optimizer_owners: str | None = None
     warm_in_steps: int | None = None
     correction: str | None = None
+    late_gradients: bool | None = None
 
     @property
     def has_directions(self) -> bool:
@@ -60,8 +62,15 @@ class ScheduleChoice:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a step begins before the last one's update."""
-        return self.type == ONE_DIRECTION or (self.has_directions and self.staleness != 0)
+        """Whether a step may begin before the last one's update."""
+        return (
+            self.type == ONE_DIRECTION or (self.has_directions and self.staleness != 0) or self.late_gradients is True
+        )
+
+    @property
+    def shares_updates(self) -> bool:
+        """Whether the ranks that hold the same stages, in any direction, make updates together."""
+        return self.type in STREAMS or self.is_asynchronous
 
     def routes(self, num_devices: int) -> tuple[tuple[int, ...], ...]:
         """Device of each stage, one route a direction."""
@@ -74,9 +83,13 @@ class ScheduleChoice:
     def stream(self, num_stages: int, num_micro_batches: int) -> Stream:
         """The order of a step in the steady state, for the types that have one (also with a flush).
 
+        Where the tuner may choose late gradients, it is that of 1F1B, with which it begins.
+
         Raises:
             ValueError: there is none of this shape.
         """
+        if self.late_gradients:
+            return flushed(self.first(num_stages, num_micro_batches))
         assert self.type in STREAMS, f"{self.type} is flushed at the end of each step"
         return asynchronous.make(self.type, num_stages, num_micro_batches, self.directions)
 
@@ -87,7 +100,7 @@ class ScheduleChoice:
         """
         if self.type in STREAMS:
             name = self.type if self.is_asynchronous else f"{self.type} staleness=0"
-            return replace(self.stream(num_stages, num_micro_batches).unrolled(1), name=name)
+            return replace(self.stream(num_stages, num_micro_batches).one_step, name=name)
         if self.type == families.DUALPIPEV:
             return families.dualpipev(num_stages, num_micro_batches)
         if self.chunks is not None:
@@ -97,7 +110,7 @@ class ScheduleChoice:
 
     def planned(self, num_stages: int, num_micro_batches: int) -> Schedule | Stream:
         """The order that a partition is planned for: the steady state of what has one, else what a run begins with."""
-        if self.is_asynchronous:
+        if self.is_asynchronous and not self.late_gradients:
             return self.stream(num_stages, num_micro_batches)
         return self.first(num_stages, num_micro_batches)
 
@@ -147,7 +160,17 @@ def resolve_schedule(
         _check_sizes(sizes, micro_batch_size * num_micro_batches)
         sizes = tuple(sorted({*sizes, micro_batch_size}))
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
-        return ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes), chosen
+        choice = ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes)
+        if not schedule.late_gradients:
+            _check_synchronous(schedule, "no late_gradients", "true for late_gradients")
+            return choice, chosen
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{SCHEDULE}.micro_batch_sizes is {show(sizes)} and late_gradients true: a step is read before the one "
+                "ahead of it has ended, cut as configured; leave one of the two keys out."
+            )
+        warm_in_steps = pick("warm_in_steps", 0, "the learning rate as it is scheduled")
+        return replace(choice, late_gradients=True, warm_in_steps=warm_in_steps, correction=schedule.correction), chosen
     if kind in families.CHUNKED:
         count = 2 if kind == families.DUALPIPEV else pick("chunks", CHUNKS, "half the bubble of 1F1B")
         choice = ScheduleChoice(kind, chunks=count)
@@ -170,7 +193,7 @@ def resolve_schedule(
             staleness = pick("staleness", STALENESS, "no flush at the end of a step: at most one update comes between")
             owners = pick("optimizer_owners", OWNERS, "each stage's states whole on one device")
         if staleness == 0:
-            _check_synchronous(schedule)
+            _check_synchronous(schedule, "staleness 0", "1 for staleness")
         warm_in_steps = pick("warm_in_steps", 0, "the learning rate as it is scheduled")
         choice = ScheduleChoice(
             kind,
@@ -197,13 +220,13 @@ def _check_rounds(num_stages: int, num_micro_batches: int, num_directions: int |
         ) from None
 
 
-def _check_synchronous(schedule: ScheduleConfig) -> None:
+def _check_synchronous(schedule: ScheduleConfig, why: str, remedy: str) -> None:
     for key in ("warm_in_steps", "correction"):
         value = getattr(schedule, key)
         if value:
             raise ValueError(
-                f"{SCHEDULE}.{key} is {show(value)} and staleness 0: it makes up for late gradients and there are "
-                "none; drop it, or write 1 for staleness."
+                f"{SCHEDULE}.{key} is {show(value)} and {why}: it makes up for late gradients and there are none; drop "
+                f"it, or write {remedy}."
             )
 
 

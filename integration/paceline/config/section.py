@@ -50,8 +50,9 @@ _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
     "directions": ("multidirection",),
     "staleness": ("multidirection",),
     "optimizer_owners": ("multidirection",),
-    "warm_in_steps": ("multidirection", "one_direction"),
-    "correction": ("multidirection", "one_direction"),
+    "warm_in_steps": ("multidirection", "one_direction", "adaptive"),
+    "correction": ("multidirection", "one_direction", "adaptive"),
+    "late_gradients": ("adaptive",),
 }
 
 _SHORT_METHODS: list[dict[str, Any]] = [
@@ -262,14 +263,21 @@ class ScheduleConfig(Part):
     )
     warm_in_steps: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="multidirection, one_direction: updates over which the learning rate rises to what it is scheduled "
-        "to be, since late gradients harm most while weights change fast. Left out: 0.",
+        description="multidirection, one_direction, adaptive with late_gradients: updates over which the learning rate "
+        "rises to what it is scheduled to be, since late gradients harm most while weights change fast. Left out: 0.",
     )
     correction: Literal["nesterov", "error_feedback"] | None = Field(
         default=None,
-        description="multidirection, one_direction: what makes up for late gradients, at the price of one tensor more "
-        'for each parameter. "error_feedback": weights move by as much more as an update differs from the last one; '
+        description="multidirection, one_direction, adaptive with late_gradients: what makes up for late gradients, at "
+        'the price of one tensor more for each parameter. "error_feedback": weights move by as much more as an update '
+        "differs from the last one; "
         '"nesterov": by that times the optimizer\'s momentum. Left out: nothing.',
+    )
+
+    late_gradients: bool | None = Field(
+        default=None,
+        description='adaptive: it may also choose "one_direction", whose gradients come late: losses and weights then '
+        "depend on what it chooses. Left out: false, they do not.",
     )
 
     @field_validator(*_TYPES_OF)
@@ -281,7 +289,8 @@ class ScheduleConfig(Part):
         written, owners = info.data["type"] or "adaptive", _TYPES_OF[key]
         if written not in owners:
             types, one = ("type", f'"{owners[0]}"') if len(owners) == 1 else ("types", "one of them")
-            named = " and ".join(f'"{owner}"' for owner in owners)
+            *most, last = (f'"{owner}"' for owner in owners)
+            named = f"{', '.join(most)} and {last}" if most else last
             raise ValueError(f'it belongs to the {types} {named} and the type is "{written}"; drop it, or write {one}.')
         return value
 

@@ -85,6 +85,12 @@ def schedule_type(section: PacelineConfig) -> ScheduleType:
     return "1f1b" if schedule is None else schedule.type or "adaptive"
 
 
+def may_be_late(section: PacelineConfig) -> bool:
+    """Whether the tuner may choose a schedule without a flush."""
+    schedule = section.pipeline.schedule
+    return schedule is not None and schedule.late_gradients is True
+
+
 def stages_a_rank(section: PacelineConfig) -> int:
     """Stages of the one direction that each rank holds."""
     schedule = section.pipeline.schedule

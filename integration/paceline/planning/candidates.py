@@ -7,11 +7,14 @@ of the curve. The largest is not always the fastest, so everything under the cur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil, inf, isnan
 from typing import NamedTuple
 
+from ..schedules.asynchronous import ONE_DIRECTION, one_direction
 from ..schedules.families import grouped
 from ..schedules.schedule import Schedule
+from ..schedules.stream import Stream
 
 SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
 # Every group size up to here is tried, beyond it one per doubling.
@@ -25,28 +28,34 @@ class Candidate(NamedTuple):
         micro_batch_size: samples of a micro-batch.
         k: micro-batches of a group.
         slack: stage s of S begins with ``ceil((S - 1 - s) * (1 + slack))`` groups of forwards. 0 with k = 1 is 1F1B.
+        is_late: 1F1B without a flush, whose gradients come late.
     """
 
     micro_batch_size: int
     k: int = 1
     slack: float = 0.0
+    is_late: bool = False
 
     @property
     def name(self) -> str:
         """A name for people: ``"kfkb k=2, micro-batch 4"``."""
-        if self.k == 1:
+        if self.is_late:
+            order = ONE_DIRECTION
+        elif self.k == 1:
             order = f"eager slack={self.slack:g}" if self.slack else "1f1b"
         else:
             order = f"kfkb k={self.k}" + (f" slack={self.slack:g}" if self.slack else "")
         return f"{order}, micro-batch {self.micro_batch_size}"
 
-    def schedule(self, num_stages: int, samples: int) -> Schedule:
-        """The order of a step of so many samples (of one pipeline).
+    def schedule(self, num_stages: int, samples: int) -> Schedule | Stream:
+        """The order of a step of so many samples (of one pipeline); a stream without a flush.
 
         Raises:
             ValueError: the micro-batch size does not divide the samples, or k or slack is out of range.
         """
         count = num_micro_batches(self.micro_batch_size, samples)
+        if self.is_late:
+            return replace(one_direction(num_stages, count), name=self.name)
         return grouped(num_stages, count, self.k, self._warmup(num_stages), self.name)
 
     def peak_activations(self, num_stages: int, samples: int) -> tuple[int, ...]:
@@ -55,6 +64,8 @@ class Candidate(NamedTuple):
         A stage has run one group more than its warm-up when it begins the first backward, and never more from then on.
         """
         count = num_micro_batches(self.micro_batch_size, samples)
+        if self.is_late:  # those of the next step are there before this one's are gone
+            return tuple(range(num_stages, 0, -1))
         return tuple(min(count, (groups + 1) * self.k) for groups in self._warmup(num_stages))
 
     def _warmup(self, num_stages: int) -> tuple[int, ...]:
@@ -119,6 +130,7 @@ def candidates(
     *,
     configured: int,
     slacks: Sequence[float] = SLACKS,
+    late: bool = False,
 ) -> tuple[Candidate, ...]:
     """All schedules that fit in memory, no two of which are the same order.
 
@@ -132,6 +144,7 @@ def candidates(
     Args:
         configured: the micro-batch size of the configuration.
         slacks: of the warm-up, from 0 upwards; see :class:`Candidate`. The others as of :func:`memory_curve`.
+        late: whether gradients may come late, with the configured size.
 
     Raises:
         ValueError: as of :func:`memory_curve`.
@@ -147,6 +160,12 @@ def candidates(
                 peaks = candidate.peak_activations(num_stages, samples)
                 if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
                     found.setdefault(_order(candidate, num_stages, samples), candidate)
+    if late and configured in curve:
+        without_flush = Candidate(configured, is_late=True)
+        rooms = zip(activation_bytes[configured], room_bytes, strict=True)
+        peaks = without_flush.peak_activations(num_stages, samples)
+        if all(peak * each <= max(room, 0.0) for peak, (each, room) in zip(peaks, rooms, strict=True)):
+            return (*found.values(), without_flush)
     return tuple(found.values())
 
 

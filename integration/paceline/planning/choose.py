@@ -9,6 +9,8 @@ from typing import NamedTuple
 from ..schedules.costs import Costs
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import simulate
+from ..schedules.steady import steady
+from ..schedules.stream import Stream
 from .candidates import Candidate
 from .switching import Decision, SwitchRule
 
@@ -67,9 +69,9 @@ class Planner:
         self.candidates = tuple(candidates)
         self.num_stages = num_stages
         self.samples = samples
-        self._schedules: dict[Candidate, Schedule] = {}
+        self._schedules: dict[Candidate, Schedule | Stream] = {}
 
-    def schedule(self, candidate: Candidate) -> Schedule:
+    def schedule(self, candidate: Candidate) -> Schedule | Stream:
         """The order that a candidate runs, built when first asked for."""
         if candidate not in self._schedules:
             self._schedules[candidate] = candidate.schedule(self.num_stages, self.samples)
@@ -77,7 +79,11 @@ class Planner:
 
     def predict(self, candidate: Candidate, costs: Costs) -> Prediction:
         """A step with ``candidate`` at these costs (of one micro-batch of its size)."""
-        simulation = simulate(self.schedule(candidate), costs)
+        order = self.schedule(candidate)
+        if isinstance(order, Stream):
+            found = steady(order, costs)
+            return Prediction(candidate, found.period_s, max(found.peak_bytes, default=0.0))
+        simulation = simulate(order, costs)
         return Prediction(candidate, simulation.makespan_s, max(simulation.peak_bytes, default=0.0))
 
     def choose(
@@ -86,7 +92,7 @@ class Planner:
         """Predict all candidates and decide whether to switch to the best.
 
         A candidate whose micro-batch size has no costs yet is skipped. Among equally fast ones what runs is the best,
-        then what needs the least memory.
+        then what is never late, then what needs the least memory.
 
         Args:
             costs: by micro-batch size, those of one micro-batch.
@@ -107,14 +113,14 @@ class Planner:
         predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
         now, shortest = predictions[0], min(p.step_s for p in predictions)
         ties = [p for p in predictions if p.step_s <= shortest * (1 + TIE)]
-        best = now if now in ties else min(ties, key=self._memory)
+        best = now if now in ties else min(ties, key=self._rank)
         decision = rule.consider(now.step_s, best.step_s, switch_s, steps)
         return Choice(
             best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate))), decision
         )
 
-    def _memory(self, prediction: Prediction) -> tuple[float, int, Candidate]:
+    def _rank(self, prediction: Prediction) -> tuple[bool, float, int, Candidate]:
         candidate = prediction.candidate
         # Where activations were not measured, samples alive stand for their bytes.
         alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
-        return prediction.peak_bytes, alive, candidate
+        return candidate.is_late, prediction.peak_bytes, alive, candidate

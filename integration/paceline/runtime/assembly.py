@@ -24,7 +24,7 @@ from ..hf.weights import is_pretrained
 from ..moe.moving import states_of
 from ..moe.stage_agreement import Stages
 from ..optim.sharded import ShardedOptimizer
-from ..schedules.asynchronous import STREAMS
+from ..schedules.asynchronous import one_direction
 from ..schedules.lower import FREE
 from ..schedules.windows import StreamProgram
 from ..state.named import is_copy, names_of, tied_weights
@@ -60,7 +60,7 @@ def causal_lm_runners(held: Sequence[HeldStage]) -> list[CausalLMRunner]:
 def make_mirrors(engine: PacelineEngine, model: Any) -> Mirrors | None:
     """Ranks that hold the same stages, where the schedule has directions or no flush. Collective."""
     choice = engine.plan.schedule
-    if choice.type not in STREAMS:
+    if not choice.shares_updates:
         return None
     pipes = model._grid._topo.get_axis_comm_lists("pipe") or [[rank] for rank in range(dist.get_world_size())]
     equal_parts = choice.optimizer_owners == "mirror"
@@ -134,6 +134,7 @@ def make_asynchronous_run(engine: PacelineEngine) -> AsynchronousRun:
     assert isinstance(engine.steps, CausalLMSteps)
     choice, optimizer = engine.plan.schedule, engine.optimizer
     stream = choice.stream(engine.num_stages, engine.micro_batches)
+    latest = one_direction(engine.num_stages, engine.micro_batches) if choice.late_gradients else stream
     replicas = Replicas(engine.grid.data_parallel_id, engine.dp_world_size)
     run = AsynchronousRun(
         engine,
@@ -147,7 +148,7 @@ def make_asynchronous_run(engine: PacelineEngine) -> AsynchronousRun:
             engine.control,
             replicas,
             num_micro_batches=engine.micro_batches,
-            num_steps=stream.most_lag + 1,
+            num_steps=latest.most_lag + 1,
         ),
         losses=LateLosses(engine, engine.control.world, torch.device(engine.device), engine.naming_lost_peers),
         book=engine.loss_book,

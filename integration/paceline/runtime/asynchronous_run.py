@@ -1,5 +1,7 @@
 """Train without a flush: several directions over the same devices, or one whose weights drift.
 
+Steps with a flush run here too, where both may be chosen: nothing of them lags.
+
 A call of ``train_batch`` runs one window of a :class:`~paceline.schedules.stream.Stream`: the forwards of its step, and
 what still lags of the steps before. So weights have the updates of all steps but the last ones when it returns;
 :meth:`AsynchronousRun.flush` runs what is left.
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from ..optim.sharded import ShardedOptimizer
 from ..schedules.lower import Op
+from ..schedules.stream import Stream
 from ..schedules.windows import StreamProgram
 from ..supervise.watch import WATCH
 from .executor import Executor
@@ -116,6 +119,11 @@ class AsynchronousRun:
         loss = self._losses.of_step(self._book.total)
         self._losses.tell(loss)
         return loss
+
+    def follow(self, stream: Stream) -> None:
+        """Run the steps in another order from the next one on, after those under way. Collective, between steps."""
+        self.flush()
+        self._program = StreamProgram(stream, self._program.rank)
 
     def flush(self) -> None:
         """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""

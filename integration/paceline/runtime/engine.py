@@ -25,6 +25,7 @@ from ..planning.tuning import DecisionLog
 from ..report.run_records import LOADS
 from ..schedules.lower import UPDATE, Op
 from ..schedules.schedule import Schedule
+from ..schedules.stream import Stream, flushed
 from ..state.named import link_full_access, names_of
 from ..supervise.watch import WATCH
 from . import assembly
@@ -268,9 +269,12 @@ class PacelineEngine(PipelineEngine):
         self.programs.set(schedule, self.run_micro_batches)
 
     def run_candidate(self, candidate: Candidate) -> None:
-        """Run what the tuner has chosen from the next step on."""
+        """Run what the tuner has chosen from the next step on. Collective."""
         self.cut = candidate.micro_batch_size
-        self.set_schedule(candidate.schedule(self.num_stages, self.micro_batches * self.micro_batch_size))
+        order = candidate.schedule(self.num_stages, self.micro_batches * self.micro_batch_size)
+        if self.asynchronous is not None:
+            self.asynchronous.follow(order if isinstance(order, Stream) else flushed(order))
+        self.programs.set(order.one_step if isinstance(order, Stream) else order, self.run_micro_batches)
 
     def _train_schedule(self) -> tuple[Op, ...]:
         return self.programs.training(self.run_micro_batches)
@@ -280,8 +284,6 @@ class PacelineEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: tuple[Op, ...]) -> None:
         trains = pipe_schedule[-1].kind == UPDATE
-        if trains and self.controller is not None and self.cut not in self.meter.saved_bytes:
-            self.meter.measures_memory_of = self.cut
         updates = FlushedUpdates(self) if trains else None
         self.loss_book.of_forwards = []
         self.own_memory.forget()
@@ -299,6 +301,8 @@ class PacelineEngine(PipelineEngine):
         forget_messages(self.held)
         if self.controller is not None:
             self.controller.before_step()
+            if self.cut not in self.meter.saved_bytes:
+                self.meter.measures_memory_of = self.cut
         recorder = self.meter.recorder
         recorder.begin((self.schedule.name, self.cut))
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.

@@ -28,7 +28,7 @@ from ..config import (
 )
 from ..config.exclusions import LAYERS, NO_FLUSH
 from ..config.section import HETERO, WORK, show
-from ..config.stage_counts import PARTITION, stages_a_rank
+from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
@@ -160,8 +160,10 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
     schedule = section.pipeline.schedule
     kind = None if schedule is None else schedule.type
     if not isinstance(model, CausalLMPipeline):
-        written = (f"paceline.pipeline.schedule.type {show(kind)}", f"the model is a {type(model).__name__}")
-        if kind in STREAMS:
+        is_late = may_be_late(section)
+        if kind in STREAMS or is_late:
+            key = "late_gradients is true" if is_late else f"type {show(kind)}"
+            written = (f"paceline.pipeline.schedule.{key}", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
     stages = model.num_stages
     wanted: tuple[tuple[int, ...], ...] = (tuple(range(stages)),)

@@ -51,7 +51,9 @@ def pipeline_controller(
     agreement = JobAgreement(control)
     costs = MeasuredCosts(pipeline.num_stages, parts=tuple(layers.parts))
     retune_every = schedule.retune_every or 1
-    schedules = ScheduleActuator(pipeline, costs, agreement, retune_every)
+    schedules = ScheduleActuator(
+        pipeline, costs, agreement, retune_every, late_gradients=schedule.late_gradients is True
+    )
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
         sizes=(schedule.micro_batch_sizes or ()) if is_adaptive else (),

@@ -14,6 +14,7 @@ from ..planning.repartition import Layout
 from ..planning.switching import SwitchRule
 from ..planning.tuning import SCHEDULE, DecisionRecord, Proposal
 from ..schedules.schedule import Schedule
+from ..schedules.stream import Stream
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .measured_costs import MeasuredCosts
@@ -62,6 +63,7 @@ class ScheduleActuator:
     Args:
         costs: measured so far, on the rank that decides.
         every: steps between plannings.
+        late_gradients: whether a schedule without a flush may be chosen.
 
     Attributes:
         current: what runs.
@@ -69,8 +71,17 @@ class ScheduleActuator:
         planner: with the candidates of the last proposal.
     """
 
-    def __init__(self, pipeline: RunsSchedules, costs: MeasuredCosts, agreement: Agreement, every: int = 1) -> None:
+    def __init__(
+        self,
+        pipeline: RunsSchedules,
+        costs: MeasuredCosts,
+        agreement: Agreement,
+        every: int = 1,
+        *,
+        late_gradients: bool = False,
+    ) -> None:
         self._pipeline, self._costs, self._agreement = pipeline, costs, agreement
+        self._late_gradients = late_gradients
         self._rule = SwitchRule(every)
         self.current = self.next = Candidate(pipeline.micro_batch_size)
         self.planner: Planner | None = None
@@ -96,8 +107,11 @@ class ScheduleActuator:
         self._switch_s = time.perf_counter() - begun
 
     def schedule(self, candidate: Candidate) -> Schedule:
-        """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
-        return self._pipeline.schedule if self.planner is None else self.planner.schedule(candidate)
+        """A step of a candidate; without candidates, that of the pipeline, which stays."""
+        if self.planner is None:
+            return self._pipeline.schedule
+        order = self.planner.schedule(candidate)
+        return order.one_step if isinstance(order, Stream) else order
 
     def that_fit(self, layout: Layout, parts: tuple[int, ...]) -> Iterable[Candidate]:
         """Candidates that were measured and fit with other boundaries."""
@@ -124,6 +138,7 @@ class ScheduleActuator:
             known.room_bytes,
             configured=configured,
             slacks=SLACKS if len(sizes) * num_stages * pipeline.micro_batches <= FEW else (0.0, 1.0),
+            late=self._late_gradients,
         )
         if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
             self.planner = Planner(found, num_stages, samples)

@@ -119,6 +119,11 @@ class Stream:
         )
         return Schedule(orders, num_steps * self.num_micro_batches, self.num_chunks, self.name, self.routes)
 
+    @property
+    def one_step(self) -> Schedule:
+        """One step with a flush at its end."""
+        return self.unrolled(1)
+
     def versions(self, num_steps: int, flushes: Collection[int] = ()) -> tuple[tuple[Versioned, ...], ...]:
         """For each rank its forwards and backwards in order, with the version of the weights that each uses.
 
@@ -143,3 +148,12 @@ class Stream:
             of_forward = {v[1:4]: v.version for v in row if v.kind == FORWARD}
             found.append({v[1:4]: v.version - of_forward[v[1:4]] for v in row if v.kind == BACKWARD})
         return tuple(found)
+
+
+def flushed(schedule: Schedule) -> Stream:
+    """The stream of a schedule whose steps end with their update, so that nothing lags."""
+    windows = tuple(
+        (*(StreamAction(*action, 0) for action in order), StreamAction(UPDATE, -1, -1, 0)) for order in schedule.orders
+    )
+    routes = schedule.routes or (tuple(range(schedule.num_ranks)),)
+    return Stream(windows, schedule.num_micro_batches, schedule.num_chunks, schedule.name, routes)

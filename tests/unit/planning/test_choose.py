@@ -133,3 +133,32 @@ def test_imports_nothing_heavy():
     code = "import sys, paceline.planning; print({'torch', 'deepspeed', 'pydantic'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900).stdout
     assert out == "set()\n"
+
+
+def with_late(room=inf):
+    return candidates(STAGES, SAMPLES, [1], {1: [1.0] * STAGES}, [room] * STAGES, configured=1, late=True)
+
+
+def test_late_gradients_where_they_are_allowed_and_shorten_the_step():
+    """Without a flush the steady step is M(F+B)."""
+    choice = choose({1: uniform()}, options=with_late())
+    assert choice.next == Candidate(1, is_late=True)
+    assert choice.predictions[0].step_s == pytest.approx(SAMPLES * 3.0)
+    assert choice.predictions[0].peak_bytes == STAGES
+    assert choose({1: uniform()}, choice.next, with_late()).next == choice.next
+
+
+def test_late_gradients_give_way_where_they_win_nothing():
+    """One stage has no bubble to save: what is never late comes first."""
+    options = candidates(1, SAMPLES, [1], {1: [1.0]}, [inf], configured=1, late=True)
+    costs = replace(Costs.uniform(1, 1.0, 2.0), activation_bytes=(1.0,))
+    slower = replace(costs, forward_s=(9.0,))
+    rule = SwitchRule(10)
+    choice = Planner(options, 1, SAMPLES).choose({1: costs, 2: slower}, Candidate(2), rule, switch_s=0.0, steps=10)
+    assert Candidate(1, is_late=True) in options
+    assert choice.next == ONE
+
+
+def test_late_gradients_fit_like_everything_else():
+    assert Candidate(1, is_late=True) in with_late(room=STAGES)
+    assert Candidate(1, is_late=True) not in with_late(room=STAGES - 1)
