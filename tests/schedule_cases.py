@@ -6,7 +6,7 @@ from math import gcd
 from hypothesis import strategies as st
 
 from paceline.schedules import Schedule, families, from_text
-from paceline.schedules.schedule import backward, forward
+from paceline.schedules.schedule import backward, backward_input, backward_weight, forward
 
 
 @st.composite
@@ -54,7 +54,9 @@ FAMILY_CASES = {
 
 @st.composite
 def executed(draw, backwards=True):
-    """The orders of a random execution: whatever could run next did. Backwards and forwards come in any order."""
+    """The orders of a random execution: whatever could run next did. Backwards and forwards come in any order, and some
+    backwards are split.
+    """
     num_ranks, num_chunks, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
     places = [[(stage % num_ranks, stage // num_ranks) for stage in range(num_ranks * num_chunks)]]
     orders = _execution(draw, num_ranks, num_micro_batches, places, backwards)
@@ -86,6 +88,9 @@ def places_of(routes):
     return places
 
 
+_BACKWARDS = st.sampled_from((backward, backward_input))
+
+
 def _execution(draw, num_ranks, num_micro_batches, places, backwards):
     last = len(places[0]) - 1
     orders = [[] for _ in range(num_ranks)]
@@ -97,29 +102,34 @@ def _execution(draw, num_ranks, num_micro_batches, places, backwards):
         if make is forward and stage < last:
             ready.append((forward, micro_batch, stage + 1))
         elif make is forward and backwards:
-            ready.append((backward, micro_batch, stage))
-        elif make is backward and stage:
-            ready.append((backward, micro_batch, stage - 1))
+            ready.append((draw(_BACKWARDS), micro_batch, stage))
+        elif make in (backward, backward_input) and stage:
+            ready.append((draw(_BACKWARDS), micro_batch, stage - 1))
+        if make is backward_input:
+            ready.append((backward_weight, micro_batch, stage))
     return tuple(map(tuple, orders))
 
 
 @st.composite
 def shuffled(draw):
-    """All actions of each rank in an order that may not be executable, or run a backward before its forward."""
+    """All actions of each rank in an order that may not be executable, or run a backward before its forward, or that
+    of the weights before that of the inputs.
+    """
     num_ranks, num_chunks, num_micro_batches = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     pairs = [(m, c) for m in range(num_micro_batches) for c in range(num_chunks)]
-    actions = [make(*pair) for pair in pairs for make in (forward, backward)]
     orders = []
     for _ in range(num_ranks):
+        ways = [(forward, *draw(st.sampled_from(((backward,), (backward_input, backward_weight))))) for _ in pairs]
+        actions = [make(*pair) for pair, makes in zip(pairs, ways, strict=True) for make in makes]
         order = draw(st.permutations(actions))
         if draw(st.integers(0, 9)):  # mostly: each pair's forward first
             place = {action: position for position, action in enumerate(order)}
-            for pair in pairs:
-                first, second = sorted((place[forward(*pair)], place[backward(*pair)]))
-                order[first], order[second] = forward(*pair), backward(*pair)
+            for pair, makes in zip(pairs, ways, strict=True):
+                for make, position in zip(makes, sorted(place[make(*pair)] for make in makes), strict=True):
+                    order[position] = make(*pair)
         orders.append(tuple(order))
     return Schedule(tuple(orders), num_micro_batches, num_chunks)
 
 
 def has_backwards(schedule):
-    return any(action.kind == "B" for order in schedule.orders for action in order)
+    return any(action.kind != "F" for order in schedule.orders for action in order)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.schedules.schedule import BACKWARD, FORWARD
+from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from paceline.schedules.timeline import Span, Timeline
 
 _NOISE_S = 1e-9  # sums of floats, no clock shows less
@@ -105,7 +105,7 @@ def bubble_share(timeline: Timeline) -> float:
 
 def is_compute(span: Span) -> bool:
     """Whether ``span`` is a forward or a backward, rather than a reduction or the like."""
-    return span.kind in (FORWARD, BACKWARD)
+    return span.kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 def label(span: Span) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.schedules.schedule import BACKWARD, FORWARD
+from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from paceline.schedules.timeline import Span, Timeline, Transfer
 
 from .comparison import is_compute
@@ -137,7 +137,8 @@ def _flows(pid: int, placed: Sequence[tuple[Span | Transfer, _Slice]], ids: Iter
     computed: dict[tuple[int, str, int], dict[int, _Slice]] = defaultdict(dict)
     for member, found in placed:
         if isinstance(member, Span):
-            computed[member.rank, member.kind, member.micro_batch][member.chunk] = found
+            kind = BACKWARD if member.kind == BACKWARD_INPUT else member.kind
+            computed[member.rank, kind, member.micro_batch][member.chunk] = found
     for member, found in placed:
         if not isinstance(member, Transfer):
             continue

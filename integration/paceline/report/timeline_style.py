@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from paceline.schedules.schedule import FORWARD
+from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from paceline.schedules.timeline import Span
 
 from .comparison import is_compute
@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
-# Forwards are light and backwards dark, also in grey; the hue tells the chunk.
-_FORWARD = ("#aed4f5", "#fbd29b", "#bfe3b4", "#e2c6ee")
+# Forwards are light and backwards dark, also in grey; the hue tells the chunk. What is left of a split backward for
+# later, the gradients of the weights, is darker still.
 _BACKWARD = ("#225f9c", "#a3500a", "#2a7030", "#6f3a8c")
+_COMPUTE = {
+    FORWARD: (("#aed4f5", "#fbd29b", "#bfe3b4", "#e2c6ee"), "forward"),
+    BACKWARD: (_BACKWARD, "backward"),
+    BACKWARD_INPUT: (_BACKWARD, "backward of inputs"),
+    BACKWARD_WEIGHT: (("#123454", "#5a2c05", "#163d1a", "#3e204f"), "backward of weights"),
+}
 _OTHER = {"reduce": "#bdbdbd", "step": "#8a8a8a"}
 _UNKNOWN = "#d6d6d6"
 TRANSFERS: dict[str, tuple[str, Literal["-", "--"]]] = {"activation": ("#4a90c8", "-"), "gradient": ("#c4500f", "--")}
@@ -35,9 +41,9 @@ class Style(NamedTuple):
 def style_of(span: Span) -> Style:
     if not is_compute(span):
         return Style(_OTHER.get(span.kind, _UNKNOWN), span.kind, span.kind)
-    colours, word = (_FORWARD, "forward") if span.kind == FORWARD else (_BACKWARD, "backward")
+    colours, word = _COMPUTE[span.kind]
     chunk = f", chunk {span.chunk}" if span.chunk else ""
-    return Style(colours[span.chunk % len(colours)], word + chunk, f"{word}-{span.chunk}")
+    return Style(colours[span.chunk % len(colours)], word + chunk, f"{word.replace(' ', '-')}-{span.chunk}")
 
 
 class Legend:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf, isfinite
 from typing import Any
 
 from ..json_values import as_list, as_number, as_object, as_rate, as_whole, known_keys, or_null
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Costs:
         fixed_bytes: all else in memory, one a rank.
         step_s: what a step costs besides its schedule (reduction, optimizer).
         speeds: of each rank, what divides its forwards and backwards. Empty: all 1.
+        weight_s: the part of ``backward_s`` that is the gradients of the weights, one a stage; what is left is that of
+            the inputs. Empty: half.
+        deferred_bytes: what one micro-batch keeps in memory from the backward of the inputs to that of the weights, one
+            a stage. Empty: all that it kept before.
 
     Raises:
         ValueError: a length does not fit, or a number is negative or not finite where it must be.
@@ -57,13 +63,16 @@ class Costs:
     fixed_bytes: tuple[float, ...] = ()
     step_s: float = 0.0
     speeds: tuple[float, ...] = ()
+    weight_s: tuple[float, ...] = ()
+    deferred_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
         if not stages:
             raise ValueError("forward_s is empty: give the seconds of a forward, one number a stage.")
         lengths = {"backward_s": stages, "message_bytes": stages - 1, "down": stages - 1, "up": stages - 1}
-        for name, length in {**lengths, "activation_bytes": stages}.items():
+        lengths |= dict.fromkeys(("activation_bytes", "weight_s", "deferred_bytes"), stages)
+        for name, length in lengths.items():
             got = len(getattr(self, name))
             if got != length and (got or name == "backward_s"):
                 what = "stage" if length == stages else "boundary"
@@ -76,9 +85,16 @@ class Costs:
         for host in self.hosts:
             if host < 0:
                 raise ValueError(f"host {host} is negative: hosts are numbered from 0.")
-        for name in ("forward_s", "backward_s", "message_bytes", "activation_bytes", "fixed_bytes"):
-            for index, value in enumerate(getattr(self, name)):
-                _from_zero(f"{name}[{index}]", value)
+        for name in (*lengths, "forward_s", "fixed_bytes"):
+            if name not in ("down", "up"):
+                for index, value in enumerate(getattr(self, name)):
+                    _from_zero(f"{name}[{index}]", value)
+        for stage, (part, whole) in enumerate(zip(self.weight_s, self.backward_s, strict=bool(self.weight_s))):
+            if part > whole:
+                raise ValueError(
+                    f"weight_s[{stage}] is {part} and backward_s[{stage}] {whole}: give the part of the backward that"
+                    " is the gradients of the weights."
+                )
         for name in ("down", "up"):
             for index, link in enumerate(getattr(self, name)):
                 _above_zero(f"{name}[{index}].bytes_per_s", link.bytes_per_s)
@@ -89,9 +105,36 @@ class Costs:
             _above_zero(f"egress_bytes_per_s[{host}]", value)
         _from_zero("step_s", self.step_s)
 
+    @cached_property
+    def seconds(self) -> dict[str, tuple[float, ...]]:
+        """By kind of action: of each stage."""
+        weight_s = self.weight_s or tuple(whole / 2 for whole in self.backward_s)
+        input_s = tuple(whole - part for whole, part in zip(self.backward_s, weight_s, strict=True))
+        return {
+            FORWARD: self.forward_s, BACKWARD: self.backward_s, BACKWARD_INPUT: input_s, BACKWARD_WEIGHT: weight_s
+        }  # fmt: skip
+
+    @cached_property
+    def kept_bytes(self) -> dict[str, tuple[float, ...]]:
+        """By kind of action: what is kept more, or less, after one of each stage."""
+        live = self.activation_bytes or (0.0,) * len(self.forward_s)
+        deferred = self.deferred_bytes or live
+        return {
+            FORWARD: live,
+            BACKWARD: tuple(-size for size in live),
+            BACKWARD_INPUT: tuple(after - before for before, after in zip(live, deferred, strict=True)),
+            BACKWARD_WEIGHT: tuple(-size for size in deferred),
+        }
+
     @classmethod
     def uniform(
-        cls, num_stages: int, forward_s: float, backward_s: float, transfer_s: float = 0.0, latency_s: float = 0.0
+        cls,
+        num_stages: int,
+        forward_s: float,
+        backward_s: float,
+        transfer_s: float = 0.0,
+        latency_s: float = 0.0,
+        weight_s: float | None = None,
     ) -> Costs:
         """All stages alike, all links alike: one message occupies its link for ``transfer_s``."""
         link = Link(1 / transfer_s if transfer_s else inf, latency_s)
@@ -102,6 +145,7 @@ class Costs:
             message_bytes=(1.0,) * boundaries,
             down=(link,) * boundaries,
             up=(link,) * boundaries,
+            weight_s=() if weight_s is None else (weight_s,) * num_stages,
         )
 
     def to_dict(self) -> dict[str, Any]:

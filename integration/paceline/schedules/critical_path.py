@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 from .costs import Costs
 from .events import Replay, Visits
-from .schedule import BACKWARD, FORWARD, Schedule
+from .schedule import BACKWARD_WEIGHT, Schedule
 from .timeline import Span, Transfer
 
 
@@ -21,54 +23,55 @@ def critical_path_of(schedule: Schedule, costs: Costs, visits: Visits, replay: R
         replay: what came out.
     """
     num_micro_batches = schedule.num_micro_batches
-    # By visit and micro-batch: the end of the action; the action before it on its rank (visit · num_micro_batches +
-    # micro-batch); the micro-batch that made the same visit before it. −1: none.
-    ended_s = visits.table("d", 0.0, num_micro_batches)
-    rank_before = visits.table("q", -1, num_micro_batches)
+    # By visit and micro-batch: where its rank's order has the action, and the micro-batch that made the same visit
+    # before it (−1: none). By rank and position in its order: the end of the action.
+    positions = visits.table("q", -1, num_micro_batches)
     line_before = visits.table("q", -1, num_micro_batches)
+    ended_s = [array("d") for _ in schedule.orders]
     last_of_visit = [-1] * len(visits.rank)
-    latest_s, final = -1.0, -1
     for rank, order in enumerate(schedule.orders):
-        now, previous = 0.0, -1
-        for kind, micro_batch, chunk in order:
-            visit = (visits.forward if kind == FORWARD else visits.backward)[rank][chunk]
-            now = max(now, replay.arrived_s[visit][micro_batch]) + visits.duration_s[visit]
-            ended_s[visit][micro_batch] = now
-            rank_before[visit][micro_batch] = previous
-            line_before[visit][micro_batch] = last_of_visit[visit]
-            last_of_visit[visit] = micro_batch
-            previous = visit * num_micro_batches + micro_batch
-        if now > latest_s:
-            latest_s, final = now, previous
+        now = 0.0
+        for position, (kind, micro_batch, chunk) in enumerate(order):
+            if kind != BACKWARD_WEIGHT:
+                visit = visits.of[kind][rank][chunk]
+                now = max(now, replay.arrived_s[visit][micro_batch])
+                positions[visit][micro_batch] = position
+                line_before[visit][micro_batch] = last_of_visit[visit]
+                last_of_visit[visit] = micro_batch
+            now += visits.seconds[kind][rank][chunk]
+            ended_s[rank].append(now)
 
+    ranks = range(schedule.num_ranks)
+    latest_s = max(ends[-1] for ends in ended_s if ends)
+    rank = next(rank for rank in ranks if ended_s[rank] and ended_s[rank][-1] == latest_s)
+    position = len(ended_s[rank]) - 1
     path: list[Span | Transfer] = []
-    visit, micro_batch = divmod(final, num_micro_batches)
     if costs.step_s:
-        path.append(Span(visits.rank[visit], "step", -1, 0, latest_s, latest_s + costs.step_s))
+        path.append(Span(rank, "step", -1, 0, latest_s, latest_s + costs.step_s))
     while True:
-        kind = FORWARD if visits.is_forward(visit) else BACKWARD
-        previous = rank_before[visit][micro_batch]
-        free = ended_s[previous // num_micro_batches][previous % num_micro_batches] if previous >= 0 else 0.0
-        arrival = replay.arrived_s[visit][micro_batch]
-        end = ended_s[visit][micro_batch]
-        path.append(Span(visits.rank[visit], kind, micro_batch, visits.chunk[visit], max(free, arrival), end))
-        if previous >= 0 and free >= arrival:
-            visit, micro_batch = divmod(previous, num_micro_batches)
+        kind, micro_batch, chunk = schedule.orders[rank][position]
+        free = ended_s[rank][position - 1] if position else 0.0
+        visit = -1 if kind == BACKWARD_WEIGHT else visits.of[kind][rank][chunk]
+        arrival = 0.0 if visit < 0 else replay.arrived_s[visit][micro_batch]
+        path.append(Span(rank, kind, micro_batch, chunk, max(free, arrival), ended_s[rank][position]))
+        if position and free >= arrival:
+            position -= 1
             continue
         if visit % visits.num_of_direction == 0:
             return tuple(reversed(path))
         visit -= 1
         end, waited = arrival, True
-        link = visits.link[visit]
+        link, rank = visits.link[visit], visits.rank[visit]
         assert link is not None  # on one rank, what comes before has ended before
         while waited:
-            ready, other = ended_s[visit][micro_batch], line_before[visit][micro_batch]
+            position, other = positions[visit][micro_batch], line_before[visit][micro_batch]
+            ready = ended_s[rank][position]
             link_free = replay.arrived_s[visit + 1][other] - link.latency_s if other >= 0 else 0.0
             waited = link_free > ready
             path.append(
                 Transfer(
                     "activation" if visits.is_forward(visit) else "gradient",
-                    visits.rank[visit],
+                    rank,
                     visits.rank[visit + 1],
                     micro_batch,
                     visits.chunk[visit],

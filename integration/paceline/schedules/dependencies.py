@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import chain
 
-from .schedule import BACKWARD, FORWARD, Action, Schedule
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from .text import marked
 
-# Of a replay that asks in which order things happen, not how long they take: a backward is two forwards' work.
-FORWARD_UNITS, BACKWARD_UNITS = 1, 2
+# Of a replay that asks in which order things happen, not how long they take: a backward is two forwards' work, and so
+# are its parts together.
+UNITS: Mapping[str, int] = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
+
+# How far a micro-batch has come in a chunk, and by kind of action: where it must be, and where it is afterwards.
+_UNSEEN, _FORWARDED, _SPLIT, _DONE = range(4)
+_PROGRESS: Mapping[str, tuple[int, int]] = {
+    FORWARD: (_UNSEEN, _FORWARDED),
+    BACKWARD: (_FORWARDED, _DONE),
+    BACKWARD_INPUT: (_FORWARDED, _SPLIT),
+    BACKWARD_WEIGHT: (_SPLIT, _DONE),
+}
+_PROGRESS_FORWARD_ONLY: Mapping[str, tuple[int, int]] = {FORWARD: (_UNSEEN, _DONE)}
+_NEVER = (-1, -1)
+_NEXT = {_UNSEEN: FORWARD, _FORWARDED: BACKWARD, _SPLIT: BACKWARD_WEIGHT}
 
 
 def check_actions(schedule: Schedule, *, forward_only: bool = False) -> None:
     """Every rank runs the forward, and after it the backward, of each micro-batch through each of its chunks once:
-    of each that takes the chunk's direction, where there are several.
+    of each that takes the chunk's direction, where there are several. The backward is whole, or first that of the
+    inputs and then that of the weights.
 
     Args:
         schedule: any.
@@ -28,23 +43,21 @@ def check_actions(schedule: Schedule, *, forward_only: bool = False) -> None:
         if count < 1:
             raise ValueError(f"a schedule of {count} {name} computes nothing: give it 1 or more.")
     _check_routes(schedule)
+    progress = _PROGRESS_FORWARD_ONLY if forward_only else _PROGRESS
     for rank, order in enumerate(schedule.orders):
-        # By chunk · M + micro-batch: the forward (and the backward) has run, or never may.
-        seen_forward, seen_backward = _elsewhere(schedule, rank), _elsewhere(schedule, rank)
+        seen = _start(schedule, rank)
         for position, (kind, micro_batch, chunk) in enumerate(order):
             if 0 <= micro_batch < num_micro_batches and 0 <= chunk < num_chunks:
                 which = chunk * num_micro_batches + micro_batch
-                if kind == FORWARD and not seen_forward[which]:
-                    seen_forward[which] = 1
-                    continue
-                if kind == BACKWARD and not forward_only and seen_forward[which] and not seen_backward[which]:
-                    seen_backward[which] = 1
+                needed, then = progress.get(kind, _NEVER)
+                if seen[which] == needed:
+                    seen[which] = then
                     continue
             raise ValueError(f"{_fault(schedule, rank, position, forward_only)}.\n{marked(schedule, rank, position)}")
-        for kind, seen in ((FORWARD, seen_forward), (BACKWARD, seen_backward)):
-            if 0 in seen and not (kind == BACKWARD and forward_only):
-                chunk, micro_batch = divmod(seen.index(0), num_micro_batches)
-                missing = Action(kind, micro_batch, chunk)
+        for state in (_UNSEEN, _FORWARDED, _SPLIT):
+            if state in seen:
+                chunk, micro_batch = divmod(seen.index(state), num_micro_batches)
+                missing = Action(_NEXT[state], micro_batch, chunk)
                 raise ValueError(f"rank {rank} never runs {missing}; add it.\n{marked(schedule, rank, len(order))}")
 
 
@@ -77,13 +90,13 @@ def _check_routes(schedule: Schedule) -> None:
         raise ValueError(f"the routes give each rank {most} stages and num_chunks={num_chunks}: set it to {most}.")
 
 
-def _elsewhere(schedule: Schedule, rank: int) -> bytearray:
-    """By chunk · M + micro-batch: 1 where the micro-batch does not take the chunk's direction, else 0."""
+def _start(schedule: Schedule, rank: int) -> bytearray:
+    """By chunk · M + micro-batch: done where the micro-batch does not take the chunk's direction, else unseen."""
     num_micro_batches, num_directions = schedule.num_micro_batches, schedule.num_directions
-    found = bytearray(b"\1") * (num_micro_batches * schedule.num_chunks)
+    found = bytearray([_DONE]) * (num_micro_batches * schedule.num_chunks)
     for chunk in range(schedule.num_chunks):
         first, end = chunk * num_micro_batches + schedule.direction(rank, chunk), (chunk + 1) * num_micro_batches
-        found[first:end:num_directions] = bytes(len(range(first, end, num_directions)))
+        found[first:end:num_directions] = bytes([_UNSEEN]) * len(range(first, end, num_directions))
     return found
 
 
@@ -91,9 +104,9 @@ def _fault(schedule: Schedule, rank: int, position: int, forward_only: bool) -> 
     """What is wrong with an action, and what to do."""
     order = schedule.orders[rank]
     action = order[position]
-    kinds = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
+    kinds = _PROGRESS_FORWARD_ONLY if forward_only else _PROGRESS
     if action.kind not in kinds:
-        return f"{action} is of kind {action.kind!r}, this schedule may hold {' and '.join(kinds)}; take it out"
+        return f"{action} is of kind {action.kind!r}, this schedule may hold {', '.join(kinds)}; take it out"
     if not 0 <= action.micro_batch < schedule.num_micro_batches:
         return f"{action} has no micro-batch of 0…{schedule.num_micro_batches - 1}; take it out"
     if not 0 <= action.chunk < schedule.num_chunks:
@@ -106,13 +119,21 @@ def _fault(schedule: Schedule, rank: int, position: int, forward_only: bool) -> 
         )
     if action in order[:position]:
         return f"{action} runs a second time; take one of the two out"
-    return f"{action} runs before its forward; put {Action(FORWARD, action.micro_batch, action.chunk)} before it"
+    forward, whole, of_inputs = (action._replace(kind=kind) for kind in (FORWARD, BACKWARD, BACKWARD_INPUT))
+    before = order[:position]
+    if forward not in before:
+        return f"{action} runs before its forward; put {forward} before it"
+    if whole in before:
+        return f"{action} is part of {whole}, which ran before it; take one of the two out"
+    if of_inputs in before:
+        return f"{action} repeats {of_inputs}, which ran before it; take one of the two out"
+    return f"{action} runs before the backward of the inputs; put {of_inputs} before it"
 
 
 def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
     """When each action starts if transfers take no time and nothing but its inputs keeps an action back.
 
-    A forward takes :data:`FORWARD_UNITS`, a backward :data:`BACKWARD_UNITS`. Cost is linear in the actions.
+    Each takes its :data:`UNITS`. Cost is linear in the actions.
 
     Args:
         schedule: one that :func:`check_actions` accepts.
@@ -124,6 +145,7 @@ def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
         ValueError: the actions wait for each other in a circle, which is shown.
     """
     num_ranks, num_stages, num_micro_batches = schedule.num_ranks, schedule.num_stages, schedule.num_micro_batches
+    units_of = UNITS
     # Ends by stage · M + micro-batch (which tells the direction), forwards first; backwards lie num_stages rows further
     # down.
     ends = [-1] * (2 * num_stages * num_micro_batches)
@@ -138,10 +160,14 @@ def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
             kind, micro_batch, chunk = order[position]
             stage = stages[chunk]
             if kind == FORWARD:
-                this, units = stage * num_micro_batches + micro_batch, FORWARD_UNITS
+                this = stage * num_micro_batches + micro_batch
                 needed = this - num_micro_batches if stage else -1
+            elif kind == BACKWARD_WEIGHT:  # comes after that of the inputs on the rank, and nobody waits for it
+                rank_starts.append(clock)
+                clock += units_of[kind]
+                continue
             else:
-                this, units = (num_stages + stage) * num_micro_batches + micro_batch, BACKWARD_UNITS
+                this = (num_stages + stage) * num_micro_batches + micro_batch
                 needed = this + num_micro_batches if stage < num_stages - 1 else -1
             if needed >= 0:
                 arrival = ends[needed]
@@ -151,7 +177,7 @@ def unit_starts(schedule: Schedule) -> tuple[list[int], ...]:
                 if arrival > clock:
                     clock = arrival
             rank_starts.append(clock)
-            clock += units
+            clock += units_of[kind]
             ends[this] = clock
             if this in waiting:
                 runnable.append(waiting.pop(this))

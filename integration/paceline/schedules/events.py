@@ -2,7 +2,8 @@
 
 A micro-batch goes down through the forwards of all S stages and up through their backwards: 2S visits, of which each
 hands on to the next. Visit v < S is the forward of stage v, the others are the backward of stage 2S−1−v. Every
-direction has visits of its own: those of direction j are 2S·j + v.
+direction has visits of its own: those of direction j are 2S·j + v. Where a backward is split, its visit is that of the
+inputs; that of the weights is no visit: its input is there when its turn comes, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from .costs import Costs, Link
 from .dependencies import unit_starts
 from .egress import Egress
-from .schedule import FORWARD, Schedule
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 
 # Instead of a host's sending side: a message that has only its own link to wait for, and none at all.
 _LINK, _NOWHERE = -1, -2
@@ -25,11 +26,11 @@ _LINK, _NOWHERE = -1, -2
 class Visits:
     """What things cost along the way of a micro-batch, one value a visit.
 
-    ``rank``, ``chunk`` and ``duration_s`` of the action; ``num_bytes`` and ``link`` of the message after it, whose link
-    is None where it stays on its rank or where there is none.
+    ``rank`` and ``chunk`` of the action; ``num_bytes`` and ``link`` of the message after it, whose link is None where
+    it stays on its rank or where there is none.
 
-    ``forward`` and ``backward``: the visits of a chunk, by rank and chunk. ``num_of_direction``: visits that one
-    direction has, the last of which hands on nothing.
+    ``of``: by kind of action, rank and chunk: its visit (none for the backward of the weights). ``seconds``: as ``of``:
+    what the action takes. ``num_of_direction``: visits that one direction has, the last of which hands on nothing.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -42,14 +43,18 @@ class Visits:
             for rank, chunk in chain(down, reversed(down)):
                 self.rank.append(rank)
                 self.chunk.append(chunk)
-        self.forward: list[list[int]] = [[-1] * schedule.num_chunks for _ in schedule.orders]
-        self.backward: list[list[int]] = [[-1] * schedule.num_chunks for _ in schedule.orders]
+        forward: list[list[int]] = [[-1] * schedule.num_chunks for _ in schedule.orders]
+        backward: list[list[int]] = [[-1] * schedule.num_chunks for _ in schedule.orders]
         for visit, (rank, chunk) in enumerate(zip(self.rank, self.chunk, strict=True)):
-            (self.forward if self.is_forward(visit) else self.backward)[rank][chunk] = visit
-        self.duration_s = [*costs.forward_s, *reversed(costs.backward_s)] * num_directions
-        if costs.speeds:
-            pairs = zip(self.duration_s, self.rank, strict=True)
-            self.duration_s = [seconds / costs.speeds[rank] for seconds, rank in pairs]
+            (forward if self.is_forward(visit) else backward)[rank][chunk] = visit
+        self.of: dict[str, list[list[int]]] = {FORWARD: forward, BACKWARD: backward, BACKWARD_INPUT: backward}
+        self.seconds: dict[str, list[list[float]]] = {
+            kind: [
+                [of_stage[stage] / (costs.speeds[rank] if costs.speeds else 1.0) for stage in stages]
+                for rank, stages in enumerate(schedule.stages)
+            ]
+            for kind, of_stage in costs.seconds.items()
+        }
         sizes = costs.message_bytes or (0.0,) * (num_stages - 1)
         free = (Link(),) * len(sizes)
         self.num_bytes = [*sizes, 0.0, *reversed(sizes), 0.0] * num_directions
@@ -91,8 +96,8 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
         ValueError: the schedule cannot be executed.
     """
     num_ranks, num_micro_batches = schedule.num_ranks, schedule.num_micro_batches
-    forward_visits, backward_visits = visits.forward, visits.backward
-    rank_of, duration_s, num_bytes = visits.rank, visits.duration_s, visits.num_bytes
+    visit_of, seconds_of = visits.of, visits.seconds
+    rank_of, num_bytes = visits.rank, visits.num_bytes
     occupied_s = [size / link.bytes_per_s if link else 0.0 for size, link in zip(num_bytes, visits.link, strict=True)]
     latency_s = [link.latency_s if link else 0.0 for link in visits.link]
     link_free_s = [0.0] * len(rank_of)
@@ -101,6 +106,8 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
     arrived_s[0][:] = array("d", bytes(8 * num_micro_batches))
     # visit · num_micro_batches + micro_batch whose input a rank waits for; −1 while it runs and when it is done.
     waits_for = [-1] * num_ranks
+    # When such a rank is free, and what the action takes.
+    free_s, needs_s = [0.0] * num_ranks, [0.0] * num_ranks
     remaining = [iter(order) for order in schedule.orders]
     # The end of an action: (time, rank, visit, micro-batch). A message that has left a host: (time, num_ranks + host,
     # version, 0). Every rank begins as if it had just ended something that nobody waits for.
@@ -133,17 +140,24 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
             target = rank_of[visit]
             if waits_for[target] == visit * num_micro_batches + micro_batch:
                 waits_for[target] = -1
-                heappush(events, (arrival + duration_s[visit], target, visit, micro_batch))
+                free = free_s[target]
+                heappush(events, ((arrival if arrival > free else free) + needs_s[target], target, visit, micro_batch))
         if rank < num_ranks:
-            end_s = now
             for kind, micro_batch, chunk in remaining[rank]:
-                visit = (forward_visits if kind == FORWARD else backward_visits)[rank][chunk]
+                seconds = seconds_of[kind][rank][chunk]
+                if kind == BACKWARD_WEIGHT:
+                    now += seconds
+                    continue
+                visit = visit_of[kind][rank][chunk]
                 ready = arrived_s[visit][micro_batch]
                 if ready < 0:
                     waits_for[rank] = visit * num_micro_batches + micro_batch
+                    free_s[rank], needs_s[rank] = now, seconds
                 else:
-                    heappush(events, ((now if now > ready else ready) + duration_s[visit], rank, visit, micro_batch))
+                    heappush(events, ((now if now > ready else ready) + seconds, rank, visit, micro_batch))
                 break  # one action at a time; the iterator keeps the place
+            if now > end_s:
+                end_s = now
     if max(waits_for) >= 0:
         unit_starts(schedule)  # tells which rank waits at which action for whom
         raise AssertionError("the replay of dependencies ends and the replay of events does not")

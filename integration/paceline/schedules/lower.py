@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from .dependencies import BACKWARD_UNITS, FORWARD_UNITS, check_actions, unit_starts
-from .schedule import BACKWARD, FORWARD, Schedule
+from .dependencies import UNITS, check_actions, unit_starts
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 
 LOAD = "load"
 POST_ACTIVATION, WAIT_ACTIVATION, SEND_ACTIVATION = "post_activation", "wait_activation", "send_activation"
 POST_GRADIENT, WAIT_GRADIENT, SEND_GRADIENT = "post_gradient", "wait_gradient", "send_gradient"
 RUN_FORWARD, RUN_BACKWARD = "forward", "backward"
+RUN_BACKWARD_INPUT, RUN_BACKWARD_WEIGHT = "backward_input", "backward_weight"
 COMPLETE, APPLY = "backward_complete", "apply"
 REDUCE_TIED, REDUCE, UPDATE = "reduce_tied", "reduce", "update"
 FREE, PAIRED = "free", "paired"
@@ -24,8 +25,14 @@ FREE, PAIRED = "free", "paired"
 _FORWARD_ONLY_RECEIVES_AHEAD = 2
 
 
+_RUN = {BACKWARD: RUN_BACKWARD, BACKWARD_INPUT: RUN_BACKWARD_INPUT}
+
+
 class Op(NamedTuple):
     """One thing a rank does: ``post_…`` starts a receive, ``wait_…`` needs what it brings, ``send_…`` starts a send.
+
+    A backward that is split has two: ``"backward_input"``, after which its gradient is sent, and ``"backward_weight"``,
+    which needs nothing but what the first has left on this rank.
 
     Where steps run into each other it is for a micro-batch of the step ``lag`` steps ago, and there are two more kinds.
     ``"backward_complete"``: the last backward of that step through ``chunk`` has run. ``"apply"``: the update that was
@@ -82,7 +89,7 @@ def lower(schedule: Schedule, *, order: str = FREE, receives_ahead: int | None =
 
 def is_forward_only(schedule: Schedule) -> bool:
     """No rank has a backward."""
-    return not any(action.kind == BACKWARD for order in schedule.orders for action in order)
+    return not any(action.kind != FORWARD for order in schedule.orders for action in order)
 
 
 class _Program:
@@ -118,7 +125,7 @@ class _Lanes:
                     self.activations[cell].append(micro_batch)
                     live[cell] += 1
                     self.receives_ahead[cell] = max(self.receives_ahead[cell], live[cell])
-                else:
+                elif kind != BACKWARD_WEIGHT:
                     self.gradients[cell].append(micro_batch)
                     live[cell] -= 1
         if receives_ahead is None and is_forward_only(schedule):
@@ -171,10 +178,12 @@ def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
                 # it is needed: the other end has run their backwards before, so this one their forwards.
                 while gradients[chunk] and gradients[chunk][0] in sent[chunk]:
                     program.add(POST_GRADIENT, gradients[chunk].popleft(), chunk)
+        elif kind == BACKWARD_WEIGHT:
+            program.add(RUN_BACKWARD_WEIGHT, micro_batch, chunk)
         else:
             if program.sends[chunk]:
                 program.add(WAIT_GRADIENT, micro_batch, chunk)
-            program.add(RUN_BACKWARD, micro_batch, chunk)
+            program.add(_RUN[kind], micro_batch, chunk)
             if program.receives[chunk]:
                 program.add(SEND_GRADIENT, micro_batch, chunk)
     return tuple(program.ops)
@@ -188,15 +197,15 @@ def lower_paired(schedule: Schedule, starts: tuple[list[int], ...]) -> tuple[tup
     for rank, order in enumerate(schedule.orders):
         stages, cells = schedule.stages[rank], schedule.cells[rank]
         for (kind, micro_batch, chunk), start in zip(order, starts[rank], strict=True):
-            stage, cell = stages[chunk], cells[chunk]
+            stage, cell, end = stages[chunk], cells[chunk], start + UNITS[kind]
             if kind == FORWARD:
                 if stage == last_stage:
                     continue
-                step, edge, send, post, end = 1, stage, SEND_ACTIVATION, POST_ACTIVATION, start + FORWARD_UNITS
+                step, edge, send, post = 1, stage, SEND_ACTIVATION, POST_ACTIVATION
             else:
-                if stage == 0:
+                if stage == 0 or kind == BACKWARD_WEIGHT:
                     continue
-                step, edge, send, post, end = -1, stage - 1, SEND_GRADIENT, POST_GRADIENT, start + BACKWARD_UNITS
+                step, edge, send, post = -1, stage - 1, SEND_GRADIENT, POST_GRADIENT
             target, target_chunk = schedule.places[cell + step]
             if target != rank:
                 # Of what is made at the same moment, every second edge goes first: in order along the pipeline each
@@ -223,10 +232,12 @@ def _paired(
             if program.receives[chunk]:
                 program.add(WAIT_ACTIVATION, micro_batch, chunk)
             program.add(RUN_FORWARD, micro_batch, chunk)
+        elif kind == BACKWARD_WEIGHT:
+            program.add(RUN_BACKWARD_WEIGHT, micro_batch, chunk)
         else:
             if program.sends[chunk]:
                 program.add(WAIT_GRADIENT, micro_batch, chunk)
-            program.add(RUN_BACKWARD, micro_batch, chunk)
+            program.add(_RUN[kind], micro_batch, chunk)
     for message in messages[done:]:
         program.add(*message[1:])
     return tuple(program.ops)

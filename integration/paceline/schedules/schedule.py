@@ -7,11 +7,17 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-FORWARD, BACKWARD = "F", "B"
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+"""Kinds of actions. A backward is whole, or split: first what the stage before waits for, the gradient of the inputs,
+and at any later time, on the same rank, the gradients of the weights. (Papers on zero bubbles call these B and W.)
+"""
 
 
 class Action(NamedTuple):
-    """One forward (``"F"``) or backward (``"B"``) of one micro-batch through one model chunk of a rank."""
+    """One forward (``"F"``) or backward of one micro-batch through one model chunk of a rank.
+
+    A backward is whole (``"B"``) or split into that of the inputs (``"I"``) and that of the weights (``"W"``).
+    """
 
     kind: str
     micro_batch: int
@@ -31,6 +37,18 @@ def forward(micro_batch: int, chunk: int = 0) -> Action:
 def backward(micro_batch: int, chunk: int = 0) -> Action:
     """The backward of a micro-batch; see :func:`forward`."""
     return Action(BACKWARD, micro_batch, chunk)
+
+
+@lru_cache(maxsize=1 << 16)
+def backward_input(micro_batch: int, chunk: int = 0) -> Action:
+    """The backward of the inputs only, which sends gradients on; see :func:`forward`."""
+    return Action(BACKWARD_INPUT, micro_batch, chunk)
+
+
+@lru_cache(maxsize=1 << 16)
+def backward_weight(micro_batch: int, chunk: int = 0) -> Action:
+    """The backward of the weights, which a :func:`backward_input` left for later; see :func:`forward`."""
+    return Action(BACKWARD_WEIGHT, micro_batch, chunk)
 
 
 MOST_ACTIONS = 2**25
@@ -113,6 +131,11 @@ class Schedule:
         """By cell: the rank that holds it, and as which of its chunks."""
         found = ((cell, (rank, chunk)) for rank, held in enumerate(self.cells) for chunk, cell in enumerate(held))
         return tuple(place for _, place in sorted(found))
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether some backward is split into that of the inputs and that of the weights."""
+        return any(action.kind == BACKWARD_WEIGHT for order in self.orders for action in order)
 
     def stage(self, rank: int, action: Action) -> int:
         """The stage that ``action`` of ``rank`` runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from .costs import Costs, Link
@@ -9,8 +10,9 @@ from .critical_path import critical_path_of
 from .dependencies import check_actions
 from .events import Replay, Visits, replay
 from .lower import is_forward_only
-from .schedule import FORWARD, Schedule
+from .schedule import BACKWARD_WEIGHT, FORWARD, Schedule
 from .timeline import Span, Timeline, Transfer
+from .verify import Peaks, peaks
 
 __all__ = ["Costs", "Link", "Simulation", "simulate"]
 
@@ -22,8 +24,8 @@ class Simulation:
     Attributes:
         makespan_s: of the step, ``step_s`` of the costs included.
         busy_s: by rank, what it computes, ``step_s`` included.
-        peak_activations: by rank, most micro-batches (of all its chunks) whose forward has begun and whose backward
-            has not ended; 0 if there are no backwards: nothing stays.
+        peaks: by rank, the most micro-batches (of all its chunks) that are live, deferred and either; see
+            :class:`~paceline.schedules.verify.Proof`.
         peak_bytes: by rank, most memory at a time.
         critical_path: what determined the makespan, in time without gaps; empty unless asked for.
         timeline: all that happens; None unless asked for.
@@ -31,10 +33,17 @@ class Simulation:
 
     makespan_s: float
     busy_s: tuple[float, ...]
-    peak_activations: tuple[int, ...]
+    peaks: tuple[Peaks, ...]
     peak_bytes: tuple[float, ...]
     critical_path: tuple[Span | Transfer, ...] = ()
     timeline: Timeline | None = None
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """By rank, most micro-batches (of all its chunks) whose forward has begun and whose backward (that of the
+        inputs, where it is split) has not ended; 0 if there are no backwards: nothing stays.
+        """
+        return tuple(peak.live for peak in self.peaks)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -76,13 +85,13 @@ def simulate(schedule: Schedule, costs: Costs, *, timeline: bool = False, critic
     check_actions(schedule, forward_only=is_forward_only(schedule))
     _check_fit(schedule, costs)
     visits = Visits(schedule, costs)
-    loads = [_load(schedule, costs, rank) for rank in range(schedule.num_ranks)]
+    ranks = range(schedule.num_ranks)
     replayed = replay(schedule, costs, visits)
     return Simulation(
         replayed.end_s + costs.step_s,
-        tuple(busy for busy, _, _ in loads),
-        tuple(peak for _, peak, _ in loads),
-        tuple(peak for _, _, peak in loads),
+        tuple(_busy_s(schedule, costs, visits, rank) for rank in ranks),
+        tuple(peaks(order) for order in schedule.orders),
+        tuple(_peak_bytes(schedule, costs, rank) for rank in ranks),
         critical_path_of(schedule, costs, visits, replayed) if critical_path else (),
         _timeline(schedule, costs, visits, replayed) if timeline else None,
     )
@@ -100,32 +109,23 @@ def _check_fit(schedule: Schedule, costs: Costs) -> None:
             raise ValueError(f"{name} has {given} values and there are {schedule.num_ranks} ranks: give one a rank.")
 
 
-def _load(schedule: Schedule, costs: Costs, rank: int) -> tuple[float, int, float]:
-    """Seconds of compute, peak of live activations and peak of memory of a rank; they depend on its order only."""
-    stages = schedule.stages[rank]
-    kept_bytes = [costs.activation_bytes[stage] if costs.activation_bytes else 0.0 for stage in stages]
-    forwards, backwards = [0] * len(stages), [0] * len(stages)
-    live = peak = 0
-    held = peak_held = 0.0
+def _busy_s(schedule: Schedule, costs: Costs, visits: Visits, rank: int) -> float:
+    counts = Counter((action.kind, action.chunk) for action in schedule.orders[rank])
+    return costs.step_s + sum(visits.seconds[kind][rank][chunk] * count for (kind, chunk), count in counts.items())
+
+
+def _peak_bytes(schedule: Schedule, costs: Costs, rank: int) -> float:
+    fixed = costs.fixed_bytes[rank] if costs.fixed_bytes else 0.0
+    if not costs.activation_bytes and not costs.deferred_bytes:
+        return fixed
+    kept = costs.kept_bytes
+    changes = {kind: [kept[kind][stage] for stage in schedule.stages[rank]] for kind in kept}
+    held = peak = 0.0
     for kind, _, chunk in schedule.orders[rank]:
-        if kind == FORWARD:
-            forwards[chunk] += 1
-            live += 1
-            held += kept_bytes[chunk]
-            if live > peak:
-                peak = live
-            if held > peak_held:
-                peak_held = held
-        else:
-            backwards[chunk] += 1
-            live -= 1
-            held -= kept_bytes[chunk]
-    if not any(backwards):
-        peak, peak_held = 0, 0.0
-    busy_s, speed = costs.step_s, costs.speeds[rank] if costs.speeds else 1.0
-    for chunk, stage in enumerate(stages):
-        busy_s += (forwards[chunk] * costs.forward_s[stage] + backwards[chunk] * costs.backward_s[stage]) / speed
-    return busy_s, peak, peak_held + (costs.fixed_bytes[rank] if costs.fixed_bytes else 0.0)
+        held += changes[kind][chunk]
+        if held > peak:
+            peak = held
+    return fixed + (0.0 if is_forward_only(schedule) else peak)
 
 
 def _timeline(schedule: Schedule, costs: Costs, visits: Visits, replayed: Replay) -> Timeline:
@@ -134,9 +134,14 @@ def _timeline(schedule: Schedule, costs: Costs, visits: Visits, replayed: Replay
     for rank, order in enumerate(schedule.orders):
         now = 0.0
         for kind, micro_batch, chunk in order:
-            visit = (visits.forward if kind == FORWARD else visits.backward)[rank][chunk]
+            seconds = visits.seconds[kind][rank][chunk]
+            if kind == BACKWARD_WEIGHT:
+                spans.append(Span(rank, kind, micro_batch, chunk, now, now + seconds))
+                now += seconds
+                continue
+            visit = visits.of[kind][rank][chunk]
             start = max(now, replayed.arrived_s[visit][micro_batch])
-            now = start + visits.duration_s[visit]
+            now = start + seconds
             spans.append(Span(rank, kind, micro_batch, chunk, start, now))
             if visits.link[visit] is not None:
                 what = "activation" if kind == FORWARD else "gradient"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from .costs import Costs
 from .events import Visits, replay
-from .schedule import BACKWARD, FORWARD
 from .simulate import simulate
 from .stream import Stream
 
@@ -96,11 +95,10 @@ def _ends_s(stream: Stream, costs: Costs, num_steps: int) -> list[list[float]]:
     arrived_s = replay(schedule, costs, visits).arrived_s
     ends_s: list[list[float]] = [[] for _ in range(num_steps)]
     for rank, order in enumerate(schedule.orders):
-        visit_of = {FORWARD: visits.forward[rank], BACKWARD: visits.backward[rank]}
         now = 0.0
         for kind, number, chunk in order:
-            visit = visit_of[kind][chunk]
-            now = max(now, arrived_s[visit][number]) + visits.duration_s[visit]
+            visit = visits.of[kind][rank][chunk]
+            now = max(now, arrived_s[visit][number]) + visits.seconds[kind][rank][chunk]
             ends_s[number // stream.num_micro_batches].append(now)
     return ends_s[: num_steps - stream.most_lag - 1]
 

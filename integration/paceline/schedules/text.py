@@ -4,8 +4,9 @@
     rank 0: F0 F1 B0 B1
     rank 1: F0 B0 F1 B1
 
-An action of another chunk than 0 names it after a dot: ``F0.1``. A schedule with routes has them before its name, the
-rank of each stage: ``routes=0,1/1,0``.
+``F`` is a forward and ``B`` a whole backward. A backward that is split has ``I``, the gradient of the inputs, and later
+``W``, the gradients of the weights. An action of another chunk than 0 names it after a dot: ``F0.1``. A schedule with
+routes has them before its name, the rank of each stage: ``routes=0,1/1,0``.
 """
 
 from __future__ import annotations
@@ -14,18 +15,30 @@ import json
 import re
 from typing import NoReturn
 
-from .schedule import FORWARD, Action, Schedule, backward, forward
+from .schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Schedule,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+)
 
 _COUNT = re.compile(r"[1-9][0-9]{0,8}")
 _NUMBER = re.compile(rf"0|{_COUNT.pattern}")
-_ACTION = re.compile(rf"([FB])({_NUMBER.pattern})(?:\.({_COUNT.pattern}))?")
+_ACTION = re.compile(rf"([FBIW])({_NUMBER.pattern})(?:\.({_COUNT.pattern}))?")
+_MAKE = {FORWARD: forward, BACKWARD: backward, BACKWARD_INPUT: backward_input, BACKWARD_WEIGHT: backward_weight}
 
 
 _ROUTES = " routes="
 
 
 def to_text(schedule: Schedule) -> str:
-    """The text of a schedule of forwards and backwards; :func:`from_text` gives an equal schedule back."""
+    """The text of a schedule; :func:`from_text` gives an equal schedule back."""
     routes = "/".join(",".join(map(str, route)) for route in schedule.routes)
     head = (
         f"schedule ranks={schedule.num_ranks} micro_batches={schedule.num_micro_batches} chunks={schedule.num_chunks}"
@@ -132,13 +145,13 @@ def _label(rows: list[str], column: int, label: str) -> int:
 def _action(rows: list[str], row: int, column: int, word: str, num_micro_batches: int, num_chunks: int) -> Action:
     match = _ACTION.fullmatch(word)
     if match is None:
-        _fail(rows, row, column, f"{word!r} is no action: write F or B, the micro-batch, and .chunk unless that is 0")
+        _fail(rows, row, column, f"{word!r} is no action: write F, B, I or W, micro-batch, and .chunk unless that is 0")
     micro_batch, chunk = int(match[2]), int(match[3] or 0)
     if micro_batch >= num_micro_batches:
         _fail(rows, row, column, f"{word!r} is not one of {num_micro_batches} micro-batches: they count from 0")
     if chunk >= num_chunks:
         _fail(rows, row, column, f"{word!r} is not in one of {num_chunks} chunks: they count from 0")
-    return forward(micro_batch, chunk) if match[1] == FORWARD else backward(micro_batch, chunk)
+    return _MAKE[match[1]](micro_batch, chunk)
 
 
 def _fail(rows: list[str], row: int, column: int, what: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 class Span(NamedTuple):
     """Something that one rank did. Seconds since the step began.
 
-    ``kind`` is ``"F"`` or ``"B"`` for compute (``micro_batch`` and ``chunk`` tell which), else what it was:
+    ``kind`` is that of the action (``micro_batch`` and ``chunk`` tell which), else what it was:
     ``"reduce"``, ``"step"`` (micro_batch −1).
     """
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .dependencies import check_actions, unit_starts
 from .lower import POST_ACTIVATION, POST_GRADIENT, SEND_ACTIVATION, SEND_GRADIENT, Op, lower_paired
-from .schedule import FORWARD, Schedule
+from .schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,18 @@ class Proof:
 
     Args:
         peak_activations: of each rank: the most pairs of chunk and micro-batch whose forward runs or has run, and whose
-            backward has not ended. 0 without backwards: nothing stays.
+            backward (where it is split: that of the inputs) has not ended. 0 without backwards: nothing stays.
         backward_in_order: in every chunk the backwards run in micro-batch order, so that gradients are summed in the
-            same order by every such schedule.
+            same order by every such schedule. Those of the inputs too: there are parameters that do not wait.
+        peak_deferred: of each rank: the most pairs whose backward of the inputs has ended, and that of the weights has
+            not: their inputs and output gradients stay.
+        peak_held: of each rank: the most pairs that are either at a time, live or deferred.
     """
 
     peak_activations: tuple[int, ...]
     backward_in_order: bool
+    peak_deferred: tuple[int, ...]
+    peak_held: tuple[int, ...]
 
 
 def verify(schedule: Schedule, *, forward_only: bool = False, paired: bool = True) -> Proof:
@@ -43,22 +49,59 @@ def verify(schedule: Schedule, *, forward_only: bool = False, paired: bool = Tru
     starts = unit_starts(schedule)
     if paired:
         replay_blocking(schedule, lower_paired(schedule, starts))
-    backward_in_order = True
-    peaks = []
-    for order in schedule.orders:
-        live = peak = 0
-        latest = [-1] * schedule.num_chunks
-        for kind, micro_batch, chunk in order:
-            if kind == FORWARD:
-                live += 1
-                if live > peak:
-                    peak = live
-            else:
-                live -= 1
-                backward_in_order = backward_in_order and micro_batch > latest[chunk]
-                latest[chunk] = micro_batch
-        peaks.append(0 if forward_only else peak)
-    return Proof(tuple(peaks), backward_in_order)
+    found = [peaks(order) for order in schedule.orders]
+    return Proof(
+        tuple(peak.live for peak in found),
+        all(map(_is_in_order, schedule.orders)),
+        tuple(peak.deferred for peak in found),
+        tuple(peak.held for peak in found),
+    )
+
+
+class Peaks(NamedTuple):
+    """Of one rank: see :class:`Proof`."""
+
+    live: int
+    deferred: int
+    held: int
+
+
+def peaks(order: Sequence[Action]) -> Peaks:
+    """The most pairs of chunk and micro-batch that an order keeps."""
+    live = deferred = most_live = most_deferred = most_held = 0
+    for kind, _, _ in order:
+        if kind == FORWARD:
+            live += 1
+            if live > most_live:
+                most_live = live
+            if live + deferred > most_held:
+                most_held = live + deferred
+        elif kind == BACKWARD_WEIGHT:
+            deferred -= 1
+        else:
+            live -= 1
+            if kind == BACKWARD_INPUT:
+                deferred += 1
+                if deferred > most_deferred:
+                    most_deferred = deferred
+    if live:  # without backwards
+        return Peaks(0, 0, 0)
+    return Peaks(most_live, most_deferred, most_held)
+
+
+def _is_in_order(order: Sequence[Action]) -> bool:
+    """Whether gradients of every parameter are added in micro-batch order."""
+    # By chunk: the latest micro-batch that added to what waits for the weights' backward, and to what does not.
+    latest_weight: dict[int, int] = {}
+    latest_other: dict[int, int] = {}
+    for kind, micro_batch, chunk in order:
+        if kind != FORWARD:
+            for latest, adds in ((latest_weight, kind != BACKWARD_INPUT), (latest_other, kind != BACKWARD_WEIGHT)):
+                if adds:
+                    if micro_batch < latest.get(chunk, -1):
+                        return False
+                    latest[chunk] = micro_batch
+    return True
 
 
 def replay_blocking(schedule: Schedule, programs: Sequence[Sequence[Op]]) -> None:

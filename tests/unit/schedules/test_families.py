@@ -8,6 +8,8 @@ from paceline.schedules import FAMILIES, families, from_text, lower, make, to_te
 from paceline.schedules.verify import replay_blocking
 from schedule_cases import FAMILY_CASES, has_backwards
 
+COMPUTES = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+
 
 def is_proven(schedule):
     verify(schedule, forward_only=not has_backwards(schedule))
@@ -17,8 +19,9 @@ def sums_gradients_in_micro_batch_order(schedule):
     assert verify(schedule, forward_only=not has_backwards(schedule)).backward_in_order
     for chunk in range(schedule.num_chunks):
         for order in schedule.orders:
-            backwards = [action.micro_batch for action in order if action.kind == "B" and action.chunk == chunk]
-            assert backwards == sorted(backwards)
+            for adds in ("BW", "BI"):
+                backwards = [action.micro_batch for action in order if action.kind in adds and action.chunk == chunk]
+                assert backwards == sorted(backwards)
 
 
 def survives_its_text(schedule):
@@ -36,8 +39,8 @@ def shares_its_actions(schedule):
 def lowers_to_its_own_computes(schedule):
     for order in ("free", "paired"):
         for program, actions in zip(lower(schedule, order=order), schedule.orders, strict=True):
-            computes = [op for op in program if op.kind in ("forward", "backward")]
-            assert [(op.kind[0].upper(), op.micro_batch, op.chunk) for op in computes] == list(actions)
+            computes = [(COMPUTES[op.kind], op.micro_batch, op.chunk) for op in program if op.kind in COMPUTES]
+            assert computes == list(actions)
 
 
 def runs_when_messages_block(schedule):

@@ -86,17 +86,19 @@ def test_both_ends_of_a_pair_see_the_same_sequence(schedule):
         assert messages == seen[peer, rank]
 
 
-def expected_steps(schedule, rank, chunk):
-    """The ops of one micro-batch, in their order."""
+def expected_steps(schedule, rank, micro_batch, chunk):
+    """The ops of one micro-batch in a chunk, in their order."""
     direction, stage = divmod(schedule.cells[rank][chunk], schedule.num_stages)
     above = stage > 0 and schedule.rank(stage - 1, direction) != rank
     below = stage < schedule.num_stages - 1 and schedule.rank(stage + 1, direction) != rank
     steps = ["load"] if stage in (0, schedule.num_stages - 1) else []
     steps += ["post_activation", "wait_activation"] if above else []
     steps += ["forward"] + (["send_activation"] if below else [])
-    if any(action.kind == "B" for action in schedule.orders[rank]):
+    kinds = {a.kind for a in schedule.orders[rank] if (a.micro_batch, a.chunk) == (micro_batch, chunk)}
+    if kinds != {"F"}:
         steps += ["post_gradient", "wait_gradient"] if below else []
-        steps += ["backward"] + (["send_gradient"] if above else [])
+        steps += ["backward" if "B" in kinds else "backward_input"] + (["send_gradient"] if above else [])
+        steps += ["backward_weight"] if "W" in kinds else []
     return steps
 
 
@@ -113,9 +115,9 @@ def test_programs_hold_what_a_micro_batch_needs_and_no_more(schedule, order):
             for micro_batch in range(schedule.num_micro_batches)
             if micro_batch % schedule.num_directions == schedule.direction(rank, chunk)
         }
-        for (chunk, _), kinds in by_micro_batch.items():
+        for (chunk, micro_batch), kinds in by_micro_batch.items():
             # Labels are loaded before their forward, it does not matter whether before or after a post.
-            steps = expected_steps(schedule, rank, chunk)
+            steps = expected_steps(schedule, rank, micro_batch, chunk)
             assert Counter(kinds) == Counter(steps)
             without_load = [kind for kind in kinds if kind != "load"]
             assert without_load == [step for step in steps if step != "load"]
@@ -127,9 +129,9 @@ def test_programs_hold_what_a_micro_batch_needs_and_no_more(schedule, order):
 def test_waits_and_sends_stand_next_to_their_compute(schedule, order):
     for rank, program in enumerate(lower(schedule, order=order)):
         for position, op in enumerate(program):
-            if op.kind in ("forward", "backward"):
+            if op.kind in ("forward", "backward", "backward_input"):
                 what = "activation" if op.kind == "forward" else "gradient"
-                steps = expected_steps(schedule, rank, op.chunk)
+                steps = expected_steps(schedule, rank, op.micro_batch, op.chunk)
                 before = position - 1
                 while order == "free" and before >= 0 and program[before].kind == "post_activation":
                     before -= 1  # the window, filled up again

@@ -38,17 +38,22 @@ def replayed(schedule, costs):
             for kind, micro_batch, chunk in order[len(computed[rank]) :]:
                 direction, stage = cell_of[rank, chunk]
                 assert direction == micro_batch % num_directions
-                step, end_of_line = (1, last) if kind == "F" else (-1, 0)
+                lane, step, end_of_line = ("F", 1, last) if kind == "F" else ("B", -1, 0)
                 now = computed[rank][-1][2] if computed[rank] else 0.0
-                if kind == "B" and (("F", direction, stage, micro_batch) not in done):
+                if kind == "W":
+                    seconds = costs.seconds[kind][stage]
+                    computed[rank].append((Action(kind, micro_batch, chunk), now, now + seconds))
+                    moved = True
+                    continue
+                if kind != "F" and (("F", direction, stage, micro_batch) not in done):
                     break
                 if stage != (0 if kind == "F" else last):
-                    source = (kind, direction, stage - step, micro_batch)
+                    source = (lane, direction, stage - step, micro_batch)
                     if source not in done:
                         break
                     now = max(now, arrivals.get(source, 0.0))
-                end = now + (costs.forward_s if kind == "F" else costs.backward_s)[stage]
-                this = (kind, direction, stage, micro_batch)
+                end = now + costs.seconds[kind][stage]
+                this = (lane, direction, stage, micro_batch)
                 done[this] = end
                 computed[rank].append((Action(kind, micro_batch, chunk), now, end))
                 moved = True
@@ -126,7 +131,8 @@ def test_routed_schedules_are_proven_and_survive_their_text(schedule):
     assert from_text(to_text(schedule)) == schedule
     for order, peak in zip(schedule.orders, proof.peak_activations, strict=True):
         live = [
-            sum(1 if a.kind == "F" else -1 for a in order[: i + 1]) + (order[i].kind == "B") for i in range(len(order))
+            sum({"F": 1, "W": 0}.get(a.kind, -1) for a in order[: i + 1]) + (order[i].kind in "BI")
+            for i in range(len(order))
         ]
         assert peak == (max(live, default=0) if has_backwards(schedule) else 0)
 
@@ -174,7 +180,7 @@ def test_peak_memory_is_of_the_stages_that_are_live(schedule, seed):
     for rank, peak in enumerate(simulate(schedule, costs).peak_bytes):
         held = most = 0.0
         for kind, _, chunk in schedule.orders[rank] if has_backwards(schedule) else ():
-            held += costs.activation_bytes[stage_of[rank, chunk]] * (1 if kind == "F" else -1)
+            held += costs.activation_bytes[stage_of[rank, chunk]] * {"F": 1, "I": 0}.get(kind, -1)
             most = max(most, held)
         assert peak == most
 

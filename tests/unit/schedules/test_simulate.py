@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import eager, forward_only, gpipe, interleaved, kfkb, one_f_one_b
-from paceline.schedules.schedule import Schedule, backward, forward
+from paceline.schedules.schedule import Schedule, backward, backward_input, backward_weight, forward
 from paceline.schedules.simulate import simulate
 from paceline.schedules.timeline import Span, Transfer
 from paceline.schedules.verify import verify
@@ -26,17 +26,19 @@ def predicted(schedule, transfer_s=0.0, latency_s=0.0):
 
 
 def random_schedule(random, num_ranks, num_micro_batches, num_chunks=1):
-    """Any order that can be executed: actions one by one, each of those whose input is there."""
+    """Any executable order: actions one by one, each of those whose input is there. Backwards are whole or split."""
     num_stages = num_ranks * num_chunks
-    ready = [(0, micro_batch) for micro_batch in range(num_micro_batches)]
+    ready = [(0, micro_batch, forward) for micro_batch in range(num_micro_batches)]
     orders = [[] for _ in range(num_ranks)]
     while ready:
-        visit, micro_batch = ready.pop(random.randrange(len(ready)))
+        visit, micro_batch, kind = ready.pop(random.randrange(len(ready)))
         stage = min(visit, 2 * num_stages - 1 - visit)
-        kind = forward if visit < num_stages else backward
         orders[stage % num_ranks].append(kind(micro_batch, stage // num_ranks))
-        if visit < 2 * num_stages - 1:
-            ready.append((visit + 1, micro_batch))
+        if kind is backward_input:
+            ready.append((visit, micro_batch, backward_weight))
+        if kind is not backward_weight and visit < 2 * num_stages - 1:
+            after = forward if visit + 1 < num_stages else random.choice((backward, backward_input))
+            ready.append((visit + 1, micro_batch, after))
     return Schedule(tuple(map(tuple, orders)), num_micro_batches, num_chunks)
 
 
@@ -52,7 +54,11 @@ def random_costs(random, schedule):
         )
 
     stages = schedule.num_stages
-    return Costs(some(stages), some(stages), some(stages - 1), links(stages - 1), links(stages - 1), step_s=some(1)[0])
+    backward_s = some(stages)
+    return Costs(
+        some(stages), backward_s, some(stages - 1), links(stages - 1), links(stages - 1), step_s=some(1)[0],
+        weight_s=tuple(random.randrange(0, 9) / 8 * seconds for seconds in backward_s),
+    )  # fmt: skip
 
 
 def longest_path(schedule, costs):
@@ -65,7 +71,9 @@ def longest_path(schedule, costs):
             return 0.0
         if (rank, position) not in known:
             action = schedule.orders[rank][position]
-            seconds = (costs.forward_s if action.kind == "F" else costs.backward_s)[schedule.stage(rank, action)]
+            stage = schedule.stage(rank, action)
+            whole, weight = costs.backward_s[stage], costs.weight_s[stage]
+            seconds = {"F": costs.forward_s[stage], "B": whole, "I": whole - weight, "W": weight}[action.kind]
             known[rank, position] = max(end(rank, position - 1), arrival(rank, action)) + seconds
         return known[rank, position]
 
@@ -73,9 +81,11 @@ def longest_path(schedule, costs):
         stage = schedule.stage(rank, action)
         if action.kind == "F":
             return sent("F", stage - 1, action.micro_batch) if stage else 0.0
+        if action.kind == "W":
+            return end(rank, schedule.orders[rank].index(backward_input(action.micro_batch, action.chunk)))
         if stage == num_stages - 1:
             return end(rank, schedule.orders[rank].index(forward(action.micro_batch, action.chunk)))
-        return sent("B", stage + 1, action.micro_batch)
+        return sent("BI", stage + 1, action.micro_batch)
 
     def sent(kind, stage, micro_batch):
         """Arrival of what a stage sends: its link carries one message after another, in the order of the rank."""
@@ -83,7 +93,7 @@ def longest_path(schedule, costs):
         made = [
             (position, action.micro_batch)
             for position, action in enumerate(schedule.orders[rank])
-            if (action.kind, action.chunk) == (kind, chunk)
+            if action.kind in kind and action.chunk == chunk
         ]
         boundary, links = (stage, costs.down) if kind == "F" else (stage - 1, costs.up)
         busy_until = 0.0
@@ -171,7 +181,10 @@ def test_longest_path(seed, shape):
 @given(seed=st.integers(0, 10**9), shape=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 2)))
 def test_peak_is_the_verifiers(seed, shape):
     schedule = random_schedule(Random(seed), *shape)
-    assert predicted(schedule).peak_activations == verify(schedule).peak_activations
+    step, proof = predicted(schedule), verify(schedule)
+    assert step.peak_activations == proof.peak_activations
+    assert tuple(peak.deferred for peak in step.peaks) == proof.peak_deferred
+    assert tuple(peak.held for peak in step.peaks) == proof.peak_held
 
 
 def check_timeline(schedule, step):
@@ -184,13 +197,13 @@ def check_timeline(schedule, step):
     for rank, order in enumerate(schedule.orders):
         spans = [span for span in timeline.spans if span.rank == rank]
         assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(step.busy_s[rank])
-        computed = [span for span in spans if span.kind in "FB"]
+        computed = [span for span in spans if span.kind in "FBIW"]
         assert [(s.kind, s.micro_batch, s.chunk) for s in computed] == [tuple(action) for action in order]
         now = 0.0
         for action, span in zip(order, computed, strict=True):
             down = action.kind == "F"
             stage = schedule.stage(rank, action)
-            if schedule.num_ranks > 1 and stage != (0 if down else schedule.num_stages - 1):
+            if action.kind != "W" and schedule.num_ranks > 1 and stage != (0 if down else schedule.num_stages - 1):
                 sender = stage - 1 if down else stage + 1
                 what = "activation" if down else "gradient"
                 now = max(now, arrivals[what, rank, action.micro_batch, sender // schedule.num_ranks])
@@ -255,6 +268,27 @@ def test_memory():
     step = simulate(two, Costs((1.0, 1.0), (1.0, 1.0), activation_bytes=(5.0, 7.0)))
     assert step.peak_activations == (2,)
     assert step.peak_bytes == (12.0,)
+
+
+def test_memory_of_a_split_backward():
+    """What the weights' backward needs stays until it has run."""
+    order = (forward(0), forward(1), backward_input(0), backward_input(1), backward_weight(0), backward_weight(1))
+    schedule = Schedule((order,), 2)
+    costs = Costs((1.0,), (2.0,), activation_bytes=(10.0,))
+    assert simulate(schedule, costs).peak_bytes == (20.0,)
+    assert simulate(schedule, replace(costs, deferred_bytes=(4.0,))).peak_bytes == (20.0,)
+    assert simulate(schedule, replace(costs, deferred_bytes=(16.0,))).peak_bytes == (32.0,)
+    at_once = (forward(0), backward_input(0), forward(1), backward_weight(0), backward(1))
+    assert simulate(Schedule((at_once,), 2), replace(costs, deferred_bytes=(4.0,))).peak_bytes == (14.0,)
+
+
+def test_halves_of_a_backward():
+    order = (forward(0), backward_input(0), backward_weight(0))
+    schedule = Schedule((order, order), 1)
+    # The first stage goes on as soon as the second has its inputs' gradient: half of the backward, unless told.
+    assert simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0))).makespan_s == 1 + 1 + 1 + 2
+    assert simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0), weight_s=(0.5, 1.5))).makespan_s == 1 + 1 + 0.5 + 2
+    assert simulate(schedule, Costs.uniform(2, 1.0, 2.0, weight_s=0.0)).makespan_s == 1 + 1 + 2 + 2
 
 
 def test_interleaving_shrinks_the_bubble():

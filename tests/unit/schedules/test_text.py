@@ -32,6 +32,12 @@ def test_round_trip(schedule, name):
     assert from_text(to_text(named)) == named
 
 
+def test_a_split_backward_by_hand():
+    text = 'schedule ranks=1 micro_batches=1 chunks=2 name=""\nrank 0: F0 F0.1 I0.1 B0 W0.1\n'
+    assert to_text(from_text(text)) == text
+    assert [action.kind for action in from_text(text).orders[0]] == ["F", "F", "I", "B", "W"]
+
+
 def test_ranks_that_compute_nothing():
     schedule = Schedule(((forward(0),), ()), 1)
     assert to_text(schedule).endswith("rank 0: F0\nrank 1:\n")
@@ -60,8 +66,8 @@ def test_what_is_accepted_is_the_only_text_of_its_schedule(edit):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("B0 F1", "B0 X1", "row 3, column 15: 'X1' is no action: write F or B, the micro-batch, and .chunk unless"
-         " that is 0.\nrank 1: F0 B0 X1 B1\n              ^"),
+        ("B0 F1", "B0 X1", "row 3, column 15: 'X1' is no action: write F, B, I or W, micro-batch, and .chunk"
+         " unless that is 0.\nrank 1: F0 B0 X1 B1\n              ^"),
         ("B0 F1", "B0  F1", "row 3, column 15: '' is no action"),
         ("B0 F1", "B0 F01", "row 3, column 15: 'F01' is no action"),
         ("B0 F1", "B0 F1.0", "row 3, column 15: 'F1.0' is no action"),

@@ -35,10 +35,12 @@ def runs_to_its_end(schedule):
             stage = schedule.stage(rank, action)
             if action.kind == "F":
                 needs = [("F", stage - 1)] if stage else []
+            elif action.kind == "W":
+                needs = [("gradient", stage)]
             else:
-                needs = [("F", stage)] + ([("B", stage + 1)] if stage < schedule.num_stages - 1 else [])
+                needs = [("F", stage)] + ([("gradient", stage + 1)] if stage < schedule.num_stages - 1 else [])
             if all((kind, at, action.micro_batch) in done for kind, at in needs):
-                done.add((action.kind, stage, action.micro_batch))
+                done.add(("F" if action.kind == "F" else "gradient", stage, action.micro_batch))
                 positions[rank] += 1
                 moved = True
     return all(position == len(order) for position, order in zip(positions, schedule.orders, strict=True))
@@ -50,8 +52,14 @@ def test_accepts_what_runs_and_refuses_what_does_not(schedule):
     if runs_to_its_end(schedule):
         verify(schedule)
     else:
-        with pytest.raises(ValueError, match=r"wait for each other|runs before its forward"):
+        with pytest.raises(ValueError, match=r"wait for each other|runs before "):
             verify(schedule)
+
+
+def kept(order, position, begin, end):
+    """Pairs of chunk and micro-batch that are between two kinds of actions while the one at a position runs."""
+    begun = {a[1:] for a in order[: position + 1] if a.kind in begin}
+    return len(begun - {a[1:] for a in order[:position] if a.kind in end})
 
 
 @given(executed())
@@ -59,14 +67,16 @@ def test_accepts_what_runs_and_refuses_what_does_not(schedule):
 def test_proof_of_any_execution(schedule):
     proof = verify(schedule)
     for order, peak in zip(schedule.orders, proof.peak_activations, strict=True):
-        live = [
-            sum(1 if a.kind == "F" else -1 for a in order[: i + 1]) + (order[i].kind == "B") for i in range(len(order))
-        ]
-        assert peak == max(live)
+        assert peak == max(kept(order, i, "F", "BI") for i in range(len(order)))
+    for order, peak in zip(schedule.orders, proof.peak_deferred, strict=True):
+        assert peak == max(kept(order, i, "I", "W") for i in range(len(order)))
+    for order, peak in zip(schedule.orders, proof.peak_held, strict=True):
+        assert peak == max(kept(order, i, "F", "BW") for i in range(len(order)))
     in_order = all(
-        [a.micro_batch for a in order if a.kind == "B" and a.chunk == chunk] == list(range(schedule.num_micro_batches))
+        [a.micro_batch for a in order if a.kind in adds and a.chunk == chunk] == list(range(schedule.num_micro_batches))
         for order in schedule.orders
         for chunk in range(schedule.num_chunks)
+        for adds in ("BW", "BI")
     )
     assert proof.backward_in_order == in_order
 
@@ -74,13 +84,17 @@ def test_proof_of_any_execution(schedule):
 @given(executed(backwards=False))
 @settings(max_examples=20, deadline=None)
 def test_forward_only(schedule):
-    assert verify(schedule, forward_only=True) == Proof((0,) * schedule.num_ranks, True)
+    assert verify(schedule, forward_only=True) == Proof(none := (0,) * schedule.num_ranks, True, none, none)
     with pytest.raises(ValueError, match=r"rank 0 never runs B0; add it"):
         verify(schedule)
 
 
 def test_backwards_out_of_order_are_reported():
     assert not verify(schedule_of("F0 F1 B1 B0", "F0 F1 B1 B0")).backward_in_order
+    assert not verify(schedule_of("F0 F1 I0 I1 W1 W0")).backward_in_order
+    assert not verify(schedule_of("F0 F1 I1 I0 W0 W1")).backward_in_order
+    assert not verify(schedule_of("F0 F1 I0 B1 W0")).backward_in_order
+    assert verify(schedule_of("F0 F1 B0 I1 W1")).backward_in_order
 
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(4, 16), (8, 32)])
@@ -100,11 +114,18 @@ def test_unit_times_without_transfers(num_stages, num_micro_batches):
         (schedule_of("F0 F2 B0 B2"), "F2 has no micro-batch of 0…1; take it out", "F0 F2 B0 B2", 3),
         (schedule_of("F0 F0.1 B0 B1"), "F0.1 has no chunk of 0…0; take it out", "F0 F0.1 B0 B1", 3),
         (
-            schedule_of("F0 W0 B0 B1"),
-            "W0 is of kind 'W', this schedule may hold F and B; take it out",
-            "F0 W0 B0 B1",
+            schedule_of("F0 X0 B0 B1"),
+            "X0 is of kind 'X', this schedule may hold F, B, I, W; take it out",
+            "F0 X0 B0 B1",
             3,
         ),
+        (schedule_of("W0 F0 I0 F1 B1"), "W0 runs before its forward; put F0 before it", "W0 F0 I0 F1 B1", 0),
+        (schedule_of("F0 W0 I0"), "W0 runs before the backward of the inputs; put I0 before it", "F0 W0 I0", 3),
+        (schedule_of("F0 B0 W0"), "W0 is part of B0, which ran before it; take one of the two out", "F0 B0 W0", 6),
+        (schedule_of("F0 B0 I0"), "I0 is part of B0, which ran before it; take one of the two out", "F0 B0 I0", 6),
+        (schedule_of("F0 I0 B0"), "B0 repeats I0, which ran before it; take one of the two out", "F0 I0 B0", 6),
+        (schedule_of("F0 I0 W0 W0"), "W0 runs a second time; take one of the two out", "F0 I0 W0 W0", 9),
+        (schedule_of("F0 I0 F1 B1"), "rank 0 never runs W0; add it", "F0 I0 F1 B1 ", 12),
     ],
 )
 def test_faults_are_shown(schedule, fault, order, column):
@@ -198,4 +219,4 @@ def test_actions_without_families():
     """Actions that are equal but not the shared objects."""
     orders = ((Action("F", 0), Action("B", 0)),)
     assert orders == ((forward(0), backward(0)),)
-    assert verify(Schedule(orders, 1)) == Proof((1,), True)
+    assert verify(Schedule(orders, 1)) == Proof((1,), True, (0,), (1,))
