@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from asynchronous_emulator import Emulator, accumulate, cut
 from jobs import model_config, step_batches
+from limited_steps import step_limited
+from paceline.optim.max_change import Limits
 from paceline.schedules import asynchronous, directions
 from ranks import run_ranks
 
@@ -62,6 +65,7 @@ class Case:
     partition: tuple[int, ...] | None = None
     correction: str | None = None
     warm_in_steps: int = 0
+    limits: tuple[float, float, float] | None = None
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -70,6 +74,13 @@ class Case:
             return common
         own = {"staleness": self.staleness, "optimizer_owners": self.owners, "directions": self.directions}
         return {**common, **own}
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """``"paceline"`` in the JSON."""
+        pipeline = {"stages": self.devices, "schedule": self.schedule}
+        limits = {} if self.limits is None else dict(zip(("layer", "head", "total"), self.limits, strict=True))
+        return {"pipeline": pipeline, **({"max_change": limits} if limits else {})}
 
     def model(self) -> Any:
         return model_config(self.family, num_hidden_layers=self.devices, tie_word_embeddings=self.tied)
@@ -104,7 +115,7 @@ def train_one(case: Case) -> dict[str, Any]:
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
         "pipeline": {"activation_checkpoint_interval": int(case.recompute)},
-        "paceline": {"pipeline": {"stages": case.devices, "schedule": case.schedule}},
+        "paceline": case.section,
     }
     pipeline = CausalLMPipeline(
         case.model(),
@@ -182,14 +193,40 @@ class Corrected:
         self.changes = changes
 
 
+class Limited(Corrected):
+    """The same, of which no layer moves farther than it may: corrections go on from where it has come to."""
+
+    def __init__(self, masters: list[torch.nn.Parameter], names: list[str], case: Case) -> None:
+        super().__init__(masters, case.warm_in_steps, case.correction)
+        assert case.limits is not None
+        heads = frozenset({"model.model.embed_tokens" if case.tied else "model.lm_head"})
+        self.limits = Limits(*case.limits, heads=heads)
+        self.named = dict(zip(names, masters, strict=True))
+        self.num_limited = 0
+        self.ahead = 0.0 if case.correction is None else AHEAD[case.correction]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        before, previous = [p.clone() for p in self.masters], self.changes
+        self.num_limited += int(
+            step_limited(SimpleNamespace(step=super().step), self.named, self.limits)["num_limited"]
+        )
+        moved = [p - old for p, old in zip(self.masters, before, strict=True)]
+        self.changes = [
+            (change + self.ahead * last) / (1 + self.ahead) for change, last in zip(moved, previous, strict=True)
+        ]
+
+
 def emulate(case: Case, flushes: Collection[int]) -> dict[str, Any]:
     """What :func:`train_one` should return, with the parameters of all stages, and the norms."""
     stream = asynchronous.make(case.type, case.devices, case.micro_batches, case.directions)
     stages = cut(case.model(), case.devices, boundaries=case.layers, dtype=case.dtype, recompute=case.recompute)
+    names = list(dict.fromkeys(name for stage in stages for name, _ in stage.named_parameters()))
+    stepped = partial(Corrected, warm_in_steps=case.warm_in_steps, correction=case.correction)
     emulator = Emulator(
         stream,
         stages,
-        partial(Corrected, warm_in_steps=case.warm_in_steps, correction=case.correction),
+        stepped if case.limits is None else partial(Limited, names=names, case=case),
         case.steps,
         flushes=flushes,
         clipping=case.clipping,
@@ -199,6 +236,7 @@ def emulate(case: Case, flushes: Collection[int]) -> dict[str, Any]:
     for step in range(case.steps):
         emulator.step(case.batches(step))
         states[step] = emulator.state
+    assert case.limits is None or emulator._optimizer.num_limited, "nothing is limited"
     return {"losses": emulator.losses, "norms": emulator.norms, "states": states}
 
 
@@ -294,6 +332,8 @@ FOLLOWED = {
     "four, uneven": Case(4, 4, tied=True, steps=8, partition=(0, 1, 3, 5, 6)),
     "four, Nesterov's weights": Case(4, 4, owners="mirror", steps=8, correction="nesterov"),
     "two, errors fed back": Case(2, 2, replicas=2, steps=8, correction="error_feedback", warm_in_steps=5),
+    "two, limited": Case(2, 4, replicas=2, tied=True, steps=6, limits=(0.01, 0.02, 0.04), flushes=(2,)),
+    "four, limited, Nesterov's weights": Case(4, 4, steps=6, limits=(0.01, 0.02, 0.05), correction="nesterov"),
     "eight": Case(8, 8, owners="mirror", clipping=0.5, steps=3),
     "two, there and back": Case(2, 4, directions=2, clipping=0.5, tied=True, data="ragged", steps=8, flushes=(0, 4)),
     "four, there and back": Case(4, 8, directions=2, clipping=0.5, steps=4),
@@ -303,6 +343,9 @@ FOLLOWED = {
     "ten, there and back": Case(10, 10, clipping=0.5, steps=2),
     "one direction, an update a round": Case(4, 4, "one_direction", clipping=0.5, flushes=some_steps(4)),
     "one direction, two updates a round": Case(4, 2, "one_direction", tied=True, recompute=True, data="ragged"),
+    "one direction, limited": Case(
+        4, 2, "one_direction", steps=6, limits=(0.01, 0.02, 0.0), correction="error_feedback"
+    ),
     "one direction, two replicas": Case(2, 3, "one_direction", replicas=2, clipping=0.5, flushes=some_steps(5)),
 }
 IN_EVERY_BIT = {

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from limited_steps import step_limited
+from paceline.optim.max_change import Limits
 from ranks import run_ranks
 
 WIDTH, STEPS, MICRO_BATCHES = 6, 20, 2
@@ -19,6 +21,7 @@ BASICS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
+LIMITS = Limits(layer=0.01, head=0.02, total=0.03, heads=frozenset({"stage1.2"}))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -107,7 +110,9 @@ def train(module: Stages, optimizer: Any, asynchronous: bool, overflows: bool) -
             optimizer.step()
             optimizer.zero_grad()
         found += [parameter.detach().clone() for parameter in module.parameters()]
-        found.append(torch.tensor([optimizer.outcome.grad_norm, optimizer.loss_scale, optimizer.overflow]))
+        change = optimizer.max_change_report or {"norm": -1.0, "num_limited": 0}
+        told = [optimizer.outcome.grad_norm, optimizer.loss_scale, optimizer.overflow, *change.values()]
+        found.append(torch.tensor(told))
     return found
 
 
@@ -116,6 +121,8 @@ CASES = {
     "bf16 by direction": ("adam", "bf16", "direction", True, 0.1, False),
     "bf16 by mirror": ("sgd", "bf16", "mirror", True, 0.0, False),
     "fp32 by mirror, overflows": ("sgd", "fp32", "mirror", True, 0.1, True),
+    "fp32 by direction, limited": ("sgd", "fp32", "direction", True, 0.0, True),
+    "bf16 by mirror, limited": ("adam", "bf16", "mirror", True, 0.1, False),
     "bf16, everything everywhere": ("adam", "bf16", "mirror", False, 0.1, True),
     "fp64, everything everywhere": ("sgd", "fp64", "direction", False, 0.0, False),
 }
@@ -132,6 +139,7 @@ def in_time(names: list[str], overlaps: list[bool]) -> list[str]:
         results = []
         for asynchronous, overlap in ((False, True), *((True, overlap) for overlap in overlaps)):
             options = {"max_norm": norm, "overlap": overlap, "loss_scaler": scaler() if overflows else None}
+            options["max_change"] = LIMITS if "limited" in name else None
             module, optimizer = make(asynchronous, kind, dtype, owners, shard, **options)
             results.append(train(module, optimizer, asynchronous, overflows))
             optimizer.destroy()
@@ -140,6 +148,9 @@ def in_time(names: list[str], overlaps: list[bool]) -> list[str]:
             if not all(same):
                 wrong.append(f"{name}, overlap={overlap}: differs first in result {same.index(False)}")
         num_moved = sum(not torch.equal(a, b) for a, b in zip(results[0][:NUM], results[0][-NUM - 1 : -1], strict=True))
+        num_limited = max(int(told[-1]) for told in results[0][NUM :: NUM + 1])
+        if (num_limited > 0) != ("limited" in name):
+            wrong.append(f"{name}: {num_limited} layers were limited")
         if num_moved < NUM - 2:  # one is never used; in bf16 the one that is seldom used may not move
             wrong.append(f"{name}: only {num_moved} parameters have moved")
     return wrong
@@ -147,7 +158,7 @@ def in_time(names: list[str], overlaps: list[bool]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "names", "overlaps"),
-    [(2, list(CASES), [True]), (2, list(CASES)[2:4], [False]), (4, list(CASES)[:4:3], [True])],
+    [(2, list(CASES), [True]), (2, list(CASES)[2:5], [False]), (4, list(CASES)[:6:3], [True])],
 )
 def test_in_time_they_equal_the_step_in_every_bit(num_ranks: int, names: list[str], overlaps: list[bool]) -> None:
     assert run_ranks(in_time, num_ranks, names, overlaps) == [[]] * num_ranks
@@ -228,10 +239,10 @@ def test_by_direction_a_rank_has_the_state_of_one_stage() -> None:
     assert all(communication_s > 0 for *_, communication_s in (*by_direction, *by_mirror))
 
 
-def late(most_pending: int, owners: str, kind: str) -> list[Tensor]:
+def late(most_pending: int, owners: str, kind: str, limits: Limits | None) -> list[Tensor]:
     """Updates are applied before the first micro-batch at which more than ``most_pending`` wait, or after it."""
     dist.init_process_group("gloo")
-    module, optimizer = make(True, kind, "fp64", owners, True, max_norm=0.5)
+    module, optimizer = make(True, kind, "fp64", owners, True, max_norm=0.5, max_change=limits)
     rank, found = dist.get_rank(), []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
@@ -249,7 +260,7 @@ def late(most_pending: int, owners: str, kind: str) -> list[Tensor]:
     return [*found, *(parameter.detach().clone() for parameter in module.parameters())]
 
 
-def emulated(num_ranks: int, most_pending: int, kind: str) -> list[Tensor]:
+def emulated(num_ranks: int, most_pending: int, kind: str, limits: Limits | None) -> list[Tensor]:
     """The same by hand: one process, weights of every version kept, ``torch.optim`` as it is."""
     module, newest = Stages(torch.float64), Stages(torch.float64)
     optimizer = BASICS[kind](newest.parameters())
@@ -269,19 +280,31 @@ def emulated(num_ranks: int, most_pending: int, kind: str) -> list[Tensor]:
         for parameter, total in zip(newest.parameters(), totals, strict=True):
             parameter.grad = None if total is None else total / (num_ranks * MICRO_BATCHES)
         torch.nn.utils.clip_grad_norm_([p for p in newest.parameters() if p.grad is not None], 0.5)
-        optimizer.step()
+        if limits is None:
+            optimizer.step()
+        else:
+            step_limited(optimizer, dict(newest.named_parameters()), limits)
         pending.append([parameter.detach().clone() for parameter in newest.parameters()])
         found += [weight.detach().clone() for weight in weights]
     return [*found, *pending[-1]]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "most_pending", "owners", "kind"),
-    [(2, 1, "direction", "adam"), (2, 3, "mirror", "sgd"), (4, 2, "direction", "sgd"), (1, 2, "mirror", "adam")],
+    ("num_ranks", "most_pending", "owners", "kind", "limits"),
+    [
+        (2, 1, "direction", "adam", None),
+        (2, 3, "mirror", "sgd", None),
+        (2, 2, "direction", "adam", LIMITS),
+        (4, 2, "direction", "sgd", None),
+        (4, 1, "mirror", "sgd", LIMITS),
+        (1, 2, "mirror", "adam", None),
+    ],
 )
-def test_late_they_equal_an_emulation(num_ranks: int, most_pending: int, owners: str, kind: str) -> None:
-    wanted = emulated(num_ranks, most_pending, kind)
-    for found in run_ranks(late, num_ranks, most_pending, owners, kind):
+def test_late_they_equal_an_emulation(
+    num_ranks: int, most_pending: int, owners: str, kind: str, limits: Limits | None
+) -> None:
+    wanted = emulated(num_ranks, most_pending, kind, limits)
+    for found in run_ranks(late, num_ranks, most_pending, owners, kind, limits):
         for value, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-12)
 

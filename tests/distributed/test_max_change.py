@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
+from limited_steps import step_limited
 from paceline.optim.max_change import Limits, max_change_factors
 from ranks import run_ranks
 
@@ -18,23 +19,6 @@ STEPS = 3
 LR = 0.5
 TOTAL = 0.11
 WIDE = (1e6, 1e6, 1e6)
-
-
-def step_limited(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], limits: Limits) -> dict[str, float]:
-    """As one process does it, layer by layer; ``norm`` and ``num_limited``."""
-    before = {name: p.detach().clone() for name, p in named.items()}
-    optimizer.step()
-    changes = {name: p.detach() - before[name] for name, p in named.items()}
-    layers = sorted({name.rpartition(".")[0] for name in named})
-    norms = torch.tensor(
-        [sum(float(c.double().square().sum()) for n, c in changes.items() if n.rpartition(".")[0] == x) for x in layers]
-    ).sqrt()
-    own = torch.tensor([limits.head if layer in limits.heads else limits.layer for layer in layers])
-    factors, norm = max_change_factors(norms, own, limits.total)
-    for name, parameter in named.items():
-        factor = factors[layers.index(name.rpartition(".")[0])].item()
-        parameter.data.copy_(before[name] + factor * changes[name])
-    return {"norm": float(norm), "num_limited": int((norms > own).sum())}
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------

@@ -254,7 +254,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         f"leave expert_parallel out, {_OTHER_SCHEDULE}",
     ),
     _without_a_flush("moe", "with this schedule experts stay where they are", f"leave moe out, {_OTHER_SCHEDULE}"),
-    _without_a_flush("max_change", "changes are not limited with these schedules", "leave one of them out"),
     _without_a_flush(
         "trace_every",
         "timelines of this schedule are not recorded yet (`paceline simulate --draw` shows predicted ones)",

@@ -26,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .buckets import Buffers, view_at
+from .corrections import Remembered
 from .gradient_buckets import GradientBuckets, Taken, publish
+from .max_change import Outcome
 from .owned_rows import Owned, OwnedRows
 from .parameter_layout import ParameterLayout
 from .step_options import StepOptions
 from .step_outcome import StepOutcome
-from .step_sums import GradientNorm
+from .step_sums import GradientNorm, ShardedMaxChange
 from .task_queue import Task, TaskQueue, Times
 
 
@@ -44,12 +46,14 @@ class _Update:
         options: of the optimizer's groups, as they were when the step was finished.
         scale: what gradients were multiplied by.
         squares: of the gradients, known when it is made.
+        limited: what became of its change, if changes have limits; known then too.
     """
 
     taken: dict[int, list[Taken]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
     scale: float = 1.0
     squares: float = 0.0
+    limited: Outcome | None = None
     task: Task | None = None
 
     @property
@@ -80,6 +84,7 @@ class AsynchronousUpdates:
         gradients: GradientBuckets,
         rows: OwnedRows,
         norm: GradientNorm,
+        changes: ShardedMaxChange,
         outcome: StepOutcome,
         times: Callable[[], Times],
         tasks: TaskQueue,
@@ -88,9 +93,9 @@ class AsynchronousUpdates:
         assert options.corrections is not None
         self._basic, self._twin, self._corrections = basic, _twin_of(basic), options.corrections
         self._gradients, self._rows, self._norm, self._outcome = gradients, rows, norm, outcome
+        self._changes, self._layout = changes, layout
         self._divisor, self._communication_dtype = options.divisor, options.communication_dtype
         self._times, self._tasks = times, tasks
-        self._num_parameters = len(layout.parameters)
         ties = ((weight, group) for weight, group in options.ties() if layout.trains(weight))
         self._ties = {layout.index_of[weight]: (weight, group) for weight, group in ties}
         self._sections: dict[int, list[Buffers]] = {}
@@ -168,16 +173,20 @@ class AsynchronousUpdates:
         self._tasks.wait(update.task)
         self.pending.popleft()
         self._outcome.note_gradients(update.squares, update.scale)
+        is_void = self._outcome.overflow
+        if update.limited is not None:
+            self._outcome.change = update.limited.report
+            is_void = not update.limited.is_finite
         with self._times().compute():
             for taken in update.buckets:
                 # A parameter's data is a view of this memory with a version counter of its own, which stays.
                 values = taken.buffers.values
                 assert values is not None
-                if not self._outcome.overflow:
+                if not is_void:
                     values.copy_(taken.values)
                 taken.buffers.give_back(taken.memory)
-        if self._outcome.overflow:
-            self._outcome.skip()
+        if is_void:
+            self._outcome.skip("gradient" if self._outcome.overflow else "change")
         else:
             self._outcome.complete()
 
@@ -206,31 +215,39 @@ class AsynchronousUpdates:
                 reduction.finish()
 
     def _make(self, update: _Update) -> None:
-        """The new values of an update, out of its gradients, or nothing if they are not finite."""
+        """The new values of an update, out of its gradients; nothing if they, or the changes, are not finite."""
         buckets = update.buckets
-        gradients: list[Tensor | None] = [None] * self._num_parameters
-        touched = [False] * self._num_parameters
+        gradients: list[Tensor | None] = [None] * len(self._layout.parameters)
+        touched = [False] * len(self._layout.parameters)
         for taken in buckets:
             for index, view in taken.views.items():
                 gradients[index], touched[index] = view, index in taken.touched
         update.squares, touched = self._norm.survey(gradients, touched)
         if not math.isfinite(update.squares):
             return
+        changes = self._changes.begin(self._layout, self._rows)
         with self._tasks.times().compute():
             self._rows.hand_over(gradients, touched, self._norm.factor(update.squares, update.scale))
-            self._step_with(update.options)
+            remembered = self._step_with(update.options)
             self._rows.forget_gradients()
+        if changes is not None:
+            limited = partial(self._corrections.note_limited, self._basic, remembered)
+            update.limited = self._changes.limit(changes, self._layout.device, limited)
+            if not update.limited.is_finite:
+                self._corrections.take_back(self._basic, remembered)
+                return
+        with self._tasks.times().compute():
             for taken in buckets:
                 for owned, offset in self._places[taken.buffers]:
                     view_at(taken.values, offset, owned.master).copy_(owned.master)
         publish([(taken.buffers.part, taken.values) for taken in buckets], self._tasks.times())
 
-    def _step_with(self, options: list[dict[str, Any]]) -> None:
+    def _step_with(self, options: list[dict[str, Any]]) -> Remembered:
         """Step by means of a twin: schedulers change the options of the optimizer itself meanwhile."""
         basic, twin = self._basic, self._twin
         twin.__dict__.update({key: value for key, value in vars(basic).items() if key != "step"})  # schedulers wrap it
         twin.param_groups = [dict(group) for group in options]
-        self._corrections.step(twin)
+        remembered = self._corrections.step(twin)
         for key, value in vars(twin).items():
             if key != "param_groups":
                 vars(basic)[key] = value
@@ -241,6 +258,7 @@ class AsynchronousUpdates:
                         f"{type(basic).__name__} changes its option {key!r} in a step: an asynchronous pipeline cannot "
                         "keep it; choose an optimizer of torch.optim."
                     )
+        return remembered
 
 
 def _twin_of(basic: torch.optim.Optimizer) -> Any:

@@ -20,6 +20,9 @@ NUM_UPDATES, PREVIOUS_CHANGE = "num_updates", "previous_change"
 
 _KEYS = (NUM_UPDATES, PREVIOUS_CHANGE)
 
+Remembered = dict[nn.Parameter, tuple[float, dict[str, Tensor]]]
+"""By parameter, its factor c, and what its state has beside the optimizer's own."""
+
 MOMENTUM = 0.9
 """Nesterov's, where the optimizer has no momentum of its own."""
 
@@ -37,7 +40,8 @@ class Corrections:
     * ``"error_feedback"``: c is 1. What an update got wrong, seen from the next, is made up for in full.
 
     Both keep one tensor more for each parameter, in the masters' precision, and read the weights a second time in each
-    step. An update that is left out (not finite) counts for nothing.
+    step. An update that is left out (not finite) counts for nothing. Where one is made smaller, D_n is the change with
+    which the weights would have moved so far.
 
     Args:
         warm_in_steps: the learning rate of update n, counted from 0, is multiplied by
@@ -61,8 +65,12 @@ class Corrections:
             raise ValueError(f"correction is {self.correction!r}: choose one of {', '.join(CORRECTIONS)}, or null.")
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``, corrected; learning rates are as before afterwards."""
+    def step(self, optimizer: torch.optim.Optimizer) -> Remembered:
+        """``optimizer.step()``, corrected; learning rates are as before afterwards.
+
+        Returns:
+            What was remembered of the parameters that were stepped, before.
+        """
         stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         kept: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter, _ in stepped}
         before = [p.clone() for p, _ in stepped] if self.correction is not None else []
@@ -77,13 +85,37 @@ class Corrections:
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for (parameter, group), old in zip(stepped, before, strict=bool(before)):
-            ahead = _momentum(group) if self.correction == NESTEROV else 1.0
-            kept[parameter][PREVIOUS_CHANGE] = _run_ahead(optimizer, parameter, old, ahead)
-        for parameter, state in kept.items():
-            for key in _KEYS:  # a checkpoint may have what is of no use with these corrections
-                optimizer.state[parameter].pop(key, None)
-            optimizer.state[parameter].update(state)
+        ahead = {parameter: _momentum(group) if self.correction == NESTEROV else 1.0 for parameter, group in stepped}
+        for (parameter, _), old in zip(stepped, before, strict=bool(before)):
+            kept[parameter][PREVIOUS_CHANGE] = _run_ahead(optimizer, parameter, old, ahead[parameter])
+        # A checkpoint may have what is of no use with these corrections.
+        return {p: (ahead[p], _exchange(optimizer, p, state)) for p, state in kept.items()}
+
+    def take_back(self, optimizer: torch.optim.Optimizer, before: Remembered) -> None:
+        """The last step is undone: remember what was remembered before it."""
+        for parameter, (_, state) in before.items():
+            _exchange(optimizer, parameter, state)
+
+    def note_limited(
+        self, optimizer: torch.optim.Optimizer, before: Remembered, parameter: Tensor, moved: Tensor
+    ) -> None:
+        """In the last step a parameter has ``moved`` less far than the optimizer and the correction made it."""
+        assert isinstance(parameter, nn.Parameter)
+        if self.correction is None or parameter not in before:
+            return
+        ahead, state = before[parameter]
+        previous = state.get(PREVIOUS_CHANGE)
+        # moved = D_n + c (D_n - D_{n-1})
+        change = moved if previous is None else torch.add(moved, previous, alpha=ahead)
+        torch.div(change, 1 + ahead, out=optimizer.state[parameter][PREVIOUS_CHANGE])
+
+
+def _exchange(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remember ``new``; returns what was remembered."""
+    state = optimizer.state[parameter]
+    old = {key: state.pop(key) for key in _KEYS if key in state}
+    state.update(new)
+    return old
 
 
 def _run_ahead(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, old: Tensor, factor: float) -> Tensor:

@@ -11,7 +11,7 @@ Legend: C number of layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -165,13 +165,16 @@ class Changes:
         return torch.stack(sums) if sums else none.new_zeros(0)
 
     @torch.no_grad()
-    def limit(self, squares: Tensor) -> Outcome:
+    def limit(
+        self, squares: Tensor, limited: Callable[[Tensor, Tensor], None] = lambda values, change: None
+    ) -> Outcome:
         """Make the changes as small as the limits say, or undo them if one is not finite. The host waits here.
 
         A change within its limits stays as it is, in every bit.
 
         Args:
             squares: the sum of all ranks' :meth:`squares`, the same on all of them.
+            limited: called with the values of each part whose change is made smaller, and that change.
         """
         norms = squares.cpu().sqrt()  # all ranks compute the same factors, whatever their devices
         limits = torch.tensor([self._limits.of(layer) for layer in self._layers], dtype=torch.float64)
@@ -183,7 +186,9 @@ class Changes:
             if not outcome.is_finite:
                 part.values.copy_(before)
             elif factor < 1:
-                part.values.sub_(before).mul_(factor).add_(before)
+                change = part.values.sub_(before).mul_(factor)
+                limited(part.values, change)
+                part.values.add_(before)
         self._before.clear()
         self._parts.clear()
         return outcome

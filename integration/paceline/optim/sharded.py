@@ -69,9 +69,7 @@ class ShardedOptimizer(ZeROOptimizer):
         """Whether all steps that have begun are done; who runs the steps knows."""
         limits = options.max_change
         self.max_change = None if limits is None or limits.is_none else limits
-        self.max_change_report: dict[str, float] | None = None
-        """Of the last step, if changes have limits and its gradients were finite: the ``norm`` of all changes as they
-        were made, and ``num_limited``, the layers that would have gone farther than their own limit."""
+        """How far layers may move from the next step on."""
         for group in basic.param_groups:
             group.pop("param_names", None)  # torch's, of parameters as they were given; ours have names of their own
         self.layout = ParameterLayout(basic, names, options, counts=counts, apart=apart)
@@ -81,7 +79,7 @@ class ShardedOptimizer(ZeROOptimizer):
         has_thread = options.overlap and options.is_asynchronous
         self._tasks = TaskQueue(self.layout.device, self._own_times, has_thread=has_thread)
         self._sums = RankSums(self._tasks.times, options.group, options.model_group)
-        self._changes = ShardedMaxChange(self._sums, self._own_times)
+        self._changes = ShardedMaxChange(lambda: self.max_change, self._sums, self._tasks.times)
         self._make_parts(None)
 
     def _own_times(self) -> Clock:
@@ -93,7 +91,7 @@ class ShardedOptimizer(ZeROOptimizer):
         self._norm = GradientNorm(layout, self._sums, times, options.max_norm)
         self.gradients = GradientBuckets(layout, times, options)
         self.rows = OwnedRows(layout, self.optimizer, kept)
-        parts = (self.gradients, self.rows, self._norm, self.outcome, self._own_times, self._tasks)
+        parts = (self.gradients, self.rows, self._norm, self._changes, self.outcome, self._own_times, self._tasks)
         self.updates = AsynchronousUpdates(self.optimizer, layout, *parts, options) if options.is_asynchronous else None
         """Steps beside the computation; None: :meth:`step` takes them."""
 
@@ -187,6 +185,11 @@ class ShardedOptimizer(ZeROOptimizer):
         """The gradient norm of the last step before clipping, as DeepSpeed's engine asks for it."""
         return self.outcome.grad_norm
 
+    @property
+    def max_change_report(self) -> dict[str, float] | None:
+        """See :attr:`.StepOutcome.change`; of the last step that is in the model."""
+        return self.outcome.change
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Reduce, clip, step, and give the new values to all. A step with a gradient that is not finite is skipped.
@@ -201,20 +204,17 @@ class ShardedOptimizer(ZeROOptimizer):
         squares, touched = self._norm.survey(gradients, touched)
         scale = self.loss_scale * self._options.divisor
         self.outcome.note_gradients(squares, scale)
-        self.max_change_report = None
         if self.overflow:
             self.zero_grad()
             self.outcome.skip()
             return
-        changes = None
-        if self.max_change is not None:
-            changes = self._changes.begin(self.max_change, self.layout, self.rows)
+        changes = self._changes.begin(self.layout, self.rows)
         with self.clock.compute():
             self.rows.hand_over(gradients, touched, self._norm.factor(squares, scale))
             self.optimizer.step()
         if changes is not None:
             limited = self._changes.limit(changes, self.layout.device)
-            self.max_change_report = limited.report
+            self.outcome.change = limited.report
             if not limited.is_finite:
                 self.zero_grad()
                 self.outcome.skip("change")

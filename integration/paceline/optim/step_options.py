@@ -28,7 +28,8 @@ class StepOptions:
         divisor: what the sum of the ranks' gradients is divided by.
         max_norm: gradients are scaled to this norm at most; 0 for no clipping.
         max_change: how far layers may move in a step, each layer whole, wherever its rows are. Masters are held twice
-            during the step. A step whose change is not finite is taken back; moments keep what it gave them.
+            during the step. A step whose change is not finite is taken back; moments keep what it gave them. Changes
+            are limited as they come into the model, with ``corrections``.
         loss_scaler: of DeepSpeed, for fp16.
         accumulation_dtype: of gradients; None for that of the masters.
         communication_dtype: of gradients while they are reduced; None for that in which they are accumulated.
@@ -39,9 +40,6 @@ class StepOptions:
         corrections: of late gradients, where steps are taken beside the computation; None: ``step`` takes them.
         ties: weights of which another rank has a copy, and the two ranks. Asynchronous updates add up their gradients:
             such a weight is to be among those ``apart``, and in the section that completes last.
-
-    Raises:
-        ValueError: a max change of asynchronous updates.
     """
 
     group: Any = None
@@ -59,13 +57,6 @@ class StepOptions:
     device: torch.device | None = None
     corrections: Corrections | None = None
     ties: Callable[[], Iterable[tuple[nn.Parameter, Any]]] = tuple
-
-    def __post_init__(self) -> None:
-        if self.max_change is not None and self.is_asynchronous:
-            raise ValueError(
-                f"{self.max_change}: a pipeline that steps beside its computation limits no changes; choose a schedule "
-                "with a flush, or leave max_change out."
-            )
 
     @property
     def is_asynchronous(self) -> bool:

@@ -27,6 +27,9 @@ class StepOutcome:
     def __init__(self, loss_scaler: Any = None) -> None:
         self.grad_norm: float | None = None
         self.overflow = False
+        self.change: dict[str, float] | None = None
+        """If changes have limits and the gradients were finite: the ``norm`` of all changes as they were made, and
+        ``num_limited``, the layers that would have gone farther than their own limit."""
         self._loss_scaler, self._num_skipped = loss_scaler, 0
 
     @property
@@ -36,6 +39,7 @@ class StepOutcome:
     def note_gradients(self, squares: float, scale: float) -> None:
         """Note gradients that are multiplied by ``scale`` and have this sum of squares; the loss scale goes on."""
         self.grad_norm, self.overflow = norm_of(squares, scale), not math.isfinite(squares)
+        self.change = None
         if self._loss_scaler is not None:
             self._loss_scaler.update_scale(self.overflow)
 

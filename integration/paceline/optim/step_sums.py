@@ -90,14 +90,21 @@ class GradientNorm:
 
 
 class ShardedMaxChange:
-    """Limits what a step changes of masters, each layer whole, wherever its rows are; they are held twice meanwhile."""
+    """Limits what a step changes of masters, each layer whole, wherever its rows are; they are held twice meanwhile.
 
-    def __init__(self, sums: RankSums, times: Callable[[], Times]) -> None:
-        self._sums, self._times = sums, times
+    Args:
+        limits: as they are now; None: everything may move any distance.
+    """
+
+    def __init__(self, limits: Callable[[], Limits | None], sums: RankSums, times: Callable[[], Times]) -> None:
+        self._limits, self._sums, self._times = limits, sums, times
         self._layers: list[str] = []
 
-    def begin(self, limits: Limits, layout: ParameterLayout, rows: OwnedRows) -> Changes:
-        """Note the masters before a step. Collective the first time."""
+    def begin(self, layout: ParameterLayout, rows: OwnedRows) -> Changes | None:
+        """Note the masters before a step, if changes have limits. Collective the first time."""
+        limits = self._limits()
+        if limits is None:
+            return None
         # Layers of the whole model: they may go to other stages later.
         self._layers = self._layers or self._sums.union({Limits.layer_of(name) for name in layout.names})
         counted = {
@@ -112,13 +119,21 @@ class ShardedMaxChange:
         with self._times().compute():
             return Changes(limits, self._layers, parts)
 
-    def limit(self, changes: Changes, device: torch.device) -> Outcome:
+    def limit(
+        self,
+        changes: Changes,
+        device: torch.device,
+        limited: Callable[[Tensor, Tensor], None] = lambda values, change: None,
+    ) -> Outcome:
         """Limit the changes since :meth:`begin`, or undo them if one is not finite. Collective.
 
         Every rank knows every layer's norm: those of a weight on two stages do the same, to the bit.
+
+        Args:
+            limited: see :meth:`~paceline.optim.max_change.Changes.limit`.
         """
         with self._times().compute():
             squares = changes.squares(device)
         self._sums.add(squares, squares)
         with self._times().compute():
-            return changes.limit(squares)
+            return changes.limit(squares, limited)

@@ -169,6 +169,51 @@ def test_no_limits_cost_nothing() -> None:
     assert optimizer.max_change is None
 
 
-def test_asynchronous_updates_limit_nothing() -> None:
-    with pytest.raises(ValueError, match="choose a schedule with a flush, or leave max_change out"):
-        StepOptions(max_change=Limits(), corrections=Corrections())
+@pytest.mark.parametrize("correction", [None, "error_feedback"])
+def test_beside_the_computation_an_infinite_change_counts_for_nothing(correction: str | None) -> None:
+    found = []
+    for rates in ([0.5, 0.5, 0.5], [0.5, math.inf, 0.5, 0.5]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        names = {parameter: f"first.{name}" for name, parameter in model.named_parameters()}
+        options = StepOptions(max_change=Limits(0.1, 0.1, 0.0), corrections=Corrections(2, correction))
+        optimizer = ShardedOptimizer(torch.optim.SGD(names, lr=0.5), names, options)
+        assert optimizer.updates is not None
+        skipped = []
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.updates.backward_complete(0)
+            optimizer.updates.finish_step()
+            optimizer.updates.apply()
+            skipped.append(optimizer.overflow)
+            assert optimizer.max_change_report is not None
+            assert math.isfinite(optimizer.max_change_report["norm"]) is math.isfinite(rate)
+        assert skipped == [math.isinf(rate) for rate in rates]
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+        optimizer.destroy()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("correction", ["nesterov", "error_feedback"])
+def test_corrections_go_on_from_where_a_limited_change_has_come_to(correction: str) -> None:
+    """Weights are c times the last change ahead of the sum of all changes, as without limits."""
+    ahead = 1.0 if correction == "error_feedback" else 0.9
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    options = StepOptions(max_change=Limits(0.3, 0.3, 0.0), corrections=Corrections(correction=correction))
+    optimizer = ShardedOptimizer(torch.optim.SGD([weight], lr=1.0), {weight: "first.weight"}, options)
+    assert optimizer.updates is not None
+    total, limited = torch.zeros(4, dtype=torch.float64), 0
+    for step in range(8):
+        gradient = torch.randn(4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        (weight * gradient * 10.0 ** -(step % 3)).sum().backward()
+        optimizer.updates.backward_complete(0)
+        optimizer.updates.finish_step()
+        optimizer.updates.apply()
+        assert optimizer.max_change_report is not None
+        limited += int(optimizer.max_change_report["num_limited"])
+        change = next(iter(optimizer.state.values()))["previous_change"]
+        total += change
+        torch.testing.assert_close(weight.detach(), total + ahead * change, rtol=0, atol=1e-12)
+    assert 0 < limited < 8
+    optimizer.destroy()

@@ -271,8 +271,9 @@ def test_the_norm_counts_every_row_once() -> None:
 def test_changes_are_limited_by_the_sum_of_all_ranks() -> None:
     _, rows, _, layout = rows_of(torch.float32)
     sums: Any = Sums()
-    change = ShardedMaxChange(sums, Booked)
-    begun = change.begin(Limits(layer=1.0, head=0.0, total=0.0), layout, rows)
+    change = ShardedMaxChange(lambda: Limits(layer=1.0, head=0.0, total=0.0), sums, Booked)
+    begun = change.begin(layout, rows)
+    assert begun is not None
     master = next(one.master for one in rows.owned if one.name == "first.weight")
     before = master.detach().clone()
     with torch.no_grad():
@@ -280,6 +281,7 @@ def test_changes_are_limited_by_the_sum_of_all_ranks() -> None:
     outcome = change.limit(begun, torch.device("cpu"))
     assert (outcome.norm, outcome.num_limited) == (1.0, 1)
     torch.testing.assert_close(master.detach(), before + 0.25)
+    assert ShardedMaxChange(lambda: None, sums, Booked).begin(layout, rows) is None
 
 
 def test_skipped_steps_end_training_unless_the_scale_is_looking_for_its_height() -> None:
@@ -345,7 +347,9 @@ def test_an_update_whose_norm_is_not_finite_changes_nothing(squares: float) -> N
     norm: Any = SimpleNamespace(survey=lambda found, touched: (squares, touched), factor=lambda squares, scale: 1.0)
     tasks = TaskQueue(torch.device("cpu"), lambda: clock, has_thread=False)
     options = StepOptions(corrections=Corrections())
-    updates = AsynchronousUpdates(basic, layout, gradients, rows, norm, outcome, lambda: clock, tasks, options)
+    sums: Any = Sums()
+    changes = ShardedMaxChange(lambda: None, sums, Booked)
+    updates = AsynchronousUpdates(basic, layout, gradients, rows, norm, changes, outcome, lambda: clock, tasks, options)
     before = module.first.weight.detach().clone()
     module(X).sum().backward()
     gradient = module.first.weight.grad.clone()
