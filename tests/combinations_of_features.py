@@ -1,10 +1,10 @@
-"""Which features work together: every pair of them in one small job, and the table that the README shows of it.
+"""Which features work together: every pair of them in one small job, and the tables of `config/README.md` about it.
 
     python tests/combinations_of_features.py [--write]
 
 A cell is two steps of a pipeline of two stages with two replicas (four processes). Its losses are compared with those
 of one process that has what changes the numbers (precision, clipping, adapters, …) and nothing of the rest. What is
-found must be what ``golden/combinations.json`` says; ``--write`` writes that file and the README's table.
+found must be what ``golden/combinations.json`` says; ``--write`` writes that file and the tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.config.exclusions import GROUNDS, markdown
 
 TESTS = Path(__file__).resolve().parent
 GOLDEN = TESTS / "golden" / "combinations.json"
-README = TESTS.parent / "README.md"
+README = TESTS.parent / "integration" / "paceline" / "config" / "README.md"
 BEGIN, END = "<!-- combinations:begin -->", "<!-- combinations:end -->"
 
 STAGES, RANKS, STEPS = 2, 4, 2
@@ -274,7 +274,7 @@ def measure(chosen: list[tuple[str, ...]]) -> dict[str, dict[str, Any]]:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """For the README: a triangle of marks, and why what is refused is refused."""
+    """For `config/README.md`: a triangle of marks, and why what is refused is refused."""
     names = list(FEATURES)
     head = "| | " + " | ".join(str(number) for number in range(1, len(names) + 1)) + " |"
     lines = [head, "|---|" + ":-:|" * len(names)]

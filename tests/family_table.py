@@ -1,6 +1,6 @@
 """The table of families: compare every causal-LM family of the installed transformers, cut and whole.
 
-``python tests/family_table.py --write`` writes ``families.json`` and the README's section on families.
+``python tests/family_table.py --write`` writes ``families.json`` and the section on families of ``hf/README.md``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ OLDEST = "5.17.0"
 MAX_PARAMETERS = 20_000_000
 TIME_LIMIT_S = 60
 COMMAND = "python tests/family_table.py --write"
+README = Path("integration", "paceline", "hf", "README.md")
+"""In the checkout."""
+
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 
 
@@ -115,7 +118,7 @@ def to_json(rows: dict[str, Family]) -> str:
 
 
 def to_markdown(rows: dict[str, Family], transformers: str, torch_version: str) -> str:
-    """The README's section, without its markers."""
+    """The section of ``hf/README.md``, without its markers."""
     cut = {model_type: row for model_type, row in rows.items() if row.verdict != "refused"}
     exact = [model_type for model_type, row in cut.items() if row.verdict == "exact"]
     groups = {
@@ -145,12 +148,12 @@ def _torch_version() -> str:
 
 
 def write(rows: dict[str, Family], root: Path) -> None:
-    """Write ``families.json`` into the package and the README's section in ``root``.
+    """Write ``families.json`` into the package and its section in the checkout ``root``.
 
     Raises:
         ValueError: the README has no markers to write between.
     """
-    readme = root / "README.md"
+    readme = root / README
     text = readme.read_text()
     if BEGIN not in text or END not in text:
         raise ValueError(f"{readme} lacks the lines {BEGIN} and {END}: add them where the table is to stand.")
@@ -161,8 +164,8 @@ def write(rows: dict[str, Family], root: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tests/family_table.py", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write families.json and README.md")
-    parser.add_argument("--root", type=Path, default=Path(), help="directory of README.md (default: this one)")
+    parser.add_argument("--write", action="store_true", help="write families.json and its section")
+    parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: this one)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = {}

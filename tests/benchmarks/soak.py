@@ -10,8 +10,8 @@ episode, a quarter of the time, has no accidents: it is for leaks.
 
 An episode fails if a job hangs or ends by itself; if processes, namespaces or files stay behind; if memory, descriptors
 or threads of a process grow; if a step, a sample or a checkpoint is lost or there twice; or if losses, weights and
-optimizer states are not those of its reference, in every bit where the README says so. The report is written after each
-episode; ``--continue`` goes on with one until the time is full, and ``--only N`` runs one episode again.
+optimizer states are not those of its reference, in every bit where `runtime/README.md` says so. The report is written
+after each episode; ``--continue`` goes on with one until the time is full, and ``--only N`` runs one episode again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every pair of features works as the README's table says, or is refused as it says."""
+"""Every pair of features works as the table of `config/README.md` says, or is refused as it says."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from family_table import BEGIN, END, measure, to_json, to_markdown
+from family_table import README as SECTION
 from paceline.hf import masks, router, weights
 from paceline.hf import stage as stages_of_models
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
@@ -33,7 +34,7 @@ from ranks import run_ranks
 INSTALLED = {config_class.model_type: config_class for config_class in causal_lm_configs()}
 TABLE = json.loads(resources.files("paceline.hf").joinpath("families.json").read_text())
 IS_NEWEST = transformers.__version__ == TABLE["transformers"][1]
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / SECTION
 
 
 def _config_class(model_type: str) -> type[transformers.PretrainedConfig]:

@@ -1,4 +1,4 @@
-"""One table of features that exclude each other; the config check, the engines and the README use it.
+"""One table of features that exclude each other; the config check, the engines and `README.md` here use it.
 
 A row says which two, why, and what to do instead. Its ground tells whether the exclusion is for good: mathematics and
 upstream stay, the others may go.
@@ -358,7 +358,7 @@ def check_exclusions(features: Features) -> None:
 
 
 def markdown() -> str:
-    """The table for the README."""
+    """The table of `README.md`."""
     lines = ["| | does not go with | because | instead | ground |", "|---|---|---|---|---|"]
     for row in EXCLUSIONS:
         lines.append(f"| {row.first} | {row.second} | {row.reason} | {row.remedy} | {row.ground} |")
