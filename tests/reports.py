@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.comm.transport import Record
-from paceline.measure.recorder import StepTimes
-from paceline.runtime.rank_reports import WAIT, Report
+from paceline.measure.recorder import Recorded, StepTimes
+from paceline.runtime.rank_reports import WAIT, LaneKey, Report
+from paceline.schedules.costs import Costs
+from paceline.schedules.schedule import Schedule
+from paceline.schedules.simulate import simulate
 
 STAGES, MICRO_BATCHES = 3, 4
+ROUTES = (tuple(range(STAGES)),)
+
+
+def lane(stage: int, name: str) -> LaneKey:
+    """A lane of the one direction."""
+    return LaneKey(0, stage, name)
 
 
 @dataclass(frozen=True)
@@ -36,50 +46,94 @@ class Run:
         for step in range(self.steps):
             begun = self.begun_s + step * length_s
             done = [begun + self.beside_s / 2] * STAGES
-            spans: list[list[tuple[str, int, float, float]]] = [[] for _ in range(STAGES)]
+            spans: list[list[Recorded]] = [[] for _ in range(STAGES)]
             for kind, order in (("F", range(STAGES)), ("B", range(STAGES - 1, -1, -1))):
                 for micro_batch in range(MICRO_BATCHES):
                     ready = done[order[0]]
                     for stage in order:
                         if ready > done[stage]:
-                            spans[stage].append((WAIT, micro_batch, done[stage], ready))
+                            spans[stage].append(Recorded(WAIT, micro_batch, done[stage], ready))
                         start = max(done[stage], ready)
                         end = start + (self.forward_s if kind == "F" else self.backward_s)[stage]
-                        spans[stage].append((kind, micro_batch, start, end))
+                        spans[stage].append(Recorded(kind, micro_batch, start, end))
                         done[stage] = end
                         target = stage + (1 if kind == "F" else -1)
                         if 0 <= target < STAGES:
-                            lane = "activations" if kind == "F" else "gradients"
+                            what = "activations" if kind == "F" else "gradients"
                             number = first_number + step * MICRO_BATCHES + micro_batch
                             ready = end + self.transfer_s + self.latency_s
-                            self._message(found, lane, stage, target, number, micro_batch, end, ready)
+                            self._message(found, what, stage, target, number, micro_batch, end, ready)
             ended = max(done) + self.beside_s / 2
             length_s = ended - begun
             for stage, report in enumerate(found):
                 offset = self.offsets_s[stage]
-                own = [(kind, m, start + offset, end + offset) for kind, m, start, end in spans[stage]]
+                own = [span._replace(start=span.start + offset, end=span.end + offset) for span in spans[stage]]
                 report.steps.append(StepTimes(begun + offset, ended + offset, own, key=("1f1b", self.size)))
         return found
 
     def _report(self, stage: int, replica: int) -> Report:
-        lanes = [f"{kind}_{end}" for kind in ("activations", "gradients") for end in ("in", "out")]
+        lanes = [lane(stage, f"{kind}_{end}") for kind in ("activations", "gradients") for end in ("in", "out")]
         is_last = stage == STAGES - 1
         return Report(
-            stage=stage,
+            device=stage,
             replica=replica,
             host=self.hosts[stage],
             steps=[],
-            records={lane: [] for lane in lanes},
-            saved_bytes={self.size: 100.0 * self.size},
+            records={key: [] for key in lanes},
+            saved_bytes={self.size: {0: 100.0 * self.size}},
             room_bytes=1e9 + stage,
             clock_s=0.0 if is_last else self.offsets_s[stage + 1] - self.offsets_s[stage],
             latency_s=0.0 if is_last else self.latency_s,
         )
 
     def _message(
-        self, found: list[Report], lane: str, source: int, target: int, number: int, m: int, begun: float, done: float
+        self, found: list[Report], what: str, source: int, target: int, number: int, m: int, begun: float, done: float
     ) -> None:
         sent = Record(number, m, self.num_bytes, begun + self.offsets_s[source], done + self.offsets_s[source])
         posted = Record(number, m, self.num_bytes, self.begun_s + self.offsets_s[target], done + self.offsets_s[target])
-        found[source].records[f"{lane}_out"].append(sent)
-        found[target].records[f"{lane}_in"].append(posted)
+        found[source].records[lane(source, f"{what}_out")].append(sent)
+        found[target].records[lane(target, f"{what}_in")].append(posted)
+
+
+def simulated(
+    schedule: Schedule, costs: Costs, *, num_windows: int = 1, offsets_s: Sequence[float] = (), size: int = 2
+) -> list[Report]:
+    """Reports of ranks on which all happens as it is simulated, whichever stages they hold.
+
+    Args:
+        num_windows: steps of a run without a flush, of which ``schedule`` has the actions. Each rank's ends when it has
+            run its share of them.
+        offsets_s: what each rank's clock shows beyond the true time.
+    """
+    run = simulate(schedule, costs, timeline=True).timeline
+    assert run is not None
+    offsets = offsets_s or (0.0,) * schedule.num_ranks
+    found = []
+    for rank, held in enumerate(schedule.cells):
+        waits = rank < schedule.num_ranks - 1
+        clock_s = offsets[rank + 1] - offsets[rank] if waits else 0.0
+        found.append(
+            Report(rank, 0, "a", [], {}, {size: {c: 10.0 + cell for c, cell in enumerate(held)}}, 1e9, clock_s)
+        )
+        own = sorted((span for span in run.spans if span.rank == rank), key=lambda span: span.start_s)
+        per_window = -(-len(own) // num_windows)
+        now = 0.0
+        for first in range(0, len(own), per_window):
+            step = StepTimes(now + offsets[rank], key=(schedule.name, size))
+            for span in own[first : first + per_window]:
+                if span.start_s > now:
+                    step.spans.append(Recorded(WAIT, span.micro_batch, now, span.start_s, span.chunk))
+                step.spans.append(Recorded(span.kind, span.micro_batch, span.start_s, span.end_s, span.chunk))
+                now = span.end_s
+            step.spans = [s._replace(start=s.start + offsets[rank], end=s.end + offsets[rank]) for s in step.spans]
+            step.ended_s = now + offsets[rank]
+            found[rank].steps.append(step)
+    for sent in sorted(run.transfers, key=lambda transfer: transfer.start_s):
+        way, stage = divmod(schedule.cells[sent.source][sent.chunk], schedule.num_stages)
+        what, step_to = ("activations", 1) if sent.kind == "activation" else ("gradients", -1)
+        ends = LaneKey(way, stage, f"{what}_out"), LaneKey(way, stage + step_to, f"{what}_in")
+        for rank, key in zip((sent.source, sent.target), ends, strict=True):
+            records = found[rank].records.setdefault(key, [])
+            moments = sent.start_s + offsets[rank], sent.end_s + offsets[rank]
+            records.append(Record(len(records) + 1, sent.micro_batch, int(sent.num_bytes), *moments))
+    return found

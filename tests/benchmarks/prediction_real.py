@@ -138,7 +138,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
         else kfkb(stages, model.micro_batches, 1 if name == "1f1b" else int(name.removeprefix("kfkb")))
         for name in names
     }
-    measured_costs, after = MeasuredCosts(stages), dict[str, int]()
+    measured_costs, after = MeasuredCosts((tuple(range(stages)),)), dict[Any, int]()
     looks: list[dict[str, Any]] = []
 
     def turn(number: int) -> None:
@@ -156,7 +156,9 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
             if engine.global_rank == 0:
                 measured_costs.update(reports)
                 costs = measured_costs.costs(engine.cut)
-                walls = [step.ended_s - step.begun_s for report in reports for step in report.steps if not report.stage]
+                walls = [
+                    step.ended_s - step.begun_s for report in reports for step in report.steps if not report.device
+                ]
                 predicted = {other: simulate(schedules[other], costs).makespan_s for other in names}
                 look = {"schedule": name, "measured_s": statistics.mean(walls), "predicted_s": predicted}
                 looks += [{"round": index, **look}] if index else []

@@ -295,7 +295,7 @@ def timed_by_events() -> Any:
     reports = engine.reports.gather({})
     costs = None
     if engine.global_rank == 0:
-        knowledge = MeasuredCosts(2)
+        knowledge = MeasuredCosts(((0, 1),))
         knowledge.update(reports)
         costs = knowledge.costs(2)
     engine.destroy()

@@ -145,9 +145,9 @@ def test_check_config_as_text(ds_json, capsys):
             "paceline.pipeline.stages is 3 and there are 4 ranks",
         ),
         (
-            {"paceline": {"pipeline": {"schedule": "one_direction"}, "report": {"trace_every": 2}}},
+            {"paceline": {"pipeline": {"schedule": "one_direction"}, "moe": {}}},
             [],
-            'paceline.report.trace_every is 2 and paceline.pipeline.schedule.type "one_direction": timelines of this',
+            'paceline.moe is there and paceline.pipeline.schedule.type "one_direction": with this schedule experts',
         ),
         (
             {"paceline": {"moe": {}}, "zero_optimization": {"stage": 3}},

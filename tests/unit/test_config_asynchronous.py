@@ -296,11 +296,6 @@ EXPERTS = {"enabled": True, "autoep_size": 2}
             "another schedule.",
         ),
         (
-            {"report": {"trace_every": 5}},
-            "paceline.report.trace_every is 5 and {type}: timelines of this schedule are not recorded yet (`paceline "
-            "simulate --draw` shows predicted ones); leave trace_every out, or take another schedule.",
-        ),
-        (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
             "torch_autocast.enabled is true and {type}: backwards would use copies of weights that an update has "
             "replaced; write bf16 instead, or take another schedule.",

@@ -135,11 +135,6 @@ def _limits(features: Features) -> str | None:
     return f"{SECTION}.{where} is there"
 
 
-def _timelines(features: Features) -> str | None:
-    every = features.section.report.trace_every
-    return None if every is None else f"{SECTION}.report.trace_every is {every}"
-
-
 _BF16 = _first(_key("bf16.enabled"), _key("bfloat16.enabled"))
 _UNTESTED = (
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
@@ -162,7 +157,6 @@ FEATURES: dict[str, _Finder] = {
     "expert_parallel": _spread_experts,
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
-    "trace_every": _timelines,
     "torch_autocast": _key("torch_autocast.enabled"),
     "torch_autocast other than bfloat16": _half_autocast,
     "fp16": _key("fp16.enabled"),
@@ -254,14 +248,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         f"leave expert_parallel out, {_OTHER_SCHEDULE}",
     ),
     _without_a_flush("moe", "with this schedule experts stay where they are", f"leave moe out, {_OTHER_SCHEDULE}"),
-    _without_a_flush(
-        "trace_every",
-        "timelines of this schedule are not recorded yet (`paceline simulate --draw` shows predicted ones)",
-        f"leave trace_every out, {_OTHER_SCHEDULE}",
-    ),
     _with_several_stages("layers that move", "partitions are planned for one stage a rank"),
     _with_several_stages('"hetero"', "cuts are measured for one stage a rank"),
-    _with_several_stages("trace_every", "timelines are recorded of one stage a rank"),
     Exclusion(
         "torch_autocast",
         NO_FLUSH,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +19,49 @@ STEPS = 8
 """Steps that are remembered."""
 
 
+class Recorded(NamedTuple):
+    """Something that a rank did between two moments.
+
+    Args:
+        kind: ``"F"`` and ``"B"`` are computations.
+        number: of the micro-batch; where steps run into each other it counts on from step to step. −1: of none.
+        chunk: of the stage among those of the rank.
+    """
+
+    kind: str
+    number: int
+    start: Any
+    end: Any
+    chunk: int = 0
+
+
 @dataclass
 class StepTimes:
-    """One step of one rank. Host clock (monotonic) in seconds; spans are (kind, micro-batch, start, end)."""
+    """One step of one rank, in seconds of the host's clock (monotonic)."""
 
     begun_s: Any
     """When the device began with it, behind all that the step before had left to it."""
     ended_s: Any = 0.0
-    spans: list[tuple[str, int, Any, Any]] = field(default_factory=list)
+    spans: list[Recorded] = field(default_factory=list)
     key: Any = None
     """What the step ran under: times of different keys are not mixed."""
-    unusual: set[tuple[str, int]] = field(default_factory=set)
-    """Kinds and micro-batches of computations that something was done beside: their times do not count."""
+    unusual: set[tuple[str, int, int]] = field(default_factory=set)
+    """Kind, number and chunk of computations that something was done beside: their times do not count."""
 
     def read(self, seconds: Callable[[Any], float]) -> None:
         """Turn events into seconds of the host's clock."""
         self.begun_s, self.ended_s = seconds(self.begun_s), seconds(self.ended_s)
-        self.spans = [(kind, index, seconds(start), seconds(end)) for kind, index, start, end in self.spans]
+        self.spans = [span._replace(start=seconds(span.start), end=seconds(span.end)) for span in self.spans]
 
-    def durations(self, kind: str) -> list[float]:
+    def durations(self, kind: str, chunk: int = 0) -> list[float]:
         """Seconds of each forward (``"F"``) or backward (``"B"``), without the unusual ones if there are others."""
-        found = [(end - start, (k, micro_batch)) for k, micro_batch, start, end in self.spans if k == kind]
-        usual = [seconds for seconds, which in found if which not in self.unusual]
-        return usual or [seconds for seconds, _ in found]
+        found = [span for span in self.spans if span.kind == kind and span.chunk == chunk]
+        usual = [span for span in found if (kind, span.number, chunk) not in self.unusual]
+        return [span.end - span.start for span in usual or found]
 
-    def mean(self, kind: str) -> float | None:
-        """Mean seconds of a forward or backward."""
-        found = self.durations(kind)
+    def mean(self, kind: str, chunk: int = 0) -> float | None:
+        """Mean seconds of a forward or backward of a chunk."""
+        found = self.durations(kind, chunk)
         return fmean(found) if found else None
 
 
@@ -78,15 +94,15 @@ class Recorder:
         """The step was none: it failed."""
         self._current = None
 
-    def add(self, kind: str, micro_batch: int, start: Any, end: Any) -> None:
+    def add(self, span: Recorded) -> None:
         """Something ran between two moments."""
         if self._current is not None:
-            self._current.spans.append((kind, micro_batch, start, end))
+            self._current.spans.append(span)
 
     def computed_s(self) -> float:
         """Seconds of the forwards and backwards of the step that runs now. Waits for the device."""
         total = 0.0
-        for kind, _, start, end in self._current.spans if self._current is not None else ():
+        for kind, _, start, end, _ in self._current.spans if self._current is not None else ():
             if kind in (FORWARD, BACKWARD):
                 if isinstance(start, float):
                     total += end - start
@@ -95,10 +111,10 @@ class Recorder:
                     total += start.elapsed_time(end) / 1e3
         return total
 
-    def leave_out(self, kind: str, micro_batch: int) -> None:
+    def leave_out(self, kind: str, number: int, chunk: int = 0) -> None:
         """Something was done beside a computation of this step: its seconds tell nothing of others."""
         if self._current is not None:
-            self._current.unusual.add((kind, micro_batch))
+            self._current.unusual.add((kind, number, chunk))
 
     def forget(self) -> None:
         """What was measured so far is known."""

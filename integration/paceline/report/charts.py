@@ -131,7 +131,7 @@ def timeline(step: Timeline, end_s: float, label: str) -> str:
         if rank % every == 0:
             middle = top + pitch / 2 + 3
             idle = f"{times[rank].idle_s / whole_s:.0%} idle" if whole_s else ""
-            out.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" class="end">rank {rank}</text>')
+            out.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" class="end">rank {rank}{_stages(step, rank)}</text>')
             out.append(f'<text x="{WIDTH - right + 6}" y="{middle:.1f}" class="quiet">{idle}</text>')
     by_style: dict[Style, list[Span]] = {}
     for span in step.spans:
@@ -153,6 +153,12 @@ def timeline(step: Timeline, end_s: float, label: str) -> str:
             out.append(f'<text x="{LEFT + tick * per_s:.1f}" y="{bottom:.1f}" class="middle">{text}</text>')
     out.append(f'<text x="{WIDTH - right + 6}" y="{bottom:.1f}" class="quiet">{"ms" if end_s < 1 else "s"}</text>')
     return "".join([*out, "</svg>"])
+
+
+def _stages(step: Timeline, rank: int) -> str:
+    """The stages of a rank that holds several, shown when somebody points at it."""
+    held = step.stages[rank] if step.stages else ()
+    return f"<title>stages {', '.join(map(str, held))}</title>" if len(held) > 1 else ""
 
 
 def timeline_legend(steps: Iterable[Timeline]) -> str:

@@ -49,7 +49,7 @@ def write_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> 
         for order, (track, members) in enumerate(_tracks(timeline)):
             tid = next(tids)
             headers += _named(pid, tid, "thread", track, order)
-            placed += [(member, _slice(member, tid)) for member in members]
+            placed += [(member, _slice(member, tid, timeline)) for member in members]
         events += [_complete(pid, found) for _, found in placed]
         events += _flows(pid, placed, ids)
     # A flow belongs to the slice that is open where it stands: slices first.
@@ -105,9 +105,12 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _slice(member: Span | Transfer, tid: int) -> _Slice:
+def _slice(member: Span | Transfer, tid: int, timeline: Timeline) -> _Slice:
     chunk = f" chunk {member.chunk}" if member.chunk else ""
     args: dict[str, Any] = {"micro_batch": member.micro_batch, "chunk": member.chunk}
+    stage = timeline.stage(member.source if isinstance(member, Transfer) else member.rank, member.chunk)
+    if stage is not None:
+        args["stage"] = stage
     if isinstance(member, Transfer):
         args["bytes"] = member.num_bytes
         name, category = f"{member.kind} {member.micro_batch}{chunk}", "transfer"

@@ -25,6 +25,7 @@ FORMATS = ("svg", "png")
 _LEFT, _RIGHT, _TITLE, _AXIS = 0.75, 0.85, 0.36, 0.42
 _MIN_WIDTH, _MAX_WIDTH = 9.0, 24.0
 _MAX_PITCH, _MIN_PITCH, _PANEL = 0.52, 0.012, 9.0
+_TWO_LINES = 0.3
 _FONT_PT, _MIN_FONT_PT = 8.0, 5.0
 _AIR_PT = 2.5
 _DIGIT = 0.64  # width of a digit in font sizes
@@ -59,8 +60,8 @@ def draw(timelines: Sequence[Timeline], path: str | os.PathLike[str], *, transfe
     """Draw ``timelines`` below each other, such as a step as predicted and as measured.
 
     Boxes are forwards (light) and backwards (dark) with their micro-batch where the number fits, grey is what else ran,
-    white is idle time, lines between rows are messages. The number at the right of a row is its idle share. The same
-    timelines give the same file.
+    white is idle time, lines between rows are messages. The number at the right of a row is its idle share; below a
+    rank that holds several stages stand their numbers, by chunk. The same timelines give the same file.
 
     Args:
         path: a ``.png`` or ``.svg`` file.
@@ -149,6 +150,14 @@ def _panel(axes: Axes, timeline: Timeline, layout: _Layout, group: str) -> None:
     _rank_labels(axes, timeline, layout)
 
 
+def _rank_label(timeline: Timeline, rank: int, layout: _Layout) -> str:
+    """The rank, and its stages below it, where there are several and room for them."""
+    held = timeline.stages[rank] if timeline.stages else ()
+    if len(held) < 2 or layout.pitch < _TWO_LINES:
+        return f"rank {rank}"
+    return f"rank {rank}\n({', '.join(map(str, held))})"
+
+
 def _boxes(axes: Axes, spans: Sequence[Span], layout: _Layout, **looks: Any) -> None:
     """One path a rank: tens of thousands of boxes would otherwise take minutes to write."""
     from matplotlib.collections import PathCollection
@@ -225,7 +234,7 @@ def _rank_labels(axes: Axes, timeline: Timeline, layout: _Layout) -> None:
     while layout.pitch * every < 0.14:  # a line of text
         every *= 2
     ranks = range(0, timeline.num_ranks, every)
-    axes.set_yticks([layout.centre(rank) for rank in ranks], [f"rank {rank}" for rank in ranks])
+    axes.set_yticks([layout.centre(rank) for rank in ranks], [_rank_label(timeline, rank, layout) for rank in ranks])
     axes.tick_params(axis="y", length=0)
     times, end_s = rank_times(timeline), timeline.end_s
     for rank in ranks:

@@ -104,7 +104,7 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
         held.append(
             HeldStage(
                 runner,
-                Boundary(runner, lanes, engine.meter, own_memory),
+                Boundary(runner, lanes, engine.meter, own_memory, number),
                 engine.links.ranks_of_stages(direction),
                 next_chunk=number_of.get((direction, stage + 1)),
                 previous_chunk=number_of.get((direction, stage - 1)),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..optim.sharded import ShardedOptimizer
 from ..schedules.lower import Op
+from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream
 from ..schedules.windows import StreamProgram
 from ..supervise.watch import WATCH
@@ -95,6 +96,17 @@ class AsynchronousRun:
         """Number of the next step of this engine: it counts on over flushes and resumes."""
         if optimizer is not None:
             optimizer.is_settled = lambda: not self._begun
+
+    @property
+    def order(self) -> Schedule | Stream:
+        """The order of a step in the steady state; a schedule where nothing lags."""
+        stream = self._program.stream
+        return stream if stream.most_lag else stream.one_step
+
+    @property
+    def num_begun(self) -> int:
+        """Steps since the start, or since the last flush."""
+        return self._begun
 
     @property
     def is_settled(self) -> bool:

@@ -16,7 +16,7 @@ from .stage_runner import Live, StageRunner
 class Waits(Protocol):
     """Who books the time in which a rank has nothing to do."""
 
-    def wait(self, take: Callable[[], Value], micro_batch: int) -> Value: ...
+    def wait(self, take: Callable[[], Value], number: int, chunk: int = 0) -> Value: ...
 
 
 class OwnMemory:
@@ -61,10 +61,13 @@ class Boundary:
         lanes: those of the stage, by name; see :func:`~paceline.comm.transport.lanes_of`.
         waits: books the time of a wait.
         own: gives gradients memory of their own; None: they have it.
+        chunk: number of the stage among those of this rank.
     """
 
-    def __init__(self, runner: StageRunner, lanes: Mapping[str, Lane], waits: Waits, own: OwnMemory | None) -> None:
-        self._runner, self._waits, self._own = runner, waits, own
+    def __init__(
+        self, runner: StageRunner, lanes: Mapping[str, Lane], waits: Waits, own: OwnMemory | None, chunk: int = 0
+    ) -> None:
+        self._runner, self._waits, self._own, self._chunk = runner, waits, own, chunk
         self._activations_in, self._activations_out = lanes.get("activations_in"), lanes.get("activations_out")
         self._gradients_in, self._gradients_out = lanes.get("gradients_in"), lanes.get("gradients_out")
         self.doing: tuple[str, int] | None = None
@@ -79,7 +82,7 @@ class Boundary:
         lane = self._activations_in
         assert lane is not None
         self.doing = "receiving from", self._runner.stage - 1
-        self._runner.arrived(live, number, self._waits.wait(lambda: lane.take(number), number))
+        self._runner.arrived(live, number, self._waits.wait(lambda: lane.take(number), number, self._chunk))
 
     def send_activation(self, live: Live, number: int) -> None:
         runner, lane = self._runner, self._activations_out
@@ -106,7 +109,7 @@ class Boundary:
             return
         assert lane is not None
         self.doing = "receiving from", self._runner.stage + 1
-        live.gradients = self._waits.wait(lambda: lane.take(number), number)
+        live.gradients = self._waits.wait(lambda: lane.take(number), number, self._chunk)
 
     def send_gradient(self, live: Live, number: int) -> None:
         runner, lane = self._runner, self._gradients_out

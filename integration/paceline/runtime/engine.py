@@ -36,6 +36,7 @@ from .executor import Executor
 from .expert_part import SharedExperts
 from .half_way import HalfWay
 from .lost_peers import forget_messages, naming_lost_peers
+from .measured_costs import MeasuredCosts
 from .meter import Meter
 from .migration import Migration
 from .model_support import Cut, ModelSupport, PlainSupport
@@ -209,28 +210,27 @@ class PacelineEngine(PipelineEngine):
         """Begin to follow the cluster, if the JSON asks for it. Collective."""
         self.reports = ReportGatherer(
             *(self.control, self.meter, torch.device(self.device)),
-            pipe_ranks=self.pipe_ranks,
-            stage=lambda: self.stage_id,
-            replica=self.pipe_number,
-            transport=self.transport,
+            links=self.links,
             module=self.module,
             optimizer=self.optimizer,
         )
         self.timelines = TimelineWriter(
             step=lambda: int(self.global_steps),
-            schedule=lambda: self.schedule,
+            order=lambda: self.schedule if self.asynchronous is None else self.asynchronous.order,
             micro_batch_size=lambda: int(self.cut),
             folder=lambda: self.run_dir,
+            begun=lambda: 0 if self.asynchronous is None else self.asynchronous.num_begun - 1,
         )
         every = self.plan.report.trace_every
         self.tracer = None if every is None else self._make_tracer(every)
         self.controller = pipeline_controller(
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
-            *(self.control, self.decisions, self.timelines),
+            *(self.control, self.decisions, self.timelines, self.support.routes),
         )
 
     def _make_tracer(self, every: int) -> Tracer:
-        return Tracer(every, self.num_stages, self.reports, self.timelines, is_first=self.global_rank == 0)
+        costs = MeasuredCosts(self.support.routes, has_flush=not self.plan.schedule.is_asynchronous)
+        return Tracer(every, costs, self.reports, self.timelines, is_first=self.global_rank == 0)
 
     def keep_records(self, run_dir: Path, num_steps: int) -> None:
         """Write timelines and loads of experts into a run's folder from now on, as far as the plan asks for them.
@@ -241,8 +241,7 @@ class PacelineEngine(PipelineEngine):
         self.run_dir = run_dir
         self.experts.write_loads(run_dir / LOADS)
         self.timelines.records_switches = self.plan.report.html
-        has_timeline = self.asynchronous is None and self.timelines.is_drawn  # else none is predicted
-        if self.plan.report.html and self.controller is None and self.tracer is None and has_timeline:
+        if self.plan.report.html and self.controller is None and self.tracer is None and self.timelines.is_drawn:
             self.tracer = self._make_tracer(num_steps)
 
     @property
@@ -301,10 +300,9 @@ class PacelineEngine(PipelineEngine):
         forget_messages(self.held)
         if self.controller is not None:
             self.controller.before_step()
-            if self.cut not in self.meter.saved_bytes:
-                self.meter.measures_memory_of = self.cut
         recorder = self.meter.recorder
         recorder.begin((self.schedule.name, self.cut))
+        self.meter.measures_memory_of = None if self.controller is None else self.cut
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
         gc.disable()
@@ -314,6 +312,7 @@ class PacelineEngine(PipelineEngine):
             recorder.drop()
             raise
         finally:
+            self.meter.measures_memory_of = None
             if collects:
                 gc.enable()
         recorder.end()

@@ -165,9 +165,9 @@ class Executor:
             if live is None:
                 live = live_of[chunk, number] = Live()
             if kind == RUN_BACKWARD:
-                self._backward(chunk, live, number, micro_batch, is_last=op == last[chunk])
+                self._backward(chunk, live, number, is_last=op == last[chunk])
             elif kind == RUN_FORWARD:
-                self._forward(chunk, live, number, micro_batch)
+                self._forward(chunk, live, number)
             else:
                 run(live, number)
             if kind == ends[chunk]:
@@ -176,14 +176,14 @@ class Executor:
             transport.finish()
         self.chunk = 0
 
-    def _forward(self, chunk: int, live: Live, number: int, micro_batch: int) -> None:
+    def _forward(self, chunk: int, live: Live, number: int) -> None:
         held = self.held[chunk]
-        self._meter.compute(FORWARD, micro_batch, lambda: held.runner.forward(live, number))
+        self._meter.compute(FORWARD, number, lambda: held.runner.forward(live, number), chunk)
         if held.next_chunk is not None:
             behind = self._live[held.next_chunk, number] = Live()
             self.held[held.next_chunk].runner.arrived(behind, number, detached(held.runner.leaving(live)))
 
-    def _backward(self, chunk: int, live: Live, number: int, micro_batch: int, *, is_last: bool) -> None:
+    def _backward(self, chunk: int, live: Live, number: int, *, is_last: bool) -> None:
         held = self.held[chunk]
         runner = held.runner
         self.is_last_backward = is_last
@@ -192,7 +192,7 @@ class Executor:
             if runner.runs_backward:
                 runner.backward(live, number, is_last)
 
-        self._meter.compute(BACKWARD, micro_batch, run)
+        self._meter.compute(BACKWARD, number, run, chunk)
         self.is_last_backward = False
         if held.previous_chunk is not None and runner.sends_gradients:
             self._live[held.previous_chunk, number].gradients = runner.leaving_gradients(live)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import inf
+from math import fsum, inf
 from statistics import fmean, median
 
 from ..measure.links import Links, Message
-from ..measure.recorder import StepTimes
+from ..measure.recorder import Recorded, StepTimes
 from ..measure.recurring import recurring_mean, without_once
 from ..measure.speeds import Speeds
 from ..measure.work import Seen as SeenItem
 from ..measure.work import Separated, separate
 from ..planning.repartition import ItemCosts, Layout, item_costs
 from ..schedules.costs import Costs, Link
+from ..schedules.directions import chunks_of
 from ..schedules.schedule import BACKWARD, FORWARD
-from .rank_reports import WAIT, LayerReport, Report, Seen, clocks_of, messages
+from .rank_reports import WAIT, LaneKey, LayerReport, Report, Routes, Seen, clocks_of, is_ring, messages
 
 MOST_TIMED = 4096
 """Times of layers that are kept, the newest."""
@@ -29,17 +30,25 @@ _OF_SCHEDULE = (FORWARD, BACKWARD, WAIT)
 class MeasuredCosts:
     """Costs of a run's steps as measured so far, on the rank that decides; each tuning interval adds to them.
 
+    A *cell* is one stage of one direction, on the device that holds it; they are numbered as those of a
+    :class:`~paceline.schedules.schedule.Schedule`.
+
     Args:
-        num_stages: of each pipeline.
+        routes: device of each stage, one route a direction.
+        has_flush: steps do not run into each other.
     """
 
-    num_stages: int
+    routes: Routes
+    has_flush: bool = True
     forward_s: dict[int, list[float]] = field(default_factory=dict)
-    """By micro-batch size, one number a stage."""
+    """By micro-batch size, one number a cell."""
     backward_s: dict[int, list[float]] = field(default_factory=dict)
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
+    """By micro-batch size, one number a boundary between stages."""
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
+    """By micro-batch size, one number a stage."""
     room_bytes: list[float] = field(default_factory=list)
+    """Of each device."""
     step_s: float = 0.0
     """Seconds of a step besides its schedule."""
     measured_s: float = 0.0
@@ -49,42 +58,71 @@ class MeasuredCosts:
     items: tuple[ItemCosts, ...] = ()
     """Costs of each item, once layers were timed."""
     guessed: tuple[int, ...] = ()
-    """Stages whose device could be compared with the others' by sizes only."""
+    """Devices that could be compared with the others by sizes only."""
     state_bytes: list[float] = field(default_factory=list)
-    """For each parameter of a stage, on each of its ranks."""
+    """Of each device, for each parameter there."""
     moved_bytes: float = 0.0
-    """Bytes that go with a parameter to another stage."""
+    """Bytes that go with a parameter to another device."""
     _slowness: Speeds | None = None
+    """Of the cells."""
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
-    """Stage, item and times of every layer that was timed."""
+    """Device, item and times of every layer that was timed."""
     _links: dict[int, Links] = field(default_factory=dict)
-    _latency_s: list[float] = field(default_factory=list)
-    _after: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    _latency_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Between two devices, both ways."""
+    _after: dict[tuple[int, LaneKey], int] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of one direction."""
+        return len(self.routes[0])
+
+    @property
+    def num_devices(self) -> int:
+        return max(self.routes[0]) + 1
+
+    @property
+    def _cells(self) -> range:
+        return range(len(self.routes) * self.num_stages)
+
+    def _device(self, cell: int) -> int:
+        direction, stage = divmod(cell, self.num_stages)
+        return self.routes[direction][stage]
+
+    def _held(self, device: int) -> list[int]:
+        """Cells of a device, by chunk."""
+        return [direction * self.num_stages + stage for direction, stage in chunks_of(device, self.routes)]
 
     def update(self, reports: Sequence[Report]) -> None:
         """Take in a report of every rank. Where replicas differ, the slowest counts."""
         replicas: dict[int, list[Report]] = {}
-        for report in sorted(reports, key=lambda report: report.stage):
+        for report in sorted(reports, key=lambda report: report.device):
             replicas.setdefault(report.replica, []).append(report)
         before = [{size: list(each) for size, each in known.items()} for known in (self.forward_s, self.backward_s)]
         measured = self._compute(reports)
         self._learn_items(reports)
         self._smooth(replicas)
         self._scale_others(before, measured)
-        self.state_bytes = [max(r.state_bytes for r in reports if r.stage == s) for s in self._stages]
+        by_device = [[r for r in reports if r.device == device] for device in range(self.num_devices)]
+        self.state_bytes = [max(r.state_bytes for r in own) for own in by_device]
         self.moved_bytes = max(r.moved_bytes for r in reports)
-        self.room_bytes = [min(r.room_bytes for r in reports if r.stage == s) for s in range(self.num_stages)]
-        for size in {size for report in reports for size in report.saved_bytes}:
-            per_stage = [max(r.saved_bytes.get(size, 0.0) for r in reports if r.stage == s) for s in self._stages]
-            self.saved_bytes[size] = per_stage
-        self._latency_s = [max(r.latency_s for r in reports if r.stage == s) for s in range(self.num_stages - 1)]
+        self.room_bytes = [min(r.room_bytes for r in own) for own in by_device]
+        self._take_memory(reports)
+        self._latency_s = {}
         for replica, pipe in replicas.items():
             self._take_links(replica, pipe)
-        self._step(replicas)
+        if self.has_flush:
+            self._step(replicas)
+        else:
+            self._window(reports)
 
-    @property
-    def _stages(self) -> range:
-        return range(self.num_stages)
+    def _take_memory(self, reports: Sequence[Report]) -> None:
+        for size in {size for report in reports for size in report.saved_bytes}:
+            per_stage = self.saved_bytes[size] = [0.0] * self.num_stages
+            for report in reports:
+                for chunk, num_bytes in report.saved_bytes.get(size, {}).items():
+                    stage = self._held(report.device)[chunk] % self.num_stages
+                    per_stage[stage] = max(per_stage[stage], num_bytes)
 
     def _compute(self, reports: Sequence[Report]) -> set[int]:
         """Take in the times of the stages; the micro-batch sizes that they are of."""
@@ -92,16 +130,17 @@ class MeasuredCosts:
         for kind, known in ((FORWARD, self.forward_s), (BACKWARD, self.backward_s)):
             found: dict[int, list[float]] = {}
             for report in reports:
-                by_size: dict[int, list[StepTimes]] = {}
-                for step in report.steps:
-                    if step.mean(kind) is not None:
-                        by_size.setdefault(step.key[1], []).append(step)
-                for size, steps in by_size.items():
-                    stages = found.setdefault(size, [0.0] * self.num_stages)
-                    stages[report.stage] = max(stages[report.stage], _seconds(steps, kind))
-            for size, stages in found.items():
-                before = known.get(size, stages)
-                known[size] = [now or then for now, then in zip(stages, before, strict=True)]
+                for chunk, cell in enumerate(self._held(report.device)):
+                    by_size: dict[int, list[StepTimes]] = {}
+                    for step in report.steps:
+                        if step.mean(kind, chunk) is not None:
+                            by_size.setdefault(step.key[1], []).append(step)
+                    for size, steps in by_size.items():
+                        cells = found.setdefault(size, [0.0] * len(self._cells))
+                        cells[cell] = max(cells[cell], _seconds(steps, kind, chunk))
+            for size, cells in found.items():
+                before = known.get(size, cells)
+                known[size] = [now or then for now, then in zip(cells, before, strict=True)]
             measured |= found.keys()
         return measured
 
@@ -121,10 +160,10 @@ class MeasuredCosts:
 
     def _learn_items(self, reports: Sequence[Report]) -> None:
         """Cost of each item, from the step in which the layers were timed."""
-        timed = [(r.stage, item, layer) for r in reports for item, layer in r.layers.items()]
+        timed = [(r.device, item, layer) for r in reports for item, layer in r.layers.items()]
         if not timed or not self.parts:
             return
-        # A layer that was timed on two stages tells how their devices compare.
+        # A layer that was timed on two devices tells how they compare.
         size = timed[0][2].size
         self._timed = [*(entry for entry in self._timed if entry[2].size == size), *timed][-MOST_TIMED:]
         found = _separated(self._timed)
@@ -134,10 +173,10 @@ class MeasuredCosts:
         }
         self.items = item_costs(found.work, others, self.parts[-1])
         self.guessed = found.guessed
-        self._slowness = Speeds(self.num_stages)
+        self._slowness = Speeds(len(self._cells))
 
     def _smooth(self, replicas: dict[int, list[Report]]) -> None:
-        """Follow each stage's seconds for its work over the intervals: steady under noise, at once when they change."""
+        """Follow each cell's seconds for its work over the intervals: steady under noise, at once when they change."""
         if self._slowness is None:
             return
         work = [sum(item.work_s for item in self.items[a:b]) for a, b in pairwise(self.parts)]
@@ -145,17 +184,20 @@ class MeasuredCosts:
         if not sizes:
             return
         size = sizes[-1]
-        per_stage: list[list[float]] = []
-        for stage, own in enumerate(work):
-            per_replica = [_whole_times(pipe[stage].steps, size) for pipe in replicas.values()]
+        per_cell: list[list[float]] = []
+        for cell in self._cells:
+            device, own = self._device(cell), work[cell % self.num_stages]
+            chunk = self._held(device).index(cell)
+            per_replica = [_whole_times(pipe[device].steps, size, chunk) for pipe in replicas.values()]
             slowest = [max(of_step) for of_step in zip(*per_replica, strict=False)]
-            per_stage.append([seconds / own for seconds in slowest] if own > 0 else [])
-        self._slowness.update(per_stage)
-        for stage, (own, each) in enumerate(zip(work, self._slowness.values, strict=True)):
-            now = self.forward_s[size][stage] + self.backward_s[size][stage]
-            if per_stage[stage] and now > 0:
-                self.forward_s[size][stage] *= own * each / now
-                self.backward_s[size][stage] *= own * each / now
+            per_cell.append([seconds / own for seconds in slowest] if own > 0 else [])
+        self._slowness.update(per_cell)
+        for cell, each in enumerate(self._slowness.values):
+            now = self.forward_s[size][cell] + self.backward_s[size][cell]
+            if per_cell[cell] and now > 0:
+                factor = work[cell % self.num_stages] * each / now
+                self.forward_s[size][cell] *= factor
+                self.backward_s[size][cell] *= factor
 
     def layout(self, cuts: Sequence[int], memory_bytes: int | None) -> Layout:
         """Describe the partition that runs, for a search of another one.
@@ -179,8 +221,21 @@ class MeasuredCosts:
             for known in (self.forward_s, self.backward_s, self.message_bytes, self.saved_bytes):
                 known.clear()
         for size in self.sizes():
-            costs = self.layout((), None).costs(self.costs(size), parts)
-            self.forward_s[size], self.backward_s[size] = list(costs.forward_s), list(costs.backward_s)
+            layout, now, stages = self.layout((), None), self.costs(size), self.num_stages
+            ways = [
+                layout.costs(
+                    replace(
+                        now,
+                        forward_s=tuple(self.forward_s[size][first : first + stages]),
+                        backward_s=tuple(self.backward_s[size][first : first + stages]),
+                    ),
+                    parts,
+                )
+                for first in self._cells[::stages]
+            ]
+            self.forward_s[size] = [seconds for way in ways for seconds in way.forward_s]
+            self.backward_s[size] = [seconds for way in ways for seconds in way.backward_s]
+            costs = ways[0]
             if size in self.message_bytes:
                 self.message_bytes[size] = list(costs.message_bytes)
             if size in self.saved_bytes:
@@ -190,10 +245,13 @@ class MeasuredCosts:
     def _take_links(self, replica: int, pipe: list[Report]) -> None:
         names = [report.host for report in pipe]
         links = self._links.setdefault(replica, Links([names.index(name) for name in names]))
-        seen = messages(pipe, self._after)
+        seen = messages(pipe, self.routes, self._after)
         latency = {}
-        for stage, report in enumerate(pipe[:-1]):
-            latency[stage, stage + 1] = latency[stage + 1, stage] = report.latency_s
+        for device, report in enumerate(pipe if is_ring(self.routes) else pipe[:-1]):
+            there = (device + 1) % self.num_devices
+            latency[device, there] = latency[there, device] = report.latency_s
+        for edge, seconds in latency.items():
+            self._latency_s[edge] = max(self._latency_s.get(edge, 0.0), seconds)
         links.update(
             (Message(s.source, s.target, s.record.num_bytes, s.record.begun_s, s.record.done_s) for s in seen), latency
         )
@@ -202,10 +260,10 @@ class MeasuredCosts:
     def _take_sizes(self, steps: Sequence[StepTimes], seen: Sequence[Seen]) -> None:
         """Take in the sizes of training's messages; an evaluation's micro-batches may be of another size."""
         found: dict[tuple[int, int], list[int]] = {}
-        for kind, source, _, record in seen:
-            step = next((step for step in steps if step.begun_s <= record.done_s <= step.ended_s), None)
-            if step is not None and kind == "activation":
-                found.setdefault((step.key[1], source), []).append(record.num_bytes)
+        for one in seen:
+            step = next((step for step in steps if step.begun_s <= one.record.done_s <= step.ended_s), None)
+            if step is not None and one.kind == "activation":
+                found.setdefault((step.key[1], one.lane.stage), []).append(one.record.num_bytes)
         for (size, boundary), sizes in found.items():
             self.message_bytes.setdefault(size, [0.0] * (self.num_stages - 1))[boundary] = median(sizes)
 
@@ -216,7 +274,7 @@ class MeasuredCosts:
             for index in range(min(len(report.steps) for report in pipe)):
                 steps = [(report.steps[index], clock) for report, clock in zip(pipe, clocks, strict=True)]
                 spans = [
-                    (start - c, end - c) for s, c in steps for kind, _, start, end in s.spans if kind in _OF_SCHEDULE
+                    (span.start - c, span.end - c) for s, c in steps for span in s.spans if span.kind in _OF_SCHEDULE
                 ]
                 wall = max(s.ended_s - c for s, c in steps) - min(s.begun_s - c for s, c in steps)
                 if spans:
@@ -226,32 +284,66 @@ class MeasuredCosts:
             self.step_s = recurring_mean([max(seconds, 0.0) for seconds in beside])
             self.measured_s = recurring_mean(whole)
 
+    def _window(self, reports: Sequence[Report]) -> None:
+        """Steps that run into each other: of each rank by itself, which begins the next one when it likes.
+
+        Beside its schedule a step takes what it does of the rank that waits least for the others.
+        """
+        beside, whole = [], []
+        for index in range(min(len(report.steps) for report in reports)):
+            steps = [report.steps[index] for report in reports]
+            if all(any(span.kind in _OF_SCHEDULE for span in step.spans) for step in steps):
+                beside.append(min(map(_beside, steps)))
+                whole.append(max(step.ended_s - step.begun_s for step in steps))
+        if beside:
+            self.step_s, self.measured_s = recurring_mean(beside), recurring_mean(whole)
+
     def sizes(self) -> list[int]:
         """Micro-batch sizes whose steps were measured."""
         return sorted(size for size in self.forward_s if size in self.backward_s)
 
     def costs(self, size: int) -> Costs:
         """Costs of one micro-batch of ``size`` samples, which was measured."""
-        stages, boundaries = self._stages, range(self.num_stages - 1)
-        hosts = next(iter(self._links.values())).hosts if self._links else [0] * self.num_stages
+        hosts = next(iter(self._links.values())).hosts if self._links else [0] * self.num_devices
         down, up, egress = [], [], {}
-        for boundary in boundaries:
-            latency = self._latency_s[boundary]
-            down.append(Link(self._edge(boundary, boundary + 1), latency))
-            up.append(Link(self._edge(boundary + 1, boundary), latency))
+        for boundary in range(self.num_stages - 1):
+            ways = [(route[boundary], route[boundary + 1]) for route in self.routes]
+            latency = max(self._latency_s.get(way, 0.0) for way in ways)
+            down.append(Link(min(self._edge(a, b) for a, b in ways), latency))
+            up.append(Link(min(self._edge(b, a) for a, b in ways), latency))
         for host in set(hosts):
             egress[host] = min(_rate(links.egress.get(host)) for links in self._links.values())
+        forward_s, backward_s, speeds = self._per_stage(size)
         return Costs(
-            forward_s=tuple(self.forward_s[size]),
-            backward_s=tuple(self.backward_s[size]),
+            forward_s=forward_s,
+            backward_s=backward_s,
             message_bytes=self._message_bytes(size),
             down=tuple(down),
             up=tuple(up),
             hosts=tuple(hosts),
             egress_bytes_per_s=tuple(egress.get(host, inf) for host in range(max(hosts) + 1)),
-            activation_bytes=tuple(self.saved_bytes[size]) if size in self.saved_bytes else (0.0,) * len(stages),
+            activation_bytes=tuple(self.saved_bytes.get(size, [0.0] * self.num_stages)),
             step_s=self.step_s,
+            speeds=speeds,
         )
+
+    def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Seconds of each stage's forward and backward on a device of speed 1, and the devices' speeds.
+
+        With one direction a stage is on one device, and its seconds are taken as they are.
+        """
+        if len(self.routes) == 1:
+            return tuple(self.forward_s[size]), tuple(self.backward_s[size]), ()
+        both = zip(self.forward_s[size], self.backward_s[size], strict=True)
+        found = separate(
+            [
+                SeenItem(cell % self.num_stages, self._device(cell), cell % self.num_stages, *seconds)
+                for cell, seconds in enumerate(both)
+            ],
+            {},
+        )
+        forward_s, backward_s = zip(*(found.work[stage] for stage in range(self.num_stages)), strict=True)
+        return forward_s, backward_s, found.speeds
 
     def _edge(self, source: int, target: int) -> float:
         return min((_rate(links.edges.get((source, target))) for links in self._links.values()), default=inf)
@@ -287,17 +379,18 @@ def _separated(timed: Sequence[tuple[int, int, LayerReport]]) -> Separated:
     return Separated(work, probable.speeds, probable.guessed)
 
 
-def _seconds(steps: Sequence[StepTimes], kind: str) -> float:
+def _seconds(steps: Sequence[StepTimes], kind: str, chunk: int) -> float:
     """Seconds of a forward or backward and of the host beside it: the mean of what repeats from step to step."""
-    usual = without_once(steps, lambda step: step.mean(kind) or 0.0)
-    return recurring_mean(seconds for step in usual for seconds in step.durations(kind)) + fmean(map(_overhead, usual))
+    usual = without_once(steps, lambda step: step.mean(kind, chunk) or 0.0)
+    own = recurring_mean(seconds for step in usual for seconds in step.durations(kind, chunk))
+    return own + fmean(map(_overhead, usual))
 
 
-def _whole_times(steps: Sequence[StepTimes], size: int) -> list[float]:
+def _whole_times(steps: Sequence[StepTimes], size: int, chunk: int) -> list[float]:
     """Seconds of a forward, a backward and what comes between, for each step with micro-batches of a size."""
     found = []
     for step in steps:
-        forward, backward = step.mean(FORWARD), step.mean(BACKWARD)
+        forward, backward = step.mean(FORWARD, chunk), step.mean(BACKWARD, chunk)
         if step.key[1] == size and forward is not None and backward is not None:
             found.append(forward + backward + 2 * _overhead(step))
     return found
@@ -309,8 +402,26 @@ def _rate(seconds_per_byte: float | None) -> float:
 
 def _overhead(step: StepTimes) -> float:
     """Seconds of the host beside each computation: time between them in which nothing was waited for."""
-    spans = [(kind, start, end) for kind, _, start, end in step.spans if kind in _OF_SCHEDULE]
-    busy = sum(end - start for _, start, end in spans)
-    count = sum(kind != WAIT for kind, _, _ in spans)
-    whole = max(end for *_, end in spans) - min(start for _, start, _ in spans)
-    return float(max(whole - busy, 0.0)) / count
+    spans, begun_s, ended_s = _schedule_of(step)
+    busy = sum(span.end - span.start for span in spans) + _updates_s(step, begun_s, ended_s)
+    count = sum(span.kind != WAIT for span in spans)
+    return float(max(ended_s - begun_s - busy, 0.0)) / count
+
+
+def _schedule_of(step: StepTimes) -> tuple[list[Recorded], float, float]:
+    """Computations and waits of a step, when the first of them began and the last one ended."""
+    spans = [span for span in step.spans if span.kind in _OF_SCHEDULE]
+    return spans, min(span.start for span in spans), max(span.end for span in spans)
+
+
+def _updates_s(step: StepTimes, begun_s: float, ended_s: float) -> float:
+    """Seconds of updates between two moments: without a flush they are made among the computations."""
+    own = (span for span in step.spans if span.kind not in _OF_SCHEDULE)
+    return fsum(span.end - span.start for span in own if begun_s <= span.start and span.end <= ended_s)
+
+
+def _beside(step: StepTimes) -> float:
+    """Seconds of a rank's step beside its computations, its waits, and the host's work between them."""
+    _, begun_s, ended_s = _schedule_of(step)
+    whole = step.ended_s - step.begun_s
+    return float(max(whole - (ended_s - begun_s) + _updates_s(step, begun_s, ended_s), 0.0))

@@ -10,7 +10,7 @@ from torch import nn
 from ..comm.shapes import Value
 from ..measure.clock import Clock
 from ..measure.layer_timer import LayerTimer
-from ..measure.recorder import Recorder, SavedBytes
+from ..measure.recorder import Recorded, Recorder, SavedBytes
 from ..schedules.schedule import FORWARD
 from .movable_layers import Layers
 from .rank_reports import WAIT, LayerReport
@@ -20,56 +20,55 @@ class Meter:
     """Books what a rank does while a program runs. Nothing here is collective.
 
     Args:
-        module: the rank's part of the model.
+        module: the rank's part of the model, all of its chunks.
     """
 
     def __init__(self, clock: Clock, module: nn.Module, device: torch.device) -> None:
         self.clock, self.recorder = clock, Recorder(clock.now)
-        self.saved_bytes: dict[int, float] = {}
-        """Bytes that a live micro-batch keeps on this rank, by micro-batch size, as far as measured."""
+        self.saved_bytes: dict[int, dict[int, float]] = {}
+        """Bytes that a live micro-batch keeps on this rank, by micro-batch size and chunk, as far as measured."""
         self.measures_memory_of: int | None = None
-        """Micro-batch size of which the next forward tells what it keeps."""
+        """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self._module, self._device = module, device
         self._layer_timer: LayerTimer | None = None
 
-    def compute(self, kind: str, micro_batch: int, run: Callable[[], None]) -> None:
-        """Time a forward or a backward."""
+    def compute(self, kind: str, number: int, run: Callable[[], None], chunk: int = 0) -> None:
+        """Time a forward or a backward of a chunk."""
         clock, recorder, timer = self.clock, self.recorder, self._layer_timer
         start = clock.now()
         if timer is not None:
             timer.begin(kind)
-        if kind == FORWARD and self.measures_memory_of is not None:
-            self._measure_memory(run)
-            recorder.leave_out(kind, micro_batch)
+        size = self.measures_memory_of
+        if kind == FORWARD and size is not None and chunk not in self.saved_bytes.get(size, ()):
+            self._measure_memory(run, size, chunk)
+            recorder.leave_out(kind, number, chunk)
         else:
             run()
         if timer is not None:
             timer.end(kind)
         end = clock.now()
         clock.add_compute(start, end)
-        recorder.add(kind, micro_batch, start, end)
+        recorder.add(Recorded(kind, number, start, end, chunk))
 
     def update(self, kind: str, run: Callable[[], None]) -> None:
         """Record when gradients are reduced (``"reduce"``) or an update is made (``"step"``)."""
         start = self.clock.now()
         run()
-        self.recorder.add(kind, -1, start, self.clock.now())
+        self.recorder.add(Recorded(kind, -1, start, self.clock.now()))
 
-    def wait(self, take: Callable[[], Value], micro_batch: int) -> Value:
-        """Book the time until a message is there as idle."""
+    def wait(self, take: Callable[[], Value], number: int, chunk: int = 0) -> Value:
+        """Book the time until a chunk's message is there as idle."""
         start = self.clock.now()
         value = take()
         end = self.clock.now()
         self.clock.add_idle(start, end)
-        self.recorder.add(WAIT, micro_batch, start, end)
+        self.recorder.add(Recorded(WAIT, number, start, end, chunk))
         return value
 
-    def _measure_memory(self, run: Callable[[], None]) -> None:
-        size, self.measures_memory_of = self.measures_memory_of, None
-        assert size is not None
+    def _measure_memory(self, run: Callable[[], None], size: int, chunk: int) -> None:
         with SavedBytes(self._module, self._device) as saved:
             run()
-        self.saved_bytes[size] = float(saved.num_bytes)
+        self.saved_bytes.setdefault(size, {})[chunk] = float(saved.num_bytes)
 
     def time_layers(self, layers: Layers) -> None:
         """Time each layer in the steps from here to :meth:`stop_timing_layers`."""

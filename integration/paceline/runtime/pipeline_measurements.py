@@ -13,7 +13,7 @@ from .controller import Agreement
 from .measured_costs import MeasuredCosts
 from .meter import Meter
 from .movable_layers import Layers
-from .rank_reports import LayerReport, Report, ReportGatherer
+from .rank_reports import LaneKey, LayerReport, Report, ReportGatherer
 from .schedule_actuator import RunsSchedules
 from .tracer import TimelineWriter
 
@@ -91,7 +91,7 @@ class PipelineMeasurements:
         self._has_switched = False
         """At the last planning."""
         self._done = 0
-        self._after: dict[str, int] = {}
+        self._after: dict[LaneKey, int] = {}
 
     # -- called by the loop --------------------------------------------------------------------------------------
 

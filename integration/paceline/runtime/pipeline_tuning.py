@@ -14,7 +14,7 @@ from .meter import Meter
 from .movable_layers import Layers
 from .partition_actuator import MovesLayers, PartitionActuator
 from .pipeline_measurements import JobAgreement, PipelineMeasurements
-from .rank_reports import ReportGatherer
+from .rank_reports import ReportGatherer, Routes
 from .schedule_actuator import RunsSchedules, ScheduleActuator
 from .tracer import TimelineWriter
 
@@ -33,6 +33,7 @@ def pipeline_controller(
     control: ControlPlane,
     log: DecisionLog,
     timelines: TimelineWriter,
+    routes: Routes,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -40,6 +41,7 @@ def pipeline_controller(
         schedule: of the plan, as is ``partition``.
         layers: of this rank.
         log: gets the decisions.
+        routes: device of each stage, one route a direction.
 
     Returns:
         None if schedule and partition stay as they are.
@@ -49,7 +51,7 @@ def pipeline_controller(
     if not is_adaptive and not repartitions:
         return None
     agreement = JobAgreement(control)
-    costs = MeasuredCosts(pipeline.num_stages, parts=tuple(layers.parts))
+    costs = MeasuredCosts(routes, has_flush=not schedule.is_asynchronous, parts=tuple(layers.parts))
     retune_every = schedule.retune_every or 1
     schedules = ScheduleActuator(
         pipeline, costs, agreement, retune_every, late_gradients=schedule.late_gradients is True

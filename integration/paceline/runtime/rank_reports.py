@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,19 +18,25 @@ from torch import nn
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..comm.transport import Record, Transport, lanes_of
+from ..comm.transport import Record, lanes_of
 from ..measure.clock import host_seconds
 from ..measure.device_memory import room_bytes
 from ..measure.layer_timer import ItemTimes
 from ..measure.recorder import StepTimes
 from ..optim.sharded import ShardedOptimizer
+from ..schedules.directions import chunks_of
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from ..schedules.timeline import Span, Timeline, Transfer
 
 if TYPE_CHECKING:
     from .meter import Meter
+    from .pipeline_links import Links
 
 WAIT = "wait"
 """Kind of a span in which a rank waits for what another sends."""
+
+_MAKERS = {FORWARD: "activation", BACKWARD: "gradient", BACKWARD_INPUT: "gradient"}
+"""By the kind of a computation, the kind of message that it makes."""
 
 PINGS = 4
 COMPARISONS = 3
@@ -38,33 +45,45 @@ UNSETTLED = 4
 """Messages at the end of a lane's records that one end may have noted and the other not yet."""
 
 
+Routes = Sequence[Sequence[int]]
+"""Device of each stage, one route a direction."""
+
+
+class LaneKey(NamedTuple):
+    """A lane's end at a stage; see :func:`~paceline.comm.transport.lanes_of`."""
+
+    direction: int
+    stage: int
+    name: str
+
+
 @dataclass
 class Report:
     """One rank's view. Times in seconds of its own clock."""
 
-    stage: int
+    device: int
+    """Number of the rank along its pipeline."""
     replica: int
     host: str
     steps: list[StepTimes]
-    records: dict[str, list[Record]]
-    """By lane."""
-    saved_bytes: dict[int, float]
-    """Bytes that a live micro-batch keeps, by micro-batch size."""
+    records: dict[LaneKey, list[Record]]
+    saved_bytes: dict[int, dict[int, float]]
+    """Bytes that a live micro-batch keeps, by micro-batch size and chunk."""
     room_bytes: float
     clock_s: float = 0.0
-    """The next stage's clock minus this one's."""
+    """The next device's clock minus this one's."""
     latency_s: float = 0.0
-    """To the next stage."""
+    """To the next device; from the last one to the first, if messages go that way."""
     layers: dict[int, LayerReport] = field(default_factory=dict)
     """By item, of a step whose layers were timed."""
     state_bytes: float = 0.0
-    """Bytes of each parameter of the stage on this rank: value, gradient, master, states."""
+    """Bytes of each parameter on this rank: value, gradient, master, states."""
     moved_bytes: float = 0.0
     """Those of them that go with a parameter to another stage."""
 
 
 class LayerReport(NamedTuple):
-    """One item of a stage, as it computed a micro-batch."""
+    """One item of a rank, as it computed a micro-batch."""
 
     kinds: tuple[str, str]
     """See :meth:`~paceline.runtime.movable_layers.Layers.kind`."""
@@ -90,20 +109,30 @@ def host_name() -> str:
         return machine_name()
 
 
-def compare_clocks(control: ControlPlane, pipe: Sequence[int]) -> tuple[float, float]:
-    """Measure the next stage's clock minus this one's, and half of the fastest round trip to it, in seconds.
+def compare_clocks(control: ControlPlane, pipe: Sequence[int], is_ring: bool = False) -> tuple[float, float]:
+    """Measure the next device's clock minus this one's, and half of the fastest round trip to it, in seconds.
 
     Every rank of the pipeline calls it; a few small messages go over the control plane, edge after edge.
+
+    Args:
+        pipe: global ranks by device.
+        is_ring: the first device is next to the last one.
     """
-    stage = pipe.index(dist.get_rank())
+    own, last = pipe.index(dist.get_rank()), len(pipe) - 1
     found = (0.0, 0.0)
-    for first in (0, 1):  # edges that share no stage at a time
-        for one in range(first, len(pipe) - 1, 2):
-            if stage == one:
-                found = _ask(control, pipe[one + 1])
-            elif stage == one + 1:
-                _answer(control, pipe[one])
+    edges = [(one, one + 1) for first in (0, 1) for one in range(first, last, 2)]  # few share a device at a time
+    for asks, answers in [*edges, *([(last, 0)] if is_ring else [])]:
+        if own == asks:
+            found = _ask(control, pipe[answers])
+        elif own == answers:
+            _answer(control, pipe[asks])
     return found
+
+
+def is_ring(routes: Routes) -> bool:
+    """Whether messages go between the last and the first device, which are not neighbours otherwise."""
+    last = max(routes[0])
+    return last > 1 and any({a, b} == {0, last} for route in routes for a, b in pairwise(route))
 
 
 def _ask(control: ControlPlane, peer: int) -> tuple[float, float]:
@@ -130,11 +159,8 @@ class ReportGatherer:
     """Brings the reports of all ranks together. All ranks make one at the same time.
 
     Args:
-        pipe_ranks: global ranks of this rank's pipeline, by device.
-        stage: of this rank.
-        replica: number of its pipeline.
-        transport: lanes to its neighbours.
-        module: of its stage.
+        links: of this rank's stages to their neighbours.
+        module: of its stages.
         optimizer: that trains it, if it is one of ours.
     """
 
@@ -144,23 +170,19 @@ class ReportGatherer:
         meter: Meter,
         device: torch.device,
         *,
-        pipe_ranks: Sequence[int],
-        stage: Callable[[], int],
-        replica: int,
-        transport: Transport,
+        links: Links,
         module: nn.Module,
         optimizer: Any,
     ) -> None:
         self._control, self._meter, self._device = control, meter, device
-        self._pipe_ranks, self._stage, self._replica = pipe_ranks, stage, replica
-        self._transport, self._module, self._optimizer = transport, module, optimizer
+        self._links, self._module, self._optimizer = links, module, optimizer
         self.clocks: deque[tuple[float, float]] = deque(maxlen=COMPARISONS)
-        """The next stage's clock minus this one's, and the latency to it, as compared last."""
+        """The next device's clock minus this one's, and the latency to it, as compared last."""
         self._is_one_machine = len(set(control.gather(machine_name()))) == 1
 
     def gather(
         self,
-        after: dict[str, int],
+        after: dict[LaneKey, int],
         *,
         layers: Mapping[int, LayerReport] | None = None,
         memory_bytes: int | None = None,
@@ -173,17 +195,17 @@ class ReportGatherer:
             memory_bytes: that activations may take; None: what the device has free.
         """
         if len(self.clocks) < COMPARISONS or not self._is_one_machine:
-            self.clocks.append(compare_clocks(self._control, self._pipe_ranks))
+            self.clocks.append(compare_clocks(self._control, self._links.ranks, is_ring(self._links.routes)))
         state_bytes, moved_bytes = bytes_per_parameter(self._module, self._optimizer)
         if memory_bytes is None:
             memory_bytes = room_bytes(self._device, ranks_sharing(self._device))
         report = Report(
-            stage=self._stage(),
-            replica=self._replica,
+            device=self._links.device_number,
+            replica=self._links.pipe_number,
             host=host_name(),
             steps=self._meter.recorder.steps(),
             records=self._messages(after),
-            saved_bytes=dict(self._meter.saved_bytes),
+            saved_bytes={size: dict(chunks) for size, chunks in self._meter.saved_bytes.items()},
             room_bytes=float(memory_bytes),
             clock_s=self.clocks[-1][0],
             latency_s=min(latency for _, latency in self.clocks),
@@ -194,27 +216,29 @@ class ReportGatherer:
         reports: list[Report] = self._control.gather_at_first(report)
         return reports
 
-    def _messages(self, after: dict[str, int]) -> dict[str, list[Record]]:
+    def _messages(self, after: dict[LaneKey, int]) -> dict[LaneKey, list[Record]]:
         """Messages of this rank's lanes beyond ``after``, in seconds of the host's clock."""
         records = {}
         seconds = host_seconds(self._meter.clock.now)
-        for name, lane in self._transport.lanes().items():
-            records[name] = [
-                record._replace(begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
-                for record in list(lane.records)
-                if record.number > after.get(name, 0)
-            ]
-            if records[name]:
-                # A message of the very end may be known at one end only; it is reported again.
-                after[name] = records[name][-1].number - UNSETTLED
+        for direction, stage in self._links.chunks:
+            for name, lane in self._links.transports[direction].lanes(stage).items():
+                key = LaneKey(direction, stage, name)
+                records[key] = [
+                    record._replace(begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
+                    for record in list(lane.records)
+                    if record.number > after.get(key, 0)
+                ]
+                if records[key]:
+                    # A message of the very end may be known at one end only; it is reported again.
+                    after[key] = records[key][-1].number - UNSETTLED
         return records
 
 
 def bytes_per_parameter(module: nn.Module, optimizer: Any) -> tuple[float, float]:
-    """Bytes that each parameter of a stage takes on this rank, with all that belongs to it.
+    """Bytes that each parameter takes on this rank, with all that belongs to it.
 
     Returns:
-        All of it, and what goes along when the parameter moves to another stage: all but its gradient.
+        All of it, and what goes along when the parameter moves to another rank: all but its gradient.
     """
     parameters = list(module.parameters())
     count = sum(parameter.numel() for parameter in parameters)
@@ -228,80 +252,111 @@ def bytes_per_parameter(module: nn.Module, optimizer: Any) -> tuple[float, float
 
 
 class Seen(NamedTuple):
-    """A message with both its ends; seconds of the first stage's clock."""
+    """A message with both its ends; seconds of the first device's clock."""
 
-    kind: str
+    lane: LaneKey
+    """The sender's end."""
     source: int
+    """Device that sent it."""
     target: int
     record: Record
 
+    @property
+    def kind(self) -> str:
+        """``"activation"`` or ``"gradient"``."""
+        return self.lane.name.split("_")[0].removesuffix("s")
 
-def messages(reports: Sequence[Report], after: dict[tuple[int, int, str], int] | None = None) -> list[Seen]:
-    """The messages of one pipeline, its reports in the order of the stages, on the clock of its first stage.
+
+def messages(
+    reports: Sequence[Report], routes: Routes, after: dict[tuple[int, LaneKey], int] | None = None
+) -> list[Seen]:
+    """The messages of one pipeline, its reports in the order of the devices, on the clock of the first one.
 
     Args:
-        after: by replica, sending stage and lane, the last message seen; it is brought up to date, and older ones are
-            skipped.
+        after: by replica and sender's end of a lane, the last message seen; it is brought up to date, and older ones
+            are skipped.
     """
     clocks = clocks_of(reports)
-    matched: list[tuple[str, int, int, Record, Record]] = []
+    matched: list[tuple[LaneKey, int, int, Record, Record]] = []
     together: dict[tuple[int, float], float] = {}
-    """By rank and end, when the last of what ended there at that moment could begin: a batch of NCCL ends as one."""
+    """By device and end, when the last of what ended there at that moment could begin: a batch of NCCL ends as one."""
 
     def ready(source: int, target: int, sent: Record, received: Record) -> float:
         return float(max(sent.begun_s - clocks[source], received.begun_s - clocks[target]))
 
-    for report in reports:
-        for name, source, target in lanes_of(report.stage, len(reports)):
-            if source != report.stage:
-                continue
-            own = {record.number: record for record in report.records.get(name, [])}
-            for record in reports[target].records.get(name.replace("_out", "_in"), []):
-                if sent := own.get(record.number):
-                    matched.append((name, source, target, sent, record))
-                    could = ready(source, target, sent, record)
-                    for batch in ((source, sent.done_s), (target, record.done_s)):
-                        together[batch] = max(together.get(batch, could), could)
+    for sends, receives, source, target in _lanes(routes):
+        own = {record.number: record for record in reports[source].records.get(sends, [])}
+        for record in reports[target].records.get(receives, []):
+            if sent := own.get(record.number):
+                matched.append((sends, source, target, sent, record))
+                could = ready(source, target, sent, record)
+                for batch in ((source, sent.done_s), (target, record.done_s)):
+                    together[batch] = max(together.get(batch, could), could)
     found = []
-    for name, source, target, _, record in matched:
-        key = (reports[source].replica, source, name)
+    for lane, source, target, _, record in matched:
+        key = (reports[source].replica, lane)
         if after is not None:
             if record.number <= after.get(key, -1):
                 continue
             after[key] = record.number
         done = record.done_s - clocks[target]
         begun = min(together[target, record.done_s], done)
-        moved = record._replace(begun_s=begun, done_s=done)
-        found.append(Seen(name.split("_")[0].removesuffix("s"), source, target, moved))
+        found.append(Seen(lane, source, target, record._replace(begun_s=begun, done_s=done)))
     return found
 
 
+def _lanes(routes: Routes) -> Iterator[tuple[LaneKey, LaneKey, int, int]]:
+    """Both ends of each lane between devices, with the device that sends and the one that receives."""
+    for direction, route in enumerate(routes):
+        for stage in range(len(route)):
+            for name, sends, receives in lanes_of(stage, len(route)):
+                if sends == stage and route[sends] != route[receives]:
+                    other = LaneKey(direction, receives, name.replace("_out", "_in"))
+                    yield LaneKey(direction, stage, name), other, route[sends], route[receives]
+
+
 def clocks_of(reports: Sequence[Report]) -> list[float]:
-    """Each stage's clock minus the first one's."""
+    """Each device's clock minus the first one's."""
     clocks = [0.0]
     for report in reports[:-1]:
         clocks.append(clocks[-1] + report.clock_s)
     return clocks
 
 
-def timeline(reports: Sequence[Report], index: int = -1) -> Timeline:
-    """One of the last steps of one pipeline, as it was. Reports in the order of the stages."""
+def timeline(reports: Sequence[Report], routes: Routes, num_micro_batches: int, index: int = -1) -> Timeline:
+    """One of the last steps of one pipeline, as it was. Reports in the order of the devices.
+
+    Where steps run into each other, it is what ran in that step, whichever step it was of: micro-batches are numbered
+    on from those of the oldest of them.
+    """
     clocks = clocks_of(reports)
     steps = [report.steps[index] for report in reports]
     zero = min(step.begun_s - clock for step, clock in zip(steps, clocks, strict=True))
     until = max(step.ended_s - clock for step, clock in zip(steps, clocks, strict=True))
+    oldest = min((span.number for step in steps for span in step.spans if span.number >= 0), default=0)
+    first = oldest - oldest % num_micro_batches
+    chunks = [chunks_of(device, routes) for device in range(len(reports))]
     spans = tuple(
-        Span(report.stage, kind, micro_batch, 0, max(start - clock - zero, 0.0), max(end - clock - zero, 0.0))
-        for report, step, clock in zip(reports, steps, clocks, strict=True)
-        for kind, micro_batch, start, end in step.spans
-        if kind != WAIT
-    )
-    transfers = tuple(
-        Transfer(
-            *(seen.kind, seen.source, seen.target, seen.record.micro_batch, 0),
-            *(seen.record.begun_s - zero, seen.record.done_s - zero, seen.record.num_bytes),
+        Span(
+            *(report.device, span.kind, max(span.number - first, -1), span.chunk),
+            *(max(moment - clock - zero, 0.0) for moment in (span.start, span.end)),
         )
-        for seen in messages(reports)
-        if zero <= seen.record.begun_s and seen.record.done_s <= until
+        for report, step, clock in zip(reports, steps, clocks, strict=True)
+        for span in step.spans
+        if span.kind != WAIT
     )
-    return Timeline(len(reports), spans, transfers, str(steps[0].key[0]))
+    made = {(span.rank, _MAKERS.get(span.kind), span.micro_batch, span.chunk) for span in spans}
+    transfers = []
+    for seen in messages(reports, routes):
+        micro_batch, chunk = seen.record.micro_batch - first, chunks[seen.source].index(seen.lane[:2])
+        if (
+            (seen.source, seen.kind, micro_batch, chunk) in made
+            and zero <= seen.record.begun_s
+            and seen.record.done_s <= until
+        ):
+            ends = seen.record.begun_s - zero, seen.record.done_s - zero
+            transfers.append(
+                Transfer(seen.kind, seen.source, seen.target, micro_batch, chunk, *ends, seen.record.num_bytes)
+            )
+    stages = tuple(tuple(stage for _, stage in held) for held in chunks)
+    return Timeline(len(reports), spans, tuple(transfers), str(steps[0].key[0]), stages)

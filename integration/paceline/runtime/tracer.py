@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..report.step_records import StepRecord, write
+from ..schedules.predicted_step import predicted_step
 from ..schedules.schedule import Schedule
-from ..schedules.simulate import simulate
+from ..schedules.stream import Stream
 from .measured_costs import MeasuredCosts
-from .rank_reports import Report, ReportGatherer, timeline
+from .rank_reports import LaneKey, Report, ReportGatherer, timeline
 
 logger = logging.getLogger("paceline")
 
@@ -25,23 +26,26 @@ class TimelineWriter:
 
     Args:
         step: number of steps done.
-        schedule: of the last step, and of the next.
+        order: of the last step, and of the next.
         micro_batch_size: likewise.
         folder: of the run.
+        begun: steps before the last one since the start or the last drain, where steps run into each other.
         records_switches: whether the controller has steps around a switch written.
     """
 
     step: Callable[[], int]
-    schedule: Callable[[], Schedule]
+    order: Callable[[], Schedule | Stream]
     micro_batch_size: Callable[[], int]
     folder: Callable[[], Path]
+    begun: Callable[[], int] = lambda: 0
     records_switches: bool = False
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a step is small enough for a picture, and its costs are known: those of one stage a rank."""
-        schedule = self.schedule()
-        return schedule.num_stages == schedule.num_ranks and schedule.num_stages * schedule.num_micro_batches <= DRAWN
+        """Whether a step is small enough for a picture."""
+        order = self.order()
+        num_stages = order.num_stages if isinstance(order, Schedule) else len(order.routes[0])
+        return num_stages * order.num_micro_batches <= DRAWN
 
     def write(self, reports: Sequence[Report], costs: MeasuredCosts) -> None:
         """Write the last step of the first replica, which ran as the next one is to.
@@ -50,16 +54,16 @@ class TimelineWriter:
             reports: of all ranks, of steps up to this one.
             costs: updated by them.
         """
-        step, schedule = self.step(), self.schedule()
-        pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.stage)
-        predicted = simulate(schedule, costs.costs(self.micro_batch_size()), timeline=True)
+        step, order = self.step(), self.order()
+        pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.device)
+        predicted = predicted_step(order, costs.costs(self.micro_batch_size()), self.begun())
         times = [report.steps[-1] for report in pipe]
         record = StepRecord(
             step=step,
-            schedule=schedule.name,
+            schedule=order.name,
             predicted=predicted.timeline,
-            measured=timeline(pipe),
-            predicted_s=predicted.makespan_s,
+            measured=timeline(pipe, costs.routes, order.num_micro_batches),
+            predicted_s=predicted.step_s,
             measured_s=max(time.ended_s - time.begun_s for time in times),
         )
         try:
@@ -74,20 +78,16 @@ class Tracer:
 
     Args:
         every: steps from one record to the next.
-        num_stages: of the pipeline.
+        costs: of the pipeline's steps; they are measured here.
         is_first: whether this rank writes.
     """
 
     every: int
-    num_stages: int
+    costs: MeasuredCosts
     reports: ReportGatherer
     timelines: TimelineWriter
     is_first: bool
-    _costs: MeasuredCosts = field(init=False)
-    _after: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._costs = MeasuredCosts(self.num_stages)
+    _after: dict[LaneKey, int] = field(default_factory=dict)
 
     def after_step(self) -> None:
         """Record the step that has just ended, if it is time to. Collective."""
@@ -95,5 +95,5 @@ class Tracer:
             return
         reports = self.reports.gather(self._after)
         if self.is_first:
-            self._costs.update(reports)
-            self.timelines.write(reports, self._costs)
+            self.costs.update(reports)
+            self.timelines.write(reports, self.costs)

@@ -150,4 +150,4 @@ def _timeline(schedule: Schedule, costs: Costs, visits: Visits, replayed: Replay
                 transfers.append(Transfer(what, rank, target, micro_batch, chunk, now, end, size))
         if costs.step_s:
             spans.append(Span(rank, "step", -1, 0, replayed.end_s, replayed.end_s + costs.step_s))
-    return Timeline(schedule.num_ranks, tuple(spans), tuple(transfers), schedule.name)
+    return Timeline(schedule.num_ranks, tuple(spans), tuple(transfers), schedule.name, schedule.stages)

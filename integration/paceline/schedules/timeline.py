@@ -40,12 +40,23 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a pipeline."""
+    """One step of a pipeline.
+
+    Args:
+        name: of the schedule.
+        stages: of each rank, by chunk; empty: it is not known.
+    """
 
     num_ranks: int
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...] = ()
     name: str = ""
+    stages: tuple[tuple[int, ...], ...] = ()
+
+    def stage(self, rank: int, chunk: int) -> int | None:
+        """The stage that a rank holds as ``chunk``; None: it is not known."""
+        held = self.stages[rank] if rank < len(self.stages) else ()
+        return held[chunk] if 0 <= chunk < len(held) else None
 
     @property
     def end_s(self) -> float:
@@ -68,6 +79,7 @@ class Timeline:
                 spans=tuple(_checked(Span(*row)) for row in values["spans"]),
                 transfers=tuple(_checked(Transfer(*row)) for row in values.get("transfers", ())),
                 name=str(values.get("name", "")),
+                stages=tuple(tuple(_stage(stage) for stage in held) for held in values.get("stages", ())),
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"this is no timeline ({error!r}): give a file that a run or simulate wrote.") from None
@@ -80,6 +92,12 @@ MOST_RANKS = 2**12
 def _num_ranks(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value <= MOST_RANKS:
         raise TypeError(f"num_ranks is {value!r} and must be a whole number up to {MOST_RANKS}")
+    return value
+
+
+def _stage(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"stage {value!r} is no whole number from 0")
     return value
 
 

@@ -10,14 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.measure import clock
-from paceline.measure.recorder import STEPS, Recorder, SavedBytes, StepTimes
+from paceline.measure.recorder import STEPS, Recorded, Recorder, SavedBytes, StepTimes
 
 CPU = torch.device("cpu")
 FLOAT = 4
 
 
 def recorded(*spans: tuple[str, int, float, float]) -> StepTimes:
-    return StepTimes(0.0, 9.0, list(spans))
+    return StepTimes(0.0, 9.0, [Recorded(*span) for span in spans])
 
 
 def test_the_mean_of_a_kind_is_what_its_computations_add_up_to() -> None:
@@ -31,10 +31,10 @@ def test_the_mean_of_a_kind_is_what_its_computations_add_up_to() -> None:
 def test_a_computation_that_something_was_done_beside_does_not_count_if_there_are_others() -> None:
     recorder = Recorder()
     recorder.begin()
-    recorder.add("F", 0, 0.0, 3.0)
+    recorder.add(Recorded("F", 0, 0.0, 3.0))
     recorder.leave_out("F", 0)
-    recorder.add("B", 0, 3.0, 5.0)
-    recorder.add("F", 1, 5.0, 6.0)
+    recorder.add(Recorded("B", 0, 3.0, 5.0))
+    recorder.add(Recorded("F", 1, 5.0, 6.0))
     recorder.end()
     (step,) = recorder.steps()
     assert (step.mean("F"), step.mean("B")) == (1.0, 2.0)
@@ -43,14 +43,24 @@ def test_a_computation_that_something_was_done_beside_does_not_count_if_there_ar
     assert step.mean("F") == 3.0
 
 
+def test_chunks_are_told_apart() -> None:
+    step = StepTimes(
+        0.0, 9.0, [Recorded("F", 0, 0.0, 1.0), Recorded("F", 0, 1.0, 4.0, 1), Recorded("F", 1, 4.0, 6.0, 1)]
+    )
+    step.unusual.add(("F", 0, 1))
+    assert step.durations("F") == [1.0], "the unusual one is of the other chunk"
+    assert step.durations("F", 1) == [2.0]
+    assert step.mean("B", 1) is None
+
+
 def test_steps_are_there_oldest_first_until_they_are_known() -> None:
     recorder = Recorder()
     for key in "ab":
         recorder.begin(key)
-        recorder.add("F", 3, 1.0, 2.0)
+        recorder.add(Recorded("F", 3, 1.0, 2.0))
         recorder.end()
     steps = recorder.steps()
-    assert [(step.key, step.spans) for step in steps] == [(key, [("F", 3, 1.0, 2.0)]) for key in "ab"]
+    assert [(step.key, step.spans) for step in steps] == [(key, [Recorded("F", 3, 1.0, 2.0)]) for key in "ab"]
     assert all(step.begun_s <= step.ended_s for step in steps)
     assert recorder.steps() == steps
     recorder.forget()
@@ -67,12 +77,12 @@ def test_only_the_last_steps_are_kept() -> None:
 
 def test_what_runs_outside_of_a_step_or_in_one_that_failed_is_not_kept() -> None:
     recorder = Recorder()
-    recorder.add("F", 0, 0.0, 1.0)  # an evaluation
+    recorder.add(Recorded("F", 0, 0.0, 1.0))  # an evaluation
     recorder.end()
     recorder.begin()
-    recorder.add("F", 0, 0.0, 1.0)
+    recorder.add(Recorded("F", 0, 0.0, 1.0))
     recorder.drop()
-    recorder.add("F", 0, 0.0, 1.0)
+    recorder.add(Recorded("F", 0, 0.0, 1.0))
     recorder.end()
     assert recorder.steps() == []
 
@@ -115,17 +125,17 @@ def test_a_step_begins_on_the_device_when_the_update_of_the_step_before_is_done(
     recorder.begin()
     start = device.now()
     device.work(0.05)
-    recorder.add("F", 0, start, device.now())
-    recorder.add("wait", 0, 7.0, 8.0)  # the host's own clock
+    recorder.add(Recorded("F", 0, start, device.now()))
+    recorder.add(Recorded("wait", 0, 7.0, 8.0))  # the host's own clock
     recorder.end()
     (step,) = recorder.steps()
     assert step.begun_s == pytest.approx(update_done_s)  # by the host's clock
     assert [span[0] for span in step.spans] == ["F", "wait"]
-    _, _, begun_s, ended_s = step.spans[0]
+    _, _, begun_s, ended_s, _ = step.spans[0]
     assert begun_s - step.begun_s == pytest.approx(0.0, abs=1e-6)
     assert ended_s - begun_s == pytest.approx(0.05, abs=1e-6)
     assert step.ended_s - step.begun_s == pytest.approx(0.05, abs=1e-6)
-    assert step.spans[1] == ("wait", 0, 7.0, 8.0)
+    assert step.spans[1] == Recorded("wait", 0, 7.0, 8.0)
     assert recorder.steps()[0].spans == step.spans  # read once, they stay
 
 

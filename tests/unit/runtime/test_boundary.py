@@ -48,7 +48,7 @@ class Lane:
 
 
 class Waits:
-    def wait(self, take: Any, micro_batch: int) -> Any:
+    def wait(self, take: Any, number: int, chunk: int = 0) -> Any:
         return take()
 
 

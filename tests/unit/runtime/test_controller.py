@@ -13,7 +13,7 @@ from paceline.comm.control import SHARED
 from paceline.config.partitions import PartitionChoice
 from paceline.config.schedules import ScheduleChoice
 from paceline.measure.layer_timer import ItemTimes
-from paceline.measure.recorder import Recorder, StepTimes
+from paceline.measure.recorder import Recorded, Recorder, StepTimes
 from paceline.planning.candidates import Candidate
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
@@ -47,7 +47,8 @@ class Job:
         """The controller of all its parts, which are this one fake."""
         part: Any = self
         partition = partition or PartitionChoice("uniform")
-        found = pipeline_controller(schedule, partition, *[part] * 5, log=DecisionLog(), timelines=part)
+        routes = (tuple(range(part.num_stages)),)
+        found = pipeline_controller(schedule, partition, *[part] * 5, log=DecisionLog(), timelines=part, routes=routes)
         assert found is not None
         return found
 
@@ -86,11 +87,20 @@ class Engine(Job):
 
     def gather(self, after: dict[str, int], **_: Any) -> list[Report]:
         each = 1.0 + 0.5 * self.cut
-        spans = [("F", m, m * each, (m + 1) * each) for m in range(4)]
-        spans += [("B", m, (m + 4) * each, (m + 5) * each) for m in range(4)]
+        spans = [Recorded("F", m, m * each, (m + 1) * each) for m in range(4)]
+        spans += [Recorded("B", m, (m + 4) * each, (m + 5) * each) for m in range(4)]
         steps = [StepTimes(0.0, 8 * each, spans, ("1f1b", self.cut))]
         return [
-            Report(stage, 0, "here", steps, {}, dict(self.measured), self.room, latency_s=self.latency_s)
+            Report(
+                stage,
+                0,
+                "here",
+                steps,
+                {},
+                {size: {0: saved} for size, saved in self.measured.items()},
+                self.room,
+                latency_s=self.latency_s,
+            )
             for stage in range(STAGES)
         ]
 
@@ -231,7 +241,7 @@ class Pipe(Job):
     def gather(self, after: dict[str, int], *, layers: Any, memory_bytes: int | None) -> list[Report]:
         self._note("gather")
         found = [
-            Report(stage, 0, "here", [], {}, {CONFIGURED: 100.0 * (b - a)}, 1e9, latency_s=self.latency_s)
+            Report(stage, 0, "here", [], {}, {CONFIGURED: {0: 100.0 * (b - a)}}, 1e9, latency_s=self.latency_s)
             for stage, (a, b) in enumerate(pairwise(self.parts))
         ]
         for _ in self.steps:
@@ -239,7 +249,7 @@ class Pipe(Job):
                 whole = MICRO_BATCHES * (forward_s + backward_s)
                 spans, now = [], 0.0
                 for kind, seconds in [("F", forward_s)] * MICRO_BATCHES + [("B", backward_s)] * MICRO_BATCHES:
-                    spans.append((kind, 0, now, now + seconds))
+                    spans.append(Recorded(kind, 0, now, now + seconds))
                     now += seconds
                 report.steps.append(StepTimes(0.0, whole, spans, ("1f1b", CONFIGURED)))
         for report, (a, b) in zip(found, pairwise(self.parts), strict=True):

@@ -22,7 +22,7 @@ from paceline.runtime.stage_runner import Live, StageRunner, gradient_of
 from paceline.schedules import Schedule, families
 from paceline.schedules.directions import routes
 from paceline.schedules.lower import FLUSHED_UPDATE, LOAD, RUN_BACKWARD, Op, lower
-from paceline.schedules.schedule import backward, forward
+from paceline.schedules.schedule import Action, backward, forward
 
 WIDTH, MICRO_BATCHES = 3, 8
 
@@ -171,9 +171,11 @@ def train(schedule: Schedule, order: str) -> tuple[list[list[list[nn.Linear]]], 
                 LayerRunner(stage, model(schedule.num_stages), inputs) for stage in schedule.stages[rank]
             ]
             executors[rank] = Executor(held_by(schedule, rank, runners, queues, meter), meter=meter, transports=())
+            meter.recorder.begin()
             executors[rank].run(
                 (*programs[rank], *FLUSHED_UPDATE), num_micro_batches=MICRO_BATCHES, updates=ended[rank]
             )
+            meter.recorder.end()
             found[rank] = [(runner.stage, runner) for runner in runners]
         except BaseException as error:
             errors.append(error)
@@ -249,6 +251,10 @@ def test_gradients_are_those_of_one_process(name: str, order: str) -> None:
             assert runner.ended == [max(range(way, MICRO_BATCHES, ways))], "the last backward of a stage is known"
     assert [end.calls for end in ended] == [["reduce_tied", "reduce", "update"]] * schedule.num_ranks
     assert not any(executor._live for executor in executors), "nothing is kept of a micro-batch that is done"
+    for order, executor in zip(schedule.orders, executors, strict=True):
+        (step,) = executor._meter.recorder.steps()
+        computed = [Action(span.kind, span.number, span.chunk) for span in step.spans if span.kind in ("F", "B")]
+        assert tuple(computed) == order
 
 
 def test_forwards_only_keep_nothing() -> None:
@@ -274,8 +280,12 @@ def test_a_step_may_leave_backwards_to_the_next_ones() -> None:
     late = [Op(RUN_BACKWARD, 1, 0, 1), Op("backward_complete", 1, 0, 1), Op("apply")]
     executor.run(begin, num_micro_batches=2, step=0, updates=updates, goes_on=True)
     assert list(executor._live) == [(0, 1)]
+    meter.recorder.begin()
     executor.run([*late, *begin], num_micro_batches=2, step=1, updates=updates, goes_on=True)
     assert list(executor._live) == [(0, 3)]
     assert updates.calls == ["complete 0", "apply"]
+    meter.recorder.end()
+    (step,) = meter.recorder.steps()
+    assert [(span.kind, span.number) for span in step.spans] == [("B", 1), ("step", -1), ("F", 2), ("F", 3), ("B", 2)]
     executor.run([*begin[:2]], num_micro_batches=2, step=0, updates=updates)
     assert list(executor._live) == [(0, 0)], "a step with a flush begins with nothing under way"

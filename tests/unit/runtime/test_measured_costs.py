@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from paceline.comm.transport import Record
 from paceline.measure.layer_timer import ItemTimes
-from paceline.measure.recorder import StepTimes
+from paceline.measure.recorder import Recorded, StepTimes
 from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate
-from reports import MICRO_BATCHES, STAGES, Run
+from reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
 def known(*looks: Sequence[Report]) -> MeasuredCosts:
-    measured_costs = MeasuredCosts(STAGES)
+    measured_costs = MeasuredCosts(ROUTES)
     for reports in looks:
         measured_costs.update(reports)
     return measured_costs
@@ -73,7 +73,7 @@ def test_replicas_count_as_the_slowest_sees_it() -> None:
         fast, forward_s=(0.04, 0.01, 0.01), transfer_s=0.008, offsets_s=(3.0, 4.0, 5.0), num_bytes=4000, latency_s=0.002
     )
     reports = [*slow.reports(replica=1), *fast.reports(replica=0)]
-    reports[4] = replace(reports[4], room_bytes=7.0, saved_bytes={2: 900.0})
+    reports[4] = replace(reports[4], room_bytes=7.0, saved_bytes={2: {0: 900.0}})
     measured_costs = known(reports)
     costs = measured_costs.costs(2)
     assert costs.forward_s == pytest.approx((0.04, 0.03, 0.02))
@@ -96,7 +96,7 @@ def test_a_link_is_what_the_looks_at_it_found_on_average() -> None:
 def test_the_host_takes_time_beside_each_computation() -> None:
     (report, *others) = Run().reports()
     for step in report.steps:  # a millisecond of Python after each
-        moved = [(kind, m, start + 1e-3 * i, end + 1e-3 * i) for i, (kind, m, start, end) in enumerate(step.spans)]
+        moved = [s._replace(start=s.start + 1e-3 * i, end=s.end + 1e-3 * i) for i, s in enumerate(step.spans)]
         step.spans[:] = moved
     gaps, computations = len(report.steps[0].spans) - 1, 2 * MICRO_BATCHES
     costs = known([report, *others]).costs(2)
@@ -108,8 +108,8 @@ def test_reducing_and_stepping_are_beside_the_schedule() -> None:
     reports = Run().reports()
     for report in reports:
         for step in report.steps:
-            step.spans.append(("reduce", -1, step.ended_s - 0.04, step.ended_s - 0.02))
-            step.spans.append(("step", -1, step.ended_s - 0.02, step.ended_s))
+            step.spans.append(Recorded("reduce", -1, step.ended_s - 0.04, step.ended_s - 0.02))
+            step.spans.append(Recorded("step", -1, step.ended_s - 0.02, step.ended_s))
     costs = known(reports).costs(2)
     assert costs.forward_s == pytest.approx(Run().forward_s)
     assert costs.step_s == pytest.approx(0.1)
@@ -166,12 +166,12 @@ def test_a_look_without_steps_or_messages_changes_nothing() -> None:
 def test_the_messages_of_an_evaluation_tell_the_links_and_not_the_sizes() -> None:
     reports = Run().reports()
     for source, target in ((0, 1), (1, 2)):
-        after = reports[source].records["activations_out"][-1].number + 1
+        after = reports[source].records[lane(source, "activations_out")][-1].number + 1
         for index in range(3 * MICRO_BATCHES):
             begun = 2000.0 + index
             large = Record(after + index, index, 64_000, begun, begun + 0.033)
-            reports[source].records["activations_out"].append(large)
-            reports[target].records["activations_in"].append(large)
+            reports[source].records[lane(source, "activations_out")].append(large)
+            reports[target].records[lane(target, "activations_in")].append(large)
     costs = known(reports).costs(2)
     assert costs.message_bytes == (4000.0,) * 2
     assert [link.bytes_per_s for link in costs.down] == pytest.approx([(8 * 4 + 12 * 64) / (8 * 4 + 12 * 32) * 1e6] * 2)
@@ -196,7 +196,7 @@ def contended(steps: int, per_step: int, seed: int, once_s: float = 0.0) -> list
             for micro_batch in range(per_step):
                 taken = seconds * (chance.uniform(1.9, 2.1) if chance.random() < 0.25 else chance.uniform(0.97, 1.03))
                 taken += once_s if (step, kind, micro_batch) == (0, "F", 0) else 0.0
-                spans.append((kind, micro_batch, now, now + taken))
+                spans.append(Recorded(kind, micro_batch, now, now + taken))
                 now += taken
         found.append(StepTimes(begun, now, spans, key=("1f1b", 2)))
     return [Report(0, 0, "a", found, {}, {}, 1e9)]
@@ -206,7 +206,7 @@ def contended(steps: int, per_step: int, seed: int, once_s: float = 0.0) -> list
 def test_a_step_of_ranks_that_share_cores_is_as_long_as_it_was(seed: int) -> None:
     """A step is a sum of computations, and their median is a fifth too short for it."""
     reports = contended(steps=8, per_step=16, seed=seed)
-    measured_costs = MeasuredCosts(1)
+    measured_costs = MeasuredCosts(((0,),))
     measured_costs.update(reports)
     measured = sum(step.ended_s - step.begun_s for step in reports[0].steps) / 8
     assert simulate(one_f_one_b(1, 16), measured_costs.costs(2)).makespan_s == pytest.approx(measured, rel=1e-6)
@@ -216,7 +216,7 @@ def test_a_step_of_ranks_that_share_cores_is_as_long_as_it_was(seed: int) -> Non
 def test_what_happened_once_is_not_expected_again() -> None:
     predicted = []
     for once_s in (0.0, 1.0):
-        measured_costs = MeasuredCosts(1)
+        measured_costs = MeasuredCosts(((0,),))
         measured_costs.update(contended(steps=2, per_step=16, seed=5, once_s=once_s))
         predicted.append(simulate(one_f_one_b(1, 16), measured_costs.costs(2)).makespan_s)
     assert predicted[1] == pytest.approx(predicted[0], rel=0.03)
@@ -241,7 +241,7 @@ def test_no_negative_number_and_no_nan_reaches_the_costs(
     hosts: tuple[str, ...],
 ) -> None:
     """Clocks that drift from look to look and are compared badly, and ranks that have nothing to show."""
-    measured_costs = MeasuredCosts(STAGES)
+    measured_costs = MeasuredCosts(ROUTES)
     measured_costs.update(Run(forward_s=forward_s, hosts=hosts).reports())
     for look, offsets in enumerate(offsets_s):
         reports = Run(forward_s=forward_s, hosts=hosts, offsets_s=offsets).reports(first_number=9 + 8 * look)
@@ -318,7 +318,7 @@ def _layer_report(item: Item, speed: float) -> LayerReport:
 
 def followed(pipe: Layered, *others: Sequence[Report]) -> MeasuredCosts:
     """What is known after a look with layers' times, and other looks."""
-    measured_costs = MeasuredCosts(STAGES, parts=pipe.parts)
+    measured_costs = MeasuredCosts(ROUTES, parts=pipe.parts)
     measured_costs.update(pipe.reports(timed=True))
     for reports in others:
         measured_costs.update(reports)
@@ -415,7 +415,7 @@ def test_replicas_of_unlike_devices_tell_of_probably_alike_layers_together() -> 
     slow, fast = (Layered(items, parts=(0, 2, 4, 6), speeds=(1.0, speed, 1.0)) for speed in (0.5, 1.0))
     found = []
     for first, second in ((slow, fast), (fast, slow)):
-        measured_costs = MeasuredCosts(STAGES, parts=(0, 2, 4, 6))
+        measured_costs = MeasuredCosts(ROUTES, parts=(0, 2, 4, 6))
         measured_costs.update([*first.reports(timed=True), *second.reports(replica=1, timed=True)])
         found.append(works(measured_costs))
         assert measured_costs.costs(2).forward_s == pytest.approx((0.02, 0.04, 0.02))  # the slowest counts
@@ -424,7 +424,7 @@ def test_replicas_of_unlike_devices_tell_of_probably_alike_layers_together() -> 
 
 
 def test_without_a_partition_to_look_for_nothing_is_learnt_of_layers() -> None:
-    measured_costs = MeasuredCosts(STAGES)
+    measured_costs = MeasuredCosts(ROUTES)
     measured_costs.update(Layered().reports(timed=True))
     assert measured_costs.items == ()
     assert measured_costs.costs(2).forward_s == pytest.approx(Layered().run().forward_s)
@@ -511,7 +511,7 @@ def test_layers_move_at_every_size() -> None:
 
 
 def test_layers_that_move_before_anything_is_known() -> None:
-    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs = MeasuredCosts(ROUTES, parts=PARTS)
     measured_costs.has_moved((0, 4, 6, 8))
     moved = replace(Layered(), parts=(0, 4, 6, 8))
     measured_costs.update(moved.reports(timed=True))
@@ -520,7 +520,7 @@ def test_layers_that_move_before_anything_is_known() -> None:
 
 def test_the_slowest_replica_is_followed() -> None:
     fast, slow = Layered(), Layered(speeds=(1.0, 1.0, 0.25))
-    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs = MeasuredCosts(ROUTES, parts=PARTS)
     for look in range(3):
         reports = [*fast.reports(look, timed=look == 0), *slow.reports(look, replica=1, timed=look == 0)]
         measured_costs.update(reports)
@@ -535,7 +535,7 @@ def test_what_a_device_may_hold() -> None:
         reports, (10.0, 20.0, 30.0), (16.0, 16.0, 8.0), (12.0, 4.0, 6.0), strict=True
     ):
         report.room_bytes, report.state_bytes, report.moved_bytes = room, state, moved
-    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs = MeasuredCosts(ROUTES, parts=PARTS)
     measured_costs.update(reports)
     free = measured_costs.layout((1, 3), None)
     assert free.limit_bytes == (10.0 + 16 * 2000, 20.0 + 16 * 3000, 30.0 + 8 * 7000)
@@ -548,7 +548,7 @@ def test_of_replicas_the_one_with_the_most_to_hold_counts() -> None:
     first, second = Layered().reports(timed=True), Layered().reports(replica=1, timed=True)
     for report, room, state in zip((*first, *second), (9.0, 2.0, 9.0, 1.0, 9.0, 3.0), (4, 4, 4, 6, 2, 5), strict=True):
         report.room_bytes, report.state_bytes = room, float(state)
-    measured_costs = MeasuredCosts(STAGES, parts=PARTS)
+    measured_costs = MeasuredCosts(ROUTES, parts=PARTS)
     measured_costs.update([*second, *first])
     assert measured_costs.room_bytes == [1.0, 2.0, 3.0]
     assert measured_costs.state_bytes == [6.0, 4.0, 5.0]

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.runtime.rank_reports import messages
-from reports import MICRO_BATCHES, STAGES, Run
+from paceline.runtime.rank_reports import LaneKey, messages
+from reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
 def test_a_message_is_seen_once() -> None:
-    after: dict[tuple[int, int, str], int] = {}
+    after: dict[tuple[int, LaneKey], int] = {}
     reports = Run().reports()
-    assert len(messages(reports, after)) == 2 * MICRO_BATCHES * 2 * (STAGES - 1)
-    assert messages(reports, after) == []
-    assert len(messages(Run(steps=3).reports(), after)) == MICRO_BATCHES * 2 * (STAGES - 1)
+    assert len(messages(reports, ROUTES, after)) == 2 * MICRO_BATCHES * 2 * (STAGES - 1)
+    assert messages(reports, ROUTES, after) == []
+    assert len(messages(Run(steps=3).reports(), ROUTES, after)) == MICRO_BATCHES * 2 * (STAGES - 1)
 
 
 def test_messages_are_on_the_first_stages_clock_and_begin_when_both_ends_are_ready() -> None:
     run = Run(offsets_s=(5.0, -70.0, 12.5))
     reports = run.reports()
-    late = reports[1].records["activations_in"][0]
+    late = reports[1].records[lane(1, "activations_in")][0]
     ready = late.done_s - 0.003  # its receive was posted three milliseconds before it had come
-    reports[1].records["activations_in"][0] = late._replace(begun_s=ready)
-    first, second, *_ = [seen for seen in messages(reports) if (seen.kind, seen.source) == ("activation", 0)]
+    reports[1].records[lane(1, "activations_in")][0] = late._replace(begun_s=ready)
+    first, second, *_ = [seen for seen in messages(reports, ROUTES) if (seen.kind, seen.source) == ("activation", 0)]
     assert first.record.begun_s == pytest.approx(ready + 70.0 + 5.0)
     assert first.record.done_s - first.record.begun_s == pytest.approx(0.003)
     assert second.record.done_s - second.record.begun_s == pytest.approx(0.005)
-    assert {(s.kind, s.source, s.target) for s in messages(reports)} == {
+    assert {(s.kind, s.source, s.target) for s in messages(reports, ROUTES)} == {
         *(("activation", stage, stage + 1) for stage in range(STAGES - 1)),
         *(("gradient", stage + 1, stage) for stage in range(STAGES - 1)),
     }
@@ -34,30 +34,32 @@ def test_messages_are_on_the_first_stages_clock_and_begin_when_both_ends_are_rea
 
 def test_numbers_that_are_missing_at_one_end_are_left_out() -> None:
     reports = Run().reports()
-    sent = reports[0].records["activations_out"]
+    sent = reports[0].records[lane(0, "activations_out")]
     del sent[0], sent[-1]  # forgotten, and not noted yet
-    del reports[1].records["activations_in"][3]
-    after: dict[tuple[int, int, str], int] = {}
-    seen = [s.record.number for s in messages(reports, after) if (s.kind, s.source) == ("activation", 0)]
+    del reports[1].records[lane(1, "activations_in")][3]
+    after: dict[tuple[int, LaneKey], int] = {}
+    seen = [s.record.number for s in messages(reports, ROUTES, after) if (s.kind, s.source) == ("activation", 0)]
     assert seen == [2, 3, 5, 6, 7]
     # What the sender notes a moment later is seen at the next look.
-    late = [s.record.number for s in messages(Run().reports(), after) if (s.kind, s.source) == ("activation", 0)]
+    late = [
+        s.record.number for s in messages(Run().reports(), ROUTES, after) if (s.kind, s.source) == ("activation", 0)
+    ]
     assert late == [8]
 
 
 def test_what_ended_in_one_batch_began_when_the_last_of_it_could() -> None:
     """NCCL carries out a batch as one: a message that was ready waits in it for one that was not."""
     reports = Run().reports()
-    arrived = reports[1].records["activations_in"]
-    alone = next(seen for seen in messages(reports) if (seen.kind, seen.source) == ("activation", 0))
+    arrived = reports[1].records[lane(1, "activations_in")]
+    alone = next(seen for seen in messages(reports, ROUTES) if (seen.kind, seen.source) == ("activation", 0))
     # Stage 1 receives the first micro-batch in a batch in which it sends a gradient that is there half a second later.
     late_s = 0.5
-    gradient = reports[1].records["gradients_out"][0]
+    gradient = reports[1].records[lane(1, "gradients_out")][0]
     end_s = gradient.begun_s + 0.002
     batch_end_s = max(end_s, alone.record.begun_s + late_s)
-    reports[1].records["gradients_out"][0] = gradient._replace(begun_s=batch_end_s - 0.002, done_s=batch_end_s)
-    received = reports[0].records["gradients_in"][0]
-    reports[0].records["gradients_in"][0] = received._replace(done_s=batch_end_s)
+    reports[1].records[lane(1, "gradients_out")][0] = gradient._replace(begun_s=batch_end_s - 0.002, done_s=batch_end_s)
+    received = reports[0].records[lane(0, "gradients_in")][0]
+    reports[0].records[lane(0, "gradients_in")][0] = received._replace(done_s=batch_end_s)
     arrived[0] = arrived[0]._replace(done_s=batch_end_s)
-    first = next(seen for seen in messages(reports) if (seen.kind, seen.source) == ("activation", 0))
+    first = next(seen for seen in messages(reports, ROUTES) if (seen.kind, seen.source) == ("activation", 0))
     assert first.record.done_s - first.record.begun_s == pytest.approx(0.002)

@@ -10,10 +10,10 @@ import pytest
 
 from paceline.report import step_records
 from paceline.runtime.measured_costs import MeasuredCosts
-from paceline.runtime.rank_reports import Report
+from paceline.runtime.rank_reports import LaneKey, Report
 from paceline.runtime.tracer import DRAWN, TimelineWriter, Tracer
 from paceline.schedules.families import one_f_one_b
-from reports import MICRO_BATCHES, STAGES, Run
+from reports import MICRO_BATCHES, ROUTES, STAGES, Run
 
 
 class Gatherer:
@@ -22,7 +22,7 @@ class Gatherer:
     def __init__(self, reports: list[Report]) -> None:
         self.reports, self.times = reports, 0
 
-    def gather(self, after: dict[str, int]) -> list[Report]:
+    def gather(self, after: dict[LaneKey, int]) -> list[Report]:
         self.times += 1
         return self.reports
 
@@ -36,7 +36,7 @@ class Job:
         self.gatherer: Any = Gatherer(reports if is_first else [])
         schedule = one_f_one_b(STAGES, MICRO_BATCHES)
         timelines = TimelineWriter(lambda: self.step, lambda: schedule, lambda: self.run.size, lambda: folder)
-        self.tracer = Tracer(every, STAGES, self.gatherer, timelines, is_first=is_first)
+        self.tracer = Tracer(every, MeasuredCosts(ROUTES), self.gatherer, timelines, is_first=is_first)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -89,7 +89,7 @@ def test_reports_of_one_replica_alone_are_written(tmp_path: Path) -> None:
     """The others' steps began at other times; their costs count."""
     job = Job(tmp_path, 1)
     slower = Run(forward_s=(0.02, 0.06, 0.04)).reports(replica=1)
-    costs = MeasuredCosts(STAGES)
+    costs = MeasuredCosts(ROUTES)
     costs.update([*job.gatherer.reports, *slower])
     job.step = 1
     job.tracer.timelines.write([*job.gatherer.reports, *slower], costs)

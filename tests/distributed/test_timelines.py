@@ -1,0 +1,118 @@
+"""Recorded steps of pipelines whose ranks hold several stages, or whose steps run into each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import TINY, ds_config, finetune, flags, model_config, step_batches
+from paceline.launch.cli import main
+from paceline.report import step_records
+from paceline.schedules import asynchronous
+from paceline.schedules.families import dualpipev, interleaved
+from paceline.schedules.schedule import Schedule
+from paceline.schedules.stream import UPDATE, Stream
+from paceline.schedules.timeline import Timeline
+from pages import check_page
+from ranks import run_ranks
+
+MICRO_BATCHES, STEPS = 4, 4
+
+CASES: dict[str, tuple[int, Any, Schedule | Stream]] = {
+    "interleaved": (2, {"type": "interleaved", "chunks": 2}, interleaved(2, MICRO_BATCHES, 2)),
+    "dualpipev": (2, {"type": "dualpipev"}, dualpipev(2, MICRO_BATCHES)),
+    "multidirection": (4, {"type": "multidirection"}, asynchronous.multidirection(4, MICRO_BATCHES)),
+    "multidirection with a flush": (
+        *(2, {"type": "multidirection", "staleness": 0, "directions": 2}),
+        asynchronous.multidirection(2, MICRO_BATCHES, 2).unrolled(1),
+    ),
+    "one_direction": (3, {"type": "one_direction"}, asynchronous.one_direction(3, MICRO_BATCHES)),
+}
+
+
+def train(folder: Path, devices: int, schedule: Any, section: dict[str, Any], flush_after: int) -> list[float]:
+    import paceline
+
+    torch.manual_seed(3)
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES,
+        paceline={"pipeline": {"stages": devices, "schedule": schedule}, **section},
+    )
+    engine, *_ = paceline.initialize(model=model_config("llama", num_hidden_layers=6), config=config)
+    engine.keep_records(folder, STEPS)
+    losses = []
+    for step in range(STEPS):
+        losses.append(engine.train_batch(iter((step_batches(step) * 2)[:MICRO_BATCHES])).item())
+        if step == flush_after:
+            engine.flush()
+    engine.destroy()
+    return losses
+
+
+def ran(line: Timeline, rank: int) -> list[tuple[str, int, int]]:
+    """Computations of a rank in the order in which they began."""
+    own = sorted((s for s in line.spans if s.rank == rank and s.kind in ("F", "B")), key=lambda span: span.start_s)
+    return [(span.kind, span.micro_batch, span.chunk) for span in own]
+
+
+def expected(order: Schedule | Stream, rank: int, begun: int) -> list[tuple[str, int, int]]:
+    if isinstance(order, Schedule):
+        return [tuple(action) for action in order.orders[rank]]  # type: ignore[misc]
+    windows = [[a for a in order.window(r, begun) if a.kind != UPDATE] for r in range(order.num_ranks)]
+    oldest = max(action.lag for window in windows for action in window)
+    return [(a.kind, (oldest - a.lag) * MICRO_BATCHES + a.micro_batch, a.chunk) for a in windows[rank]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_record_has_every_action_once_in_order_on_its_stage(name: str, tmp_path: Path) -> None:
+    devices, schedule, order = CASES[name]
+    flush_after = 1  # of four steps: the third one begins a run anew, where nothing lags
+    traced, plain = (
+        run_ranks(train, devices, tmp_path / which, devices, schedule, section, flush_after)
+        for which, section in (("traced", {"report": {"trace_every": 1}}), ("plain", {"report": {"html": False}}))
+    )
+    assert traced == plain, "to record a step changes no number"
+    assert not (tmp_path / "plain").exists()
+    records = step_records.read(tmp_path / "traced")
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    routes = order.routes or (tuple(stage % devices for stage in range(order.num_stages)),)
+    for record, begun in zip(records, (0, 1, 0, 1), strict=True):
+        assert record.predicted is not None
+        assert record.predicted_s is not None
+        assert record.predicted_s > 0
+        assert record.measured.stages == record.predicted.stages
+        for rank in range(devices):
+            wanted = expected(order, rank, begun)
+            assert ran(record.measured, rank) == ran(record.predicted, rank) == wanted
+            for _, micro_batch, chunk in wanted:
+                stage = record.measured.stage(rank, chunk)
+                assert stage is not None
+                assert routes[micro_batch % len(routes)][stage] == rank
+        assert record.measured.transfers
+        for sent in record.measured.transfers:
+            stage = record.measured.stage(sent.source, sent.chunk)
+            assert stage is not None
+            step = 1 if sent.kind == "activation" else -1
+            assert routes[sent.micro_batch % len(routes)][stage + step] == sent.target
+
+
+@pytest.mark.parametrize("schedule", [{"type": "dualpipev"}, {"type": "multidirection", "directions": 2}])
+def test_the_report_of_a_run_has_its_last_step_whatever_the_schedule(schedule: Any, tmp_path: Path) -> None:
+    config, output, name = tmp_path / "ds.json", tmp_path / "model", schedule["type"]
+    section = {"pipeline": {"stages": 2, "schedule": schedule}}
+    config.write_text(json.dumps({"gradient_accumulation_steps": 4, "paceline": section}))
+    for code, errors in run_ranks(finetune, 2, flags(**TINY | {"max_steps": 3}, deepspeed=config, output_dir=output)):
+        assert code == 0, errors
+    (record,) = step_records.read(output)
+    assert record.step == 3
+    page = check_page((output / "report.html").read_text())
+    assert any(key == "aria-label" and name in value for key, value in page.attributes)
+    assert main(["trace", str(output)]) == 0
+    events = json.loads((output / "trace" / "step-3.perfetto.json").read_text())["traceEvents"]
+    slices = [event["args"] for event in events if event["ph"] == "X" and event["cat"] == "compute"]
+    held = {"dualpipev": {(0, 0), (1, 3), (0, 1), (1, 2)}, "multidirection": {(0, 0), (1, 1), (0, 1), (1, 0)}}[name]
+    assert {(args["chunk"], args["stage"]) for args in slices} == held
