@@ -404,6 +404,8 @@ def refused() -> list[str]:
 
     tell(optimizer={"type": "Adafactor", "params": {"lr": 1e-3}})
     tell(expert_parallel={"enabled": False}, paceline={"pipeline": {"stages": 2}, "moe": {}})
+    late = {"stages": 2, "schedule": "one_direction"}
+    tell(paceline={"pipeline": late}, pipeline={"activation_checkpoint_interval": 1})
     pipeline = CausalLMPipeline(model_config("mixtral"), num_stages=2, expert_parallel=2, partition=[0, 3, 5])
     tell(model=pipeline, expert_parallel={"enabled": True, "autoep_size": 1})
     config = ds_config(2)
@@ -432,6 +434,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     wanted = [
         "optimizer Adafactor looks at a parameter as a whole, and of the experts' every rank has another part: choose ",
         "paceline.moe is there, and every rank has all experts of its stage: write ",
+        'the model has experts, pipeline.activation_checkpoint_interval is 1 and "one_direction" has no flush: ',
         "expert_parallel.autoep_size is 1 and the pipeline was built with expert_parallel=2: leave ",
         moved,
         moved,

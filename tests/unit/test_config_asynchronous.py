@@ -273,9 +273,6 @@ def test_batch_arithmetic(num_stages, data_parallel, micro, count, train):
         assert abs(got.micro_batches - 2 * num_stages) == min(abs(n - 2 * num_stages) for _, n in solutions)
 
 
-EXPERTS = {"enabled": True, "autoep_size": 2}
-
-
 @pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -284,11 +281,6 @@ EXPERTS = {"enabled": True, "autoep_size": 2}
             {"pipeline": {"partition": {"repartition_every": 5}}},
             "paceline.pipeline.partition.repartition_every is 5 and {type}: partitions are re-planned for schedules "
             "with a flush; engine.repartition moves layers with any; write 0, or take another schedule.",
-        ),
-        (
-            {"expert_parallel": EXPERTS, "world_size": 4, "pipeline": {"stages": 2}},
-            "expert_parallel.autoep_size is 2 and {type}: with this schedule every rank has all experts of its stages; "
-            "leave expert_parallel out, or take another schedule.",
         ),
         (
             {"moe": {}},
@@ -327,7 +319,8 @@ def test_measured_cuts_stay(kind):
 def test_what_goes_with_them():
     for kind in ("multidirection", "one_direction"):
         boundaries = {"stages": 2, "partition": {"method": [0, 9, 42], "repartition_every": 0}}
-        got = resolved(kind, pipeline=boundaries, expert_parallel={"enabled": True}, bf16={"enabled": True})
+        experts = {"enabled": True, "autoep_size": 2}
+        got = resolved(kind, 4, pipeline=boundaries, expert_parallel=experts, max_change={}, bf16={"enabled": True})
         assert (got.partition, got.data_parallel) == ([0, 9, 42], 2)
 
 

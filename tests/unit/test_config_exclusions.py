@@ -103,8 +103,8 @@ def test_the_readme_has_every_row() -> None:
 
 
 def test_a_json_alone_is_checked() -> None:
-    config = SCHEDULE | EXPERTS
-    with pytest.raises(ValueError, match=r"^expert_parallel\.autoep_size is 2 and .*every rank has all experts"):
+    config: dict[str, Any] = SCHEDULE | {"fp16": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"^fp16\.enabled is true and .*one_direction.* no one loss scale"):
         check_written(config, PacelineConfig.of(config), is_pipeline=True)
     config = MOE | {"zero_optimization": {"stage": 3}}
     with pytest.raises(ValueError, match=r"^paceline\.moe is there and zero_optimization\.stage is 3"):

@@ -23,6 +23,7 @@ GROUNDS = {
 }
 
 PIPELINE, LAYERS = "a pipeline", "a `PipelineModule` of one's own"
+RECOMPUTED = "activation checkpointing of a model with experts"
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ FEATURES: dict[str, _Finder] = {
     "tensor parallelism": _key("tensor_parallel.autotp_size", _is_many),
     "experts on several ranks without a pipeline": _plain_experts,
     "adapters": _known_later,
+    RECOMPUTED: _known_later,
 }
 """By name, how a feature is found and quoted."""
 
@@ -241,11 +243,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "layers that move",
         "partitions are re-planned for schedules with a flush; engine.repartition moves layers with any",
         f"write 0, {_OTHER_SCHEDULE}",
-    ),
-    _without_a_flush(
-        "expert_parallel",
-        "with this schedule every rank has all experts of its stages",
-        f"leave expert_parallel out, {_OTHER_SCHEDULE}",
     ),
     _without_a_flush("moe", "with this schedule experts stay where they are", f"leave moe out, {_OTHER_SCHEDULE}"),
     _with_several_stages("layers that move", "partitions are planned for one stage a rank"),
@@ -320,6 +317,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "islands average parameters by their names, which experts have in a pipeline only",
         'use a pipeline ("paceline": {"pipeline": {}}), or leave expert_parallel out',
         NOT_BUILT,
+    ),
+    Exclusion(
+        RECOMPUTED,
+        NO_FLUSH,
+        "what is computed again, with weights that are an update newer, sends tokens to other experts than the forward "
+        "has (not with staleness 0)",
+        f"leave activation checkpointing out, {_OTHER_SCHEDULE}",
+        MATHEMATICS,
     ),
     Exclusion(NO_FLUSH, LAYERS, "these schedules are for Hugging Face models", "choose another schedule", NOT_BUILT),
 )

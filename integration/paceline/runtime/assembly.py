@@ -64,7 +64,8 @@ def make_mirrors(engine: PacelineEngine, model: Any) -> Mirrors | None:
         return None
     pipes = model._grid._topo.get_axis_comm_lists("pipe") or [[rank] for rank in range(dist.get_world_size())]
     equal_parts = choice.optimizer_owners == "mirror"
-    return Mirrors.create(pipes, dist.get_rank(), engine.support.routes, equal_parts=equal_parts)
+    size = engine.shared_experts.groups.size
+    return Mirrors.create(pipes, dist.get_rank(), engine.support.routes, equal_parts=equal_parts, num_sharing=size)
 
 
 def make_links(engine: PacelineEngine) -> Links:
@@ -176,6 +177,7 @@ def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> Shar
                 options,
                 mirrors,
                 lambda parameter: engine.stage_of[parameter],
+                engine.shared_experts.parameters(),
                 engine.plan.schedule,
                 engine.plan.ds_config,
             ),

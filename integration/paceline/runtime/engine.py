@@ -105,6 +105,7 @@ class PacelineEngine(PipelineEngine):
             model.num_stages, pipes=model._grid._topo.get_axis_comm_lists("pipe")
         )
         self.support: ModelSupport = (CausalLMSupport if isinstance(model, CausalLMPipeline) else PlainSupport)(model)
+        self.shared_experts = SharedExperts.of(model)
         self.mirrors = assembly.make_mirrors(self, model)
         self.data_iterator = None
         self.loss_book = LossBook()
@@ -116,7 +117,6 @@ class PacelineEngine(PipelineEngine):
         """Stage of each parameter here, where ranks that hold the same stages share their updates."""
         self.decisions = DecisionLog()
         """Decisions about schedule, partition and experts."""
-        self.shared_experts = SharedExperts.of(model)
         # DeepSpeed's start sends along the devices, whichever stages they have.
         self._ends = 0, model.num_stages - 1
         super().__init__(*args, **kwargs)
@@ -651,7 +651,7 @@ class PacelineEngine(PipelineEngine):
     def replica(self) -> int:
         """Number of this rank among those that hold the same parameters."""
         if self.mirrors is not None:
-            return self.mirrors.ranks.index(self.global_rank)
+            return self.mirrors.stages.ranks.index(self.global_rank)
         return int(self.grid.data_parallel_id)
 
     # -- layers that move between stages --------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.exclusions import LAYERS, NO_FLUSH
-from ..config.section import HETERO, WORK, show
+from ..config.exclusions import LAYERS, NO_FLUSH, RECOMPUTED
+from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model
@@ -165,6 +165,11 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             key = "late_gradients is true" if is_late else f"type {show(kind)}"
             written = (f"paceline.pipeline.schedule.{key}", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
+    elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
+        interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
+        if interval or model.is_recomputed:
+            told = f"the model has experts, pipeline.activation_checkpoint_interval is {interval or 1}"
+            raise ValueError(exclusion(RECOMPUTED, NO_FLUSH).message(told, f"{show(plan.schedule.type)} has no flush"))
     stages = model.num_stages
     wanted: tuple[tuple[int, ...], ...] = (tuple(range(stages)),)
     if plan is not None:

@@ -254,6 +254,7 @@ class CausalLMPipeline(PipelineModule):
         self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
         self.is_tied = tied_weight(whole, self.anatomy) is not None
+        self.has_experts = any(path.rpartition(".")[2] == "experts" for path, _ in whole.named_modules())
         if self.num_virtual_stages > self.anatomy.num_layers:
             raise ValueError(
                 f"{self.num_virtual_stages} stages are more than the model's {self.anatomy.num_layers} decoder layers: "
@@ -272,6 +273,11 @@ class CausalLMPipeline(PipelineModule):
         self.expert_groups = ExpertGroups.create(data_groups, expert_parallel, self.global_rank)
         if gradient_checkpointing:
             self.enable_gradient_checkpointing()
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        return any(getattr(part, "gradient_checkpointing", False) for part in self.modules())
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of each decoder layer in the backward pass."""

@@ -2,12 +2,13 @@
 
 With several directions the ranks of a mirror group hold the same stages, and so do their replicas. Gradients are summed
 over them. By default the rank that has a stage in direction 0 owns the state of it, with its replicas (ZeRO 1): no
-other has any. ``"mirror"``: every one of them owns an equal part of each stage.
+other has any. ``"mirror"``: every one of them owns an equal part of each stage. Experts that replicas share are the
+same on fewer of these ranks, which are a group of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,26 +25,49 @@ from ..schedules import directions
 
 
 @dataclass(frozen=True)
-class Mirrors:
-    """The process groups of an optimizer that works beside the computation, and so has them to itself.
+class Holders:
+    """The ranks that hold the same parameters of some stages.
 
     Args:
-        ranks: global ranks that hold what this rank holds, rising; this one is among them.
+        ranks: global ranks, rising; this one is among them.
         group: of these; None for one.
-        model_group: ranks that together hold every parameter once; None for one.
-        stages: that they hold, rising.
-        owners: for each of these stages, positions in ``ranks`` of those that may own rows of it.
+        owners: by stage, positions in ``ranks`` of those that may own rows of it; None: all may.
     """
 
     ranks: tuple[int, ...]
     group: Any
+    owners: Mapping[int, tuple[int, ...] | None]
+
+    def domain(self, stage: int) -> Domain:
+        """Ranks over which such parameters of a stage are reduced."""
+        if self.group is None:
+            return Domain(section=stage)
+        return Domain(self.group, len(self.ranks), self.ranks.index(dist.get_rank()), self.owners[stage], stage)
+
+
+@dataclass(frozen=True)
+class Mirrors:
+    """The process groups of an optimizer that works beside the computation, and so has them to itself.
+
+    Args:
+        stages: the ranks that hold the stages that this rank holds.
+        experts: those of them that have the same experts, where replicas share them; else the same as ``stages``.
+        model_group: ranks that together hold every parameter once; None for one.
+    """
+
+    stages: Holders
+    experts: Holders
     model_group: Any
-    stages: tuple[int, ...]
-    owners: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
     def create(
-        cls, pipes: Sequence[Sequence[int]], rank: int, routes: tuple[tuple[int, ...], ...], *, equal_parts: bool
+        cls,
+        pipes: Sequence[Sequence[int]],
+        rank: int,
+        routes: tuple[tuple[int, ...], ...],
+        *,
+        equal_parts: bool,
+        num_sharing: int = 1,
     ) -> Mirrors:
         """Collective over the world.
 
@@ -51,28 +75,32 @@ class Mirrors:
             pipes: ranks of each pipeline, by device.
             routes: device of each stage, one route a direction.
             equal_parts: every rank of a mirror group owns an equal part of its stages.
+            num_sharing: consecutive pipelines that share the experts of their stages.
         """
         sets = directions.mirror_groups(routes)
-        alike = [sorted(pipe[device] for pipe in pipes for device in devices) for devices in sets]
-        groups = [dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None for ranks in alike]
-        models = [sorted(ranks) for ranks in zip(*alike, strict=True)]
-        model_groups = [dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None for ranks in models]
-        number = next(n for n, ranks in enumerate(alike) if rank in ranks)
-        stages = tuple(sorted(directions.stages_of(sets[number][0], routes)))
-        owners = tuple(
-            None if equal_parts else tuple(sorted(alike[number].index(pipe[routes[0][stage]]) for pipe in pipes))
-            for stage in stages
-        )
-        model_group = next(g for g, ranks in zip(model_groups, models, strict=True) if rank in ranks)
-        return cls(tuple(alike[number]), groups[number], model_group, stages, owners)
 
-    def domain(self, stage: int) -> Domain:
-        """Ranks over which the parameters of a stage are reduced."""
-        place = self.stages.index(stage)
-        if self.group is None:
-            return Domain(section=stage)
-        position = self.ranks.index(dist.get_rank())
-        return Domain(self.group, len(self.ranks), position, self.owners[place], stage)
+        def holders(pipes: Sequence[Sequence[int]]) -> list[tuple[list[int], Holders]]:
+            """Of each mirror group of these pipelines."""
+            found = []
+            for devices in sets:
+                ranks = sorted(pipe[device] for pipe in pipes for device in devices)
+                group = dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None
+                owners = {
+                    stage: None if equal_parts else tuple(sorted(ranks.index(pipe[routes[0][stage]]) for pipe in pipes))
+                    for stage in directions.stages_of(devices[0], routes)
+                }
+                found.append((ranks, Holders(tuple(ranks), group, owners)))
+            return found
+
+        alike = holders(pipes)
+        models = [sorted(ranks) for ranks in zip(*(ranks for ranks, _ in alike), strict=True)]
+        model_groups = [dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None for ranks in models]
+        sharing = alike
+        if num_sharing > 1:
+            sharing = [one for place in range(num_sharing) for one in holders(pipes[place::num_sharing])]
+        model_group = next(g for g, ranks in zip(model_groups, models, strict=True) if rank in ranks)
+        own, experts = (next(h for ranks, h in found if rank in ranks) for found in (alike, sharing))
+        return cls(own, experts, model_group)
 
 
 def stage_of_parameters(stages: Sequence[tuple[int, nn.Module]]) -> dict[nn.Parameter, int]:
@@ -96,6 +124,7 @@ def over_directions(
     options: StepOptions,
     mirrors: Mirrors,
     stage_of: Callable[[nn.Parameter], int],
+    experts: Collection[nn.Parameter],
     choice: ScheduleChoice,
     ds_config: Mapping[str, Any],
     ties: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
@@ -104,18 +133,24 @@ def over_directions(
 
     Args:
         stage_of: of a parameter, as layers lie now.
+        experts: parameters that replicas share.
         choice: the schedule; without a flush updates are made beside the computation.
         ties: weights of which another rank has a copy, and the group of the two.
     """
     asked = value_at(ds_config, "zero_optimization.overlap_comm")
+
+    def domain(parameter: nn.Parameter) -> Domain:
+        return (mirrors.experts if parameter in experts else mirrors.stages).domain(stage_of(parameter))
+
     return replace(
         options,
-        group=mirrors.group,
+        group=mirrors.stages.group,
         model_group=mirrors.model_group,
-        domain=lambda parameter: mirrors.domain(stage_of(parameter)),
-        shard=len(mirrors.stages) > 1 or options.shard,
-        # These groups are the only ones at work in a step, and one thread issues their operations: NCCL can, too.
-        overlap=options.overlap or asked is not False,
+        domain=domain,
+        shard=len(mirrors.stages.owners) > 1 or options.shard,
+        # Without experts on several ranks, these groups are the only ones at work in a step, and one thread issues
+        # their operations: NCCL can, too.
+        overlap=options.overlap or (asked is not False and not experts),
         corrections=Corrections(choice.warm_in_steps or 0, choice.correction) if choice.is_asynchronous else None,
         ties=lambda: [(weight, group) for weight, group in ties() if weight.requires_grad],
     )

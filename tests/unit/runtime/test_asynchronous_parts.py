@@ -17,27 +17,31 @@ from paceline.runtime.causal_lm_runner import CausalLMRunner, StepBook
 from paceline.runtime.causal_lm_support import CausalLMSupport
 from paceline.runtime.late_losses import LateLosses
 from paceline.runtime.stage_runner import Live
-from paceline.runtime.state_owners import Mirrors
+from paceline.runtime.state_owners import Holders, Mirrors
 from paceline.supervise.watch import EVERYONE, WATCH
 
 
 @pytest.mark.parametrize(
-    ("zero", "by_default", "overlaps"),
+    ("zero", "by_default", "experts", "overlaps"),
     [
-        ({}, False, True),  # NCCL
-        ({}, True, True),  # gloo
-        ({"overlap_comm": True}, True, True),
-        ({"overlap_comm": False}, False, False),
-        ({"overlap_comm": False}, True, True),
+        ({}, False, 0, True),  # NCCL
+        ({}, False, 1, False),  # whose other collectives would be under way at the same time
+        ({}, True, 0, True),  # gloo
+        ({}, True, 1, True),
+        ({"overlap_comm": True}, True, 0, True),
+        ({"overlap_comm": False}, False, 0, False),
+        ({"overlap_comm": False}, True, 0, True),
     ],
 )
 def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
-    zero: dict[str, Any], by_default: bool, overlaps: bool
+    zero: dict[str, Any], by_default: bool, experts: int, overlaps: bool
 ) -> None:
+    alone = Holders((0,), None, {0: None})
     options = state_owners.over_directions(
         StepOptions(overlap=by_default, shard=False),
-        Mirrors(ranks=(0,), group=None, model_group=None, stages=(0,), owners=(None,)),
+        Mirrors(alone, alone, model_group=None),
         lambda parameter: 0,
+        {torch.nn.Parameter(torch.ones(1)) for _ in range(experts)},
         ScheduleChoice("one_direction"),
         {"zero_optimization": zero},
         ties=list,
