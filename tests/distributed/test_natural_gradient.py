@@ -594,12 +594,3 @@ def refused(schedule: Any, options: Mapping[str, Any]) -> str:
 def test_layers_that_are_not_there() -> None:
     options = {"layers": "nonsense", "max_change": {}}
     assert run_ranks(refused, 2, "1f1b", options) == [NO_SUCH_LAYERS] * 2
-
-
-@pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
-def test_limits_do_not_go_with_schedules_without_a_flush(kind: str) -> None:
-    message = (
-        f'paceline.natural_gradient.max_change is there and paceline.pipeline.schedule.type "{kind}": changes are '
-        "not limited with these schedules; leave one of them out."
-    )
-    assert run_ranks(refused, 2, kind, {**OPTIONS, "max_change": {"total": 0.1}}) == [message] * 2

@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from transformers.pytorch_utils import Conv1D
 
 from ..config.natural_gradient_keys import SIMPLE, NaturalGradientConfig
+from .linear_layers import Own, OwnLinear, become, full_precision, is_linear
 from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, SimpleAffineNaturalGradient, sample
 
 MAX_ROWS = 1024
@@ -65,7 +62,7 @@ class NaturalGradients:
         chosen = re.compile(self.options.layers or "").search
         known, names = self.layers, set()
         for path, layer in module.named_modules():
-            if not _is_linear(layer) or not layer.weight.requires_grad:
+            if not is_linear(layer) or not layer.weight.requires_grad:
                 continue
             name = self._name_of(f"{path}.weight")
             if not chosen(name.rpartition(".")[0]):
@@ -131,81 +128,34 @@ class NaturalGradients:
                 self.of(name, dim_in, dim_out, state[name]["bias"]).load_state_dict(state[name])
 
 
-class _NaturalFunction(torch.autograd.Function):
-    """y = x W' + b, whose backward gives W and b natural gradients.
-
-    What is saved is the parameter itself: of a transposed or cast one ZeRO 3 could not let go of the memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NaturalLinear) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
-        weight = weight.t() if layer.is_transposed else weight
-        if torch.is_autocast_enabled(x.device.type):
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        layer = ctx.layer
-        with _full_precision(dy):
-            wide = weight.to(dy.dtype)
-            dx = dy @ (wide.t() if layer.is_transposed else wide) if ctx.needs_input_grad[0] else None
-            x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-            if not len(x):
-                return dx, torch.zeros_like(weight), dy.sum(0) if ctx.has_bias else None, None
-            natural = layer.natural
-            unit = natural.unit(len(x))
-            if natural.is_simple:
-                dw, db = SimpleAffineNaturalGradient(ctx.has_bias, natural.options.alpha).gradients(x, dy, unit)
-            else:
-                known = natural.of(layer.weight_name, x.shape[-1], dy.shape[-1], ctx.has_bias)
-                dw, db = known.gradients(x, dy, unit, natural.max_rows)
-        return dx, (dw.t() if layer.is_transposed else dw).to(weight.dtype), db, None
-
-
-class _Ours:
-    """Comes before the class of a module, which is then of both (:func:`become`)."""
-
-    plain: type[nn.Module]
-    """That class."""
-    natural: NaturalGradients
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of copies and files: as the module was. The engine, which ``natural`` leads to, stays out."""
-        state = {name: value for name, value in vars(self).items() if name not in _OWN}
-        return object.__new__, (self.plain,), state
-
-
-class NaturalLinear(_Ours):
+class NaturalLinear(OwnLinear):
     """An ``nn.Linear``, or a ``Conv1D`` of Hugging Face's, whose weight gets natural gradients."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    natural: NaturalGradients
     weight_name: str
-    is_transposed: bool
-    """Whether the weight is (D_in, D_out)."""
 
     def take(self, natural: NaturalGradients, name: str) -> None:
         self.natural, self.weight_name = natural, name
-        self.is_transposed = isinstance(self, Conv1D)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.weight.requires_grad:
-            own: Tensor = super().forward(x)  # type: ignore[misc]
-            return own
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
-        out: Tensor = _NaturalFunction.apply(x, self.weight, self.bias, self)
-        return out
+    def gradients(self, inputs: Tensor, outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        has_bias = self.bias is not None
+        if not len(inputs):
+            return torch.zeros_like(self.weight), outputs.sum(0) if has_bias else None
+        natural = self.natural
+        unit = natural.unit(len(inputs))
+        if natural.is_simple:
+            simple = SimpleAffineNaturalGradient(has_bias, natural.options.alpha)
+            dw, db = simple.gradients(inputs, outputs, unit)
+        else:
+            known = natural.of(self.weight_name, inputs.shape[-1], outputs.shape[-1], has_bias)
+            dw, db = known.gradients(inputs, outputs, unit, natural.max_rows)
+        return dw.t() if self.is_transposed else dw, db
 
 
-class NaturalExperts(_Ours):
+class NaturalExperts(Own):
     """A module with stacked experts, which get natural gradients."""
+
+    natural: NaturalGradients
 
     natural_hooks: dict[str, Any]
     """By the name of the parameter."""
@@ -225,23 +175,6 @@ class NaturalExperts(_Ours):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-_OWN = ("natural", "weight_name", "is_transposed", "natural_hooks", "num_rows")
-
-
-def become(module: Any, kind: Any) -> Any:
-    """``module``, which is a ``kind`` from now on, and what it was."""
-    if not isinstance(module, kind):
-        plain: Any = type(module)
-        module.__class__ = _both(kind, plain)
-    return module
-
-
-@cache
-def _both(kind: Any, plain: Any) -> Any:
-    names = ("__module__", "__qualname__", "__doc__")
-    return type(plain.__name__, (kind, plain), {"plain": plain, **{name: getattr(plain, name) for name in names}})
-
-
 class _ExpertHook:
     """Divides the gradient of stacked experts."""
 
@@ -254,7 +187,7 @@ class _ExpertHook:
         dim_out, dim_in = gradient.shape[1:]
         wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
         unit = natural.unit(self._layer.num_rows)
-        with _full_precision(gradient):
+        with full_precision(gradient):
             if natural.is_simple:
                 return _simply_divided(wide, unit, natural.options.alpha).to(gradient.dtype)
             known = natural.of(self._name, dim_in, dim_out, False)
@@ -279,18 +212,6 @@ def _simply_divided(gradient: Tensor, unit: float, alpha: float) -> Tensor:
         rows = gradient.reshape(-1, gradient.shape[-1])
         gradient = simple.divided(rows, unit).view(gradient.shape).mT
     return gradient
-
-
-def _full_precision(like: Tensor) -> torch.autocast:
-    """A backward may be called where autocast is on, which would round what is learned."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
-def _is_linear(layer: Any) -> bool:
-    """And not one of somebody else's, whose forward is another."""
-    if isinstance(layer, NaturalLinear):
-        return True
-    return getattr(type(layer), "forward", None) in (nn.Linear.forward, Conv1D.forward) and "forward" not in vars(layer)
 
 
 def _called_with(module: nn.Module, path: str) -> nn.Module:

@@ -19,6 +19,7 @@ from ..comm.control import ControlPlane
 from ..comm.transport import Transport
 from ..config import RunPlan
 from ..measure.clock import Clock
+from ..optim.linear_layers import Deferral
 from ..optim.sharded import ShardedOptimizer
 from ..planning.candidates import Candidate
 from ..planning.tuning import DecisionLog
@@ -41,7 +42,7 @@ from .meter import Meter
 from .migration import Migration
 from .model_support import Cut, ModelSupport, PlainSupport
 from .module import CausalLMPipeline
-from .natural_gradient_part import agreed_limits
+from .natural_gradient_part import agreed_limits, heads_of
 from .optimizer_setup import basic_optimizer
 from .pipeline_tuning import pipeline_controller
 from .programs import Programs
@@ -144,7 +145,10 @@ class PacelineEngine(PipelineEngine):
         self.own_random = OwnRandom(self.links.device_number, device) if len(self.support.routes) > 1 else None
         self.own_memory = OwnMemory(self.module.parameters())
         self.held = assembly.make_stages(self)
-        self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports)
+        self._deferral = Deferral()
+        self._splits = False
+        """Whether layers can leave gradients of weights for later."""
+        self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports, deferral=self._deferral)
         self._evaluation = assembly.make_evaluation(self)
         self.programs = Programs(self.plan.schedule, self.support.routes, self.links.device_number, self.links.order)
         self._follow_the_cluster()
@@ -265,7 +269,17 @@ class PacelineEngine(PipelineEngine):
                 f"the schedule {schedule.name!r} cannot run here: this engine was made for "
                 f"{self.plan.schedule.type!r}; make another engine, with the last checkpoint."
             )
+        self._set_schedule(schedule)
+
+    def _set_schedule(self, schedule: Schedule) -> None:
         self.programs.set(schedule, self.run_micro_batches)
+        if schedule.is_split and not self._splits:
+            self._splits = True
+            self._split_backwards()
+
+    def _split_backwards(self) -> None:
+        """Let the layers that are here leave gradients of their weights for later."""
+        self._deferral.adopt(self.module, heads_of(self.module))
 
     def run_candidate(self, candidate: Candidate) -> None:
         """Run what the tuner has chosen from the next step on. Collective."""
@@ -273,7 +287,7 @@ class PacelineEngine(PipelineEngine):
         order = candidate.schedule(self.num_stages, self.micro_batches * self.micro_batch_size)
         if self.asynchronous is not None:
             self.asynchronous.follow(order if isinstance(order, Stream) else flushed(order))
-        self.programs.set(order.one_step if isinstance(order, Stream) else order, self.run_micro_batches)
+        self._set_schedule(order.one_step if isinstance(order, Stream) else order)
 
     def _train_schedule(self) -> tuple[Op, ...]:
         return self.programs.training(self.run_micro_batches)
@@ -711,6 +725,8 @@ class PacelineEngine(PipelineEngine):
         self.own_memory.belong_to(self.module.parameters())
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reach.find(self.control, self._trained_stages())
+        if self._splits:
+            self._split_backwards()
         self.meter.forget_stage()
         self.reset_activation_shape()
 

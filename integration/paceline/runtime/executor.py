@@ -6,11 +6,12 @@ With a flush or without one, with one held stage or several, forwards only or wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..comm.transport import Transport
+from ..optim.linear_layers import Deferral, Deferred
 from ..schedules.lower import (
     APPLY,
     COMPLETE,
@@ -20,6 +21,8 @@ from ..schedules.lower import (
     REDUCE,
     REDUCE_TIED,
     RUN_BACKWARD,
+    RUN_BACKWARD_INPUT,
+    RUN_BACKWARD_WEIGHT,
     RUN_FORWARD,
     SEND_ACTIVATION,
     SEND_GRADIENT,
@@ -28,11 +31,14 @@ from ..schedules.lower import (
     WAIT_GRADIENT,
     Op,
 )
-from ..schedules.schedule import BACKWARD, FORWARD
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .boundary import Boundary, detached
 from .meter import Meter
 from .stage_runner import Live, StageRunner
+
+BACKWARDS = frozenset((RUN_BACKWARD, RUN_BACKWARD_INPUT))
+"""Operations that give the gradients of a stage's inputs."""
 
 ISSUED = frozenset((POST_ACTIVATION, SEND_ACTIVATION, POST_GRADIENT, SEND_GRADIENT))
 """Operations that a transport may collect, to issue them together before the next one of another kind."""
@@ -77,6 +83,7 @@ class HeldStage:
             LOAD: (("loading a micro-batch", DEVICE), runner.load),
             RUN_FORWARD: (("computing forward", DEVICE), runner.forward),
             RUN_BACKWARD: (("computing backward", DEVICE), runner.backward),
+            RUN_BACKWARD_INPUT: (("computing gradients of inputs", DEVICE), runner.backward),
             POST_ACTIVATION: (
                 self._with("preparing to receive activations from", before),
                 boundary.post_activation,
@@ -91,12 +98,12 @@ class HeldStage:
     def _with(self, verb: str, stage: int) -> tuple[str, int | None]:
         return f"{verb} stage {stage}", self.ranks[stage] if 0 <= stage < len(self.ranks) else None
 
-    def ends_with(self, *, trains: bool) -> str:
-        """Kind of the operation after which nothing of a micro-batch is kept."""
+    def ends_with(self, *, trains: bool) -> Collection[str]:
+        """Kinds of the operation after which nothing of a micro-batch is kept but what weights' gradients need."""
         runner = self.runner
         if trains:
-            return RUN_BACKWARD if runner.is_first or self.previous_chunk is not None else SEND_GRADIENT
-        return RUN_FORWARD if runner.is_last or self.next_chunk is not None else SEND_ACTIVATION
+            return BACKWARDS if runner.is_first or self.previous_chunk is not None else {SEND_GRADIENT}
+        return {RUN_FORWARD} if runner.is_last or self.next_chunk is not None else {SEND_ACTIVATION}
 
 
 class Executor:
@@ -106,6 +113,7 @@ class Executor:
         held: the stages, by chunk.
         meter: what computations take.
         transports: issue what they have collected before a rank computes or waits.
+        deferral: has the stages' layers leave gradients of weights for later; for programs with split backwards.
     """
 
     def __init__(
@@ -114,11 +122,13 @@ class Executor:
         *,
         meter: Meter,
         transports: Sequence[Transport],
+        deferral: Deferral | None = None,
     ) -> None:
         self.held = tuple(held)
         self._meter, self._transports = meter, tuple(transports)
         self._operations = [stage.operations() for stage in self.held]
         self._live: dict[tuple[int, int], Live] = {}
+        self._deferral, self._deferred = deferral, dict[tuple[int, int], Deferred]()
         self.chunk = 0
         """The chunk whose operations run, or ran last."""
         self.is_last_backward = False
@@ -145,7 +155,10 @@ class Executor:
         trains = updates is not None
         if not goes_on:
             self._live.clear()
-        last = {op.chunk: op for op in ops if op.kind == RUN_BACKWARD}
+            self._deferred.clear()
+        last = {op.chunk: op for op in ops if op.kind in BACKWARDS}
+        if self._deferral is not None:
+            self._deferral.is_on = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
         ends = [stage.ends_with(trains=trains) for stage in self.held]
         live_of, doing = self._live, WATCH.doing
         self.chunk = 0
@@ -156,6 +169,9 @@ class Executor:
                 self._update(kind, chunk, updates)
                 continue
             self.chunk = chunk
+            if kind == RUN_BACKWARD_WEIGHT:
+                self._backward_weight(chunk, (step - lag) * num_micro_batches + micro_batch)
+                continue
             told, run = self._operations[chunk][kind]
             doing(*told)
             if kind not in ISSUED:
@@ -164,13 +180,13 @@ class Executor:
             live = live_of.get((chunk, number))
             if live is None:
                 live = live_of[chunk, number] = Live()
-            if kind == RUN_BACKWARD:
-                self._backward(chunk, live, number, is_last=op == last[chunk])
+            if kind in BACKWARDS:
+                self._backward(op, live, number, is_last=op == last[chunk])
             elif kind == RUN_FORWARD:
                 self._forward(chunk, live, number)
             else:
                 run(live, number)
-            if kind == ends[chunk]:
+            if kind in ends[chunk]:
                 del live_of[chunk, number]
         for transport in self._transports:
             transport.finish()
@@ -183,19 +199,34 @@ class Executor:
             behind = self._live[held.next_chunk, number] = Live()
             self.held[held.next_chunk].runner.arrived(behind, number, detached(held.runner.leaving(live)))
 
-    def _backward(self, chunk: int, live: Live, number: int, *, is_last: bool) -> None:
-        held = self.held[chunk]
+    def _backward(self, op: Op, live: Live, number: int, *, is_last: bool) -> None:
+        chunk, held = op.chunk, self.held[op.chunk]
         runner = held.runner
         self.is_last_backward = is_last
 
         def run() -> None:
             if runner.runs_backward:
-                runner.backward(live, number, is_last)
+                # Gradients of weights are still to come after a backward of the inputs.
+                runner.backward(live, number, is_last and op.kind == RUN_BACKWARD)
 
-        self._meter.compute(BACKWARD, number, run, chunk)
+        def run_input() -> None:
+            assert self._deferral is not None, "a split backward needs layers that leave something for later"
+            with self._deferral.collecting() as self._deferred[chunk, number]:
+                run()
+
+        if op.kind == RUN_BACKWARD:
+            self._meter.compute(BACKWARD, number, run, chunk)
+        else:
+            self._meter.compute(BACKWARD_INPUT, number, run_input, chunk)
         self.is_last_backward = False
         if held.previous_chunk is not None and runner.sends_gradients:
             self._live[held.previous_chunk, number].gradients = runner.leaving_gradients(live)
+
+    def _backward_weight(self, chunk: int, number: int) -> None:
+        WATCH.doing("computing gradients of weights", DEVICE)
+        self._flush()
+        deferred, runner = self._deferred.pop((chunk, number)), self.held[chunk].runner
+        self._meter.compute(BACKWARD_WEIGHT, number, lambda: runner.backward_weight(deferred), chunk)
 
     def _update(self, kind: str, chunk: int, updates: Updates) -> None:
         if kind == COMPLETE:

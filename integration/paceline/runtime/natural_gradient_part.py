@@ -129,16 +129,18 @@ def agreed_limits(
     """
     if section is None:
         return None
-    heads_here = [
-        part.get_output_embeddings()
-        for part in getattr(model, "models", [model])
-        if hasattr(part, "get_output_embeddings")
-    ]
-    own = {parameter for head in heads_here if isinstance(head, nn.Module) for parameter in head.parameters()}
+    own = {parameter for head in heads_of(model) for parameter in head.parameters()}
     told = gather([name for parameter, name in names.items() if parameter in own])
     heads = frozenset(Limits.layer_of(name) for found in told for name in found)
     limits = Limits(section.layer, section.head, section.total, heads)
     return None if limits.is_none else limits
+
+
+def heads_of(model: nn.Module) -> list[nn.Module]:
+    """The output layers among this rank's modules: none, or one for each model that has some of it here."""
+    parts = getattr(model, "models", [model])
+    found = [part.get_output_embeddings() for part in parts if hasattr(part, "get_output_embeddings")]
+    return [head for head in found if isinstance(head, nn.Module)]
 
 
 def loss_scale_of(optimizer: Any) -> float:

@@ -58,11 +58,6 @@ class Programs:
                 f"the schedule {schedule.name!r} has {schedule.num_micro_batches} micro-batches and a step "
                 f"{num_micro_batches}: make one for these, or change gradient_accumulation_steps."
             )
-        if schedule.is_split:
-            raise ValueError(
-                f"the schedule {schedule.name!r} splits backwards (into I and W): pipelines run whole ones (B) so far; "
-                "set a schedule of these."
-            )
         proof = verify(schedule)
         if not proof.backward_in_order:
             raise ValueError(

@@ -19,6 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch import Tensor
 
 from ..comm.shapes import Meta, Value, meta_of
+from ..optim.linear_layers import Deferred
 from .reach import Reach
 
 
@@ -108,6 +109,11 @@ class StageRunner(ABC):
         Args:
             is_last: of the step, on this stage.
         """
+
+    def backward_weight(self, deferred: Deferred) -> None:
+        """Add up the gradients of weights that a backward of the inputs has left."""
+        with self._around.backward(is_last=False):
+            deferred.run()
 
     # -- the boundary
 

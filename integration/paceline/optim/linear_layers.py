@@ -1,0 +1,227 @@
+"""Linear layers whose weight gradients Paceline computes itself: in another way, or later than those of the inputs.
+
+In a split backward (Zero Bubble Pipeline Parallelism, arXiv 2401.10241) autograd runs first and gives the gradients of
+a stage's inputs, which the stage before waits for; the products that give the weights' gradients, about a third of the
+work, are left for a moment in which the rank would idle. They are the same products, added up in the same order: every
+bit is as in a whole backward.
+
+``nn.Linear`` and Hugging Face's ``Conv1D`` are deferred, the factors of LoRA among them. All other parameters (norms,
+embeddings, stacked experts) have their gradients with those of the inputs.
+
+Layers stay what they are, with a forward of ours: a copy of a model, and one that was pickled, has ordinary ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+
+class _Product(NamedTuple):
+    """What the gradients of one layer's parameters are computed from: rows of its input and of its output's gradient.
+
+    Shapes: ``inputs`` [rows, D_in], ``outputs`` [rows, D_out].
+    """
+
+    layer: OwnLinear
+    inputs: Tensor
+    outputs: Tensor
+
+
+class Deferred:
+    """Gradients of weights that one backward has left for later."""
+
+    def __init__(self) -> None:
+        self._products: list[_Product] = []
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the inputs and gradients that are kept for it; what several layers share counts once."""
+        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for p in self._products for t in p[1:]}
+        return sum(kept.values())
+
+    def add(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
+        self._products.append(_Product(layer, inputs, outputs))
+
+    def run(self) -> None:
+        """Compute the gradients, and add them to those that the parameters have, hooks included."""
+        products, self._products = self._products, []
+        products.reverse()
+        while products:  # each is let go as soon as it is used
+            layer, inputs, outputs = products.pop()
+            for parameter, gradient in zip((layer.weight, layer.bias), layer.gradients(inputs, outputs), strict=True):
+                if parameter is not None and gradient is not None and parameter.requires_grad:
+                    # From a parameter itself autograd does what it does at the end of a backward, and no more.
+                    torch.autograd.backward(parameter, gradient.to(parameter.dtype))
+
+
+class Deferral:
+    """Has a rank's linear layers leave the gradients of their weights for later, where a schedule splits backwards.
+
+    Attributes:
+        is_on: whether micro-batches whose forward runs now have split backwards. It stays as it is until their
+            backwards have run.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.anchor = torch.empty(0, requires_grad=True)
+        """Stands for the weights in graphs, in which they themselves have no part: nobody may take them for finished
+        when a backward of the inputs is."""
+        self._open: Deferred | None = None
+
+    def adopt(self, module: nn.Module, excluded: Collection[nn.Module] = ()) -> None:
+        """Give all linear layers of ``module`` that are trained the means to be deferred.
+
+        Args:
+            excluded: layers that would keep too much until then, such as the head: its output's gradient is as large
+                as the vocabulary.
+        """
+        for layer in module.modules():
+            if is_linear(layer) and layer not in excluded and layer.weight.requires_grad:
+                become(layer, OwnLinear).deferral = self
+
+    @contextmanager
+    def collecting(self) -> Iterator[Deferred]:
+        """Around a backward of the inputs: what it leaves for later."""
+        deferred = self._open = Deferred()
+        try:
+            yield deferred
+        finally:
+            self._open = None
+
+    def add(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
+        """Leave a product for later; in a backward that nobody splits it is computed at once."""
+        deferred = Deferred() if self._open is None else self._open
+        deferred.add(layer, inputs, outputs)
+        if self._open is None:
+            deferred.run()
+
+
+class Own:
+    """Comes before the class of a module, which is then of both (:func:`become`)."""
+
+    plain: type[nn.Module]
+    """That class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of copies and files: as the module was. The engine, which attributes of ours lead to, stays out."""
+        state = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return object.__new__, (self.plain,), state
+
+
+_OWN = ("natural", "weight_name", "natural_hooks", "num_rows", "deferral")
+"""Attributes of ours."""
+
+
+class OwnLinear(Own):
+    """An ``nn.Linear``, or a ``Conv1D`` of Hugging Face's, that computes the gradients of its parameters itself."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    deferral: Deferral | None = None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight is [D_in, D_out]."""
+        return isinstance(self, Conv1D)
+
+    def gradients(self, inputs: Tensor, outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of weight and bias, as autograd computes them; None of what is not trained.
+
+        Args:
+            inputs: rows of the input [rows, D_in].
+            outputs: gradients of the output [rows, D_out].
+        """
+        weight = None
+        if self.weight.requires_grad:
+            weight = inputs.t() @ outputs if self.is_transposed else outputs.t() @ inputs
+        return weight, outputs.sum(0) if self.bias is not None and self.bias.requires_grad else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.weight.requires_grad:
+            plain: Tensor = super().forward(x)  # type: ignore[misc]
+            return plain
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        weight, bias, deferral = self.weight, self.bias, self.deferral
+        if deferral is None or not deferral.is_on:
+            out: Tensor = _LinearFunction.apply(x, weight, bias, self, None)
+        else:
+            out = _LinearFunction.apply(
+                x, weight.detach(), bias if bias is None else bias.detach(), self, deferral.anchor
+            )
+        return out
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x W' + b, whose backward leaves the gradients of W and b to the layer.
+
+    What is saved is the parameter itself: of a transposed or cast one ZeRO 3 could not let go of the memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: OwnLinear, anchor: Tensor | None
+    ) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.deferral = layer, None if anchor is None else layer.deferral
+        weight = weight.t() if layer.is_transposed else weight
+        if torch.is_autocast_enabled(x.device.type):
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        layer: OwnLinear = ctx.layer
+        rows, dx = dy.reshape(-1, dy.shape[-1]), None
+        with full_precision(dy):
+            if ctx.needs_input_grad[0]:
+                wide = weight.to(dy.dtype)
+                dx = (rows @ (wide.t() if layer.is_transposed else wide)).view(x.shape)
+            inputs = x.reshape(-1, x.shape[-1])
+            if ctx.deferral is not None:
+                ctx.deferral.add(layer, inputs, rows)
+                return dx, None, None, None, None
+            dw, db = layer.gradients(inputs, rows)
+        return dx, None if dw is None else dw.to(weight.dtype), db, None, None
+
+
+def full_precision(like: Tensor) -> torch.autocast:
+    """A backward may be called where autocast is on, which would round what is computed."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a layer is a linear one, and not one of somebody else's, whose forward is another."""
+    if isinstance(layer, OwnLinear):
+        return True
+    return getattr(type(layer), "forward", None) in (nn.Linear.forward, Conv1D.forward) and "forward" not in vars(layer)
+
+
+def become(module: Any, kind: Any) -> Any:
+    """``module``, which is a ``kind`` from now on, and what it was."""
+    if not isinstance(module, kind):
+        plain: Any = module.plain if isinstance(module, Own) else type(module)
+        module.__class__ = _both(kind, plain)
+    return module
+
+
+@cache
+def _both(kind: Any, plain: Any) -> Any:
+    names = ("__module__", "__qualname__", "__doc__")
+    return type(plain.__name__, (kind, plain), {"plain": plain, **{name: getattr(plain, name) for name in names}})

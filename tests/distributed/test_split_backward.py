@@ -1,0 +1,169 @@
+"""Split backwards of Hugging Face models: no number depends on when gradients of weights are computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import ds_config, model_config, step_batches
+from ranks import run_ranks
+
+STEPS, MICRO_BATCHES = 3, 8
+
+
+def late(schedule: Any, count: int) -> Any:
+    """``schedule`` with split backwards, whose weights come ``count`` backwards later."""
+    from paceline.schedules import Schedule
+    from paceline.schedules.schedule import BACKWARD, backward_input, backward_weight
+
+    orders = []
+    for order in schedule.orders:
+        left, found = deque[Any](), []
+        for action in order:
+            if action.kind != BACKWARD:
+                found.append(action)
+                continue
+            found.append(backward_input(action.micro_batch, action.chunk))
+            left.append(backward_weight(action.micro_batch, action.chunk))
+            if len(left) > count:
+                found.append(left.popleft())
+        orders.append((*found, *left))
+    name = f"{schedule.name}, weights {count} later"
+    return Schedule(tuple(orders), schedule.num_micro_batches, schedule.num_chunks, name, schedule.routes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained, but for when gradients of weights are computed."""
+
+    stages: int = 2
+    replicas: int = 1
+    family: str = "llama"
+    data: str = "padded"
+    kind: str = "1f1b"
+    zero: int = 0
+    order: str | None = None
+    recompute: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+    section: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: str = ""
+
+    def config(self) -> dict[str, Any]:
+        return ds_config(
+            gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
+            zero_optimization={"stage": self.zero},
+            pipeline={"activation_checkpoint_interval": int(self.recompute)},
+            paceline={"pipeline": {"stages": self.stages, "schedule": self.kind}, **self.section},
+            **self.options,
+        )
+
+
+def prepared(case: Case) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(case.family, **{"tie_word_embeddings": False, **case.changes})
+    if not case.prepare:
+        return config
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    if case.prepare == "frozen":
+        model.model.layers[0].requires_grad_(False)
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def train(case: Case, count: int | None) -> dict[str, Any]:
+    import paceline
+    from paceline.runtime.engine import PacelineEngine
+
+    PacelineEngine.transport_order = case.order
+    torch.manual_seed(3)
+    engine, *_ = paceline.initialize(model=prepared(case), config=case.config())
+    if count is not None:
+        engine.set_schedule(late(engine.schedule, count))
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        found["losses"].append(engine.train_batch(iter(step_batches(step, case.data)[replica::replicas])).item())
+        found["norms"].append(engine.grad_norm())
+    found["evaluated"] = engine.evaluate(step_batches(7, case.data)[:5])
+    found["weights"] = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+    found["ran"] = engine.schedule.name
+    engine.destroy()
+    return found
+
+
+def whole_and_split(case: Case, count: int) -> list[dict[str, Any]]:
+    return [train(case, None), train(case, count)]
+
+
+LORA = {"prepare": "lora"}
+CASES = {
+    "three stages": (Case(stages=3), 2),
+    "one stage": (Case(stages=1), 3),
+    "all at the end": (Case(), MICRO_BATCHES),
+    "paired": (Case(order="paired"), 2),
+    "replicas, ZeRO 1": (Case(replicas=2, zero=1), 1),
+    "interleaved": (Case(kind="interleaved"), 3),
+    "dualpipev": (Case(kind="dualpipev"), 3),
+    "recomputed": (Case(recompute=True), 2),
+    "gpt2": (Case(family="gpt2"), 2),
+    "experts with router loss": (Case(family="mixtral"), 2),
+    "bf16": (Case(options={"bf16": {"enabled": True}}), 2),
+    "autocast": (Case(options={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}), 2),
+    "clipping": (Case(options={"gradient_clipping": 0.05}), 2),
+    "LoRA": (Case(**LORA), 2),
+    "frozen layer": (Case(prepare="frozen"), 2),
+    "natural gradients": (Case(section={"natural_gradient": {}}), 2),
+    "packed": (Case(data="packed"), 2),
+    "ragged": (Case(data="ragged"), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_as_with_whole_backwards(name: str) -> None:
+    case, count = CASES[name]
+    for whole, split in run_ranks(whole_and_split, case.stages * case.replicas, case, count):
+        assert split["losses"] == whole["losses"]
+        assert split["norms"] == whole["norms"]
+        assert split["evaluated"] == whole["evaluated"]
+        assert f"weights {count} later" in split["ran"]
+        assert split["weights"].keys() == whole["weights"].keys()
+        for key, weight in whole["weights"].items():
+            assert torch.equal(split["weights"][key], weight), key
+
+
+def moves(count: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Layers go to the other stage after the first step, and leave gradients of their weights for later there too."""
+    import paceline
+
+    case = Case()
+    engine, *_ = paceline.initialize(model=prepared(case), config=case.config())
+    if count is not None:
+        engine.set_schedule(late(engine.schedule, count))
+    losses = []
+    for step, parts in enumerate([[0, 2, 6], [0, 4, 6], [0, 3, 6]]):
+        losses.append(engine.train_batch(iter(step_batches(step))).item())
+        engine.repartition(parts)
+    losses.append(engine.train_batch(iter(step_batches(3))).item())
+    weights = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+    found = losses, weights
+    engine.destroy()
+    return found
+
+
+def moves_both_ways() -> list[Any]:
+    return [moves(None), moves(3)]
+
+
+def test_layers_that_move_are_split_where_they_come() -> None:
+    for (losses, weights), (own_losses, own_weights) in run_ranks(moves_both_ways, 2):
+        assert losses == own_losses
+        assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
