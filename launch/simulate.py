@@ -8,6 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.json_values import read_json, read_text
+from paceline.launch.simulated_schedules import (
+    DEFAULTS,
+    fitting,
+    flushed_to_compare,
+    generated_for,
+    schedule_of,
+    streams_to_compare,
+)
 
 if TYPE_CHECKING:
     from paceline.schedules.costs import Costs
@@ -17,9 +25,7 @@ if TYPE_CHECKING:
     from paceline.schedules.stream import Stream
     from paceline.schedules.timeline import Timeline
 
-DEFAULTS: dict[str | None, dict[str, Any]] = {"kfkb": {"k": 2}, "eager": {"slack": 1.0}}
-"""Options of a schedule that are left out."""
-_OPTIONS = ("k", "slack", "directions", "staleness")
+_OPTIONS = ("k", "slack", "chunks", "memory_gib", "directions", "staleness")
 _SHAPE = ("stages", "micro_batches", "schedule", *_OPTIONS)
 _STEPS_DRAWN = 3
 """Steps drawn of a schedule without a flush: its start, a step of the steady state or close to it, its end."""
@@ -29,8 +35,11 @@ MOST_ACTIONS = 2**20
 MOST_DRAWN = 2**16
 _SEARCHED = 6
 """Times that break-even points take what the steady state takes."""
+_TRIED = 24
+"""Times that a generated schedule takes what 1F1B takes."""
 
-_SECONDS = ("forward", "backward", "transfer", "latency")
+_SECONDS = ("forward", "backward", "weight", "transfer", "latency")
+_COSTS = (*_SECONDS, "activation_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_schedule_arguments(
         shape,
-        "1f1b (default), gpipe, kfkb, eager, or without a flush: multidirection, one_direction. A step of these two "
-        "(makespan_s, bubble, idle) is one of the steady state",
+        "1f1b (default), gpipe, kfkb, eager; with several stages a rank, each a part of the whole one that --forward "
+        "and --backward are of: interleaved, dualpipev; with the gradients of weights apart: zbh1, zbh2, zbv, vhalf, "
+        "vmin, dualpipev_split; generated: the fastest that is found for these costs; or without a flush: "
+        "multidirection, one_direction. A step of these two (makespan_s, bubble, idle) is one of the steady state",
+    )
+    shape.add_argument("--chunks", type=int, metavar="V", help="of interleaved: stages of a rank (default 2)")
+    shape.add_argument(
+        "--memory-gib",
+        type=float,
+        metavar="GIB",
+        help="of generated: what a rank may keep of micro-batches, with --activation-bytes or --costs (default: as "
+        "much as there is use for)",
     )
     shape.add_argument(
         "--directions",
@@ -63,12 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--compare",
         action="store_true",
-        help="side by side: 1f1b, kfkb of k = 2, 4, 8 and so on, eager of slack 1 and 2, gpipe, one_direction, and "
-        "multidirection with all numbers of directions that have an order",
+        help="side by side: 1f1b, kfkb of k = 2, 4, 8 and so on, eager of slack 1 and 2, all others that have an order "
+        "of so many micro-batches, and multidirection with all numbers of directions that have one",
     )
     costs = parser.add_argument_group("costs, in seconds: one number, or several with commas between them")
     costs.add_argument("--forward", type=_numbers, metavar="F", help="forward of a micro-batch; one a stage")
     costs.add_argument("--backward", type=_numbers, metavar="B", help="backward of a micro-batch; one a stage")
+    costs.add_argument(
+        "--weight",
+        type=_numbers,
+        metavar="W",
+        help="part of the backward that is the gradients of the weights; one a stage (default: half)",
+    )
     costs.add_argument(
         "--transfer",
         type=_numbers,
@@ -79,9 +104,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", type=_numbers, metavar="L", help="how much later it arrives; one a boundary (default 0)"
     )
     costs.add_argument(
+        "--activation-bytes",
+        type=_numbers,
+        metavar="N",
+        help="bytes, not seconds: what a live micro-batch keeps in memory; one a stage (default 0)",
+    )
+    costs.add_argument(
         "--costs",
         metavar="FILE",
-        help="a JSON of all costs instead, memory too: the fields of paceline.schedules.Costs",
+        help="a JSON of all costs instead, memory too: the fields of paceline.schedules.Costs, one value a rank, or "
+        "one a stage where a rank has several",
     )
     parser.add_argument("--draw", metavar="FILE", help="timelines as a picture: .svg or .png")
     parser.add_argument("--trace", metavar="FILE", help="timelines as a trace for ui.perfetto.dev")
@@ -106,13 +138,11 @@ def run(args: argparse.Namespace) -> int:
     from paceline.schedules.asynchronous import MULTIDIRECTION
     from paceline.schedules.stream import Stream
 
-    costs = _costs_of_file(args) if args.costs else None
-    schedules = _schedules(args, costs)
-    if costs is None:
-        costs = _costs_of_flags(args, _num_stages(schedules[0]))
+    given = _costs_of_file(args) if args.costs else None
+    schedules, costs = _schedules(args, given)
     if args.draw or args.trace:
-        _draw([_timeline(schedule, costs) for schedule in schedules], args)
-    rows = [_facts(schedule, costs) for schedule in schedules]
+        _draw([_timeline(schedule, fitting(costs, schedule)) for schedule in schedules], args)
+    rows = [_facts(schedule, fitting(costs, schedule)) for schedule in schedules]
     first = schedules[0]
     if not args.compare and isinstance(first, Stream) and args.schedule == MULTIDIRECTION:
         rows[0]["break_even"] = _break_even(costs, first)
@@ -147,7 +177,7 @@ def _refuse_together(args: argparse.Namespace, flag: str, others: tuple[str, ...
 def _costs_of_file(args: argparse.Namespace) -> Costs:
     from paceline.schedules.costs import Costs
 
-    _refuse_together(args, "--costs", _SECONDS)
+    _refuse_together(args, "--costs", _COSTS)
     values = read_json(args.costs, "give a file with the JSON of the costs")
     if not isinstance(values, dict):
         raise ValueError(f"{args.costs}: holds {type(values).__name__}, costs are an object {{...}}.")
@@ -166,13 +196,15 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
             raise ValueError(f"--{name} is missing: give its seconds, or all costs with --costs.")
         given = given or (0.0,)
         if len(given) not in (1, count):
-            raise ValueError(f"--{name} has {len(given)} numbers: give one, or {count}, one a {what}.")
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} has {len(given)} numbers: give one, or {count}, one a {what}.")
         return given * count if len(given) == 1 else given
 
-    for name in _SECONDS:
+    for name in _COSTS:
         for value in getattr(args, name) or ():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"--{name} {value:g} is no number of seconds from 0 upwards.")
+                what = "seconds" if name in _SECONDS else "bytes"
+                raise ValueError(f"--{name.replace('_', '-')} {value:g} is no number of {what} from 0 upwards.")
     transfers, latencies = (spread(name, num_stages - 1, "boundary") for name in ("transfer", "latency"))
     # A message of as many bytes as it takes seconds, over one byte a second.
     links = tuple(Link(1.0, latency) for latency in latencies)
@@ -182,24 +214,39 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
         message_bytes=transfers,
         down=links,
         up=links,
+        weight_s=() if args.weight is None else spread("weight", num_stages, "stage"),
+        activation_bytes=() if args.activation_bytes is None else spread("activation_bytes", num_stages, "stage"),
     )
 
 
-def _schedules(args: argparse.Namespace, costs: Costs | None) -> list[Schedule | Stream]:
+def _schedules(args: argparse.Namespace, costs: Costs | None) -> tuple[list[Schedule | Stream], Costs]:
+    """What is to be simulated, and with which costs: one value a rank, or one a stage."""
     if args.schedule_file:
         from paceline.schedules.text import from_text
 
         _refuse_together(args, "--schedule-file", (*_SHAPE, "compare"))
-        return [from_text(read_text(args.schedule_file, "give a file with a schedule in text form"))]
+        schedule = from_text(read_text(args.schedule_file, "give a file with a schedule in text form"))
+        return [schedule], costs or _costs_of_flags(args, schedule.num_stages)
     num_stages = args.stages if args.stages is not None or costs is None else len(costs.forward_s)
     for name, value in (("stages", num_stages), ("micro-batches", args.micro_batches)):
         if value is None:
             raise ValueError(f"--{name} is missing: give a number, or a schedule with --schedule-file.")
     _check_size(args, num_stages)
-    if not args.compare:
-        return [_schedule(args.schedule or "1f1b", num_stages, args.micro_batches, **_options(args))]
-    _refuse_together(args, "--compare", ("schedule", *_OPTIONS))
-    return _to_compare(num_stages, args.micro_batches)
+    if args.compare:
+        _refuse_together(args, "--compare", ("schedule", *_OPTIONS))
+        flushed = flushed_to_compare(num_stages, args.micro_batches)
+        costs = costs or _costs_of_flags(args, num_stages)
+        best = generated_for(costs, num_stages, args.micro_batches)
+        return [*flushed, best, *streams_to_compare(num_stages, args.micro_batches)], costs
+    type, options = args.schedule or "1f1b", _options(args)
+    if type == "generated":
+        for name, count in (("stages", num_stages), ("micro-batches", args.micro_batches)):
+            if count < 1:
+                raise ValueError(f"--{name} {count} must be 1 or more.")
+        costs = costs or _costs_of_flags(args, num_stages)
+        return [generated_for(costs, num_stages, args.micro_batches, **options)], costs
+    schedules = [schedule_of(type, num_stages, args.micro_batches, **options)]
+    return schedules, costs or _costs_of_flags(args, num_stages)
 
 
 def _check_size(args: argparse.Namespace, num_stages: int) -> None:
@@ -213,7 +260,9 @@ def _check_size(args: argparse.Namespace, num_stages: int) -> None:
     actions = 2 * num_stages * count
     steady = 8 * (actions + 2 * num_stages**2)  # steps until they repeat, and those that are late
     if args.compare:
-        actions = actions * (4 + len(group_sizes(count))) + 2 * steady
+        actions = actions * (_TRIED + 16 + len(group_sizes(count))) + 2 * steady
+    elif args.schedule == "generated":
+        actions *= _TRIED
     elif args.schedule in asynchronous.STREAMS:
         actions = steady * (_SEARCHED if args.schedule == asynchronous.MULTIDIRECTION else 1)
     most = MOST_DRAWN if args.draw or args.trace else MOST_ACTIONS
@@ -224,47 +273,6 @@ def _check_size(args: argparse.Namespace, num_stages: int) -> None:
             "backwards, of at most "
             f"{most}): give fewer."
         )
-
-
-def _schedule(type: str, num_stages: int, num_micro_batches: int, **options: Any) -> Schedule | Stream:
-    from paceline.schedules import FAMILIES, asynchronous, make
-
-    if type not in (*FAMILIES, *asynchronous.STREAMS):
-        known = ", ".join((*FAMILIES, *asynchronous.STREAMS))
-        raise ValueError(f"schedule type {type!r} is unknown: choose one of {known}.")
-    has_directions = type == asynchronous.MULTIDIRECTION
-    staleness, count = (options.pop(name, None) if has_directions else None for name in ("staleness", "directions"))
-    if type in FAMILIES and not {"staleness", "directions"} & options.keys():
-        return make(type, num_stages, num_micro_batches, **options)
-    for name, value in options.items():
-        raise ValueError(f"{name}={value!r} has no meaning for the schedule {type!r}: leave it out.")
-    if staleness not in (None, 0, 1):
-        raise ValueError(f"staleness={staleness} is not possible: give 1, or 0 for a flush at the end of every step.")
-    stream = asynchronous.make(type, num_stages, num_micro_batches, count)
-    return _flushed(stream) if staleness == 0 else stream
-
-
-def _flushed(stream: Stream) -> Schedule:
-    """One step of a run that is drained after every step."""
-    return replace(stream.unrolled(1), name=f"{stream.name} staleness=0")
-
-
-def _to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule | Stream]:
-    from paceline.planning.break_even import exists, group_sizes
-    from paceline.schedules import asynchronous, make
-    from paceline.schedules.directions import allowed
-
-    schedules: list[Schedule | Stream] = [
-        make("1f1b", num_stages, num_micro_batches),
-        *(make("kfkb", num_stages, num_micro_batches, k=k) for k in group_sizes(num_micro_batches)),
-        *(make("eager", num_stages, num_micro_batches, slack=slack) for slack in (1.0, 2.0)),
-        make("gpipe", num_stages, num_micro_batches),
-    ]
-    if exists(num_stages, num_micro_batches):
-        for count in reversed(allowed(num_stages)):
-            stream = asynchronous.multidirection(num_stages, num_micro_batches, count)
-            schedules += [_flushed(stream), stream]
-    return [*schedules, asynchronous.one_direction(num_stages, num_micro_batches)]
 
 
 def _num_stages(schedule: Schedule | Stream) -> int:
@@ -320,9 +328,23 @@ def _facts(schedule: Schedule | Stream, costs: Costs) -> dict[str, Any]:
         **own,
         "bubble_fraction": step.bubble_fraction,
         "peak_activations": step.peak_activations,
+        **_kept(schedule, step),
         "peak_bytes": step.peak_bytes,
         "busy_s": step.busy_s,
         "idle_s": step.idle_s,
+    }
+
+
+def _kept(schedule: Schedule | Stream, step: Simulation | Steady) -> dict[str, Any]:
+    """By rank, what waits for the weights' backward, and what is live or waits, in stages of which a rank has one."""
+    from paceline.schedules.simulate import Simulation
+
+    if not isinstance(step, Simulation):
+        return {"peak_stages": step.peak_activations}
+    share = schedule.num_ranks / _num_stages(schedule)
+    return {
+        "peak_deferred": [peak.deferred for peak in step.peaks],
+        "peak_stages": [share * peak.held for peak in step.peaks],
     }
 
 
@@ -363,10 +385,12 @@ def _text(facts: dict[str, Any]) -> str:
     else:
         critical = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in facts["critical_path_s"].items() if seconds)
         lines += [f"{step}, of which {bubble}", f"critical path: {critical or 'nothing'}"]
-    lines.append(f"{'rank':>4} {'busy_s':>12} {'idle_s':>12} {'peak activations':>17} {'peak_bytes':>12}")
-    columns = (facts[name] for name in ("busy_s", "idle_s", "peak_activations", "peak_bytes"))
-    for rank, (busy, idle, live, size) in enumerate(zip(*columns, strict=True)):
-        lines.append(f"{rank:>4} {busy:>12.6g} {idle:>12.6g} {live:>17} {size:>12.6g}")
+    lines.append(
+        f"{'rank':>4} {'busy_s':>12} {'idle_s':>12} {'peak activations':>17} {'peak stages':>12} {'peak_bytes':>12}"
+    )
+    columns = (facts[name] for name in ("busy_s", "idle_s", "peak_activations", "peak_stages", "peak_bytes"))
+    for rank, (busy, idle, live, kept, size) in enumerate(zip(*columns, strict=True)):
+        lines.append(f"{rank:>4} {busy:>12.6g} {idle:>12.6g} {live:>17} {kept:>12.6g} {size:>12.6g}")
     for name, point in facts.get("break_even", {}).items():
         lines.append(_break_even_text(name, point, facts["micro_batches"]))
     return "\n".join(lines)
@@ -391,13 +415,15 @@ def _break_even_text(name: str, point: dict[str, Any], num_micro_batches: int) -
 
 def _comparison(rows: list[dict[str, Any]]) -> str:
     width = max(16, *(len(row["schedule"]) for row in rows))
-    titles = f"{'step_s':>12} {'speed-up':>9} {'bubble':>7} {'peak activations':>17} {'peak_bytes':>12}"
+    titles = (
+        f"{'step_s':>12} {'speed-up':>9} {'bubble':>7} {'peak activations':>17} {'peak stages':>12} {'peak_bytes':>12}"
+    )
     lines = [f"{'schedule':<{width}} {titles}"]
     first = rows[0]["makespan_s"]
     for row in rows:
         ratio = first / row["makespan_s"] if row["makespan_s"] else 1.0
         lines.append(
             f"{row['schedule']:<{width}} {row['makespan_s']:>12.6g} {ratio:>9.3f} {row['bubble_fraction']:>7.1%}"
-            f" {max(row['peak_activations']):>17} {max(row['peak_bytes']):>12.6g}"
+            f" {max(row['peak_activations']):>17} {max(row['peak_stages']):>12.6g} {max(row['peak_bytes']):>12.6g}"
         )
     return "\n".join(lines)

@@ -1,12 +1,17 @@
 """Schedules to test with: every family over its parameters, and orders that no family has."""
 
 from collections import Counter
-from math import gcd
+from math import gcd, inf
 
 from hypothesis import strategies as st
 
-from paceline.schedules import Schedule, families, from_text
+from paceline.schedules import Costs, Link, Schedule, families, from_text
+from paceline.schedules.filling import composed, filled
+from paceline.schedules.generator import generated
 from paceline.schedules.schedule import backward, backward_input, backward_weight, forward
+from paceline.schedules.split_families import SPLIT_FAMILIES
+
+STAGES, MICRO_BATCHES = st.integers(1, 6), st.integers(1, 12)
 
 
 @st.composite
@@ -23,9 +28,65 @@ def _interleaved(draw):
 
 
 @st.composite
-def _dualpipev(draw):
+def _dualpipev(draw, make=families.dualpipev):
     num_ranks = draw(st.integers(1, 4))
-    return families.dualpipev(num_ranks, 2 * num_ranks + draw(st.integers(0, 5)))
+    return make(num_ranks, 2 * num_ranks + draw(st.integers(0, 5)))
+
+
+@st.composite
+def split_costs(draw, num_stages):
+    """Different everywhere, with memory: in eighths, so that ties are frequent."""
+    some = st.integers(0, 16).map(lambda eighths: eighths / 8)
+
+    def one_each(count):
+        return tuple(draw(st.lists(some, min_size=count, max_size=count)))
+
+    links = tuple(Link(draw(st.sampled_from((0.5, 1.0, inf))), draw(some)) for _ in range(2 * num_stages - 2))
+    backward_s = one_each(num_stages)
+    return Costs(
+        forward_s=one_each(num_stages),
+        backward_s=backward_s,
+        message_bytes=one_each(num_stages - 1),
+        down=links[::2],
+        up=links[1::2],
+        activation_bytes=tuple(1 + size for size in one_each(num_stages)),
+        deferred_bytes=one_each(num_stages),
+        weight_s=tuple(seconds * draw(st.sampled_from((0.0, 0.25, 0.5, 1.0))) for seconds in backward_s),
+    )
+
+
+ROUTES = st.sampled_from(("interleaved", "dualpipev")).flatmap(
+    lambda type: st.builds(families.chunked_route, st.just(type), st.integers(1, 4), st.integers(1, 3))
+)
+
+
+@st.composite
+def _composed(draw):
+    route = draw(ROUTES)
+    costs = draw(split_costs(len(route)))
+    num_ranks = max(route) + 1
+    # Each of a rank's chunks needs room once.
+    least = max(
+        sum(max(costs.activation_bytes[s], costs.deferred_bytes[s]) for s, held in enumerate(route) if held == rank)
+        for rank in range(num_ranks)
+    )
+    room = (least * draw(st.sampled_from((1, 1.5, 3, 20))),) * num_ranks
+    return composed(route, draw(st.integers(1, 9)), costs, room, draw(st.sampled_from((0.0, 0.5, 2.0))))
+
+
+@st.composite
+def _filled(draw):
+    schedule = draw(
+        st.one_of(_interleaved(), _dualpipev(), st.builds(families.kfkb, STAGES, MICRO_BATCHES, st.just(2)))
+    )
+    room = (draw(st.sampled_from((0, 4, 9, inf))),) * schedule.num_ranks
+    return filled(schedule, draw(split_costs(schedule.num_stages)), room, draw(st.sampled_from((0.0, 0.5, 2.0))))
+
+
+@st.composite
+def _generated(draw):
+    route = draw(ROUTES)
+    return generated({route: draw(split_costs(len(route)))}, draw(st.integers(1, 9)))
 
 
 # Two directions on four ranks, in an order like 1F1B's; both directions meet on every rank.
@@ -37,7 +98,6 @@ rank 2: F1.1 F0 F3.1 F2 B0 B1.1 B2 B3.1
 rank 3: F1.1 F3.1 F0 B0 F2 B2 B1.1 B3.1
 """
 
-STAGES, MICRO_BATCHES = st.integers(1, 6), st.integers(1, 12)
 # By family. A family that is added is added here, and thereby goes through every check.
 FAMILY_CASES = {
     "grouped": _grouped(),
@@ -49,6 +109,15 @@ FAMILY_CASES = {
     "interleaved": _interleaved(),
     "dualpipev": _dualpipev(),
     "two directions": st.just(from_text(TWO_DIRECTIONS)),
+    **{
+        name: st.builds(make, STAGES, MICRO_BATCHES)
+        for name, make in SPLIT_FAMILIES.items()
+        if name != "dualpipev_split"
+    },
+    "dualpipev_split": _dualpipev(SPLIT_FAMILIES["dualpipev_split"]),
+    "filled": _filled(),
+    "composed": _composed(),
+    "generated": _generated(),
 }
 
 

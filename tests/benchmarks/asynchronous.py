@@ -130,7 +130,8 @@ def predicted_s(label: str, costs: Costs, num_micro_batches: int) -> float:
     if label in asynchronous.STREAMS or label.endswith("-clipped"):
         return period(asynchronous.make(label.removesuffix("-clipped"), HOSTS, num_micro_batches), costs)
     if label == "dualpipev":
-        return simulate(families.dualpipev(HOSTS, num_micro_batches), break_even.half_stages(costs)).makespan_s
+        schedule = families.dualpipev(HOSTS, num_micro_batches)
+        return simulate(schedule, costs.of_chunks(schedule.routes[0])).makespan_s
     k = int(label.removeprefix(KFKB)) if label.startswith(KFKB) else 1
     return simulate(families.kfkb(HOSTS, num_micro_batches, k), costs).makespan_s
 

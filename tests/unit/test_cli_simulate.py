@@ -42,11 +42,11 @@ def test_text(capsys):
         "eager slack=1: 4 stages, 16 micro-batches",
         "step:          1.2 s, of which 20.0% bubble",
         "critical path: compute 1.14 s, transfer 0.06 s",
-        "rank       busy_s       idle_s  peak activations   peak_bytes",
-        "   0         0.96         0.24                 7            0",
-        "   1         0.96         0.24                 5            0",
-        "   2         0.96         0.24                 3            0",
-        "   3         0.96         0.24                 1            0",
+        "rank       busy_s       idle_s  peak activations  peak stages   peak_bytes",
+        "   0         0.96         0.24                 7            7            0",
+        "   1         0.96         0.24                 5            5            0",
+        "   2         0.96         0.24                 3            3            0",
+        "   3         0.96         0.24                 1            1            0",
     ]
 
 
@@ -88,14 +88,16 @@ def test_compare(capsys):
     rows = answer(capsys, *SHAPE, "--compare", *SECONDS, "--transfer", "0.021")
     assert [row["schedule"] for row in rows] == [
         *("1f1b", "kfkb k=2", "kfkb k=4", "kfkb k=8", "eager slack=1", "eager slack=2", "gpipe"),
-        *("multidirection staleness=0", "multidirection", "one_direction"),
+        *("interleaved chunks=2", "dualpipev", "zbh1", "zbh2", "zbv", "vhalf", "vmin", "dualpipev_split"),
+        *("generated from zbh2", "multidirection staleness=0", "multidirection", "one_direction"),
     ]
     assert [round(row["makespan_s"], 3) for row in rows[:3]] == [1.728, 1.267, 1.269]
     assert main(["simulate", *SHAPE, "--compare", *SECONDS, "--transfer", "0.021"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["schedule", "step_s", "speed-up", "bubble", "peak", "activations", "peak_bytes"]
-    assert lines[2].split() == ["kfkb", "k=2", "1.267", "1.364", "24.2%", "8", "0"]
-    assert len(lines) == 11
+    titles = "schedule step_s speed-up bubble peak activations peak stages peak_bytes"
+    assert lines[0].split() == titles.split()
+    assert lines[2].split() == ["kfkb", "k=2", "1.267", "1.364", "24.2%", "8", "8", "0"]
+    assert len(lines) == 20
     assert len({len(line) for line in lines}) == 1
 
 
@@ -111,6 +113,52 @@ def test_compare_without_a_flush(capsys):
 def test_compare_leaves_out_what_there_is_not(capsys, shape):
     rows = answer(capsys, "--stages", shape[0], "--micro-batches", shape[1], "--compare", *SECONDS)
     assert [row["schedule"] for row in rows if "direction" in row["schedule"]] == ["one_direction"]
+
+
+@pytest.mark.parametrize(("num_micro_batches", "makespan_s"), [("8", 0.51), ("16", 0.99)])
+def test_split_backwards(capsys, num_micro_batches, makespan_s):
+    shape = ["--stages", "4", "--micro-batches", num_micro_batches, "--schedule", "zbv"]
+    step = answer(capsys, *shape, *SECONDS, "--weight", "0.02")
+    assert step["makespan_s"] == pytest.approx(makespan_s)
+    assert step["idle_s"] == pytest.approx([0.03] * 4)
+    assert step["bubble_fraction"] == pytest.approx(0.03 / makespan_s)
+    assert (step["stages"], step["peak_stages"]) == (8, [4.0] * 4)
+    assert max(step["peak_activations"]) <= 8
+    assert max(step["peak_deferred"]) > 0
+    assert answer(capsys, *shape, *SECONDS) == step, "half of the backward unless told otherwise"
+
+
+def test_several_stages_a_rank(capsys):
+    """Each is a part of a rank's whole one; messages are as large."""
+    shape = [*SHAPE, "--schedule", "interleaved", *SECONDS]
+    assert answer(capsys, *shape)["makespan_s"] == pytest.approx(16 * 0.06 + 3 * 0.06 / 2)
+    three = ["--stages", "4", "--micro-batches", "12", "--schedule", "interleaved", "--chunks", "3"]
+    assert answer(capsys, *three, *SECONDS)["makespan_s"] == pytest.approx(12 * 0.06 + 3 * 0.06 / 3)
+
+
+def test_costs_of_several_stages_a_rank_from_a_file(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    costs = Costs((0.01,) * 8, (0.02,) * 8, activation_bytes=(2.0,) * 8, deferred_bytes=(1.0,) * 8)
+    path.write_text(json.dumps(costs.to_dict()))
+    step = answer(capsys, "--costs", str(path), "--stages", "4", "--micro-batches", "8", "--schedule", "zbv")
+    assert step["makespan_s"] == pytest.approx(0.51)
+    assert max(step["peak_bytes"]) <= 16
+    best = answer(capsys, "--costs", str(path), "--stages", "4", "--micro-batches", "8", "--schedule", "generated")
+    assert best["makespan_s"] == pytest.approx(0.51)
+    assert best["stages"] == 8
+    assert main(["simulate", "--costs", str(path), "--stages", "3", "--micro-batches", "8", "--schedule", "zbv"]) == 2
+    assert "the costs are of 8 stages and the schedule has 6" in capsys.readouterr().err
+
+
+def test_generated_within_memory(capsys):
+    """1F1B's first stage keeps 4 GiB."""
+    shape = [*SHAPE, *SECONDS, "--activation-bytes", str(2**30)]
+    before = answer(capsys, *shape)
+    assert max(before["peak_bytes"]) == 4 * 2**30
+    found = answer(capsys, *shape, "--schedule", "generated", "--memory-gib", "3")
+    assert max(found["peak_bytes"]) <= 3 * 2**30
+    assert found["makespan_s"] < before["makespan_s"]
+    assert answer(capsys, *shape, "--schedule", "generated")["makespan_s"] == pytest.approx(0.99)
 
 
 def test_multidirection(capsys):
@@ -176,8 +224,8 @@ def test_text_without_a_flush(capsys):
         "multidirection: 4 stages, 4 micro-batches",
         "step:          14.25 s in the steady state, of which 15.8% bubble; the first takes 17.75 s",
         "mismatch:      by stage 1 1 1 1 (most updates from forward to backward)",
-        "rank       busy_s       idle_s  peak activations   peak_bytes",
-        "   0           12         2.25                 3            0",
+        "rank       busy_s       idle_s  peak activations  peak stages   peak_bytes",
+        "   0           12         2.25                 3            3            0",
     ]
     assert against.startswith("against kfkb, ")
     assert missing == "dualpipev has no order of 4 micro-batches"
@@ -218,7 +266,22 @@ def test_pictures_and_traces(tmp_path, capsys):
         ([*SHAPE, *SECONDS, "--latency", "-1"], "--latency -1 is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--transfer", "inf"], "--transfer inf is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--schedule", "kfbk"],
-         "schedule type 'kfbk' is unknown: choose one of 1f1b, gpipe, kfkb, eager, multidirection, one_direction."),
+         "schedule type 'kfbk' is unknown: choose one of 1f1b, gpipe, kfkb, eager, interleaved, dualpipev, zbh1, "
+         "zbh2, zbv, vhalf, vmin, dualpipev_split, generated, multidirection, one_direction."),
+        ([*SHAPE, *SECONDS, "--schedule", "zbv", "--chunks", "2"], "chunks=2 has no meaning for the schedule 'zbv'"),
+        ([*SHAPE, *SECONDS, "--schedule", "interleaved", "--k", "2"], "k=2 has no meaning for the schedule 'interl"),
+        ([*SHAPE, *SECONDS, "--schedule", "interleaved", "--chunks", "0"], "num_chunks=0 must be 1 or more"),
+        ([*SHAPE, *SECONDS, "--schedule", "generated", "--slack", "1"], "slack=1.0 has no meaning for the schedule 'g"),
+        ([*SHAPE, *SECONDS, "--schedule", "generated", "--memory-gib", "1"],
+         "--memory-gib needs to know what micro-batches keep: give --activation-bytes too."),
+        ([*SHAPE, *SECONDS, "--schedule", "generated", "--memory-gib", "1", "--activation-bytes", "1e12"],
+         "no schedule of 16 micro-batches on 4 ranks fits into memory: the one that needs least keeps 1e+12 bytes"),
+        ([*SHAPE, *SECONDS, "--activation-bytes", "-1"], "--activation-bytes -1 is no number of bytes from 0 upwards."),
+        ([*SHAPE, *SECONDS, "--weight", "0.05"], "weight_s[0] is 0.05 and backward_s[0] 0.04: give the part of the"),
+        ([*SHAPE, *SECONDS, "--weight", "1,2"], "--weight has 2 numbers: give one, or 4, one a stage."),
+        (["--stages", "4", "--micro-batches", "6", "--schedule", "interleaved", *SECONDS],
+         "num_micro_batches=6 is no multiple of num_ranks=4"),
+        (["--stages", "0", "--micro-batches", "6", "--schedule", "generated", *SECONDS], "--stages 0 must be 1"),
         ([*SHAPE, *SECONDS, "--schedule", "kfkb", "--k", "0"], "k"),
         ([*SHAPE, *SECONDS, "--k", "2"], "k=2 has no meaning for the schedule '1f1b'"),
         (["--stages", "7", "--micro-batches", "7", "--schedule", "multidirection", *SECONDS],
@@ -301,7 +364,7 @@ def test_runs_light(more):
         (["--stages", "4", "--micro-batches", "1000000000"], "--micro-batches 1000000000 on 4 stages are too many to"),
         (["--stages", "1000000000", "--micro-batches", "1"], "--micro-batches 1 on 1000000000 stages are too many to"),
         (["--stages", "2", "--micro-batches", "1" + "0" * 400], "are too many to simulate (about 1e+99 forwards"),
-        (["--stages", "64", "--micro-batches", "4096", "--compare"], "are too many to simulate (about 1.64e+07"),
+        (["--stages", "64", "--micro-batches", "4096", "--compare"], "are too many to simulate (about 3.53e+07"),
         (["--stages", "64", "--micro-batches", "4096", "--draw", "x.svg"], "are too many to draw (about 5.24e+05"),
         (["--stages", "4096", "--micro-batches", "4", "--schedule", "one_direction"], "are too many to simulate"),
     ],

@@ -60,7 +60,8 @@ def _dualpipev(costs: Costs, num_micro_batches: int) -> float | None:
     num_ranks = len(costs.forward_s)
     if num_micro_batches < 2 * num_ranks:
         return None
-    return simulate(families.dualpipev(num_ranks, num_micro_batches), half_stages(costs)).makespan_s
+    schedule = families.dualpipev(num_ranks, num_micro_batches)
+    return simulate(schedule, costs.of_chunks(schedule.routes[0])).makespan_s
 
 
 _StepTime: TypeAlias = Callable[[Costs, int], float | None]
@@ -127,34 +128,6 @@ def break_even(
         _most_micro_batches(costs, FLUSHING[against], own_s, most_micro_batches),
         _longest_transfer(costs, FLUSHING[against], own_s, num_micro_batches),
     )
-
-
-def half_stages(costs: Costs) -> Costs:
-    """Costs of DualPipeV's two chunks a rank: 2S stages, there and back over the S ranks.
-
-    Stage s of S becomes the stages 2s and 2s+1, with half of its time and its activations each. A message in its middle
-    is as large as the larger of those at its ends. Two neighbouring ranks have their links, used both ways.
-    """
-    num_stages = len(costs.forward_s)
-    sizes = costs.message_bytes
-    middles = [max(sizes[max(stage - 1, 0) : stage + 1], default=0.0) for stage in range(num_stages)]
-    free = (Link(),) * (num_stages - 1)
-    down, up = costs.down or free, costs.up or free
-    return replace(
-        costs,
-        forward_s=_halves(costs.forward_s),
-        backward_s=_halves(costs.backward_s),
-        activation_bytes=_halves(costs.activation_bytes),
-        message_bytes=tuple(
-            sizes[b // 2] if b % 2 else middles[b // 2] for b in range(2 * num_stages - 1 if sizes else 0)
-        ),
-        down=(*down, Link(), *reversed(up)),
-        up=(*up, Link(), *reversed(down)),
-    )
-
-
-def _halves(values: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(value / 2 for value in values for _ in range(2))
 
 
 def _steady_s(costs: Costs, num_micro_batches: int, num_directions: int | None = None) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf, isfinite
 from typing import Any
 
@@ -148,6 +149,40 @@ class Costs:
             weight_s=() if weight_s is None else (weight_s,) * num_stages,
         )
 
+    def of_chunks(self, route: Sequence[int]) -> Costs:
+        """Costs of v stages a rank, from these of one stage a rank.
+
+        Stage s becomes the stages v·s … v·s + v−1, with an equal part each of its time and its memory. A message in its
+        middle is as large as the larger of those at its ends. Two neighbouring ranks have their links, used both ways;
+        between ranks that are no neighbours here, as where the last hands on to the first, it is the worst of all.
+
+        Args:
+            route: rank of each of the v·S stages.
+        """
+        num_ranks, sizes = len(self.forward_s), self.message_bytes
+        v = len(route) // num_ranks
+        middles = [max(sizes[max(stage - 1, 0) : stage + 1], default=0.0) for stage in range(num_ranks)]
+        free = (Link(),) * (num_ranks - 1)
+        down, up = self.down or free, self.up or free
+        ways = [_way(down, up, here, there) for here, there in pairwise(route)]
+
+        def parts(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(value / v for value in values for _ in range(v))
+
+        return replace(
+            self,
+            forward_s=parts(self.forward_s),
+            backward_s=parts(self.backward_s),
+            weight_s=parts(self.weight_s),
+            activation_bytes=parts(self.activation_bytes),
+            deferred_bytes=parts(self.deferred_bytes),
+            message_bytes=tuple(
+                middles[b // v] if (b + 1) % v else sizes[b // v] for b in range(len(route) - 1 if sizes else 0)
+            ),
+            down=tuple(forth for forth, _ in ways),
+            up=tuple(back for _, back in ways),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file: what is empty is left out, and an infinite rate is null."""
         values: dict[str, Any] = {}
@@ -189,6 +224,18 @@ class Costs:
             else:
                 given[name] = tuple(float(as_number(label, item)) for label, item in items)
         return cls(**given)
+
+
+def _way(down: Sequence[Link], up: Sequence[Link], here: int, there: int) -> tuple[Link, Link]:
+    """Links from a rank to another and back."""
+    if here == there:
+        return Link(), Link()
+    if abs(here - there) > 1:
+        links = (*down, *up)
+        worst = Link(min(link.bytes_per_s for link in links), max(link.latency_s for link in links))
+        return worst, worst
+    boundary = min(here, there)
+    return (down[boundary], up[boundary]) if here < there else (up[boundary], down[boundary])
 
 
 def _link(label: str, value: Any) -> Link:

@@ -206,8 +206,13 @@ def chunked_route(type: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]
     >>> chunked_route(INTERLEAVED, 2, 2), chunked_route(DUALPIPEV, 2, 2)
     ((0, 1, 0, 1), (0, 1, 1, 0))
     """
+    return v_route(num_ranks) if type == DUALPIPEV else tuple(range(num_ranks)) * num_chunks
+
+
+def v_route(num_ranks: int) -> tuple[int, ...]:
+    """Rank of each stage where there are two a rank, along the ranks and back."""
     there = tuple(range(num_ranks))
-    return (*there, *reversed(there)) if type == DUALPIPEV else there * num_chunks
+    return (*there, *reversed(there))
 
 
 # By the name that the configuration gives them.

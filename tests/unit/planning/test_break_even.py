@@ -15,7 +15,6 @@ from paceline.planning.break_even import (
     compare,
     exists,
     group_sizes,
-    half_stages,
 )
 from paceline.schedules.asynchronous import multidirection
 from paceline.schedules.costs import Costs, Link
@@ -154,28 +153,6 @@ def test_what_a_host_sends_counts_as_a_link():
 
 def test_slower_than_1f1b_without_transfers():
     assert break_even(uniform(4), 40).transfer_s == 0.0
-
-
-def test_half_stages():
-    costs = Costs(
-        (2.0, 4.0, 6.0), (4.0, 6.0, 8.0), (10.0, 20.0), (Link(1.0), Link(2.0)), (Link(3.0), Link(4.0, 0.5)),
-        activation_bytes=(2.0, 4.0, 8.0), fixed_bytes=(1.0, 2.0, 3.0), step_s=0.25,
-    )  # fmt: skip
-    assert half_stages(costs) == Costs(
-        forward_s=(1.0, 1.0, 2.0, 2.0, 3.0, 3.0),
-        backward_s=(2.0, 2.0, 3.0, 3.0, 4.0, 4.0),
-        message_bytes=(10.0, 10.0, 20.0, 20.0, 20.0),
-        down=(Link(1.0), Link(2.0), Link(), Link(4.0, 0.5), Link(3.0)),
-        up=(Link(3.0), Link(4.0, 0.5), Link(), Link(2.0), Link(1.0)),
-        activation_bytes=(1.0, 1.0, 2.0, 2.0, 4.0, 4.0),
-        fixed_bytes=(1.0, 2.0, 3.0),
-        step_s=0.25,
-    )
-    bare = half_stages(Costs((2.0,), (4.0,)))
-    assert (bare.forward_s, bare.message_bytes, bare.down) == ((1.0, 1.0), (), (Link(),))
-    one_way = half_stages(replace(costs, up=()))
-    assert one_way.down == (Link(1.0), Link(2.0), Link(), Link(), Link())
-    assert one_way.up == (Link(), Link(), Link(), Link(2.0), Link(1.0))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,40 @@ def test_uniform():
     assert Costs.uniform(1, 1.0, 2.0, 0.5).down == ()
 
 
+def test_two_stages_a_rank_in_v():
+    costs = Costs(
+        (2.0, 4.0, 6.0), (4.0, 6.0, 8.0), (10.0, 20.0), (Link(1.0), Link(2.0)), (Link(3.0), Link(4.0, 0.5)),
+        activation_bytes=(2.0, 4.0, 8.0), weight_s=(1.0, 2.0, 3.0), deferred_bytes=(4.0, 6.0, 8.0),
+        fixed_bytes=(1.0, 2.0, 3.0), step_s=0.25,
+    )  # fmt: skip
+    assert costs.of_chunks((0, 1, 2, 2, 1, 0)) == Costs(
+        forward_s=(1.0, 1.0, 2.0, 2.0, 3.0, 3.0),
+        backward_s=(2.0, 2.0, 3.0, 3.0, 4.0, 4.0),
+        message_bytes=(10.0, 10.0, 20.0, 20.0, 20.0),
+        down=(Link(1.0), Link(2.0), Link(), Link(4.0, 0.5), Link(3.0)),
+        up=(Link(3.0), Link(4.0, 0.5), Link(), Link(2.0), Link(1.0)),
+        activation_bytes=(1.0, 1.0, 2.0, 2.0, 4.0, 4.0),
+        weight_s=(0.5, 0.5, 1.0, 1.0, 1.5, 1.5),
+        deferred_bytes=(2.0, 2.0, 3.0, 3.0, 4.0, 4.0),
+        fixed_bytes=(1.0, 2.0, 3.0),
+        step_s=0.25,
+    )
+    bare = Costs((2.0,), (4.0,)).of_chunks((0, 0))
+    assert (bare.forward_s, bare.message_bytes, bare.down) == ((1.0, 1.0), (), (Link(),))
+    one_way = replace(costs, up=()).of_chunks((0, 1, 2, 2, 1, 0))
+    assert one_way.down == (Link(1.0), Link(2.0), Link(), Link(), Link())
+    assert one_way.up == (Link(), Link(), Link(), Link(2.0), Link(1.0))
+
+
+def test_two_stages_a_rank_that_go_round():
+    """From the last rank to the first there is no link of their own: the slowest, and the longest latency."""
+    links = (Link(1.0), Link(2.0, 0.25)), (Link(3.0), Link(4.0, 0.5))
+    round_about = Costs((2.0,) * 3, (4.0,) * 3, (10.0, 20.0), *links).of_chunks((0, 1, 2, 0, 1, 2))
+    assert round_about.down == (Link(1.0), Link(2.0, 0.25), Link(1.0, 0.5), Link(1.0), Link(2.0, 0.25))
+    assert round_about.up == (Link(3.0), Link(4.0, 0.5), Link(1.0, 0.5), Link(3.0), Link(4.0, 0.5))
+    assert round_about.message_bytes == (10.0, 10.0, 20.0, 20.0, 20.0)
+
+
 @pytest.mark.parametrize("costs", [EVERYTHING, Costs.uniform(3, 1.0, 2.0, 0.5), Costs((1.0,), (2.0,))])
 def test_json_round_trip(costs):
     text = json.dumps(costs.to_dict(), allow_nan=False)
