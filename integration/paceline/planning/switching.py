@@ -50,7 +50,9 @@ class SwitchRule:
 
     def __init__(self, horizon_steps: int) -> None:
         if horizon_steps < 1:
-            raise ValueError(f"horizon_steps is {horizon_steps}: it must be at least 1, give the steps between looks.")
+            raise ValueError(
+                f"horizon_steps is {horizon_steps}: it must be at least 1, give the steps between plannings."
+            )
         self.horizon_steps = horizon_steps
         self.suffered_s = 0.0
         self._was_better = False

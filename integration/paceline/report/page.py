@@ -158,9 +158,14 @@ def _tiles(report: Mapping[str, Any]) -> str:
         pace = both(saved["before"]["median_s"], saved["after"]["median_s"]) + " a step"
         tile("time since the first switch", -saved["share"], percent, pace)
     switches = sum(decision["switched"] for decision in report["decisions"])
-    looks = len(report["decisions"])
-    if looks:
-        tile("decisions", switches, lambda number: plural(number, "switch", "switches"), f"in {plural(looks, 'look')}")
+    plannings = len(report["decisions"])
+    if plannings:
+        tile(
+            "decisions",
+            switches,
+            lambda number: plural(number, "switch", "switches"),
+            f"in {plural(plannings, 'planning')}",
+        )
     return f'<dl class="tiles">{"".join(tiles)}</dl>' if tiles else ""
 
 

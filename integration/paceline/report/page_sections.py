@@ -264,7 +264,7 @@ def _steps(sources: Sources) -> str:
         series = [
             Series("each step", [[(n, s * per_s) for n, s in each]], "faint dots"),
             Series("median while nothing changed", medians),
-            *([Series("predicted at a look", predicted, "warm")] if predicted else []),
+            *([Series("predicted when planned", predicted, "warm")] if predicted else []),
         ]
         caption = f"Time of a step, in {unit}.{_MARKED * bool(switches)}"
         out.append(_figure(chart(series, label=f"time of each step, in {unit}", unit=unit, marks=switches), caption))
@@ -462,7 +462,7 @@ def _network(sources: Sources) -> str:
                     _seconds(links[-1]["between"][place]["latency_s"]),
                 ]
             )
-        out.append(_table(("stages", "", "at the last look", "over all looks", "latency"), rows, (2, 3, 4)))
+        out.append(_table(("stages", "", "at the last planning", "over all plannings", "latency"), rows, (2, 3, 4)))
         sent = [(host, rate) for host, rate in enumerate(links[-1]["egress_bytes_per_s"] or []) if rate is not None]
         if sent:
             out.append(_table(("host", "can send"), [[host, size(rate, "B/s")] for host, rate in sent], (1,)))
@@ -518,7 +518,7 @@ def _experts(sources: Sources) -> str:
             out.append(
                 _figure(
                     heat_map(windows, f"loads of {layer['layer']}"),
-                    "Each expert's share of the tokens, a column a look.",
+                    "Each expert's share of the tokens, a column for each planning.",
                 )
             )
     return "".join(out)
