@@ -16,6 +16,7 @@ from paceline.schedules.costs import Costs
 from paceline.schedules.families import interleaved, kfkb
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
+from paceline.schedules.split_families import zbh1
 from paceline.schedules.timeline import Span, Timeline, Transfer
 from timelines import gpipe_timeline
 
@@ -123,7 +124,9 @@ def test_tracks_and_flows(trace) -> None:
     assert ("rank 0", "rank 1") in ways  # a transfer that took no time has no slice to pass through
 
 
-@pytest.mark.parametrize("schedule", [kfkb(3, 6, 2), interleaved(2, 4, 2)], ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize(
+    "schedule", [kfkb(3, 6, 2), interleaved(2, 4, 2), zbh1(3, 5)], ids=lambda schedule: schedule.name
+)
 def test_simulated(trace, schedule: Schedule) -> None:
     costs = Costs.uniform(schedule.num_stages, 0.02, 0.04, transfer_s=0.05, latency_s=0.01)
     timeline = simulate(schedule, costs, timeline=True).timeline

@@ -14,6 +14,9 @@ import pytest
 
 from paceline.report.timeline_picture import draw
 from paceline.report.timeline_style import style_of
+from paceline.schedules.costs import Costs
+from paceline.schedules.simulate import simulate
+from paceline.schedules.split_families import zbh1
 from paceline.schedules.timeline import Span, Timeline
 from timelines import gpipe_timeline
 
@@ -142,6 +145,17 @@ def test_forward_and_backward_differ_without_colours() -> None:
     assert min(map(lightness, forwards)) - max(map(lightness, backwards)) > 0.3
     groups = {style_of(span).group for span in forwards + backwards}
     assert len(groups) == 10  # chunks stay apart in the file even where colours repeat
+    weights = [span._replace(kind="W") for span in forwards]
+    assert max(lightness(span) for span in weights) < min(map(lightness, backwards)), "what is left for later is darker"
+
+
+def test_split_backwards_are_told_apart(tmp_path: Path) -> None:
+    timeline = simulate(zbh1(2, 3), Costs.uniform(2, 1.0, 2.0), timeline=True).timeline
+    assert timeline is not None
+    root = parse([timeline], tmp_path)
+    assert {"forward", "backward of inputs", "backward of weights"} <= set(texts(root))
+    for group in ("forward-0", "backward-of-inputs-0", "backward-of-weights-0"):
+        assert len(shapes(root, f"timeline-1-{group}")) == 2 * 3
 
 
 def test_chunks_are_told_apart(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Families with split backwards: their bubble, their memory, and orders by hand."""
 
+import time
+
 import pytest
 
 from paceline.schedules import Costs, families, simulate, verify
@@ -105,6 +107,17 @@ def test_few_activations_on_any_number_of_ranks(num_ranks):
         if num_ranks <= 8:
             peak = max(verify(make(num_ranks, 4 * num_ranks), paired=False).peak_held)
             assert peak <= 2 * (share * num_ranks + 1.5)
+
+
+def test_two_seconds_are_enough_for_two_stages_on_each_of_64_ranks():
+    schedule, costs = dualpipev_split(64, 1024), Costs.uniform(128, 1.0, 2.0, 0.5)
+
+    def seconds():
+        begin = time.process_time()  # of this process: what else runs here counts little
+        simulate(schedule, costs)
+        return time.process_time() - begin
+
+    assert any(seconds() < 2.0 for _ in range(3))
 
 
 def rows(schedule):
