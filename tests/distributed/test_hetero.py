@@ -19,7 +19,9 @@ LAYERS = 10
 LINK_BYTES_PER_S = 1e6
 
 
-def boundaries(num_stages: int, profile: str | None = None, **options: Any) -> dict[str, Any]:
+def boundaries(
+    num_stages: int, profile: str | None = None, schedule: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     """On every rank: what is found, and what is logged."""
     import torch.distributed as dist
 
@@ -42,7 +44,7 @@ def boundaries(num_stages: int, profile: str | None = None, **options: Any) -> d
         Shape(torch.float32, 2, 16),
         num_stages=num_stages,
         micro_batches=16,
-        schedule=ScheduleChoice("1f1b"),
+        schedule=ScheduleChoice(**(schedule or {"type": "1f1b"})),
         states=States(data_parallel=replicas),
         profile=profile,
         **options,
@@ -64,6 +66,21 @@ def write_profile(path: Path, speeds: tuple[float, ...], **changes: Any) -> str:
     profile = Profile(model, "float32", 2, 16, False, items, devices, ())
     replace(profile, **changes).save(path)
     return str(path)
+
+
+@pytest.mark.parametrize("schedule", [{"type": "interleaved", "chunks": 2}, {"type": "dualpipev", "chunks": 2}])
+def test_stages_of_devices_that_hold_several(schedule: dict[str, Any], tmp_path: Path) -> None:
+    """3:1: the faster device gets about three quarters of the layers, over its two stages."""
+    path = write_profile(tmp_path / "p.json", (3.0, 1.0))
+    first, second = run_ranks(boundaries, 2, 2, path, schedule)
+    found = first["boundaries"]
+    assert found == second["boundaries"]
+    assert (len(found), found[0], found[-1]) == (5, 0, LAYERS + 2)
+    held = {"interleaved": (0, 2), "dualpipev": (0, 3)}[schedule["type"]]
+    items = sum(found[stage + 1] - found[stage] for stage in held)
+    assert 8 <= items <= 10
+    told = [line for line in first["lines"] if line.startswith("stage ")]
+    assert told[0].startswith(f"stage {held[0]} and {held[1]} on ")
 
 
 def test_speeds_of_a_profile(tmp_path: Path) -> None:

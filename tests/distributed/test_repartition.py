@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -232,8 +232,20 @@ def test_a_trace_of_every_step_takes_nothing_from_the_looks(tmp_path: Path) -> N
 # -- models of Hugging Face ------------------------------------------------------------------------------------------
 
 
-def train_model(zero: int, partition: Any, slow_rank: int | None, steps: int) -> dict[str, Any]:
-    """Six decoder layers on two stages, each layer of one stage's ranks with a pause."""
+def train_model(
+    zero: int,
+    partition: Any,
+    slow_rank: int | None,
+    steps: int,
+    schedule: Any = "1f1b",
+    num_layers: int = 6,
+    moves: Mapping[int, Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """Decoder layers on two ranks, each layer of one of them (and its replicas) with a pause.
+
+    Args:
+        moves: boundaries that are asked for, by the step before which they are.
+    """
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     import paceline
@@ -243,7 +255,7 @@ def train_model(zero: int, partition: Any, slow_rank: int | None, steps: int) ->
     config = ds_config(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
         zero_optimization={"stage": zero},
-        paceline={"pipeline": {"stages": 2, "partition": partition}},
+        paceline={"pipeline": {"stages": 2, "partition": partition, "schedule": schedule}},
     )
     forward = LlamaDecoderLayer.forward
 
@@ -254,9 +266,11 @@ def train_model(zero: int, partition: Any, slow_rank: int | None, steps: int) ->
     if slow_rank == int(os.environ["RANK"]):
         LlamaDecoderLayer.forward = slow
     try:
-        engine, *_ = paceline.initialize(model=model_config(num_hidden_layers=6), config=config)
-        found: dict[str, Any] = {"losses": [], "parts": []}
+        engine, *_ = paceline.initialize(model=model_config(num_hidden_layers=num_layers), config=config)
+        found: dict[str, Any] = {"losses": [], "parts": [], "held": engine.module.held}
         for step in range(steps):
+            if moves and step in moves:
+                engine.repartition(moves[step])
             batches = step_batches(step)[engine.grid.data_parallel_id :: replicas]
             found["losses"].append(engine.train_batch(iter(batches)).item())
             found["parts"].append(tuple(engine.module.parts))
@@ -264,6 +278,7 @@ def train_model(zero: int, partition: Any, slow_rank: int | None, steps: int) ->
             knowledge = engine.controller.measurements.costs
             found |= {"decisions": engine.controller.decisions, "guessed": knowledge.guessed}
             found |= {"state_bytes": knowledge.state_bytes, "moved_bytes": knowledge.moved_bytes}
+            found["items"] = [(item.forward_s > 0, item.saved_bytes > 0) for item in knowledge.items]
         found["evaluation"] = engine.evaluate(step_batches(steps)[engine.grid.data_parallel_id :: replicas])
         engine.destroy()
     finally:
@@ -294,6 +309,47 @@ def test_a_language_model_follows_its_devices(zero: int, replicas: int, slow_ran
     moments = 8 if zero == 0 else 8 / replicas
     assert followed["state_bytes"] == pytest.approx([4 + 4 + moments] * 2, rel=0.01)
     assert followed["moved_bytes"] == pytest.approx(4 + moments, rel=0.01)
+
+
+SEVERAL = {
+    "interleaved": {"type": "interleaved", "chunks": 2},
+    "dualpipev": {"type": "dualpipev"},
+    "two directions": {"type": "multidirection", "directions": 2, "staleness": 0},
+    "without a flush": {"type": "multidirection", "directions": 2},
+    "one direction": {"type": "one_direction"},
+}
+
+
+def several_both(name: str, steps: int = 9) -> tuple[dict[str, Any], dict[str, Any]]:
+    """On devices that hold several stages, or whose steps run into each other; and as it is without any move.
+
+    Without a flush a layer's weights are as late as its stage is: then with the same moves, asked for by hand.
+    """
+    schedule = SEVERAL[name]
+    start = [0, 3, 5, 7, 10] if name in ("interleaved", "dualpipev") else [0, 5, 10]
+    followed = train_model(0, {"method": start, "repartition_every": 2}, 1, steps, schedule, num_layers=8)
+    parts = followed["parts"]
+    moves = {step: parts[step] for step in range(1, steps) if parts[step] != parts[step - 1]}
+    by_hand = moves if name in ("without a flush", "one direction") else None
+    return followed, train_model(0, start, None, steps, schedule, num_layers=8, moves=by_hand)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_layers_follow_devices_that_hold_several_stages_or_never_flush(name: str) -> None:
+    """The second rank is slow; where both have both stages, in two directions, there is nothing to be gained."""
+    ranks = run_ranks(several_both, 2, name)
+    for followed, fixed in ranks:
+        assert followed["losses"] == fixed["losses"]
+        assert followed["evaluation"] == fixed["evaluation"]
+        assert followed["parts"] == ranks[0][0]["parts"]
+    followed = ranks[0][0]
+    first, last = (followed["parts"][index] for index in (0, -1))
+    assert followed["decisions"], "it is looked at"
+    assert all(seconds and num_bytes for seconds, num_bytes in followed["items"][1:-1]), "every layer was timed"
+    if len(first) == 3 and len(ranks[0][0]["held"]) == 2:
+        return
+    before, after = (sum(parts[stage + 1] - parts[stage] for stage in ranks[1][0]["held"]) for parts in (first, last))
+    assert after < before, "the slow device has less to do"
 
 
 # -- a partition of the JSON for a module that was built with another one ----------------------------------------------

@@ -235,8 +235,14 @@ def test_checkpoints_and_exports_fit_any_schedule(
         torch.testing.assert_close(second.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def train_layers(case: tuple[str, int, int, int], schedule: Any, partition: Any) -> dict[str, Any]:
-    """Layers of one's own: losses, an evaluation, and weights by name."""
+def train_layers(
+    case: tuple[str, int, int, int], schedule: Any, partition: Any, move: list[int] | None = None
+) -> dict[str, Any]:
+    """Layers of one's own: losses, an evaluation, and weights by name.
+
+    Args:
+        move: boundaries from the second step on.
+    """
     import deepspeed
 
     import paceline
@@ -265,7 +271,11 @@ def train_layers(case: tuple[str, int, int, int], schedule: Any, partition: Any)
     )
     engine, *_ = paceline.initialize(model=module, config=config)
     shift = engine.grid.data_parallel_id * 50
-    losses = [engine.train_batch(iter(batches(step + shift, [5]))).item() for step in range(STEPS)]
+    losses = []
+    for step in range(STEPS):
+        if step == 1 and move is not None:
+            engine.repartition(move)
+        losses.append(engine.train_batch(iter(batches(step + shift, [5]))).item())
     evaluated = engine.eval_batch(iter(batches(99 + shift, [5]))).item()
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.destroy()
@@ -309,6 +319,23 @@ def test_layers_of_ones_own(
             torch.testing.assert_close(several_weights[name], weight, rtol=1e-4, atol=1e-6)
         else:
             assert torch.equal(several_weights[name], weight), name
+
+
+def moved_layers(case: tuple[str, int, int, int], schedule: Any) -> list[dict[str, Any]]:
+    """Layers of one's own that move after the first step, beside those that were built so from the start."""
+    before, after = [0, 2, 3, 5, 7], [0, 1, 3, 4, 7]
+    return [train_layers(case, schedule, partition, move) for partition, move in ((after, None), (before, after))]
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+def test_layers_of_ones_own_move(schedule: dict[str, Any]) -> None:
+    found = run_ranks(moved_layers, 2, ("pair", 2, 1, 0), schedule)
+    for given, moved_ in found:
+        for what in ("losses", "evaluated", "stages"):
+            assert moved_[what] == given[what]
+        assert moved_["weights"].keys() == given["weights"].keys()
+        for name, weight in given["weights"].items():
+            assert torch.equal(moved_["weights"][name], weight), name
 
 
 def built_otherwise(schedule: Any) -> str:

@@ -278,11 +278,6 @@ def test_batch_arithmetic(num_stages, data_parallel, micro, count, train):
     ("config", "message"),
     [
         (
-            {"pipeline": {"partition": {"repartition_every": 5}}},
-            "paceline.pipeline.partition.repartition_every is 5 and {type}: partitions are re-planned for schedules "
-            "with a flush; engine.repartition moves layers with any; write 0, or take another schedule.",
-        ),
-        (
             {"moe": {}},
             "paceline.moe is there and {type}: with this schedule experts stay where they are; leave moe out, or take "
             "another schedule.",
@@ -306,12 +301,10 @@ def test_what_does_not_go_with_them(kind, config, message):
 
 
 @pytest.mark.parametrize("kind", ["multidirection", "one_direction"])
-def test_measured_cuts_stay(kind):
-    """Those of the start, by the times of the layers; nothing moves afterwards."""
+def test_measured_cuts_follow_the_devices(kind):
     got = resolved(kind, pipeline={"partition": "hetero"})
-    assert (got.partition, got.partition_choice.repartition_every) == ("hetero", 0)
+    assert (got.partition, got.partition_choice.repartition_every) == ("hetero", 100)
     assert "paceline.pipeline.partition.repartition_every" in got.chosen
-    assert resolved("1f1b", pipeline={"partition": "hetero"}).partition_choice.repartition_every == 100
     config = {"paceline": {"pipeline": {"schedule": kind}}, "pipeline": {"partition": "hetero"}}
     check_features(config, PacelineConfig.of(config))
 

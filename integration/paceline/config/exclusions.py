@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
-from ..schedules.families import CHUNKED
-from .section import HETERO, SECTION, PacelineConfig, show, value_at
-from .stage_counts import may_be_late, resolve_method, schedule_type
+from .section import SECTION, PacelineConfig, show, value_at
+from .stage_counts import may_be_late, schedule_type
 
 MATHEMATICS, UPSTREAM, NOT_BUILT = "mathematics", "upstream", "not built"
 GROUNDS = {
@@ -117,13 +116,6 @@ def _moving_layers(features: Features) -> str | None:
     return f"{SECTION}.pipeline.partition.repartition_every is {every}" if every else None
 
 
-def _measured_cuts(features: Features) -> str | None:
-    if not features.is_pipeline:
-        return None
-    method, path = resolve_method(features.section, features.config)
-    return f"{path} is {show(method)}" if method == HETERO else None
-
-
 def _spread_experts(features: Features) -> str | None:
     size = features.expert_parallel
     return f"expert_parallel.autoep_size is {size}" if size > 1 else None
@@ -144,17 +136,14 @@ _UNTESTED = (
 )
 _OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 NO_FLUSH = '"multidirection" or "one_direction"'
-SEVERAL_STAGES = '"interleaved" or "dualpipev"'
 
 FEATURES: dict[str, _Finder] = {
     PIPELINE: lambda features: "" if features.is_pipeline else None,
     LAYERS: _known_later,
     NO_FLUSH: _schedule(*STREAMS),
-    SEVERAL_STAGES: _schedule(*CHUNKED),
     '"multidirection"': _schedule(MULTIDIRECTION),
     '"one_direction"': _schedule(ONE_DIRECTION),
     "layers that move": _moving_layers,
-    '"hetero"': _measured_cuts,
     "expert_parallel": _spread_experts,
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
@@ -212,10 +201,6 @@ def _in_a_pipeline(ground: str, feature: str, reason: str, remedy: str = "leave 
     return Exclusion(feature, PIPELINE, reason, remedy, ground)
 
 
-def _with_several_stages(feature: str, reason: str) -> Exclusion:
-    return Exclusion(feature, SEVERAL_STAGES, reason, f"leave it out, {_OTHER_SCHEDULE}", NOT_BUILT)
-
-
 def _without_a_flush(feature: str, reason: str, remedy: str) -> Exclusion:
     return Exclusion(feature, NO_FLUSH, reason, remedy, NOT_BUILT)
 
@@ -239,14 +224,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         *(NOT_BUILT, "torch_autocast other than bfloat16", "pipelines scale no loss for it"),
         remedy='write "bfloat16", or use fp16',
     ),
-    _without_a_flush(
-        "layers that move",
-        "partitions are re-planned for schedules with a flush; engine.repartition moves layers with any",
-        f"write 0, {_OTHER_SCHEDULE}",
-    ),
     _without_a_flush("moe", "with this schedule experts stay where they are", f"leave moe out, {_OTHER_SCHEDULE}"),
-    _with_several_stages("layers that move", "partitions are planned for one stage a rank"),
-    _with_several_stages('"hetero"', "cuts are measured for one stage a rank"),
     Exclusion(
         "torch_autocast",
         NO_FLUSH,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..schedules.asynchronous import STREAMS
 from .section import HETERO, WORK, Method, PacelineConfig, PartitionConfig
 from .stage_counts import PARTITION
 
@@ -35,13 +34,12 @@ class PartitionChoice:
 
 
 def resolve_partition(
-    section: PacelineConfig, method: Method | None, schedule_type: str = "1f1b", *, default: str | None = WORK
+    section: PacelineConfig, method: Method | None, *, default: str | None = WORK
 ) -> tuple[PartitionChoice, dict[str, tuple[Any, str]]]:
     """The partition of a run, and by path what was chosen because its key was left out: the value and why.
 
     Args:
         method: as :func:`~paceline.config.stage_counts.resolve_method` finds it; ``None`` if the JSON has none.
-        schedule_type: without a flush, or with several directions, layers stay where they are.
         default: method where the JSON has none; ``None``: the pipeline stays as it was built.
     """
     config = section.pipeline.partition
@@ -55,12 +53,7 @@ def resolve_partition(
             return PartitionChoice(method), chosen
     config = config or PartitionConfig()
     every = config.repartition_every
-    stays = schedule_type in STREAMS
-    if every is None and method == HETERO and stays:
-        every = 0
-        why = "partitions are re-planned for schedules with a flush"
-        chosen[f"{PARTITION}.repartition_every"] = (every, why)
-    elif every is None:
+    if every is None:
         follows = method == HETERO
         every = REPARTITION_EVERY if follows else 0
         unasked = f'only "{HETERO}" follows the devices unasked'

@@ -69,7 +69,7 @@ def resolve(
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items)
-    partition, defaults = resolve_partition(section, method, schedule_type(section))
+    partition, defaults = resolve_partition(section, method)
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     data_parallel = world_size // stages
     in_rounds = schedule_type(section) in (MULTIDIRECTION, INTERLEAVED)
@@ -125,8 +125,8 @@ def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_pa
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
         raise ValueError(f"{ZERO_STAGE} is {show(zero_stage)}: it must be 0, 1, 2 or 3; write one of them.")
-    kind, (method, _) = schedule_type(section), resolve_method(section, config)
-    partition, _ = resolve_partition(section, method, kind, default=None)
+    method, _ = resolve_method(section, config)
+    partition, _ = resolve_partition(section, method, default=None)
     check_exclusions(
         Features(config, section, repartition_every=partition.repartition_every, expert_parallel=expert_parallel)
     )

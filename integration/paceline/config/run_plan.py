@@ -12,7 +12,7 @@ from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, ReportConfig
-from .stage_counts import resolve_method, schedule_type
+from .stage_counts import resolve_method
 
 
 class Choice(NamedTuple):
@@ -102,7 +102,7 @@ def plan_as_built(
         ValueError: one line with the value, the rule and the remedy.
     """
     method, _ = resolve_method(section, ds_config)
-    partition, chosen = resolve_partition(section, method, schedule_type(section), default=None)
+    partition, chosen = resolve_partition(section, method, default=None)
     schedule, more = resolve_schedule(section, stages, micro_batches, micro_batch_size=micro_batch_size)
     return RunPlan(
         section=section,

@@ -7,6 +7,7 @@ that each layer is. So the prediction for the partition that runs is the measure
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import fsum, inf
@@ -14,9 +15,11 @@ from statistics import median
 from typing import NamedTuple
 
 from ..schedules.costs import Costs
+from ..schedules.directions import chunks_of
 from .blocks import Block, Device, DoesNotFit
 from .partition import partition
 from .refine import refine
+from .shared_devices import Live, loads_s
 
 REFINE_ACTIONS = 100_000
 """Forwards and backwards that a search may simulate: some tenths of a second."""
@@ -54,9 +57,10 @@ class Layout:
         items: what each costs.
         parts: boundaries over the items, ``(0, …, L)``, one more than there are stages.
         cuts: where else the items may be cut, rising.
-        limit_bytes: of each stage's device, for states and live micro-batches together.
-        state_bytes: of each stage's device, for each parameter there.
-        moved_bytes: what goes with a parameter that changes stage: value, master, states.
+        limit_bytes: of each device, for states and live micro-batches together.
+        state_bytes: of each device, for each parameter there.
+        moved_bytes: what goes with a parameter that changes its device: value, master, states.
+        routes: device of each stage, one route a direction; empty: stage s is on device s.
     """
 
     items: tuple[ItemCosts, ...]
@@ -65,10 +69,24 @@ class Layout:
     limit_bytes: tuple[float, ...]
     state_bytes: tuple[float, ...]
     moved_bytes: float = 0.0
+    routes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.parts) - 1
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.limit_bytes)
+
+    @property
+    def _routes(self) -> tuple[tuple[int, ...], ...]:
+        return self.routes or (tuple(range(self.num_stages)),)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether a device holds several stages."""
+        return len(self._routes) * self.num_stages > self.num_devices
 
     def costs(self, now: Costs, parts: Sequence[int]) -> Costs:
         """Costs of a step with other boundaries, from ``now``, those with :attr:`parts`.
@@ -102,38 +120,43 @@ class Layout:
         now, then = self.items[before - 1].output_bytes, self.items[after - 1].output_bytes
         return measured * then / now if now > 0 and then > 0 else measured
 
-    def need_bytes(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> tuple[float, ...]:
-        """Bytes of states and live micro-batches of each stage.
+    def need_bytes(self, now: Costs, parts: Sequence[int], live: Sequence[Live]) -> tuple[float, ...]:
+        """Bytes of states and live micro-batches of each device.
 
         Args:
-            peaks: most micro-batches that each stage keeps alive.
+            live: micro-batches of each device.
         """
         kept = self.costs(now, parts).activation_bytes or (0.0,) * self.num_stages
         states = _by_stage([item.num_parameters for item in self.items], parts)
-        return tuple(
-            parameters * each + peak * saved
-            for parameters, each, peak, saved in zip(states, self.state_bytes, peaks, kept, strict=True)
-        )
+        found = []
+        for device, (each, own) in enumerate(zip(self.state_bytes, live, strict=True)):
+            held = [stage for _, stage in chunks_of(device, self._routes)]
+            alive = max(fsum(n * kept[stage] for n, stage in zip(some, held, strict=True)) for some in own)
+            found.append(fsum(states[stage] for stage in held) * each + alive)
+        return tuple(found)
 
-    def fits(self, now: Costs, parts: Sequence[int], peaks: Sequence[int]) -> bool:
-        """Whether :meth:`need_bytes` of every stage is within its limit."""
-        needed = self.need_bytes(now, parts, peaks)
+    def fits(self, now: Costs, parts: Sequence[int], live: Sequence[Live]) -> bool:
+        """Whether :meth:`need_bytes` of every device is within its limit."""
+        needed = self.need_bytes(now, parts, live)
         return all(need <= limit for need, limit in zip(needed, self.limit_bytes, strict=True))
 
     def sent_bytes(self, parts: Sequence[int]) -> tuple[float, ...]:
-        """Bytes that each stage sends in a migration to these boundaries, one pipeline."""
-        sent = [0.0] * self.num_stages
+        """Bytes that each device sends in a migration to these boundaries, one pipeline."""
+        sent = [0.0] * self.num_devices
         for (source, _), num_bytes in self._flows(parts).items():
             sent[source] += num_bytes
         return tuple(sent)
 
     def _flows(self, parts: Sequence[int]) -> dict[tuple[int, int], float]:
-        """Bytes by the stages that they leave and come to."""
+        """Bytes by the devices that they leave and come to."""
         flows: dict[tuple[int, int], float] = {}
         for item, costs in enumerate(self.items):
-            way = stage_of(self.parts, item), stage_of(parts, item)
-            if way[0] != way[1]:
-                flows[way] = flows.get(way, 0.0) + costs.num_parameters * self.moved_bytes
+            before, after = stage_of(self.parts, item), stage_of(parts, item)
+            there = {route[before] for route in self._routes}
+            for route in self._routes:
+                if route[after] not in there:
+                    way = route[before], route[after]
+                    flows[way] = flows.get(way, 0.0) + costs.num_parameters * self.moved_bytes
         return flows
 
     def migration_s(
@@ -146,9 +169,9 @@ class Layout:
             earlier_bytes_per_s: at which items moved before. Small messages take as long as they do for other reasons
                 than the link: then the faster of the two rates counts.
         """
-        hosts = now.hosts or tuple(range(self.num_stages))
+        hosts = now.hosts or tuple(range(self.num_devices))
         leaving: dict[int, float] = {}  # by host
-        within: dict[tuple[int, int], float] = {}  # by stages of one host
+        within: dict[tuple[int, int], float] = {}  # by devices of one host
         for (source, target), num_bytes in self._flows(parts).items():
             if hosts[source] == hosts[target]:
                 within[source, target] = num_bytes
@@ -171,7 +194,7 @@ class Layout:
     def best(
         self,
         now: Costs,
-        peaks: Sequence[int],
+        live: Sequence[Live],
         step_s: Callable[[tuple[int, ...]], float],
         num_actions: int,
         known: Sequence[int] | None = None,
@@ -179,11 +202,12 @@ class Layout:
     ) -> tuple[tuple[int, ...], float]:
         """The boundaries with the shortest step that fit in memory, and the seconds of that step.
 
-        The exact split by bottleneck, what runs, and what is ``known``, are taken as starts of a local search with
+        The exact split by bottleneck (of devices with several stages: the split whose largest sum is smallest, as far
+        as a local search finds it), what runs, and what is ``known``, are taken as starts of a local search with
         ``step_s``: the answer is never worse than one of them.
 
         Args:
-            peaks: most micro-batches that each stage keeps alive, by the schedule that is meant.
+            live: micro-batches of each device, by the schedule that is meant.
             step_s: seconds of a step with given boundaries.
             num_actions: of a step, which tell what one call of ``step_s`` takes.
             known: boundaries that fit and are thought to be good.
@@ -191,11 +215,11 @@ class Layout:
         """
         edges = (0, *self.cuts, len(self.items))
         starts = [tuple(parts) for parts in (self.parts, known) if parts is not None and set(parts) <= set(edges)]
-        try:
-            found = partition(self._blocks(now, edges), self._devices(now), _links(now), live=peaks)
-            starts.append(tuple(edges[cut] for cut in found.boundaries))
-        except DoesNotFit:
-            pass  # by sums; what runs is there, whatever it takes
+        if not self._is_shared:
+            with suppress(DoesNotFit):  # by sums; what runs is there, whatever it takes
+                starts.append(tuple(edges[cut] for cut in self._by_bottleneck(now, edges, live)))
+        elif self.parts in starts:
+            starts.append(tuple(edges[cut] for cut in self._by_sums(now, edges, live)))
         budget = max(20, REFINE_ACTIONS // max(1, num_actions) // max(1, len(starts)))
         at = {edge: number for number, edge in enumerate(edges)}
 
@@ -206,7 +230,7 @@ class Layout:
             refine(
                 [at[edge] for edge in start],
                 lambda cuts: step_s(items(cuts)),
-                fits=lambda cuts: items(cuts) not in refused and self.fits(now, items(cuts), peaks),
+                fits=lambda cuts: items(cuts) not in refused and self.fits(now, items(cuts), live),
                 budget=budget,
             )
             for start in dict.fromkeys(starts)
@@ -216,6 +240,20 @@ class Layout:
             return self.parts, step_s(self.parts)
         cuts, seconds = min(reached, key=lambda one: one[1])
         return items(cuts), seconds
+
+    def _by_bottleneck(self, now: Costs, edges: Sequence[int], live: Sequence[Live]) -> Sequence[int]:
+        """Boundaries over ``edges``, one stage a device."""
+        peaks = [own[0][0] for own in live]
+        return partition(self._blocks(now, edges), self._devices(now), _links(now), live=peaks).boundaries
+
+    def _by_sums(self, now: Costs, edges: Sequence[int], live: Sequence[Live]) -> Sequence[int]:
+        """Boundaries over ``edges`` by the sums of devices that hold several stages; it begins with what runs."""
+        blocks, devices = self._blocks(now, edges), self._devices(now)
+        return refine(
+            [edges.index(part) for part in self.parts],
+            lambda cuts: max(loads_s(cuts, blocks, devices, self._routes)),
+            fits=lambda cuts: self.fits(now, [edges[cut] for cut in cuts], live),
+        )[0]
 
     def _blocks(self, now: Costs, edges: Sequence[int]) -> list[Block]:
         state = max(self.state_bytes)
@@ -232,15 +270,19 @@ class Layout:
         ]
 
     def _devices(self, now: Costs) -> list[Device]:
-        work = _by_stage([item.work_s for item in self.items], self.parts)
-        seconds = [f + b for f, b in zip(now.forward_s, now.backward_s, strict=True)]
+        of_stages = _by_stage([item.work_s for item in self.items], self.parts)
+        both = [f + b for f, b in zip(now.forward_s, now.backward_s, strict=True)]
+        held = [[stage for _, stage in chunks_of(device, self._routes)] for device in range(self.num_devices)]
+        work = [fsum(of_stages[stage] for stage in stages) for stages in held]
+        faster = now.speeds or (1.0,) * self.num_devices
+        seconds = [fsum(both[stage] for stage in stages) / speed for stages, speed in zip(held, faster, strict=True)]
         speeds = [own / taken if own > 0 and taken > 0 else 0.0 for own, taken in zip(work, seconds, strict=True)]
         typical = median([speed for speed in speeds if speed] or [1.0])
         return [Device(s or typical, limit) for s, limit in zip(speeds, self.limit_bytes, strict=True)]
 
 
 def _links(costs: Costs) -> list[float]:
-    """Bytes a second between neighbouring stages, the slower of both ways."""
+    """Bytes a second between neighbouring stages, one a device, the slower of both ways."""
     hosts = costs.hosts or tuple(range(len(costs.forward_s)))
 
     def leaving(stage: int, to: int) -> float:

@@ -1,8 +1,8 @@
-"""Devices that hold several stages, one a direction: what their memory needs, and how fast a cut of the model is there.
+"""Devices that hold several stages: what their memory needs, and how fast a cut of the model is there.
 
-Every device holds as many stages as there are directions, so what it has to do is their sum: a stage that takes longer
-than the others is on several devices, and what else they hold can be less. Sums that are alike are a good start; how
-well the static order fits unequal stages, a simulation tells.
+What a device has to do is the sum of its stages: where one takes longer than the others, what else is held beside it
+can be less. With several directions that is so on every device that has the stage. Sums that are alike are a good
+start; how well the static order fits unequal stages, a simulation tells.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ _LEAST, _MOST, _SEARCHED_ACTIONS = 60, 500, 300_000
 """Times that a search may simulate, and actions altogether."""
 
 
+Live = tuple[tuple[int, ...], ...]
+"""Numbers of live micro-batches by chunk that a device comes to, none of which is within another."""
+
+
 @dataclass(frozen=True)
 class Held:
     """The stages of one device.
 
     Args:
         stages: by chunk.
-        live: all numbers of live micro-batches by chunk that it comes to and none of which is within another.
+        live: micro-batches.
         owned: of each stage, the share of its optimizer states that is there, data-parallel replicas left aside; None
             with one direction, where nobody else has the stage.
     """
 
     stages: tuple[int, ...]
-    live: tuple[tuple[int, ...], ...]
+    live: Live
     owned: tuple[float | None, ...]
 
     @property
@@ -74,7 +78,7 @@ def held_by(schedule: Schedule, owners: str | None) -> tuple[Held, ...]:
     """
     if schedule.num_directions == 1:
         chunks = (None,) * schedule.num_chunks
-        return tuple(Held(held, _live(schedule, device), chunks) for device, held in enumerate(schedule.stages))
+        return tuple(Held(held, live_of(schedule, device), chunks) for device, held in enumerate(schedule.stages))
     routes = schedule.routes
     alike = {device: len(group) for group in mirror_groups(routes) for device in group}
     found = []
@@ -82,7 +86,7 @@ def held_by(schedule: Schedule, owners: str | None) -> tuple[Held, ...]:
         stages = stages_of(device, routes)
         in_first = [float(direction == 0) for direction in range(len(routes))]
         owned = [1 / alike[device]] * len(routes) if owners == MIRROR else in_first
-        found.append(Held(stages, _live(schedule, device), tuple(owned)))
+        found.append(Held(stages, live_of(schedule, device), tuple(owned)))
     return tuple(found)
 
 
@@ -90,7 +94,8 @@ def _owning(states: States, share: float) -> States:
     return replace(states, shard=True, owned=share)
 
 
-def _live(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+def live_of(schedule: Schedule, rank: int) -> Live:
+    """Live micro-batches of a device."""
     now = [0] * schedule.num_chunks
     seen: set[tuple[int, ...]] = set()
     for kind, _, chunk in schedule.orders[rank]:
@@ -103,6 +108,16 @@ def _live(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
             if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in seen)
         )
     )
+
+
+def one_a_device(peaks: Sequence[int]) -> tuple[Live, ...]:
+    """Live micro-batches of devices with one stage each, from the most that each keeps."""
+    return tuple(((peak,),) for peak in peaks)
+
+
+def routes_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Device of each stage, one route a direction, also of a schedule that does not name them."""
+    return schedule.routes or (tuple(rank for rank, _ in schedule.places),)
 
 
 def loads_s(
@@ -129,10 +144,15 @@ def step_s(order: Schedule | Stream, costs: Costs) -> float:
     return (long - short) / _MEASURED + costs.step_s
 
 
+def actions_of(order: Schedule | Stream) -> int:
+    """Forwards and backwards that one call of :func:`step_s` simulates."""
+    schedules = [order] if isinstance(order, Schedule) else [order.unrolled(1)] * (2 * (order.most_lag + _BEGUN) + 2)
+    return sum(sum(map(len, one.orders)) for one in schedules)
+
+
 def budget_of(order: Schedule | Stream) -> int:
     """Number of calls of :func:`step_s` that a search may make: some seconds."""
-    schedules = [order] if isinstance(order, Schedule) else [order.unrolled(1)] * (2 * (order.most_lag + _BEGUN) + 2)
-    return max(_LEAST, min(_MOST, _SEARCHED_ACTIONS // sum(sum(map(len, one.orders)) for one in schedules)))
+    return max(_LEAST, min(_MOST, _SEARCHED_ACTIONS // actions_of(order)))
 
 
 def whole_schedule(order: Schedule | Stream) -> Schedule:

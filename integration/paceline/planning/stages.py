@@ -16,7 +16,7 @@ from .memory import ItemMemory, StageMemory, States, stage_memory
 from .order import search_order
 from .partition import partition
 from .refine import refine, stage_costs
-from .shared_devices import budget_of, held_by, loads_s, step_s, whole_schedule
+from .shared_devices import budget_of, held_by, loads_s, routes_of, step_s, whole_schedule
 
 BETTER = 0.05
 """Another order of the devices is worth a word if it makes the bottleneck smaller by this share."""
@@ -31,7 +31,7 @@ class StagePlan:
         step_s: of the schedule, by simulation.
         costs: of each stage, as they were simulated.
         memory: of each stage; of each device, where one holds several.
-        held: stages of each device, one a direction; empty: stage s is on device s.
+        held: stages of each device, by chunk; empty: stage s is on device s.
         better: another order of the devices that would be better, if there is one, and by how much its bottleneck is
             smaller (0 to 1); links are not known for it and count as infinitely fast.
     """
@@ -57,8 +57,8 @@ def plan_stages(
 ) -> StagePlan:
     """The boundaries under which a step of ``schedule`` is shortest, of those that fit; each stage has a decoder layer.
 
-    With several directions a device holds several stages, whose sum is balanced by the search; then :attr:`memory` is
-    by device, and the slowest of the links counts for all.
+    Where a device holds several stages, in one direction or several, their sum is balanced by the search; then
+    :attr:`memory` is by device, and the slowest of the links counts for all.
 
     Args:
         items: embedding, decoder layers in order, head with loss.
@@ -74,8 +74,8 @@ def plan_stages(
     """
     whole = whole_schedule(schedule)
     budget = budget_of(schedule) if budget is None else budget
-    if whole.num_directions > 1:
-        return _plan_directions(items, seconds, devices, states, schedule, links, owners, budget)
+    if whole.num_chunks > 1:
+        return _plan_shared(items, seconds, devices, states, schedule, links, owners, budget)
     live = verify(whole, paired=False).peak_activations
     blocks, forward = _blocks(items, seconds, states)
     beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
@@ -101,7 +101,7 @@ def plan_stages(
     return StagePlan(over_items(cuts), seconds_, costs(cuts), memory(cuts), better=better)
 
 
-def _plan_directions(
+def _plan_shared(
     items: Sequence[ItemMemory],
     seconds: Sequence[tuple[float, float]],
     devices: Sequence[Device],
@@ -116,8 +116,9 @@ def _plan_directions(
     whole = whole_schedule(order)
     held = held_by(whole, owners)
     blocks, forward = _blocks(items, seconds, states)
-    alike = [Device()] * len(devices)  # a stage is on several devices; what each of them does, costs say
-    slowest = [min(links)] * (len(devices) - 1) if links else ()
+    alike = [Device()] * whole.num_stages  # not one a device; what each of them does, costs say
+    slowest = [min(links)] * (whole.num_stages - 1) if links else ()
+    routes = routes_of(whole)
 
     def costs(cuts: Sequence[int]) -> Costs:
         own = stage_costs(cuts, blocks, alike, slowest, forward=forward)
@@ -143,7 +144,7 @@ def _plan_directions(
         raise DoesNotFit(worst, worst, needs[worst].total, devices[worst].memory_bytes, why)
 
     def load_s(cuts: Sequence[int]) -> float:
-        return max(loads_s(cuts, blocks, devices, whole.routes))
+        return max(loads_s(cuts, blocks, devices, routes))
 
     even, _ = refine(start, load_s)
     if not fits(even):  # asked of the result first: to ask of all that is tried takes most of the time

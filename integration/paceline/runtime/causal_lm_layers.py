@@ -59,10 +59,10 @@ class CausalLMLayers(Layers):
     def num_parameters(self, item: int) -> int:
         return self.module.items[item].num_parameters
 
-    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
-        found = {item: layer for item in self.here if (layer := self.get(item)) is not None}
-        last = self.num_items - 1
-        return found, 0 if 0 in self.here else None, last if last in self.here else None
+    def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        own, last = self._of(stage), self.num_items - 1
+        found = {item: layer for item in own if (layer := self.get(item)) is not None}
+        return found, 0 if 0 in own else None, last if last in own else None
 
     def cuts(self) -> tuple[int, ...]:
         return tuple(range(2, self.num_items - 1))  # a decoder layer on every stage

@@ -220,7 +220,7 @@ class PacelineEngine(PipelineEngine):
         )
         self.timelines = TimelineWriter(
             step=lambda: int(self.global_steps),
-            order=lambda: self.schedule if self.asynchronous is None else self.asynchronous.order,
+            order=lambda: self.order,
             micro_batch_size=lambda: int(self.cut),
             folder=lambda: self.run_dir,
             begun=lambda: 0 if self.asynchronous is None else self.asynchronous.num_begun - 1,
@@ -252,6 +252,11 @@ class PacelineEngine(PipelineEngine):
     def schedule(self) -> Schedule:
         """Schedule of the next step."""
         return self.programs.schedule(self.run_micro_batches)
+
+    @property
+    def order(self) -> Schedule | Stream:
+        """Order of the steps: without a flush, of one in the steady state."""
+        return self.schedule if self.asynchronous is None else self.asynchronous.order
 
     @property
     def run_micro_batches(self) -> int:

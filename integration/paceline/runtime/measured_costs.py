@@ -204,15 +204,19 @@ class MeasuredCosts:
 
         Args:
             cuts: where the items may be cut.
-            memory_bytes: of each device; None: what the stage has, and what is free.
+            memory_bytes: of each device; None: what its stages have, and what is free.
         """
-        parameters = [sum(item.num_parameters for item in self.items[a:b]) for a, b in pairwise(self.parts)]
+        of_stages = [sum(item.num_parameters for item in self.items[a:b]) for a, b in pairwise(self.parts)]
+        held = [chunks_of(device, self.routes) for device in range(self.num_devices)]
+        parameters = [sum(of_stages[stage] for _, stage in own) for own in held]
         limits = [
             float(memory_bytes) if memory_bytes is not None else room + each * count
             for room, each, count in zip(self.room_bytes, self.state_bytes, parameters, strict=True)
         ]
         return Layout(
-            self.items, self.parts, tuple(cuts), tuple(limits), tuple(self.state_bytes), moved_bytes=self.moved_bytes
+            *(self.items, self.parts, tuple(cuts), tuple(limits), tuple(self.state_bytes)),
+            moved_bytes=self.moved_bytes,
+            routes=tuple(tuple(route) for route in self.routes),
         )
 
     def has_moved(self, parts: Sequence[int]) -> None:

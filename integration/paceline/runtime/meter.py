@@ -11,7 +11,7 @@ from ..comm.shapes import Value
 from ..measure.clock import Clock
 from ..measure.layer_timer import LayerTimer
 from ..measure.recorder import Recorded, Recorder, SavedBytes
-from ..schedules.schedule import FORWARD
+from ..schedules.schedule import BACKWARD, FORWARD
 from .movable_layers import Layers
 from .rank_reports import WAIT, LayerReport
 
@@ -30,11 +30,14 @@ class Meter:
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self._module, self._device = module, device
-        self._layer_timer: LayerTimer | None = None
+        self._layer_timers: list[LayerTimer] = []
+        """By chunk, while layers are timed."""
 
     def compute(self, kind: str, number: int, run: Callable[[], None], chunk: int = 0) -> None:
         """Time a forward or a backward of a chunk."""
-        clock, recorder, timer = self.clock, self.recorder, self._layer_timer
+        clock, recorder = self.clock, self.recorder
+        is_timed = bool(self._layer_timers) and kind in (FORWARD, BACKWARD)
+        timer = self._layer_timers[chunk] if is_timed else None
         start = clock.now()
         if timer is not None:
             timer.begin(kind)
@@ -72,19 +75,22 @@ class Meter:
 
     def time_layers(self, layers: Layers) -> None:
         """Time each layer in the steps from here to :meth:`stop_timing_layers`."""
-        modules, before, after = layers.timed()
-        self._layer_timer = LayerTimer(
-            modules, self._device, stage=self._module, before=before, after=after, now=self.clock.now
-        )
-        self._layer_timer.install()
+        for stage in layers.held:
+            modules, before, after = layers.timed(stage)
+            self._layer_timers.append(
+                LayerTimer(modules, self._device, stage=self._module, before=before, after=after, now=self.clock.now)
+            )
+            self._layer_timers[-1].install()
 
     def stop_timing_layers(self, layers: Layers, micro_batch_size: int) -> dict[int, LayerReport]:
-        """Times of the layers of this stage since :meth:`time_layers`."""
-        timer, self._layer_timer = self._layer_timer, None
-        assert timer is not None, "time_layers begins it"
-        timer.remove()
+        """Times of the layers of this rank since :meth:`time_layers`."""
+        timers, self._layer_timers = self._layer_timers, []
+        assert timers, "time_layers begins it"
+        for timer in timers:
+            timer.remove()
         return {
             item: LayerReport(layers.kind(item), layers.num_parameters(item), times, micro_batch_size)
+            for timer in timers
             for item, times in timer.result().items()
         }
 

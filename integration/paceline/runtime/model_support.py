@@ -195,6 +195,9 @@ class PlainSupport(ModelSupport):
     def __init__(self, module: PipelineModule) -> None:
         super().__init__(module)
         self._shapes_version = 0
+        self._chunks: dict[int, Any] = {}
+        self._chunks_of: tuple[int, ...] = ()
+        """Boundaries under which chunks were made."""
 
     def make_layers(self) -> PlainLayers:
         return PlainLayers(self.module)
@@ -214,7 +217,7 @@ class PlainSupport(ModelSupport):
             reach=around.reach,
             around=around.surroundings,
             module=module,
-            chunk=module.chunk(chunk) if hasattr(module, "chunk") else module,
+            chunk=lambda: self._chunk(chunk),
             device=around.device,
             batch=self._steps.batch,
             losses=around.losses,
@@ -222,6 +225,18 @@ class PlainSupport(ModelSupport):
             num_micro_batches=around.num_micro_batches,
             shapes_version=lambda: self._shapes_version,
         )
+
+    def _chunk(self, number: int) -> Any:
+        """A stage of this rank with the layers that it has now."""
+        module: Any = self.module
+        if not hasattr(module, "chunk"):
+            return module
+        parts = tuple(module.parts)
+        if self._chunks_of != parts:
+            self._chunks_of, self._chunks = parts, {}
+        if number not in self._chunks:
+            self._chunks[number] = module.chunk(number)
+        return self._chunks[number]
 
     def reset_shapes(self) -> None:
         self._shapes_version += 1

@@ -90,8 +90,8 @@ class Layers(ABC):
         """Count the parameters of an item that is here."""
 
     @abstractmethod
-    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
-        """Modules here by item, and the items of what runs before the first and after the last of them."""
+    def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        """Modules of a stage that is here by item, and the items of what runs before and after all of them."""
 
     @abstractmethod
     def cuts(self) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from ..comm.control import is_shared
 from ..planning.candidates import Candidate
 from ..planning.choose import TIE
 from ..planning.repartition import Layout
+from ..planning.shared_devices import Live, actions_of, live_of, step_s, whole_schedule
 from ..planning.switching import Decision, SwitchRule
 from ..planning.tuning import PARTITION, DecisionRecord, Proposal
-from ..schedules.simulate import simulate
-from ..schedules.verify import verify
+from ..schedules.steady import drained_s
+from ..schedules.stream import Stream
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .migration import Migration
@@ -65,7 +66,7 @@ class _Move:
 
     Args:
         candidate: the schedule to go with ``parts``.
-        most_bytes: that any stage would send.
+        most_bytes: that any device would send.
     """
 
     before: tuple[int, ...]
@@ -160,41 +161,48 @@ class PartitionActuator:
         return _Move(layout.parts, parts, best, decision, max(layout.sent_bytes(parts)))
 
     def _switch_s(self, layout: Layout, parts: tuple[int, ...], candidate: Candidate) -> float:
-        """Seconds of moving layers, by what the last moves took."""
+        """Seconds of moving layers, by what the last moves took; without a flush, also of finishing the steps that are
+        under way and of filling the pipeline again."""
         migrations = self._pipeline.migrations
         rebuild_s = migrations[-1]["rebuild_s"] if migrations else REBUILD_S
         sent = [m["most_bytes"] / m["transfer_s"] for m in migrations if m["most_bytes"] > MUCH]
         costs = self._measurements.costs.costs(candidate.micro_batch_size)
-        return layout.migration_s(costs, parts, rebuild_s, sent[-1] if sent else None)
+        order = self._schedules.order(candidate)
+        drain_s = drained_s(order, costs) if isinstance(order, Stream) else 0.0
+        return drain_s + layout.migration_s(costs, parts, rebuild_s, sent[-1] if sent else None)
 
     def _search(
         self, layout: Layout, candidate: Candidate, known: tuple[int, ...] | None = None
     ) -> tuple[tuple[int, ...], float]:
-        schedule = self._schedules.schedule(candidate)
+        order = self._schedules.order(candidate)
         costs = self._measurements.costs.costs(candidate.micro_batch_size)
-        peaks = verify(schedule).peak_activations
-        num_actions = 2 * schedule.num_stages * schedule.num_micro_batches
         refused = frozenset(parts for parts, until in self._refused.items() if self._plannings < until)
-        return layout.best(costs, peaks, self._step_s(candidate, layout), num_actions, known, refused)
+        num_actions = actions_of(order)
+        return layout.best(costs, self._live(candidate), self._step_s(candidate, layout), num_actions, known, refused)
+
+    def _live(self, candidate: Candidate) -> list[Live]:
+        """Live micro-batches of each device."""
+        whole = whole_schedule(self._schedules.order(candidate))
+        return [live_of(whole, device) for device in range(whole.num_ranks)]
 
     def _step_s(self, candidate: Candidate, layout: Layout) -> Callable[[tuple[int, ...]], float]:
         """Seconds of a step by its boundaries."""
-        schedule = self._schedules.schedule(candidate)
+        order = self._schedules.order(candidate)
         costs = self._measurements.costs.costs(candidate.micro_batch_size)
-        return lambda parts: simulate(schedule, layout.costs(costs, parts)).makespan_s
+        return lambda parts: step_s(order, layout.costs(costs, parts))
 
     def _warn_of_memory(self, layout: Layout, candidate: Candidate) -> None:
         """Say once if even what runs takes more than a partition was allowed to."""
         if self._memory_bytes is None or self._warned:
             return
         costs = self._measurements.costs.costs(candidate.micro_batch_size)
-        needed = layout.need_bytes(costs, layout.parts, verify(self._schedules.schedule(candidate)).peak_activations)
+        needed = layout.need_bytes(costs, layout.parts, self._live(candidate))
         over = [s for s, (need, limit) in enumerate(zip(needed, layout.limit_bytes, strict=True)) if need > limit]
         if over:
             self._warned = True
             logger.warning(
-                "step %d: with the partition %s, stage %d takes %.4g MiB and paceline.pipeline.partition.memory_gib "
-                "allows %.4g MiB: layers move only to where all stages keep to it; allow more, or lower the "
+                "step %d: with the partition %s, device %d takes %.4g MiB and paceline.pipeline.partition.memory_gib "
+                "allows %.4g MiB: layers move only to where all devices keep to it; allow more, or lower the "
                 "micro-batch size",
                 *(self._pipeline.global_steps, list(layout.parts), over[0]),
                 *(needed[over[0]] / 2**20, layout.limit_bytes[over[0]] / 2**20),

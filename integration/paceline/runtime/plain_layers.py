@@ -12,7 +12,7 @@ from torch import nn
 
 from ..planning.partition_methods import checked_boundaries
 from ..planning.repartition import stage_of
-from .movable_layers import Layers, TensorNote, empty_tensors, forget_tensors, tensors_of_layer
+from .movable_layers import Layers, TensorNote, empty_tensors, forget_tensors, items_of_stages, tensors_of_layer
 from .pipe_module import boundaries_for, held_stages
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -27,11 +27,6 @@ class PlainLayers(Layers):
 
     def check(self, parts: Sequence[int]) -> list[int]:
         found = checked_boundaries(parts, self.num_items, len(self.parts) - 1)
-        if len(held_stages(self.module)) > 1 and found != self.parts:
-            raise ValueError(
-                f"partition {found}: the layers of a PipelineModule with several stages a rank stay where they are; "
-                f"build it with these boundaries, or leave {self.parts}."
-            )
         for item, spec in enumerate(self.module._layer_specs):
             now, then = stage_of(self.module.parts, item), stage_of(found, item)
             if now != then and (other := self._shares_tensors(item)) is not None:
@@ -89,14 +84,15 @@ class PlainLayers(Layers):
         layer = self._module(item)
         return 0 if layer is None else sum(p.numel() for p in layer.parameters())
 
-    def timed(self) -> tuple[dict[int, nn.Module], int | None, int | None]:
-        found = {item: layer for item in self.here if (layer := self._module(item)) is not None}
-        first, last = self.here[0], self.here[-1]
+    def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
+        own = items_of_stages(self.parts, [stage])
+        found = {item: layer for item in own if (layer := self._module(item)) is not None}
+        first, last = own[0], own[-1]
         return found, first if first == 0 else None, last if last == self.num_items - 1 else None
 
     def cuts(self) -> tuple[int, ...]:
         allowed = range(1, self.num_items)
-        last = self.module.num_stages - 1
+        last = len(self.module.parts) - 2
         for item, spec in enumerate(self.module._layer_specs):
             if isinstance(spec, TiedLayerSpec) or self._shares_tensors(item) is not None:
                 stage = stage_of(self.module.parts, item)
@@ -143,7 +139,7 @@ class PlainLayers(Layers):
         module, before = self.module, self.here
         functions = dict(zip(before, module.forward_funcs, strict=True))
         module.parts = list(parts)
-        module._set_bounds(parts[module.stage_id], parts[module.stage_id + 1])
+        module._set_bounds(parts[self.held[0]], parts[self.held[0] + 1])
         for item in before:
             if item not in self.here and str(item) in module._modules:
                 layer = module._modules.pop(str(item))

@@ -11,6 +11,7 @@ from typing import Protocol
 from ..planning.candidates import SLACKS, Candidate, candidates
 from ..planning.choose import Choice, Planner
 from ..planning.repartition import Layout
+from ..planning.shared_devices import one_a_device
 from ..planning.switching import SwitchRule
 from ..planning.tuning import SCHEDULE, DecisionRecord, Proposal
 from ..schedules.schedule import Schedule
@@ -49,6 +50,10 @@ class RunsSchedules(Protocol):
     @property
     def schedule(self) -> Schedule:
         """Schedule of the next step."""
+
+    @property
+    def order(self) -> Schedule | Stream:
+        """Order of the steps: without a flush, of one in the steady state."""
 
     @property
     def global_steps(self) -> int: ...
@@ -106,12 +111,9 @@ class ScheduleActuator:
         self._pipeline.run_candidate(change)
         self._switch_s = time.perf_counter() - begun
 
-    def schedule(self, candidate: Candidate) -> Schedule:
-        """A step of a candidate; without candidates, that of the pipeline, which stays."""
-        if self.planner is None:
-            return self._pipeline.schedule
-        order = self.planner.schedule(candidate)
-        return order.one_step if isinstance(order, Stream) else order
+    def order(self, candidate: Candidate) -> Schedule | Stream:
+        """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
+        return self._pipeline.order if self.planner is None else self.planner.schedule(candidate)
 
     def that_fit(self, layout: Layout, parts: tuple[int, ...]) -> Iterable[Candidate]:
         """Candidates that were measured and fit with other boundaries."""
@@ -120,7 +122,7 @@ class ScheduleActuator:
         for other in self.planner.candidates:
             if other.micro_batch_size in self._costs.sizes():
                 peaks = other.peak_activations(self._pipeline.num_stages, self.planner.samples)
-                if layout.fits(self._costs.costs(other.micro_batch_size), parts, peaks):
+                if layout.fits(self._costs.costs(other.micro_batch_size), parts, one_a_device(peaks)):
                     yield other
 
     def _choose(self, steps: int) -> Choice | None:

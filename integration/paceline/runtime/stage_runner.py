@@ -143,7 +143,7 @@ class PlainRunner(StageRunner):
 
     Args:
         module: all that this rank holds.
-        chunk: the stage itself, a part of it.
+        chunk: the stage itself, a part of it, as its layers lie now.
         batch: of a number: a micro-batch as ``(inputs, labels)``, each a tensor or several.
         losses: where the last stage puts them.
         wants: while an evaluation runs, ``(losses, outputs)``: what it asks for.
@@ -159,7 +159,7 @@ class PlainRunner(StageRunner):
         reach: Reach,
         around: Surroundings,
         module: PipelineModule,
-        chunk: PipelineModule,
+        chunk: Callable[[], PipelineModule],
         device: torch.device,
         batch: Callable[[int], Any],
         losses: LossBook,
@@ -193,7 +193,7 @@ class PlainRunner(StageRunner):
     def forward(self, live: Live, number: int) -> None:
         inputs = _each(live.inputs, lambda tensor: _Alias.apply(tensor) if tensor.requires_grad else tensor)
         with self._graph(), self._around.forward():
-            outputs = self._chunk(inputs)
+            outputs = self._chunk()(inputs)
         if not self._module.training:
             ds_checkpointing.reset()
         live.outputs = self._loss(live, outputs) if self.is_last else outputs

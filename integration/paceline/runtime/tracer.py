@@ -56,14 +56,16 @@ class TimelineWriter:
         """
         step, order = self.step(), self.order()
         pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.device)
-        predicted = predicted_step(order, costs.costs(self.micro_batch_size()), self.begun())
+        size = self.micro_batch_size()
+        # Of split backwards no costs are measured.
+        predicted = predicted_step(order, costs.costs(size), self.begun()) if size in costs.sizes() else None
         times = [report.steps[-1] for report in pipe]
         record = StepRecord(
             step=step,
             schedule=order.name,
-            predicted=predicted.timeline,
+            predicted=None if predicted is None else predicted.timeline,
             measured=timeline(pipe, costs.routes, order.num_micro_batches),
-            predicted_s=predicted.step_s,
+            predicted_s=None if predicted is None else predicted.step_s,
             measured_s=max(time.ended_s - time.begun_s for time in times),
         )
         try:

@@ -53,6 +53,12 @@ def period(stream: Stream, costs: Costs) -> float:
     return steady(stream, costs).period_s
 
 
+def drained_s(stream: Stream, costs: Costs) -> float:
+    """Seconds that a drain costs: the run ends its steps, and begins anew without what would lag."""
+    found = steady(stream, costs)
+    return max(0.0, found.first_s - found.period_s)
+
+
 def steady(stream: Stream, costs: Costs) -> Steady:
     """Simulate the beginning of a run until its steps repeat.
 

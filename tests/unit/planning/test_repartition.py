@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.planning import repartition as subject
 from paceline.planning.repartition import LARGE, ItemCosts, Layout, item_costs
+from paceline.planning.shared_devices import live_of, one_a_device
 from paceline.schedules.costs import Costs, Link
-from paceline.schedules.families import one_f_one_b
+from paceline.schedules.families import chunked_route, dualpipev, interleaved, one_f_one_b
 from paceline.schedules.simulate import simulate
 from paceline.schedules.verify import verify
 
@@ -47,7 +48,7 @@ def search(
     plan: Layout, now: Costs, micro_batches: int, known: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], float]:
     schedule = one_f_one_b(plan.num_stages, micro_batches)
-    peaks = verify(schedule).peak_activations
+    peaks = one_a_device(verify(schedule).peak_activations)
     num_actions = 2 * plan.num_stages * micro_batches
     return plan.best(now, peaks, lambda parts: step_s(plan, now, parts, micro_batches), num_actions, known)
 
@@ -125,13 +126,13 @@ def test_where_no_item_took_time_the_layers_stay() -> None:
 def test_states_and_live_micro_batches_count_together() -> None:
     plan = layout([LAYER] * 4, (0, 2, 4), state_bytes=(16.0, 8.0), limit_bytes=(3240.0, 2430.0))
     now = costs_of(plan, (1, 1))
-    assert plan.need_bytes(now, (0, 2, 4), (2, 1)) == (2 * 1600 + 2 * 20, 2 * 800 + 20)
-    assert plan.need_bytes(now, (0, 1, 4), (2, 1)) == (1600 + 2 * 10, 3 * 800 + 30)
-    assert plan.fits(now, (0, 2, 4), (2, 1))
-    assert plan.fits(now, (0, 1, 4), (2, 1))
-    assert not plan.fits(now, (0, 2, 4), (3, 1))  # one micro-batch more is alive
-    assert not plan.fits(now, (0, 1, 4), (2, 2))
-    assert not plan.fits(now, (0, 3, 4), (2, 1))
+    assert plan.need_bytes(now, (0, 2, 4), one_a_device((2, 1))) == (2 * 1600 + 2 * 20, 2 * 800 + 20)
+    assert plan.need_bytes(now, (0, 1, 4), one_a_device((2, 1))) == (1600 + 2 * 10, 3 * 800 + 30)
+    assert plan.fits(now, (0, 2, 4), one_a_device((2, 1)))
+    assert plan.fits(now, (0, 1, 4), one_a_device((2, 1)))
+    assert not plan.fits(now, (0, 2, 4), one_a_device((3, 1)))  # one micro-batch more is alive
+    assert not plan.fits(now, (0, 1, 4), one_a_device((2, 2)))
+    assert not plan.fits(now, (0, 3, 4), one_a_device((2, 1)))
 
 
 def test_what_moves_is_sent_by_the_stage_that_had_it() -> None:
@@ -188,7 +189,7 @@ def test_never_worse_than_what_runs_and_never_against_cuts_or_memory(
     parts, seconds = search(plan, now, micro_batches)
     assert seconds == step_s(plan, now, parts, micro_batches) <= step_s(plan, now, plan.parts, micro_batches)
     assert set(parts[1:-1]) <= set(plan.cuts)
-    peaks = verify(one_f_one_b(plan.num_stages, micro_batches)).peak_activations
+    peaks = one_a_device(verify(one_f_one_b(plan.num_stages, micro_batches)).peak_activations)
     assert parts == plan.parts or plan.fits(now, parts, peaks)
     best = min(
         step_s(plan, now, other, micro_batches)
@@ -253,7 +254,7 @@ def test_what_is_known_is_a_start() -> None:
     seconds = {(0, 1, 20): 5.0, (0, 10, 20): 4.0, (0, 18, 20): 1.0}  # no move of the search leads to the last one
 
     def best(known: Sequence[int] | None) -> tuple[tuple[int, ...], float]:
-        return plan.best(now, (1, 1), lambda parts: seconds.get(parts, 9.0), 10, known)
+        return plan.best(now, one_a_device((1, 1)), lambda parts: seconds.get(parts, 9.0), 10, known)
 
     assert best(None) == ((0, 10, 20), 4.0)
     assert best((0, 18, 20)) == ((0, 18, 20), 1.0)
@@ -269,7 +270,7 @@ def test_a_search_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(parts)
         return step_s(plan, now, parts, 4)
 
-    _, seconds = plan.best(now, (4,) * 9, length, 10**6)
+    _, seconds = plan.best(now, one_a_device((4,) * 9), length, 10**6)
     assert len(asked) <= 2 * 20
     assert seconds < step_s(plan, now, plan.parts, 4)
 
@@ -278,3 +279,49 @@ def test_items_that_were_not_seen_cost_nothing() -> None:
     found = item_costs({1: (2.0, 3.0)}, {1: (4.0, 5.0, 6.0), 2: (7.0, 8.0, 9.0)}, 4)
     assert found == (ItemCosts(), ItemCosts(2.0, 3.0, 4.0, 5.0, 6.0), ItemCosts(0.0, 0.0, 7.0, 8.0, 9.0), ItemCosts())
     assert found[1].work_s == 5.0
+
+
+# -- devices with several stages -------------------------------------------------------------------------------------
+
+SHARED = {
+    "interleaved": (interleaved(2, 4, 2), chunked_route("interleaved", 2, 2)),
+    "dualpipev": (dualpipev(2, 4), chunked_route("dualpipev", 2, 2)),
+}
+
+
+def shared(name: str, items: Sequence[ItemCosts], parts: Sequence[int]) -> Layout:
+    return layout(items, parts, limit_bytes=(inf,) * 2, state_bytes=(16.0,) * 2, routes=(SHARED[name][1],))
+
+
+def on_devices(plan: Layout, speeds: Sequence[float]) -> Costs:
+    return costs_of(plan, [speeds[device] for device in plan.routes[0]])
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5), (3.0, 1.0)])
+@pytest.mark.parametrize("name", SHARED)
+def test_the_best_partition_of_chunks_is_nearly_that_of_all(name: str, speeds: tuple[float, ...]) -> None:
+    schedule, _ = SHARED[name]
+    plan = shared(name, [LAYER] * 12, (0, 3, 6, 9, 12))
+    now, live = on_devices(plan, speeds), [live_of(schedule, device) for device in range(2)]
+
+    def length(parts: Sequence[int]) -> float:
+        return simulate(schedule, plan.costs(now, parts)).makespan_s
+
+    parts, seconds = plan.best(now, live, length, 2 * 4 * 4)
+    assert seconds == length(parts)
+    assert seconds <= 1.02 * min(map(length, every_partition(plan)))
+
+
+def test_a_device_needs_what_all_of_its_stages_need() -> None:
+    plan = shared("dualpipev", [LAYER] * 8, (0, 1, 3, 6, 8))
+    now = on_devices(plan, (1.0, 1.0))
+    need = plan.need_bytes(now, plan.parts, [((3, 0), (1, 2)), ((2, 1),)])
+    assert need == (3 * 1600 + max(3 * 10, 10 + 2 * 20), 5 * 1600 + 2 * 20 + 30)
+
+
+def test_what_stays_on_a_device_is_not_sent() -> None:
+    plan = shared("dualpipev", [LAYER] * 8, (0, 2, 4, 6, 8))
+    assert plan.sent_bytes((0, 2, 3, 6, 8)) == (0.0, 0.0), "from stage 1 to 2, which are on one device"
+    assert plan.sent_bytes((0, 1, 4, 6, 8)) == (1200.0, 0.0)
+    both_ways = replace(plan, routes=((0, 1, 1, 0), (1, 0, 0, 1)))
+    assert both_ways.sent_bytes((0, 1, 4, 6, 8)) == (0.0, 0.0), "both devices have all of it"

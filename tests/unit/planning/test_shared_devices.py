@@ -13,6 +13,8 @@ from paceline.planning.shared_devices import held_by, step_s, whole_schedule
 from paceline.planning.stages import over_items, plan_stages
 from paceline.schedules import Costs, simulate
 from paceline.schedules.asynchronous import multidirection, one_direction
+from paceline.schedules.families import dualpipev, interleaved
+from paceline.schedules.schedule import Schedule
 from paceline.schedules.steady import period
 from paceline.schedules.stream import Stream
 
@@ -43,6 +45,20 @@ def test_the_shortest_step_of_all_cuts(order: Stream, speeds: tuple[float, ...])
     assert plan.step_s == pytest.approx(step_s(order, costs_of(plan.boundaries, speeds)))
     assert plan.step_s <= best * 1.02
     assert plan.held == ((0, 3), (1, 2), (2, 1), (3, 0))
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0)])
+@pytest.mark.parametrize("order", [interleaved(2, 4, 2), dualpipev(2, 4)], ids=["interleaved", "dualpipev"])
+def test_the_shortest_step_of_all_cuts_where_a_device_holds_chunks(order: Schedule, speeds: tuple[float, ...]) -> None:
+    plan = plan_stages(ITEMS, SECONDS, [Device(speed) for speed in speeds], States(), order)
+    best = min(step_s(order, costs_of(boundaries, speeds)) for boundaries in all_boundaries(4))
+    assert plan.step_s == pytest.approx(step_s(order, costs_of(plan.boundaries, speeds)))
+    assert plan.step_s <= best * 1.05
+    assert plan.held == order.stages
+    assert len(plan.memory) == 2
+    tight = max(need.total for need in plan.memory) - 1
+    with pytest.raises(DoesNotFit):
+        plan_stages(ITEMS, SECONDS, [Device(memory_bytes=tight / 4)] * 2, States(), order)
 
 
 def test_a_stage_that_no_cut_makes_short_costs_less_where_devices_hold_several() -> None:

@@ -68,7 +68,7 @@ class Engine(Job):
         self.measured: dict[int, float] = {}
         self.room = 1000.0
         self.told: list[Candidate] = []
-        self.schedule: Any = None
+        self.order: Any = None
 
     @property
     def current(self) -> Candidate:
@@ -181,7 +181,7 @@ class Pipe(Job):
         self.chance = random.Random(1)
         self.recorder = self  # type: ignore[assignment]
         self.parts = tuple(num_layers * stage // 3 for stage in range(4))
-        self.schedule = one_f_one_b(3, MICRO_BATCHES)
+        self.order = one_f_one_b(3, MICRO_BATCHES)
         self.current = Candidate(CONFIGURED)
         self.migrations: list[dict[str, Any]] = []
         self.rebuild_s = 0.3
@@ -261,7 +261,7 @@ class Pipe(Job):
         link = Link(float("inf"), self.latency_s)
         forward_s, backward_s = zip(*self.stage_s(parts), strict=True)
         costs = Costs(forward_s, backward_s, (8.0, 8.0), (link, link), (link, link))
-        return simulate(schedule or self.schedule, costs).makespan_s
+        return simulate(schedule or self.order, costs).makespan_s
 
     def every_partition(self) -> list[tuple[int, ...]]:
         return [(0, *cuts, self.num_layers) for cuts in combinations(self.cuts(), 2)]
@@ -531,8 +531,8 @@ def test_too_little_memory_is_said_once_and_nothing_moves(caplog: pytest.LogCapt
     pipe.train(follow(pipe, memory_bytes=1000), 20)
     assert pipe.parts == UNIFORM
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        "step 4: with the partition [0, 4, 8, 12], stage 0 takes 0.06218 MiB and paceline.pipeline.partition.memory_"
-        "gib allows 0.0009537 MiB: layers move only to where all stages keep to it; allow more, or lower the "
+        "step 4: with the partition [0, 4, 8, 12], device 0 takes 0.06218 MiB and paceline.pipeline.partition.memory_"
+        "gib allows 0.0009537 MiB: layers move only to where all devices keep to it; allow more, or lower the "
         "micro-batch size"
     ]
 

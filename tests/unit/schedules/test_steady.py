@@ -10,7 +10,7 @@ import pytest
 from paceline.schedules.asynchronous import multidirection, one_direction
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.simulate import simulate
-from paceline.schedules.steady import period, steady
+from paceline.schedules.steady import drained_s, period, steady
 
 
 def uniform(num_stages, backward_s=2.0, transfer_s=0.0, latency_s=0.0):
@@ -119,3 +119,8 @@ def test_is_quick():
     begin = time.process_time()
     steady(multidirection(32, 64), uniform(32))
     assert time.process_time() - begin < 10  # 0.9 s of one core
+
+
+def test_a_drain_costs_the_bubble_that_a_flush_has() -> None:
+    """(S−1)(F+B), of which the stream has nothing."""
+    assert drained_s(one_direction(4, 8), Costs.uniform(4, 1.0, 2.0)) == pytest.approx(3 * 3.0)
