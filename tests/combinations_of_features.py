@@ -68,6 +68,7 @@ FEATURES: dict[str, Feature] = {
     "adaptive": Feature(_schedule("adaptive", retune_every=1)),
     "interleaved": Feature(_schedule("interleaved")),
     "dualpipev": Feature(_schedule("dualpipev")),
+    "zbv": Feature(_schedule("zbv")),
     "multidirection": Feature(_schedule("multidirection", staleness=1), is_exact=False),
     "multidirection, staleness 0": Feature(_schedule("multidirection", staleness=0)),
     "one_direction": Feature(_schedule("one_direction"), is_exact=False),

@@ -53,12 +53,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
 
-    def config(self) -> dict[str, Any]:
+    def config(self, kind: str | None = None) -> dict[str, Any]:
         return ds_config(
             gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
             zero_optimization={"stage": self.zero},
             pipeline={"activation_checkpoint_interval": int(self.recompute)},
-            paceline={"pipeline": {"stages": self.stages, "schedule": self.kind}, **self.section},
+            paceline={"pipeline": {"stages": self.stages, "schedule": kind or self.kind}, **self.section},
             **self.options,
         )
 
@@ -79,13 +79,13 @@ def prepared(case: Case) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
-def train(case: Case, count: int | None) -> dict[str, Any]:
+def train(case: Case, count: int | None, kind: str | None = None) -> dict[str, Any]:
     import paceline
     from paceline.runtime.engine import PacelineEngine
 
     PacelineEngine.transport_order = case.order
     torch.manual_seed(3)
-    engine, *_ = paceline.initialize(model=prepared(case), config=case.config())
+    engine, *_ = paceline.initialize(model=prepared(case), config=case.config(kind))
     if count is not None:
         engine.set_schedule(late(engine.schedule, count))
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
@@ -167,3 +167,34 @@ def test_layers_that_move_are_split_where_they_come() -> None:
     for (losses, weights), (own_losses, own_weights) in run_ranks(moves_both_ways, 2):
         assert losses == own_losses
         assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
+
+
+def of_a_family(case: Case, kind: str) -> list[dict[str, Any]]:
+    return [train(case, None, "1f1b"), train(case, None, kind)]
+
+
+FAMILIES = ["zbh1", "zbh2", "zbv", "vhalf", "vmin"]
+SETTINGS = {
+    "two stages": Case(),
+    "three stages": Case(stages=3, changes={"num_hidden_layers": 6}),
+    "replicas, ZeRO 1": Case(replicas=2, zero=1),
+    "paired": Case(order="paired"),
+    "experts with router loss": Case(family="mixtral"),
+    "LoRA": Case(prepare="lora"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_give_every_bit_of_1f1b(kind: str, setting: str) -> None:
+    case = SETTINGS[setting]
+    ranks = run_ranks(of_a_family, case.stages * case.replicas, case, kind)
+    whole = {name: weight for found, _ in ranks for name, weight in found["weights"].items()}
+    split = {name: weight for _, found in ranks for name, weight in found["weights"].items()}
+    for plain, ours in ranks:
+        assert ours["ran"] == kind
+        assert ours["losses"] == plain["losses"]
+        assert ours["evaluated"] == plain["evaluated"]
+    assert split.keys() == whole.keys()
+    for name, weight in whole.items():
+        assert torch.equal(split[name], weight), name

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from paceline.config import PacelineConfig, ScheduleChoice, ScheduleConfig, resolve, resolve_schedule
 from paceline.schedules import families
 
-TYPES = ("1f1b", "gpipe", "kfkb", "eager", "adaptive", "interleaved", "dualpipev", "multidirection", "one_direction")
+SPLIT = ("zbh1", "zbh2", "zbv", "vhalf", "vmin")
+TYPES = (
+    "1f1b",
+    "gpipe",
+    "kfkb",
+    "eager",
+    "adaptive",
+    "interleaved",
+    "dualpipev",
+    *SPLIT,
+    *("multidirection", "one_direction"),
+)
 BOTH = ("multidirection", "one_direction")
 KEYS = {
     "k": (("kfkb",), 3),
@@ -68,7 +79,8 @@ def test_a_key_belongs_to_its_types(key, kind):
     ("schedule", "message"),
     [
         ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager', 'adaptive', 'interleaved', "
-         "'dualpipev', 'multidirection' or 'one_direction'; leave the key out to have it chosen."),
+         "'dualpipev', 'zbh1', 'zbh2', 'zbv', 'vhalf', 'vmin', 'multidirection' or 'one_direction'; leave the key out "
+         "to have it chosen."),
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
@@ -295,6 +307,8 @@ def test_schema_and_validator_agree(key):
         ("interleaved", 2, 4, ((0, 1, 0, 1),)),
         ({"type": "interleaved", "chunks": 3}, 2, 4, ((0, 1, 0, 1, 0, 1),)),
         ("dualpipev", 3, 6, ((0, 1, 2, 2, 1, 0),)),
+        ("zbv", 3, 4, ((0, 1, 2, 2, 1, 0),)),
+        ("zbh1", 3, 4, ((0, 1, 2),)),
         ({"type": "multidirection", "directions": 2}, 4, 4, ((0, 1, 2, 3), (3, 2, 1, 0))),
         ("kfkb", 3, 6, ((0, 1, 2),)),
     ],

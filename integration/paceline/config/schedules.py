@@ -8,6 +8,7 @@ from typing import Any
 from ..schedules import asynchronous, directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.schedule import Schedule
+from ..schedules.split_families import SPLIT, SPLIT_FAMILIES
 from ..schedules.stream import Stream, flushed
 from .batch_sizes import MICRO_BATCHES, divisors
 from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
@@ -103,6 +104,8 @@ class ScheduleChoice:
             return replace(self.stream(num_stages, num_micro_batches).one_step, name=name)
         if self.type == families.DUALPIPEV:
             return families.dualpipev(num_stages, num_micro_batches)
+        if self.type in SPLIT:
+            return SPLIT_FAMILIES[self.type](num_stages, num_micro_batches)
         if self.chunks is not None:
             return families.interleaved(num_stages, num_micro_batches, self.chunks)
         kind = "1f1b" if self.type == "adaptive" else self.type
@@ -172,7 +175,7 @@ def resolve_schedule(
         warm_in_steps = pick("warm_in_steps", 0, "the learning rate as it is scheduled")
         return replace(choice, late_gradients=True, warm_in_steps=warm_in_steps, correction=schedule.correction), chosen
     if kind in families.CHUNKED:
-        count = 2 if kind == families.DUALPIPEV else pick("chunks", CHUNKS, "half the bubble of 1F1B")
+        count = 2 if kind in families.IN_V else pick("chunks", CHUNKS, "half the bubble of 1F1B")
         choice = ScheduleChoice(kind, chunks=count)
         try:
             choice.first(num_stages, num_micro_batches)

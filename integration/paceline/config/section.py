@@ -36,7 +36,20 @@ HETERO = "hetero"
 WORK = "work"
 METHODS = (WORK, "parameters", "uniform", HETERO)
 ScheduleType: TypeAlias = Literal[
-    "1f1b", "gpipe", "kfkb", "eager", "adaptive", "interleaved", "dualpipev", "multidirection", "one_direction"
+    "1f1b",
+    "gpipe",
+    "kfkb",
+    "eager",
+    "adaptive",
+    "interleaved",
+    "dualpipev",
+    "zbh1",
+    "zbh2",
+    "zbv",
+    "vhalf",
+    "vmin",
+    "multidirection",
+    "one_direction",
 ]
 # The types of schedule that each key of a schedule belongs to.
 _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
@@ -215,7 +228,9 @@ class ScheduleConfig(Part):
         description='"1f1b", "gpipe"; "kfkb": 1F1B over groups of k micro-batches; "eager": 1F1B with a longer warm-up;'
         ' "adaptive": the fastest of them for what the network and the devices do, again and again; "interleaved": '
         "Megatron's 1F1B with several stages a rank, a shorter bubble for more messages; "
-        '"dualpipev": DeepSpeed\'s order of two stages a rank, along the ranks and back; "multidirection": '
+        '"dualpipev": DeepSpeed\'s order of two stages a rank, along the ranks and back; with backwards split into the '
+        'gradients of inputs and of weights "zbh1" and "zbh2" (one stage a rank, a shorter bubble), "zbv" (two stages, '
+        'the shortest bubble), "vhalf" and "vmin" (two stages, less memory than 1F1B); "multidirection": '
         "several pipelines in opposite orders over the same devices, without a flush at the end of a "
         'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b".',
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
-from ..schedules.families import CHUNKED, DUALPIPEV
+from ..schedules.families import CHUNKED, IN_V
 from .batch_sizes import divisors
 from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
@@ -96,7 +96,7 @@ def stages_a_rank(section: PacelineConfig) -> int:
     schedule = section.pipeline.schedule
     if schedule is None or schedule.type not in CHUNKED:
         return 1
-    return 2 if schedule.type == DUALPIPEV else schedule.chunks or CHUNKS
+    return 2 if schedule.type in IN_V else schedule.chunks or CHUNKS
 
 
 def resolve_method(section: PacelineConfig, ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:

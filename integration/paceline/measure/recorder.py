@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..schedules.schedule import BACKWARD, FORWARD
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from .clock import host_seconds
+
+COMPUTED = frozenset((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+"""Kinds of computations."""
 
 STEPS = 8
 """Steps that are remembered."""
@@ -23,7 +26,7 @@ class Recorded(NamedTuple):
     """Something that a rank did between two moments.
 
     Args:
-        kind: ``"F"`` and ``"B"`` are computations.
+        kind: those of :data:`COMPUTED`, or another.
         number: of the micro-batch; where steps run into each other it counts on from step to step. −1: of none.
         chunk: of the stage among those of the rank.
     """
@@ -103,7 +106,7 @@ class Recorder:
         """Seconds of the forwards and backwards of the step that runs now. Waits for the device."""
         total = 0.0
         for kind, _, start, end, _ in self._current.spans if self._current is not None else ():
-            if kind in (FORWARD, BACKWARD):
+            if kind in COMPUTED:
                 if isinstance(start, float):
                     total += end - start
                 else:

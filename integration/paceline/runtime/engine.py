@@ -151,6 +151,7 @@ class PacelineEngine(PipelineEngine):
         self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports, deferral=self._deferral)
         self._evaluation = assembly.make_evaluation(self)
         self.programs = Programs(self.plan.schedule, self.support.routes, self.links.device_number, self.links.order)
+        self._split_backwards()
         self._follow_the_cluster()
         self.asynchronous = assembly.make_asynchronous_run(self) if self.plan.schedule.is_asynchronous else None
         self.migrator = assembly.make_migrator(self)
@@ -278,13 +279,13 @@ class PacelineEngine(PipelineEngine):
 
     def _set_schedule(self, schedule: Schedule) -> None:
         self.programs.set(schedule, self.run_micro_batches)
-        if schedule.is_split and not self._splits:
-            self._splits = True
-            self._split_backwards()
+        self._split_backwards()
 
     def _split_backwards(self) -> None:
-        """Let the layers that are here leave gradients of their weights for later."""
-        self._deferral.adopt(self.module, heads_of(self.module))
+        """Let the layers that are here leave gradients of their weights for later, if a schedule has done so."""
+        self._splits |= self.schedule.is_split
+        if self._splits:
+            self._deferral.adopt(self.module, heads_of(self.module))
 
     def run_candidate(self, candidate: Candidate) -> None:
         """Run what the tuner has chosen from the next step on. Collective."""
@@ -730,8 +731,7 @@ class PacelineEngine(PipelineEngine):
         self.own_memory.belong_to(self.module.parameters())
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reach.find(self.control, self._trained_stages())
-        if self._splits:
-            self._split_backwards()
+        self._split_backwards()
         self.meter.forget_stage()
         self.reset_activation_shape()
 

@@ -158,7 +158,9 @@ class Executor:
             self._deferred.clear()
         last = {op.chunk: op for op in ops if op.kind in BACKWARDS}
         if self._deferral is not None:
-            self._deferral.is_on = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
+            # Layers are timed in whole backwards, which give the same gradients.
+            splits = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
+            self._deferral.is_on = splits and not self._meter.times_single_layers
         ends = [stage.ends_with(trains=trains) for stage in self.held]
         live_of, doing = self._live, WATCH.doing
         self.chunk = 0
@@ -203,18 +205,19 @@ class Executor:
         chunk, held = op.chunk, self.held[op.chunk]
         runner = held.runner
         self.is_last_backward = is_last
+        is_whole = op.kind == RUN_BACKWARD or not self._splits
 
         def run() -> None:
             if runner.runs_backward:
                 # Gradients of weights are still to come after a backward of the inputs.
-                runner.backward(live, number, is_last and op.kind == RUN_BACKWARD)
+                runner.backward(live, number, is_last and is_whole)
 
         def run_input() -> None:
-            assert self._deferral is not None, "a split backward needs layers that leave something for later"
+            assert self._deferral is not None
             with self._deferral.collecting() as self._deferred[chunk, number]:
                 run()
 
-        if op.kind == RUN_BACKWARD:
+        if is_whole:
             self._meter.compute(BACKWARD, number, run, chunk)
         else:
             self._meter.compute(BACKWARD_INPUT, number, run_input, chunk)
@@ -222,7 +225,14 @@ class Executor:
         if held.previous_chunk is not None and runner.sends_gradients:
             self._live[held.previous_chunk, number].gradients = runner.leaving_gradients(live)
 
+    @property
+    def _splits(self) -> bool:
+        """Whether backwards of the inputs leave something for later in the step that runs."""
+        return self._deferral is not None and self._deferral.is_on
+
     def _backward_weight(self, chunk: int, number: int) -> None:
+        if not self._splits:
+            return
         WATCH.doing("computing gradients of weights", DEVICE)
         self._flush()
         deferred, runner = self._deferred.pop((chunk, number)), self.held[chunk].runner

@@ -9,7 +9,7 @@ from math import fsum, inf
 from statistics import fmean, median
 
 from ..measure.links import Links, Message
-from ..measure.recorder import Recorded, StepTimes
+from ..measure.recorder import COMPUTED, Recorded, StepTimes
 from ..measure.recurring import recurring_mean, without_once
 from ..measure.speeds import Speeds
 from ..measure.work import Seen as SeenItem
@@ -17,13 +17,13 @@ from ..measure.work import Separated, separate
 from ..planning.repartition import ItemCosts, Layout, item_costs
 from ..schedules.costs import Costs, Link
 from ..schedules.directions import chunks_of
-from ..schedules.schedule import BACKWARD, FORWARD
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from .rank_reports import WAIT, LaneKey, LayerReport, Report, Routes, Seen, clocks_of, is_ring, messages
 
 MOST_TIMED = 4096
 """Times of layers that are kept, the newest."""
 
-_OF_SCHEDULE = (FORWARD, BACKWARD, WAIT)
+_OF_SCHEDULE = frozenset((*COMPUTED, WAIT))
 
 
 @dataclass
@@ -43,6 +43,9 @@ class MeasuredCosts:
     forward_s: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a cell."""
     backward_s: dict[int, list[float]] = field(default_factory=dict)
+    weight_shares: dict[int, list[float]] = field(default_factory=dict)
+    """Share of a backward that is the gradients of weights, by micro-batch size, one number a cell, where backwards
+    were split."""
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a boundary between stages."""
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
@@ -127,22 +130,32 @@ class MeasuredCosts:
     def _compute(self, reports: Sequence[Report]) -> set[int]:
         """Take in the times of the stages; the micro-batch sizes that they are of."""
         measured: set[int] = set()
-        for kind, known in ((FORWARD, self.forward_s), (BACKWARD, self.backward_s)):
-            found: dict[int, list[float]] = {}
-            for report in reports:
-                for chunk, cell in enumerate(self._held(report.device)):
-                    by_size: dict[int, list[StepTimes]] = {}
-                    for step in report.steps:
-                        if step.mean(kind, chunk) is not None:
-                            by_size.setdefault(step.key[1], []).append(step)
-                    for size, steps in by_size.items():
-                        cells = found.setdefault(size, [0.0] * len(self._cells))
-                        cells[cell] = max(cells[cell], _seconds(steps, kind, chunk))
+        backwards = self._means(reports, BACKWARD)
+        weights = self._means(reports, BACKWARD_WEIGHT)
+        for size, inputs in self._means(reports, BACKWARD_INPUT).items():
+            pairs = list(zip(inputs, weights.get(size, inputs), strict=True))
+            backwards[size] = [sum(pair) for pair in pairs]
+            self.weight_shares[size] = [own / sum(pair) if (own := pair[1]) else 0.0 for pair in pairs]
+        for found, known in ((self._means(reports, FORWARD), self.forward_s), (backwards, self.backward_s)):
             for size, cells in found.items():
                 before = known.get(size, cells)
                 known[size] = [now or then for now, then in zip(cells, before, strict=True)]
             measured |= found.keys()
         return measured
+
+    def _means(self, reports: Sequence[Report], kind: str) -> dict[int, list[float]]:
+        """Seconds of computations of a kind, by micro-batch size, one number a cell; 0 where there were none."""
+        found: dict[int, list[float]] = {}
+        for report in reports:
+            for chunk, cell in enumerate(self._held(report.device)):
+                by_size: dict[int, list[StepTimes]] = {}
+                for step in report.steps:
+                    if step.mean(kind, chunk) is not None:
+                        by_size.setdefault(step.key[1], []).append(step)
+                for size, steps in by_size.items():
+                    cells = found.setdefault(size, [0.0] * len(self._cells))
+                    cells[cell] = max(cells[cell], _seconds(steps, kind, chunk))
+        return found
 
     def _scale_others(self, before: Sequence[dict[int, list[float]]], measured: set[int]) -> None:
         """A device that has become slower is slower at every size; those not measured now were measured before.
@@ -318,6 +331,7 @@ class MeasuredCosts:
         for host in set(hosts):
             egress[host] = min(_rate(links.egress.get(host)) for links in self._links.values())
         forward_s, backward_s, speeds = self._per_stage(size)
+        shares = self.weight_shares.get(size, ()) if len(self.routes) == 1 else ()
         return Costs(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -329,6 +343,7 @@ class MeasuredCosts:
             activation_bytes=tuple(self.saved_bytes.get(size, [0.0] * self.num_stages)),
             step_s=self.step_s,
             speeds=speeds,
+            weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=bool(shares))),
         )
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

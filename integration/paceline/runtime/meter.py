@@ -33,6 +33,11 @@ class Meter:
         self._layer_timers: list[LayerTimer] = []
         """By chunk, while layers are timed."""
 
+    @property
+    def times_single_layers(self) -> bool:
+        """Whether each layer is timed by itself now."""
+        return self._layer_timer is not None
+
     def compute(self, kind: str, number: int, run: Callable[[], None], chunk: int = 0) -> None:
         """Time a forward or a backward of a chunk."""
         clock, recorder = self.clock, self.recorder

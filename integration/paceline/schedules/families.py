@@ -195,8 +195,10 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
     return Schedule(tuple(order(rank) for rank in range(num_ranks)), num_micro_batches, 2, DUALPIPEV, (route,))
 
 
-INTERLEAVED, DUALPIPEV = "interleaved", "dualpipev"
-CHUNKED = (INTERLEAVED, DUALPIPEV)
+INTERLEAVED, DUALPIPEV, ZBV, VHALF, VMIN = "interleaved", "dualpipev", "zbv", "vhalf", "vmin"
+IN_V = (DUALPIPEV, ZBV, VHALF, VMIN)
+"""Types with two stages a rank, along the ranks and back."""
+CHUNKED = (INTERLEAVED, *IN_V)
 """Types whose ranks hold several stages of the one direction."""
 
 
@@ -206,7 +208,7 @@ def chunked_route(type: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]
     >>> chunked_route(INTERLEAVED, 2, 2), chunked_route(DUALPIPEV, 2, 2)
     ((0, 1, 0, 1), (0, 1, 1, 0))
     """
-    return v_route(num_ranks) if type == DUALPIPEV else tuple(range(num_ranks)) * num_chunks
+    return v_route(num_ranks) if type in IN_V else tuple(range(num_ranks)) * num_chunks
 
 
 def v_route(num_ranks: int) -> tuple[int, ...]:

@@ -13,11 +13,11 @@ from itertools import product
 from typing import NamedTuple
 
 from .costs import Costs
-from .families import DUALPIPEV, dualpipev, v_route
+from .families import DUALPIPEV, VHALF, VMIN, ZBV, dualpipev, v_route
 from .filling import composed, filled
 from .schedule import Action, Schedule, backward, backward_input, backward_weight, check_size, forward
 
-ZBH1, ZBH2, ZBV, VHALF, VMIN = "zbh1", "zbh2", "zbv", "vhalf", "vmin"
+ZBH1, ZBH2 = "zbh1", "zbh2"
 DUALPIPEV_SPLIT = f"{DUALPIPEV}_split"
 
 
@@ -202,3 +202,6 @@ SPLIT_FAMILIES: Mapping[str, Callable[[int, int], Schedule]] = {
     DUALPIPEV_SPLIT: dualpipev_split,
 }
 """By name: functions of the number of ranks and of micro-batches."""
+
+SPLIT = (ZBH1, ZBH2, ZBV, VHALF, VMIN)
+"""Types of these that a configuration may name."""

@@ -47,6 +47,26 @@ def test_costs_are_those_of_the_run() -> None:
     assert measured_costs.measured_s == pytest.approx(run.reports()[0].steps[0].ended_s - run.begun_s)
 
 
+def test_the_halves_of_split_backwards_are_told_apart() -> None:
+    run, share = Run(), 0.4
+    reports = run.reports()
+    for report in reports:
+        for step in report.steps:
+            spans = []
+            for span in step.spans:
+                if span.kind != "B":
+                    spans.append(span)
+                    continue
+                middle = span.end - share * (span.end - span.start)
+                spans += [span._replace(kind="I", end=middle), span._replace(kind="W", start=middle)]
+            step.spans[:] = spans
+    costs = known(reports).costs(2)
+    assert costs.forward_s == pytest.approx(run.forward_s)
+    assert costs.backward_s == pytest.approx(run.backward_s)
+    assert costs.weight_s == pytest.approx([share * seconds for seconds in run.backward_s])
+    assert known(Run().reports()).costs(2).weight_s == ()
+
+
 def test_clocks_that_differ_by_seconds_change_nothing() -> None:
     for hosts in (("a", "a", "a"), ("a", "b", "c")):
         alike = known(Run(hosts=hosts).reports())
