@@ -36,7 +36,7 @@ class Meter:
     @property
     def times_single_layers(self) -> bool:
         """Whether each layer is timed by itself now."""
-        return self._layer_timer is not None
+        return bool(self._layer_timers)
 
     def compute(self, kind: str, number: int, run: Callable[[], None], chunk: int = 0) -> None:
         """Time a forward or a backward of a chunk."""
