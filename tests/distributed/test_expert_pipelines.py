@@ -97,7 +97,7 @@ def state(engine: Any) -> list[tuple[str, str, int, torch.Tensor]]:
     """What this rank answers for: name, kind, first row, rows."""
     from paceline.state.named import pieces
 
-    found = pieces(engine.module, engine.optimizer, replica=engine.grid.data_parallel_id)
+    found = pieces(engine.module, engine.optimizer, replica=engine.replica)
     return [(piece.name, piece.kind, piece.start, piece.tensor.detach().clone()) for piece in found]
 
 
@@ -182,11 +182,12 @@ def shuffle(engine: Any) -> None:
     """Put the experts of every layer in an order of its own; on two ranks, each with a copy of one of the other's."""
     from paceline.planning.experts import Placement
 
-    replicas = engine.rebalancer.num_replicas
-    for number, name in enumerate(engine.expert_layers):
+    placements = {}
+    for number, (name, layer) in enumerate(engine.expert_layers.items()):
         first, second = ((3, 1), (0, 2)) if number % 2 else ((2, 3), (1, 0))
-        copies = ((*first, second[0]), (*second, first[1])) if replicas else (first, second)
-        engine.rebalancer.place({name: Placement(copies, (2, 2))})
+        copies = ((*first, second[0]), (*second, first[1])) if layer.num_replicas else (first, second)
+        placements[name] = Placement(copies, (2, 2))
+    engine.place_experts(placements)
 
 
 def save(root: str, stages: int, experts: int, case: Case) -> list[float]:
@@ -247,11 +248,12 @@ def test_checkpoint_fits_every_number_of_ranks(case: Case, into: list[tuple[int,
             assert torch.equal(tensor, checkpoint.read(name, kind)), name
 
 
-def train_placed(case: Case, stages: int) -> list[dict[str, Any]]:
+def train_placed(case: Case, schedule: Any) -> list[dict[str, Any]]:
     """Experts in order; in another order in every second step; likewise with copies; where the rebalancer puts them."""
     found = []
     for moves, every, replicas in ((False, 0, 0), (True, 0, 0), (True, 0, 1), (False, 2, 0)):
-        engine = make(case, stages, 2, moe={"rebalance_every": every, "replicas": replicas})
+        pipeline = {"stages": 2, "partition": "uniform", "schedule": schedule}
+        engine = make(case, 2, 2, pipeline=pipeline, moe={"rebalance_every": every, "replicas": replicas})
         losses = []
         for step in range(STEPS):
             if moves and step % 2:
@@ -267,9 +269,17 @@ def train_placed(case: Case, stages: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("case", [Case("deepseek_v3", zero=1), RECOMPUTED], ids=["zero1", "zero0-recomputed"])
-def test_where_experts_lie_changes_nothing(case: Case) -> None:
-    ranks = run_ranks(train_placed, 4, case, 2)
+@pytest.mark.parametrize(
+    ("case", "schedule", "stages"),
+    [
+        (Case("deepseek_v3", zero=1), "1f1b", (0, 1)),
+        (RECOMPUTED, "1f1b", (0, 1)),
+        (RECOMPUTED, {"type": "multidirection", "staleness": 0, "directions": 2}, (0,)),
+    ],
+    ids=["zero1", "zero0-recomputed", "directions"],
+)
+def test_where_experts_lie_changes_nothing(case: Case, schedule: Any, stages: tuple[int, ...]) -> None:
+    ranks = run_ranks(train_placed, 4, case, schedule)
     in_order, shuffled, copied, rebalanced = ([rank[run] for rank in ranks] for run in range(4))
     whole = joined(in_order)
     for run in (shuffled, rebalanced):
@@ -283,8 +293,69 @@ def test_where_experts_lie_changes_nothing(case: Case) -> None:
     # Each token once for each of its two experts in each of two layers, also where a forward is computed twice.
     assert sum(rank["routed"] for rank in in_order) == STEPS * MICRO_BATCHES * BATCH * LENGTH * 2 * 2
     assert rebalanced[0]["windows"] == STEPS // 2
-    # The first rank has the decisions of both stages.
-    assert [rank["decided"] for rank in rebalanced] == [[(2, 0), (2, 1), (4, 0), (4, 1)], [], [], []]
+    # The first rank has the decisions of both stages; devices that hold the same ones decide together.
+    decided = [(step, stage) for step in (2, 4) for stage in stages]
+    assert [rank["decided"] for rank in rebalanced] == [decided, [], [], []]
+
+
+LATE = 8
+"""Steps without a flush."""
+
+
+def train_late(case: Case, pipeline: dict[str, Any]) -> list[dict[str, Any]]:
+    """Experts where the rebalancer puts them, in order, in another order, with copies, all drained after some steps.
+
+    The rebalancer moves whatever it finds to move: that drains the run.
+    """
+    from dataclasses import replace
+
+    from paceline.planning.switching import SwitchRule
+
+    consider = SwitchRule.consider
+    SwitchRule.consider = lambda *args: replace(consider(*args), switch=True)
+    found: list[dict[str, Any]] = []
+    for moves, every, replicas in ((False, 3, 0), (False, 0, 0), (True, 0, 0), (True, 0, 1)):
+        engine = make(case, 2, 2, pipeline=pipeline, moe={"rebalance_every": every, "replicas": replicas})
+        losses, drained = [], []
+        for step in range(LATE):
+            losses += steps(engine, step, 1)
+            if engine.asynchronous.is_settled:
+                drained.append(step)
+            elif found and step in found[0]["drained"]:
+                shuffle(engine) if moves else engine.flush()
+                assert engine.asynchronous.is_settled
+        engine.flush()
+        moved = sum(decision.get("moved", 0) for decision in engine.decisions.decisions)
+        found.append({"losses": losses, "state": state(engine), "drained": drained, "moved": moved})
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "partition"),
+    [
+        (Case("deepseek_v3", zero=1), {"type": "one_direction"}, [0, 2, 5]),
+        (PLAIN, {"type": "one_direction"}, "uniform"),
+        (CLIPPED, {"type": "multidirection"}, "uniform"),
+        (PLAIN, {"type": "multidirection", "directions": 2, "optimizer_owners": "mirror"}, "uniform"),
+    ],
+    ids=["a stage without experts", "one direction", "owners", "there and back"],
+)
+def test_without_a_flush_experts_move_after_a_drain(case: Case, schedule: Any, partition: Any) -> None:
+    """Every bit is that of a run that is drained after the same steps, and whose experts stay."""
+    ranks = run_ranks(train_late, 4, case, {"stages": 2, "schedule": schedule, "partition": partition})
+    rebalanced, in_order, shuffled, copied = ([rank[run] for rank in ranks] for run in range(4))
+    assert all(rank["drained"] == rebalanced[0]["drained"] for rank in rebalanced)
+    assert 0 < len(rebalanced[0]["drained"]) < LATE / 2
+    assert rebalanced[0]["moved"] > 0
+    whole = joined(in_order)
+    for run in (rebalanced, shuffled):
+        assert [rank["losses"] for rank in run] == [rank["losses"] for rank in in_order]
+        for key, tensor in joined(run).items():
+            assert torch.equal(tensor, whole[key]), key
+    assert copied[0]["losses"] == pytest.approx(in_order[0]["losses"], rel=1e-6)
+    for key, tensor in joined(copied).items():  # copies that are not renewed in time are 1e-4 away
+        torch.testing.assert_close(tensor, whole[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
 def test_the_job_tells_the_decisions_of_every_stage(tmp_path: Path) -> None:

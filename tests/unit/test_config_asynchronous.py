@@ -278,11 +278,6 @@ def test_batch_arithmetic(num_stages, data_parallel, micro, count, train):
     ("config", "message"),
     [
         (
-            {"moe": {}},
-            "paceline.moe is there and {type}: with this schedule experts stay where they are; leave moe out, or take "
-            "another schedule.",
-        ),
-        (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
             "torch_autocast.enabled is true and {type}: backwards would use copies of weights that an update has "
             "replaced; write bf16 instead, or take another schedule.",

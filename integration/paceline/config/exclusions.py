@@ -201,10 +201,6 @@ def _in_a_pipeline(ground: str, feature: str, reason: str, remedy: str = "leave 
     return Exclusion(feature, PIPELINE, reason, remedy, ground)
 
 
-def _without_a_flush(feature: str, reason: str, remedy: str) -> Exclusion:
-    return Exclusion(feature, NO_FLUSH, reason, remedy, NOT_BUILT)
-
-
 _NO_MOE = 'leave "moe" out of "paceline"'
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("fp16", "bf16", "a run has one of them", "turn one off", MATHEMATICS),
@@ -224,7 +220,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         *(NOT_BUILT, "torch_autocast other than bfloat16", "pipelines scale no loss for it"),
         remedy='write "bfloat16", or use fp16',
     ),
-    _without_a_flush("moe", "with this schedule experts stay where they are", f"leave moe out, {_OTHER_SCHEDULE}"),
     Exclusion(
         "torch_autocast",
         NO_FLUSH,

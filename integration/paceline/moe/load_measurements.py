@@ -87,11 +87,8 @@ class LoadMeasurements:
     # -- called by the loop --------------------------------------------------------------------------------------
 
     def end_step(self, done: int) -> None:
-        """Count a step of the optimizer; copies' gradients are used up."""
+        """Count a step of the optimizer."""
         self.step = done
-        for layer in self.layers:
-            if layer.replicas is not None:
-                layer.replicas.forget()
 
     def is_complete(self, done: int) -> bool:
         """Every interval tells enough."""

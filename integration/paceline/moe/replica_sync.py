@@ -75,7 +75,8 @@ class Replicas:
         work.wait()
         places = [copy for copies_of in self._here for copy in copies_of]
         for copies, rows in zip(self.copies, self._taken_apart(arrived), strict=True):
-            copies[places] = rows
+            # Graphs that are under way have saved them, and go on with these: autograd is not told.
+            copies.data[places] = rows
 
     def slot_weights(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The rows that have arrived, own weights and copies, to compute with.

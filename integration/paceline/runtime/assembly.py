@@ -64,8 +64,12 @@ def make_mirrors(engine: PacelineEngine, model: Any) -> Mirrors | None:
         return None
     pipes = model._grid._topo.get_axis_comm_lists("pipe") or [[rank] for rank in range(dist.get_world_size())]
     equal_parts = choice.optimizer_owners == "mirror"
-    size = engine.shared_experts.groups.size
-    return Mirrors.create(pipes, dist.get_rank(), engine.support.routes, equal_parts=equal_parts, num_sharing=size)
+    return Mirrors.create(
+        *(pipes, dist.get_rank(), engine.support.routes),
+        equal_parts=equal_parts,
+        num_sharing=engine.shared_experts.groups.size,
+        plans=engine.plan.moe is not None,
+    )
 
 
 def make_links(engine: PacelineEngine) -> Links:
@@ -156,6 +160,7 @@ def make_asynchronous_run(engine: PacelineEngine) -> AsynchronousRun:
         half_way=engine.half_way,
         own_random=engine.own_random,
         around=engine.naming_lost_peers,
+        applied=engine.experts.renew,
     )
     atexit.register(_leave, weakref.ref(run))
     return run
@@ -236,10 +241,15 @@ def make_averaging(engine: PacelineEngine, optimizer: ShardedOptimizer) -> Avera
 
 def make_experts(engine: PacelineEngine) -> Experts:
     """Experts that lie on several ranks of a stage. Collective."""
-    stages = None
+    mirrors, stages = engine.mirrors, None
+
+    def settle(switches: bool) -> None:
+        if engine.plan.schedule.is_asynchronous and any(engine.control.gather(switches)):
+            engine.flush()
+
     if engine.num_stages > 1:
         stages = Stages(
-            *(engine.stage_id, engine.num_stages, engine.control),
+            *(engine.stage_id if mirrors is None else min(mirrors.stages.owners), engine.num_stages, engine.control),
             computed_s=lambda: float(engine.meter.recorder.computed_s()),  # made later
             num_micro_batches=lambda: engine.schedule.num_micro_batches,
         )
@@ -248,10 +258,11 @@ def make_experts(engine: PacelineEngine) -> Experts:
         engine.plan.moe,
         control=engine.control,
         stages=stages,
-        group=engine.grid.get_data_parallel_group,
+        group=engine.grid.get_data_parallel_group if mirrors is None else lambda: mirrors.planning_group,
         states=lambda: states_of(engine),
         is_last_backward=engine.is_last_backward,
         decided=engine.decisions,
+        settle=settle,
     )
 
 

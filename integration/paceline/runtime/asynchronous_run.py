@@ -70,6 +70,7 @@ class AsynchronousRun:
         book: where the last stage puts its losses.
         own_random: generators of this rank's own, where several ranks compute the same stage.
         around: around what sends and receives.
+        applied: called when an update is in the model.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class AsynchronousRun:
         half_way: HalfWay,
         own_random: OwnRandom | None,
         around: Callable[[], AbstractContextManager[None]],
+        applied: Callable[[], None],
     ) -> None:
         self._engine, self._program, self._executor, self._optimizer = engine, program, executor, optimizer
         self.steps, self._losses, self._book, self._half_way = steps, losses, book, half_way
         self._own_random, self._around = own_random, around
-        self._updates = None if optimizer is None else StreamUpdates(engine, optimizer, len(executor.held))
+        self._updates = None if optimizer is None else StreamUpdates(engine, optimizer, len(executor.held), applied)
         self._begun = 0
         """Steps since the start, or since the last flush."""
         self._number = 0

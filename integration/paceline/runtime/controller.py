@@ -7,7 +7,7 @@ the placement of experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
@@ -77,6 +77,8 @@ class Controller:
     Args:
         actuators: each with the interval between its plannings, in the order in which they propose and are applied.
         log: gets the decisions.
+        settle: called on all ranks of the job that plan now, with whether the agreement's are about to change
+            something: finishes steps under way where any are.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class Controller:
         actuators: Mapping[Actuator, TuningInterval],
         agreement: Agreement,
         log: DecisionLog,
+        settle: Callable[[bool], None] = lambda switches: None,
     ) -> None:
-        self.measurements, self.log = measurements, log
+        self.measurements, self.log, self._settle = measurements, log, settle
         self._actuators, self._agreement = actuators, agreement
         self._done = 0
         """Steps."""
@@ -134,7 +137,9 @@ class Controller:
         self.measurements.gather()
         proposals = [actuator.propose(steps) for actuator, steps in due.items()]
         changes = self._agreement.from_first([None if p is None else p.change for p in proposals])
-        self.measurements.before_switch(switches=any(change is not None for change in changes))
+        switches = any(change is not None for change in changes)
+        self.measurements.before_switch(switches=switches)
+        self._settle(switches)
         outcomes = [
             None if change is None else actuator.apply(change) for actuator, change in zip(due, changes, strict=True)
         ]

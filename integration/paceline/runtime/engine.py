@@ -508,6 +508,7 @@ class PacelineEngine(PipelineEngine):
                 if self.asynchronous is not None:
                     self._compute_loss = True
                     loss = self.agg_train_loss = self.asynchronous.train_batch()
+                    self.experts.after_late_step()
                 else:
                     is_cut = self.cut != self.micro_batch_size
                     self.steps.open(self.micro_batches, cut=Cut(self.cut, self.run_micro_batches) if is_cut else None)
@@ -611,6 +612,7 @@ class PacelineEngine(PipelineEngine):
 
     def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """See :meth:`~paceline.runtime.expert_part.Experts.place`."""
+        self.flush()
         return self.experts.place(placements)
 
     def is_last_backward(self) -> bool:

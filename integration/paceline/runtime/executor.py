@@ -149,18 +149,20 @@ class Executor:
             num_micro_batches: M of a step: micro-batch m of step n has the number n · M + m.
             step: number of the step that ops without a lag are of.
             updates: None: forwards only.
-            goes_on: micro-batches of earlier programs are under way.
+            goes_on: micro-batches of earlier programs are under way. Steps end where the program says so, on each stage
+                for itself; otherwise all end with the program.
         """
         ops = tuple(program)
         trains = updates is not None
         if not goes_on:
             self._live.clear()
             self._deferred.clear()
-        last = {op.chunk: op for op in ops if op.kind in BACKWARDS}
         if self._deferral is not None:
             # Layers are timed in whole backwards, which give the same gradients.
             splits = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
             self._deferral.is_on = splits and not self._meter.times_single_layers
+        ending = (COMPLETE,) if goes_on else BACKWARDS
+        last = {(op.chunk, op.lag): op.micro_batch for op in ops if op.kind in ending}
         ends = [stage.ends_with(trains=trains) for stage in self.held]
         live_of, doing = self._live, WATCH.doing
         self.chunk = 0
@@ -183,7 +185,7 @@ class Executor:
             if live is None:
                 live = live_of[chunk, number] = Live()
             if kind in BACKWARDS:
-                self._backward(op, live, number, is_last=op == last[chunk])
+                self._backward(op, live, number, is_last=last.get((chunk, lag)) == micro_batch)
             elif kind == RUN_FORWARD:
                 self._forward(chunk, live, number)
             else:

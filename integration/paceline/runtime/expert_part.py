@@ -107,6 +107,7 @@ def expert_controller(
     section: MoeChoice,
     decided: DecisionLog,
     stages: Stages | None = None,
+    settle: Callable[[bool], None] = lambda switches: None,
 ) -> tuple[Rebalancer, Controller]:
     """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
 
@@ -115,11 +116,12 @@ def expert_controller(
         states: finds what belongs to a parameter.
         decided: gets the decisions.
         stages: of the pipeline, if these layers are of one stage of several.
+        settle: see :class:`Controller`.
     """
     loads = LoadMeasurements(layers, states, group, None if section.loads_file is None else Path(section.loads_file))
     rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages)
     agreement = StageAgreement(group, layers[0].device, stages)
-    return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided)
+    return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided, settle)
 
 
 class Experts:
@@ -129,10 +131,11 @@ class Experts:
         shared: of this rank's stage.
         section: ``"moe"``; None: experts stay where they are.
         stages: what the stages of a pipeline tell each other; None for one stage.
-        group: the stage's data-parallel ranks.
+        group: the ranks that hold the same stages.
         states: finds what belongs to a parameter (:func:`paceline.moe.moving.states_of` the engine).
         is_last_backward: whether the backward that runs now is the last of its step on this stage.
         decided: gets the decisions about experts.
+        settle: see :class:`Controller`.
 
     Attributes:
         rebalancer: moves the experts of this stage; None: it has none that move.
@@ -153,6 +156,7 @@ class Experts:
         states: Callable[[], States],
         is_last_backward: Callable[[], bool],
         decided: DecisionLog,
+        settle: Callable[[bool], None] = lambda switches: None,
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
@@ -174,16 +178,25 @@ class Experts:
             return
         if self.layers:
             layers = list(self.layers.values())
-            self.rebalancer, self.controller = expert_controller(layers, states(), group(), section, decided, stages)
+            parts = (layers, states(), group(), section, decided, stages, settle)
+            self.rebalancer, self.controller = expert_controller(*parts)
         elif stages is not None:
             bystander = Bystander(stages)
-            self.controller = Controller(bystander, {bystander: interval_of(section)}, bystander, decided)
+            self.controller = Controller(bystander, {bystander: interval_of(section)}, bystander, decided, settle)
 
     def after_step(self) -> None:
         """Plan anew if it is time, and bring new values to copies. Collective, after every step of the optimizer."""
         if self.controller is not None:
             self.controller.after_step()
             self.fetch()
+
+    def after_late_step(self) -> None:
+        """Plan anew if it is time. Collective, after every step without a flush, whose updates call :meth:`renew`."""
+        if self.controller is not None:
+            before = [layer.placement for layer in self.layers.values()]
+            self.controller.after_step()
+            if any(layer.placement is not old for layer, old in zip(self.layers.values(), before, strict=True)):
+                self.fetch()
 
     @property
     def follow_load(self) -> bool:
@@ -240,6 +253,13 @@ class Experts:
         """Bring new values to the copies of experts."""
         for layer in self.layers.values():
             layer.fetch()
+
+    def renew(self) -> None:
+        """Bring new values to the copies of experts at once: backwards that come next use them."""
+        self.fetch()
+        for layer in self.layers.values():
+            if layer.copying is not None:
+                layer.copying.settle()
 
     def resume(self, step: int) -> None:
         """Count from ``step``, where a run goes on."""

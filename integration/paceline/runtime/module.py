@@ -320,7 +320,8 @@ class CausalLMPipeline(PipelineModule):
             self._share_tied_weight()
         if self.expert_parallel > 1:
             replica = self._grid.get_data_parallel_rank()
-            for model in self.models:
+            # In one order on all ranks that hold the same stages, each with other chunks first.
+            for _, model in sorted(zip(held, self.models, strict=True), key=lambda pair: pair[0]):
                 self.expert_layers |= take_share(model, replica % self.expert_parallel, self.expert_parallel)
         self.forward_funcs.append(self.stage)
         for parameter in self.parameters():

@@ -84,6 +84,7 @@ class PlainExperts:
     def after_step(self) -> None:
         """After a step of the optimizer, taken or skipped, experts may move. Collective."""
         if self.controller is not None:
+            self.forget_gradients()  # they are used up, or of a step that was skipped
             self.controller.after_step()
             for layer in self.layers.values():
                 layer.fetch()

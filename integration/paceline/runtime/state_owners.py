@@ -53,11 +53,13 @@ class Mirrors:
         stages: the ranks that hold the stages that this rank holds.
         experts: those of them that have the same experts, where replicas share them; else the same as ``stages``.
         model_group: ranks that together hold every parameter once; None for one.
+        planning_group: those of ``stages`` once more, for what they agree on while updates are made; None unless asked.
     """
 
     stages: Holders
     experts: Holders
     model_group: Any
+    planning_group: Any = None
 
     @classmethod
     def create(
@@ -68,6 +70,7 @@ class Mirrors:
         *,
         equal_parts: bool,
         num_sharing: int = 1,
+        plans: bool = False,
     ) -> Mirrors:
         """Collective over the world.
 
@@ -76,6 +79,7 @@ class Mirrors:
             routes: device of each stage, one route a direction.
             equal_parts: every rank of a mirror group owns an equal part of its stages.
             num_sharing: consecutive pipelines that share the experts of their stages.
+            plans: whether a planning group is needed.
         """
         sets = directions.mirror_groups(routes)
 
@@ -100,7 +104,8 @@ class Mirrors:
             sharing = [one for place in range(num_sharing) for one in holders(pipes[place::num_sharing])]
         model_group = next(g for g, ranks in zip(model_groups, models, strict=True) if rank in ranks)
         own, experts = (next(h for ranks, h in found if rank in ranks) for found in (alike, sharing))
-        return cls(own, experts, model_group)
+        planning = [dist.new_group(ranks) for ranks, _ in alike] if plans else [None] * len(alike)
+        return cls(own, experts, model_group, planning[next(n for n, (ranks, _) in enumerate(alike) if rank in ranks)])
 
 
 def stage_of_parameters(stages: Sequence[tuple[int, nn.Module]]) -> dict[nn.Parameter, int]:

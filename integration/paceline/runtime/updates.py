@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..optim.asynchronous_updates import AsynchronousUpdates
@@ -36,10 +37,11 @@ class StreamUpdates:
     Args:
         engine: DeepSpeed's; its scheduler steps, and it keeps the last update's figures.
         num_held: stages of this rank, each of which completes a step.
+        applied: called when new values are in the model.
     """
 
-    def __init__(self, engine: Any, optimizer: ShardedOptimizer, num_held: int) -> None:
-        self._engine, self._optimizer, self._num_held = engine, optimizer, num_held
+    def __init__(self, engine: Any, optimizer: ShardedOptimizer, num_held: int, applied: Callable[[], None]) -> None:
+        self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
 
     @property
@@ -65,6 +67,7 @@ class StreamUpdates:
         engine._global_grad_norm = optimizer.outcome.grad_norm
         engine._step_applied = not optimizer.overflow
         engine.skipped_steps += int(optimizer.overflow)
+        self._applied()
 
     def reduce_tied(self) -> None:
         """Nothing, as the two below: closing a stage's gradients reduces them, and the update is :meth:`apply`'s."""

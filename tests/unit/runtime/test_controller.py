@@ -611,14 +611,18 @@ def test_the_loop_gathers_proposes_agrees_applies_and_records() -> None:
     told: list[Any] = []
     moves, stays = Book(told, "moves"), Book(told, "stays")
     intervals = {moves: TuningInterval(2), stays: TuningInterval(3, first=1)}
-    controller = Controller(Book(told, ready_at=1), intervals, Book(told), DecisionLog())
+
+    def settle(switches: bool) -> None:
+        told.append(("settles", switches))
+
+    controller = Controller(Book(told, ready_at=1), intervals, Book(told), DecisionLog(), settle)
     controller.before_step()
     assert told == [("begins", 0, 0), ("ended", 0), ("begins", 0, 0)]
     told.clear()
     controller.before_step()
     assert told == [
         *(("ended", 1), "gather", ("moves", "proposes after", 1), ("stays", "proposes after", 1)),
-        *(("switches", True), "moves changed", ("begins", 1, 2)),
+        *(("switches", True), ("settles", True), "moves changed", ("begins", 1, 2)),
     ]
     told.clear()
     for _ in range(3):

@@ -315,6 +315,7 @@ def test_a_step_may_leave_backwards_to_the_next_ones() -> None:
     executor.run([*late, *begin], num_micro_batches=2, step=1, updates=updates, goes_on=True)
     assert list(executor._live) == [(0, 3)]
     assert updates.calls == ["complete 0", "apply"]
+    assert runner.ended == [1], "a step ends with the backward that completes it, not with a program"
     meter.recorder.end()
     (step,) = meter.recorder.steps()
     assert [(span.kind, span.number) for span in step.spans] == [("B", 1), ("step", -1), ("F", 2), ("F", 3), ("B", 2)]

@@ -23,7 +23,7 @@ IN_ORDER, SWAPPED = Placement(((0, 1), (2, 3))), Placement(((0, 2), (1, 3)))
 class Layer(nn.Module):
     """Two slots on each of two ranks."""
 
-    size, num_slots, num_replicas = 2, 2, 1
+    size, num_slots, num_replicas, placement = 2, 2, 1, IN_ORDER
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +42,13 @@ class Layer(nn.Module):
 
     def fetch(self) -> None:
         self.calls.append("fetch")
+
+    @property
+    def copying(self) -> Layer:
+        return self
+
+    def settle(self) -> None:
+        self.calls.append("settle")
 
 
 class Control:
@@ -76,11 +83,15 @@ class FakeRebalancer:
 
 
 class FakeController:
+    moves = False
+
     def __init__(self, calls: list[Any], made_of: Any) -> None:
         self.calls, self.made_of = calls, made_of
 
     def after_step(self) -> None:
         self.calls.append("after step")
+        if self.moves:
+            self.made_of[0][0].placement = SWAPPED
 
     def go_on(self, step: int) -> None:
         self.calls.append(("go on", step))
@@ -119,11 +130,25 @@ def test_layers_begin_and_their_rebalancer_gets_what_it_needs() -> None:
     part = experts(of, MoeChoice(replicas=1), stages="stages")
     assert layer.calls == [("begin", "mlp", "sharing", 1, "even")]
     found: Any = part.controller
-    assert (found.made_of[:3], found.made_of[-1]) == (([layer], "states", "group"), "stages")
+    assert (found.made_of[:3], found.made_of[5]) == (([layer], "states", "group"), "stages")
     part.after_step()
     assert layer.calls[1:] == ["fetch"]
     part.resume(7)
     assert found.calls == ["after step", ("forget", 7), ("go on", 7)]
+
+
+def test_without_a_flush_copies_are_renewed_with_each_update_and_where_experts_have_moved() -> None:
+    of, layer = shared()
+    part = experts(of, MoeChoice(replicas=1))
+    layer.calls.clear()
+    part.after_late_step()
+    assert layer.calls == []
+    part.renew()
+    assert layer.calls == ["fetch", "settle"]
+    found: Any = part.controller
+    found.moves = True
+    part.after_late_step()
+    assert (found.calls, layer.calls) == (["after step"] * 2, ["fetch", "settle", "fetch"])
 
 
 def test_without_the_section_experts_stay() -> None:
