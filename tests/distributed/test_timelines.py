@@ -15,6 +15,7 @@ from paceline.report import step_records
 from paceline.schedules import asynchronous
 from paceline.schedules.families import dualpipev, interleaved
 from paceline.schedules.schedule import Schedule
+from paceline.schedules.split_families import zbh1
 from paceline.schedules.stream import UPDATE, Stream
 from paceline.schedules.timeline import Timeline
 from pages import check_page
@@ -98,6 +99,32 @@ def test_a_record_has_every_action_once_in_order_on_its_stage(name: str, tmp_pat
             assert stage is not None
             step = 1 if sent.kind == "activation" else -1
             assert routes[sent.micro_batch % len(routes)][stage + step] == sent.target
+
+
+def train_split(folder: Path) -> str:
+    import paceline
+
+    pipeline = {"stages": 2, "schedule": "1f1b"}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": pipeline})
+    engine, *_ = paceline.initialize(model=model_config("llama", num_hidden_layers=4), config=config)
+    engine.set_schedule(zbh1(2, MICRO_BATCHES))
+    engine.keep_records(folder, 2)
+    for step in range(2):
+        engine.train_batch(iter((step_batches(step) * 2)[:MICRO_BATCHES]))
+    engine.destroy()
+    return str(engine.schedule.name)
+
+
+def test_split_backwards_are_recorded_beside_their_prediction(tmp_path: Path) -> None:
+    order = zbh1(2, MICRO_BATCHES)
+    assert run_ranks(train_split, 2, tmp_path) == [order.name] * 2
+    (record,) = step_records.read(tmp_path)
+    assert record.predicted is not None
+    for line in (record.measured, record.predicted):
+        for rank in range(2):
+            own = sorted((s for s in line.spans if s.rank == rank and s.micro_batch >= 0), key=lambda s: s.start_s)
+            assert [(s.kind, s.micro_batch, s.chunk) for s in own] == [tuple(a) for a in order.orders[rank]]
+        assert {sent.kind for sent in line.transfers} == {"activation", "gradient"}
 
 
 @pytest.mark.parametrize("schedule", [{"type": "dualpipev"}, {"type": "multidirection", "directions": 2}])

@@ -94,10 +94,16 @@ class Layout:
         A stage's forward changes as the forwards of its items on a device of speed 1 do, likewise all else. A stage
         whose items take no time tells nothing of its device, which is then taken to be a typical one.
         """
+        backward_s = self._scaled(now.backward_s, [item.backward_s for item in self.items], parts)
+        weight_s = [
+            weight / whole * then if whole else 0.0
+            for weight, whole, then in zip(now.weight_s, now.backward_s, backward_s, strict=bool(now.weight_s))
+        ]
         return replace(
             now,
             forward_s=self._scaled(now.forward_s, [item.forward_s for item in self.items], parts),
-            backward_s=self._scaled(now.backward_s, [item.backward_s for item in self.items], parts),
+            backward_s=backward_s,
+            weight_s=tuple(weight_s),
             activation_bytes=self._scaled(now.activation_bytes, [item.saved_bytes for item in self.items], parts),
             message_bytes=tuple(
                 self._message_bytes(measured, before, after)

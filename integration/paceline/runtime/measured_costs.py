@@ -409,9 +409,11 @@ def _whole_times(steps: Sequence[StepTimes], size: int, chunk: int) -> list[floa
     """Seconds of a forward, a backward and what comes between, for each step with micro-batches of a size."""
     found = []
     for step in steps:
-        forward, backward = step.mean(FORWARD, chunk), step.mean(BACKWARD, chunk)
-        if step.key[1] == size and forward is not None and backward is not None:
-            found.append(forward + backward + 2 * _overhead(step))
+        for kinds in ((FORWARD, BACKWARD), (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)):
+            seconds = [mean for kind in kinds if (mean := step.mean(kind, chunk)) is not None]
+            if step.key[1] == size and len(seconds) == len(kinds):
+                found.append(fsum(seconds) + len(kinds) * _overhead(step))
+                break
     return found
 
 

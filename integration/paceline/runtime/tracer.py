@@ -57,7 +57,7 @@ class TimelineWriter:
         step, order = self.step(), self.order()
         pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.device)
         size = self.micro_batch_size()
-        # Of split backwards no costs are measured.
+        # Nothing was measured of a size of which no step has run whole.
         predicted = predicted_step(order, costs.costs(size), self.begun()) if size in costs.sizes() else None
         times = [report.steps[-1] for report in pipe]
         record = StepRecord(

@@ -325,3 +325,11 @@ def test_what_stays_on_a_device_is_not_sent() -> None:
     assert plan.sent_bytes((0, 1, 4, 6, 8)) == (1200.0, 0.0)
     both_ways = replace(plan, routes=((0, 1, 1, 0), (1, 0, 0, 1)))
     assert both_ways.sent_bytes((0, 1, 4, 6, 8)) == (0.0, 0.0), "both devices have all of it"
+
+
+def test_the_weights_part_of_a_backward_goes_with_it() -> None:
+    plan = layout([LAYER] * 4, (0, 3, 4))
+    now = replace(costs_of(plan, (1.0, 1.0)), weight_s=(3.0, 0.5))
+    moved = plan.costs(now, (0, 1, 4))
+    assert (moved.backward_s, moved.weight_s) == ((2.0, 6.0), (1.0, 1.5))
+    assert plan.costs(costs_of(plan, (1.0, 1.0)), (0, 1, 4)).weight_s == ()

@@ -15,6 +15,7 @@ from paceline.schedules.directions import routes as routes_of
 from paceline.schedules.families import chunked_route, dualpipev, interleaved
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
+from paceline.schedules.split_families import zbh1
 from reports import simulated
 
 OFFSETS = (0.0, 7.5, -3.25, 11.0)
@@ -129,3 +130,16 @@ def test_who_is_next_to_whom() -> None:
     assert not is_ring((chunked_route("dualpipev", 3, 2),))
     assert is_ring(routes_of(8))
     assert not is_ring(routes_of(6))
+
+
+def test_a_split_backward_is_its_two_parts() -> None:
+    schedule, routes = zbh1(3, 6), ((0, 1, 2),)
+    truth = replace(Costs.uniform(3, 0.01, 0.03, transfer_s=0.001), weight_s=(0.01, 0.02, 0.01))
+    measured, reports = MeasuredCosts(routes), simulated(schedule, truth)
+    measured.update(reports)
+    found = measured.costs(2)
+    assert found.backward_s == pytest.approx(truth.backward_s)
+    assert found.weight_s == pytest.approx(truth.weight_s)
+    assert simulate(schedule, found).makespan_s == pytest.approx(simulate(schedule, truth).makespan_s, rel=0.02)
+    sent = timeline(reports, routes, 6).transfers
+    assert [one.kind for one in sent].count("gradient") == [one.kind for one in sent].count("activation") == 12
