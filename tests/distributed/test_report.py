@@ -159,3 +159,31 @@ def test_a_page_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     assert "no report: IsADirectoryError" in ranks[0][1]
     AutoModelForCausalLM.from_pretrained(output)
     assert json.loads((output / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts", "routes"),
+    [
+        ({"type": "dualpipev"}, [0, 2, 3, 4, 6], [[0, 1, 1, 0]]),
+        ({"type": "multidirection", "directions": 2}, [0, 3, 6], [[0, 1], [1, 0]]),
+    ],
+    ids=["dualpipev", "multidirection"],
+)
+def test_stages_of_devices_that_hold_several(
+    schedule: dict[str, Any], parts: list[int], routes: list[list[int]], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, {}, schedule=schedule, partition={"method": parts, "repartition_every": 2})
+    ranks = run_ranks(finetune, 2, flags(**TINY | {"max_steps": 7}, deepspeed=config, output_dir=tmp_path / "model"))
+    for code, errors in ranks:
+        assert code == 0, errors
+    assert f"report written to {tmp_path / 'model' / 'report.html'}" in ranks[0][1]
+    lines = [json.loads(line) for line in (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()]
+    looks = [line["look"] for line in lines if "look" in line]
+    report = json.loads((tmp_path / "model" / "report.json").read_text())
+    assert [row["step"] for row in report["stages"]] == [look["step"] for look in looks] == [4, 6]
+    for row, look, links in zip(report["stages"], looks, report["links"], strict=True):
+        assert look["routes"] == routes
+        room = look["room_bytes"]
+        assert row["room_bytes"] == [min(room[route[stage]] for route in routes) for stage in range(len(parts) - 1)]
+        assert len(row["forward_s"]) == len(links["hosts"]) == len(parts) - 1
+    assert "Stages and links, as measured" in check_page((tmp_path / "model" / "report.html").read_text()).headings

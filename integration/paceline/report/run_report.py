@@ -145,7 +145,8 @@ def _report(records: RunRecords) -> dict[str, Any]:
         "timelines": _timelines(decided, records.traces),
         "stages": [
             _row(look, "step", "partition", "micro_batch_size", "measured_s", "forward_s", "backward_s", "step_s")
-            | _row(look, "message_bytes", "activation_bytes", "room_bytes")
+            | _row(look, "message_bytes", "activation_bytes")
+            | {"room_bytes": _room(look)}
             for look in records.measurements
         ],
         "links": [_links(look) for look in records.measurements if look.get("down")],
@@ -241,10 +242,20 @@ def _timeline(record: StepRecord | None) -> dict[str, Any] | None:
     }
 
 
+def _room(look: Mapping[str, Any]) -> list[Any] | None:
+    """Bytes that are left for each stage: where it is on several devices, on the one with least."""
+    room, routes = look.get("room_bytes"), look.get("routes")
+    if not room or not routes:
+        return room
+    of_stages = [[room[device] for device in held] for held in zip(*routes, strict=True)]
+    return [None if None in held else min(held) for held in of_stages]
+
+
 def _links(look: Mapping[str, Any]) -> dict[str, Any]:
+    hosts, routes = look.get("hosts"), look.get("routes")
     return {
         "step": look["step"],
-        "hosts": look.get("hosts"),
+        "hosts": [hosts[device] for device in routes[0]] if hosts and routes else hosts,
         "egress_bytes_per_s": look.get("egress_bytes_per_s"),
         "between": [
             {"from": source, "to": target, **link}

@@ -147,6 +147,7 @@ class PipelineMeasurements:
                     "step": self._pipeline.global_steps,
                     "micro_batch_size": size,
                     "partition": list(self.costs.parts),
+                    "routes": [list(route) for route in self.costs.routes],
                     "measured_s": self.costs.measured_s,
                     "room_bytes": list(self.costs.room_bytes),
                     **self.costs.costs(size).to_dict(),
