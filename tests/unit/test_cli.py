@@ -145,9 +145,9 @@ def test_check_config_as_text(ds_json, capsys):
             "paceline.pipeline.stages is 3 and there are 4 ranks",
         ),
         (
-            {"paceline": {"pipeline": {"schedule": "one_direction"}, "moe": {}}},
+            {"paceline": {"pipeline": {"schedule": "one_direction"}}, "fp16": {"enabled": True}},
             [],
-            'paceline.moe is there and paceline.pipeline.schedule.type "one_direction": with this schedule experts',
+            'fp16.enabled is true and paceline.pipeline.schedule.type "one_direction": the backwards of two steps',
         ),
         (
             {"paceline": {"moe": {}}, "zero_optimization": {"stage": 3}},
