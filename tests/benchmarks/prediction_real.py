@@ -43,7 +43,9 @@ class Model:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="stages, one a process")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "kfkb2", "gpipe"])
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "kfkb2", "gpipe"], help="also zbh1, zbh2, whose backwards are split"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="turns of each schedule, after one that does not count")
     parser.add_argument("--steps", type=int, default=6, help="of a turn; a recorder keeps 8")
     parser.add_argument("--layers", type=int, default=8)
@@ -107,7 +109,6 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
 
     import paceline
     from paceline.runtime.measured_costs import MeasuredCosts
-    from paceline.schedules.families import gpipe, kfkb
     from paceline.schedules.simulate import simulate
 
     stages = int(os.environ["WORLD_SIZE"])
@@ -132,12 +133,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
     engine, *_ = paceline.initialize(model=config, config=ds_config)
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(1024, (model.micro_batches, model.micro_batch_size, model.length), generator=drawn)
-    schedules = {
-        name: gpipe(stages, model.micro_batches)
-        if name == "gpipe"
-        else kfkb(stages, model.micro_batches, 1 if name == "1f1b" else int(name.removeprefix("kfkb")))
-        for name in names
-    }
+    schedules = {name: schedule_of(name, stages, model.micro_batches) for name in names}
     measured_costs, after = MeasuredCosts((tuple(range(stages)),)), dict[Any, int]()
     looks: list[dict[str, Any]] = []
 
@@ -164,6 +160,17 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
                 looks += [{"round": index, **look}] if index else []
     engine.destroy()
     return looks
+
+
+def schedule_of(name: str, stages: int, micro_batches: int) -> Any:
+    from paceline.schedules.families import gpipe, kfkb
+    from paceline.schedules.split_families import SPLIT_FAMILIES
+
+    if name in SPLIT_FAMILIES:
+        return SPLIT_FAMILIES[name](stages, micro_batches)
+    if name == "gpipe":
+        return gpipe(stages, micro_batches)
+    return kfkb(stages, micro_batches, 1 if name == "1f1b" else int(name.removeprefix("kfkb")))
 
 
 if __name__ == "__main__":
