@@ -208,7 +208,7 @@ def test_little_memory_is_said_and_training_goes_on() -> None:
     ranks = run_ranks(run_both, 2, (3.0, 1.0), 8, 9, section, layer_bytes=4096)
     check_same(ranks)
     (line,) = ranks[0][0]["warnings"]
-    assert line.startswith("step 4: with the partition [0, 4, 8], stage 0 takes 0.0")
+    assert line.startswith("step 4: with the partition [0, 4, 8], device 0 takes 0.0")
     assert "paceline.pipeline.partition.memory_gib allows 0.001023 MiB: layers move only to" in line
     assert ranks[1][0]["warnings"] == []
     assert set(ranks[0][0]["parts"]) == {(0, 4, 8)}
