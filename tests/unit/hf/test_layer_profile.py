@@ -126,7 +126,9 @@ def test_each_kind_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "load_stage", noting)
     items = profile_items(CONFIGS["gemma3"], device=CPU, repeats=1, **SHAPE)
     assert [cut.start for cut in loaded if cut.stop > cut.start] == [0, 1]
-    assert items[3].forward_s == items[1].forward_s != items[2].forward_s
+    first, other, again = ((i.forward_s, i.backward_s, i.saved_bytes, i.kind) for i in items[1:4])
+    assert again == first
+    assert other[2:] != first[2:], "seconds of so little may be alike"
 
 
 def test_the_trunks_own_work_is_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
