@@ -11,6 +11,7 @@ import torch
 
 from jobs import ds_config, model_config, step_batches
 from ranks import run_ranks
+from small_layers import layers, loss_of
 
 STEPS, MICRO_BATCHES = 3, 8
 
@@ -198,3 +199,57 @@ def test_families_give_every_bit_of_1f1b(kind: str, setting: str) -> None:
     assert split.keys() == whole.keys()
     for name, weight in whole.items():
         assert torch.equal(split[name], weight), name
+
+
+def own_layers(kind: str, interval: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A ``PipelineModule`` of one's own, which DeepSpeed may recompute (reentrant)."""
+    import deepspeed
+
+    import paceline
+    from paceline.schedules.families import IN_V, v_route
+
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(3)
+    stages = 2
+    routes = [v_route(stages)] if kind in IN_V else None
+    model = paceline.PipelineModule(
+        layers("tied"), num_stages=stages, loss_fn=loss_of, seed_layers=True, routes=routes, partition_method="uniform"
+    )
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES,
+        pipeline={"activation_checkpoint_interval": interval},
+        paceline={"pipeline": {"stages": stages, "schedule": kind}},
+    )
+    engine, *_ = paceline.initialize(model=model, model_parameters=model.parameters(), config=config)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, 17, (2, MICRO_BATCHES, 2, 5), generator=generator)
+        losses.append(engine.train_batch(iter(list(zip(*ids, strict=True)))).item())
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    ran = engine.schedule.is_split == (kind != "1f1b")
+    engine.destroy()
+    assert ran
+    return losses, weights
+
+
+def own_layers_both_ways(kind: str, interval: int) -> list[Any]:
+    return [own_layers("1f1b", interval), own_layers(kind, interval)]
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+@pytest.mark.parametrize("kind", ["zbh1", "zbv"])
+def test_layers_of_ones_own(kind: str, interval: int) -> None:
+    """The tied embedding's gradient is a sum in another order where one rank has both ends."""
+    ranks = run_ranks(own_layers_both_ways, 2, kind, interval)
+    whole = {name: weight for (_, weights), _ in ranks for name, weight in weights.items()}
+    split = {name: weight for _, (_, weights) in ranks for name, weight in weights.items()}
+    for (losses, _), (own_losses, _) in ranks:
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert kind != "zbh1" or own_losses == losses
+    assert split.keys() == whole.keys()
+    for name, weight in whole.items():
+        if kind == "zbh1":
+            assert torch.equal(split[name], weight), name
+        else:
+            torch.testing.assert_close(split[name], weight, rtol=1e-5, atol=1e-6)

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class _Product(NamedTuple):
-    """What the gradients of one layer's parameters are computed from: rows of its input and of its output's gradient.
+    """Factors of a layer's weight gradient: rows of its input and of its output's gradient.
 
     Shapes: ``inputs`` [rows, D_in], ``outputs`` [rows, D_out].
     """
@@ -44,12 +44,6 @@ class Deferred:
 
     def __len__(self) -> int:
         return len(self._products)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the inputs and gradients that are kept for it; what several layers share counts once."""
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for p in self._products for t in p[1:]}
-        return sum(kept.values())
 
     def add(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
         self._products.append(_Product(layer, inputs, outputs))
@@ -113,10 +107,10 @@ class Own:
     """Comes before the class of a module, which is then of both (:func:`become`)."""
 
     plain: type[nn.Module]
-    """That class."""
+    """The class that the module had."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of copies and files: as the module was. The engine, which attributes of ours lead to, stays out."""
+        """Copy and pickle the module as it was. The engine, which attributes of ours lead to, stays out."""
         state = {name: value for name, value in vars(self).items() if name not in _OWN}
         return object.__new__, (self.plain,), state
 

@@ -51,7 +51,7 @@ class MeasuredCosts:
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a stage."""
     room_bytes: list[float] = field(default_factory=list)
-    """Of each device."""
+    """Bytes that activations may take, one number a device."""
     step_s: float = 0.0
     """Seconds of a step besides its schedule."""
     measured_s: float = 0.0
@@ -63,11 +63,11 @@ class MeasuredCosts:
     guessed: tuple[int, ...] = ()
     """Devices that could be compared with the others by sizes only."""
     state_bytes: list[float] = field(default_factory=list)
-    """Of each device, for each parameter there."""
+    """Bytes for each parameter, one number a device."""
     moved_bytes: float = 0.0
     """Bytes that go with a parameter to another device."""
     _slowness: Speeds | None = None
-    """Of the cells."""
+    """Seconds of each cell for its work, followed over the intervals."""
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
     """Device, item and times of every layer that was timed."""
     _links: dict[int, Links] = field(default_factory=dict)

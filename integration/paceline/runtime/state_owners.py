@@ -84,7 +84,7 @@ class Mirrors:
         sets = directions.mirror_groups(routes)
 
         def holders(pipes: Sequence[Sequence[int]]) -> list[tuple[list[int], Holders]]:
-            """Of each mirror group of these pipelines."""
+            """Ranks of each mirror group of these pipelines, and this rank's part in it."""
             found = []
             for devices in sets:
                 ranks = sorted(pipe[device] for pipe in pipes for device in devices)

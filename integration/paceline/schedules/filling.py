@@ -44,7 +44,7 @@ infinite where that is not known yet; and whether what it keeps fits into memory
 
 
 class Desk:
-    """What the ranks of a step under construction have, by rank: memory, deferred backwards, and inputs by visit."""
+    """State of a step under construction, by rank: memory, deferred backwards, and arrivals of inputs by visit."""
 
     def __init__(self, shape: Schedule, costs: Costs, room_bytes: Sequence[float]) -> None:
         self.shape, self.visits = shape, Visits(shape, costs)

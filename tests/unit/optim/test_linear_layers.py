@@ -174,18 +174,6 @@ def test_natural_gradients_are_the_same_later() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_bytes_that_are_kept() -> None:
-    model = block(MAKERS["bias"])
-    deferral = adopted(model)
-    (x,) = micro_batches(torch.float32, (2, 5), 1)
-    with deferral.collecting() as deferred:
-        loss_of(model(x)).backward()
-    rows = 10
-    assert deferred.num_bytes == 4 * rows * (D_IN + D_OUT + D_OUT + 8)
-    deferred.run()
-    assert deferred.num_bytes == 0
-
-
 def test_copies_and_files_have_ordinary_layers() -> None:
     model = block(MAKERS["bias"])
     adopted(model)
