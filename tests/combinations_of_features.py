@@ -66,6 +66,7 @@ FEATURES: dict[str, Feature] = {
     "kfkb": Feature(_schedule("kfkb")),
     "eager": Feature(_schedule("eager")),
     "adaptive": Feature(_schedule("adaptive", retune_every=1)),
+    "late_gradients": Feature(_schedule("adaptive", retune_every=1, late_gradients=True), is_exact=False),
     "interleaved": Feature(_schedule("interleaved")),
     "dualpipev": Feature(_schedule("dualpipev")),
     "zbv": Feature(_schedule("zbv")),
