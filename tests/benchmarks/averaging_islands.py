@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from facts import facts
 
-from archipelago import Island, lighthouses, run_islands
 from paceline.data import standard_library
+from support.archipelago import Island, lighthouses, run_islands
 
 ISLANDS = 4
 """Of the comparisons at the end of training."""

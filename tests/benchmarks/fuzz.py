@@ -3,8 +3,8 @@
     python tests/benchmarks/fuzz.py [--cases 12000] [--seed 0] [--workers 2] [--processes 210]
 
 Calls every ``paceline`` command, what reads and resolves a DeepSpeed JSON, the job's flags and its environment with
-inputs that are mostly one step away from valid ones (``tests/fuzzing``). A call fails if another exception than
-SystemExit leaves it, if a traceback is printed, if it ends with a status that means nothing, without a message or with
+inputs that are mostly one step away from valid ones (``fuzzing/``). A call fails if another exception than SystemExit
+leaves it, if a traceback is printed, if it ends with a status that means nothing, without a message or with
 one of more than 1500 characters, with ``--json`` and no JSON, or runs past its time (20 s of computing) or memory
 (3 GiB of addresses, 1.5 GiB in use). Failures are made as small as they can be and written into the report;
 ``--repeat REPORT`` runs them again, ``--case N`` the case of that number.
@@ -23,10 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
-from fuzzing.campaign import failures, read, run, shown, summary, workers
-from fuzzing.cases import Cases
-from fuzzing.inputs import make
-from fuzzing.values import noise
+from benchmarks.fuzzing.campaign import failures, read, run, shown, summary, workers
+from benchmarks.fuzzing.cases import Cases
+from benchmarks.fuzzing.inputs import make
+from benchmarks.fuzzing.values import noise
 
 NOISE = 1500
 """Values that hypothesis makes up, which replace others."""

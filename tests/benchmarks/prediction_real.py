@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 SETTLING = 1
 """Steps after a change that do not count."""

@@ -3,7 +3,7 @@
     python tests/benchmarks/soak.py [--minutes 125] [--seed 0] [--continue]
 
 Needs root (tests/lab). Small Hugging Face models are trained by the main job on four hosts, in one episode after
-another, drawn from the seed (``tests/soaking/episodes.py``): stages, replicas, schedule, partition, ZeRO, precision,
+another, drawn from the seed (``soaking/episodes.py``): stages, replicas, schedule, partition, ZeRO, precision,
 experts that move, natural gradients, islands. The rates of links change all the time, ranks are slowed down, ranks and
 launchers are killed or told to stop, the disk is full; each time the job is started again, also in another shape. One
 episode, a quarter of the time, has no accidents: it is for leaks.
@@ -30,12 +30,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
+from benchmarks.soaking.episode import run_episode
+from benchmarks.soaking.episodes import ACCIDENTS, LONG, draw
+from benchmarks.soaking.flatness import LEAST_SECONDS_OF_MEMORY
+from benchmarks.soaking.inputs import make
+from benchmarks.soaking.run import Inputs
 from lab.hosts import available
-from soaking.episode import run_episode
-from soaking.episodes import ACCIDENTS, LONG, draw
-from soaking.flatness import LEAST_SECONDS_OF_MEMORY
-from soaking.inputs import make
-from soaking.run import Inputs
 
 LONG_SHARE = 0.26
 """Of the time, for the episode without accidents."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import LAYERS, MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import LAYERS, MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
+from support.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
 

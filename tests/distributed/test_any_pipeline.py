@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from jobs import ds_config
-from ranks import run_ranks
+from support.jobs import ds_config
+from support.ranks import run_ranks
 
 VOCABULARY, WIDTH, LAYERS, MICRO_BATCHES = 20, 8, 6, 8
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from asynchronous_emulator import Emulator, accumulate, cut
-from jobs import model_config, step_batches
-from limited_steps import step_limited
 from paceline.optim.max_change import Limits
 from paceline.schedules import asynchronous, directions
-from ranks import run_ranks
+from support.asynchronous_emulator import Emulator, accumulate, cut
+from support.jobs import model_config, step_batches
+from support.limited_steps import step_limited
+from support.ranks import run_ranks
 
 STEPS = 20
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import ds_config, model_config, step_batches
-from ranks import launch, run_ranks
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import launch, run_ranks
 
 TESTS = Path(__file__).parents[1]
 MULTI = {"type": "multidirection"}
@@ -137,7 +137,7 @@ import sys
 sys.path.insert(0, {str(TESTS)!r})
 from itertools import chain
 import paceline
-from jobs import ds_config, model_config, step_batches
+from support.jobs import ds_config, model_config, step_batches
 section = {{"pipeline": {{"stages": 2, "partition": "uniform", "schedule": {{"type": sys.argv[-1]}}}}}}
 config = ds_config(gradient_accumulation_steps=4, paceline=section)
 engine, *_ = paceline.initialize(model=model_config("llama"), config=config)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accidents import Ended, Running, accident
-from archipelago import lighthouses
-from jobs import MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
-from ranks import RankError, run_ranks
+from support.accidents import Ended, Running, accident
+from support.archipelago import lighthouses
+from support.jobs import MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
+from support.ranks import RankError, run_ranks
 
 MULTI = {"type": "multidirection"}
 ONE = {"type": "one_direction"}

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from limited_steps import step_limited
 from paceline.optim.max_change import Limits
-from ranks import run_ranks
+from support.limited_steps import step_limited
+from support.ranks import run_ranks
 
 WIDTH, STEPS, MICRO_BATCHES = 6, 20, 2
 NUM = 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from archipelago import (
+from support.archipelago import (
     TOKENS,
     Island,
     assert_equal,
@@ -19,8 +19,8 @@ from archipelago import (
     run_islands,
     weights_of,
 )
-from jobs import MICRO_BATCHES, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, model_config, step_batches
+from support.ranks import run_ranks
 
 
 def pipeline_island(
@@ -118,9 +118,9 @@ def test_other_stage_counts_average_to_the_same_weights() -> None:
 
 def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, expert_parallel: int) -> Any:
     """Experts on so many ranks, and elsewhere than at the start; the whole model after two steps, on the first rank."""
-    import expert_models
     import paceline
     from paceline.averaging.masters_by_name import PipelineMasters
+    from support import expert_models
 
     changes: dict[str, Any] = {"gradient_accumulation_steps": MICRO_BATCHES // expert_parallel}
     if expert_parallel > 1:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from archipelago import Island, lighthouse, run_islands
-from jobs import TINY, finetune, flags
-from ranks import free_port, run_ranks
+from support.archipelago import Island, lighthouse, run_islands
+from support.jobs import TINY, finetune, flags
+from support.ranks import free_port, run_ranks
 
 
 def write_config(folder: Path, averaging: dict[str, Any] | None) -> Path:

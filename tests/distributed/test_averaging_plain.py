@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from archipelago import (
+from support.archipelago import (
     TOKENS,
     Island,
     assert_equal,
@@ -22,8 +22,8 @@ from archipelago import (
     run_islands,
     weights_of,
 )
-from jobs import MICRO_BATCHES, model_config, step_batches
-from ranks import TESTS
+from support.jobs import MICRO_BATCHES, model_config, step_batches
+from support.ranks import TESTS
 
 STEPS, EVERY = 3, 2
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -185,7 +185,7 @@ def test_a_trainer_script_averages(tmp_path: Path) -> None:
             path.parent.mkdir()
             path.write_text(json.dumps(config))
             flags = ["--deepspeed", str(path), "--model", str(tmp_path / "model"), "--length", "16", "--steps", "4"]
-            args.append(([str(TESTS / "trainer_job.py"), *flags],))
+            args.append(([str(TESTS / "support" / "trainer_job.py"), *flags],))
         islands = run_islands([Island(script, 1, island_args) for island_args in args])
     for (lines,) in islands:
         rounds = [line for line in lines if "with 2 islands" in line]

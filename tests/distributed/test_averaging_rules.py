@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archipelago import (
+from support.archipelago import (
     TOKENS,
     Island,
     assert_equal,
@@ -18,8 +18,8 @@ from archipelago import (
     run_islands,
     weights_of,
 )
-from jobs import MICRO_BATCHES, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, model_config, step_batches
+from support.ranks import run_ranks
 
 MEAN = {"min_islands": 2, "first_round": "mean"}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from archipelago import (
+from support.archipelago import (
     TOKENS,
     Island,
     assert_equal,
@@ -22,8 +22,8 @@ from archipelago import (
     run_islands,
     weights_of,
 )
-from jobs import MICRO_BATCHES, model_config, step_batches
-from ranks import RANK_ENVIRONMENT, RankError, run_ranks
+from support.jobs import MICRO_BATCHES, model_config, step_batches
+from support.ranks import RANK_ENVIRONMENT, RankError, run_ranks
 
 KILLED_AT, SAVED_AT, EVERY = 5, 3, 2
 TOGETHER = 3

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs import model_config
 from paceline.launch.cli import main
-from ranks import run_ranks
-from saves import small_file_system
+from support.jobs import model_config
+from support.ranks import run_ranks
+from support.saves import small_file_system
 
 
 def save_and_export(family: str, root: str, stages: int, dtype: torch.dtype, shard_size: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jobs import TINY, finetune, flags, model_config
 from paceline.supervise.output_lock import FILE_NAME, Claim
-from ranks import run_ranks
+from support.jobs import TINY, finetune, flags, model_config
+from support.ranks import run_ranks
 
 
 def test_the_job(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-import combinations_of_features as table
+from support import combinations_of_features as table
 
 
 def test_the_readme_shows_what_was_found() -> None:

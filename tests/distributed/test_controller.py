@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 STAGES, STEPS, RETUNE_EVERY = 3, 14, 3
 SLOW_STAGE, SLOW_S = 1, 0.008

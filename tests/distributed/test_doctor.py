@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-import ranks as runner
-from accidents import Running, accident
 from lab.hosts import HostError, Hosts, available
-from ranks import launch, run_ranks
+from support import ranks as runner
+from support.accidents import Running, accident
+from support.ranks import launch, run_ranks
 
 CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "pp2.json"
 TIMEOUT_S = 4.0

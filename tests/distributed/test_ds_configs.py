@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from archipelago import Island, lighthouse, run_islands
-from jobs import TINY, finetune, flags
-from ranks import run_ranks
+from support.archipelago import Island, lighthouse, run_islands
+from support.jobs import TINY, finetune, flags
+from support.ranks import run_ranks
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 NUM_RANKS, NAMES = 3, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)

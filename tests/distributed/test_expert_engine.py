@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import expert_models as models
-from expert_models import NATIVE
-from ranks import RankError, run_ranks
+from support import expert_models as models
+from support.expert_models import NATIVE
+from support.ranks import RankError, run_ranks
 
 STEPS = 30
 BY_HAND = {"paceline": {"moe": {"rebalance_every": 0}}}

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from jobs import BATCH, LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, step_batches
 from paceline.checkpoint import Checkpoint
 from paceline.launch.cli import main
-from ranks import run_ranks
+from support.jobs import BATCH, LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, step_batches
+from support.ranks import run_ranks
 
 STEPS = 4
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import expert_models as models
-from ranks import run_ranks
+from support import expert_models as models
+from support.ranks import run_ranks
 
 STEPS = 12
 

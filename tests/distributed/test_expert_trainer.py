@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import expert_models as models
-from ranks import RankError, run_ranks
+from support import expert_models as models
+from support.ranks import RankError, run_ranks
 
 STEPS = 6
 SHIPPED = Path(__file__).parents[2] / "ds_configs" / "ep2_rebalance.json"

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-import ranks as runner
-from accidents import Running, accident
+from support import ranks as runner
+from support.accidents import Running, accident
 
 LIMIT_S = 3.0
 STEPS = 400
@@ -102,9 +102,9 @@ def looks(what: str) -> None:
     import deepspeed
 
     import paceline
-    from jobs import ds_config, model_config, step_batches
     from paceline.supervise.lifetime import end_process
     from paceline.supervise.watch import WATCH
+    from support.jobs import ds_config, model_config, step_batches
 
     deepspeed.init_distributed("gloo")
     WATCH.start(LIMIT_S)

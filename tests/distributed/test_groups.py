@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Splits:

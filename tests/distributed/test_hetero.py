@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import ds_config, model_config, step_batches
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
-from ranks import RankError, run_ranks
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import RankError, run_ranks
 
 LAYERS = 10
 LINK_BYTES_PER_S = 1e6

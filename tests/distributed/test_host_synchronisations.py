@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
 """Operations that wait for a GPU to have computed their operand."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from jobs import LAYERS, ds_config, model_config, step_batches
-from ranks import RankError, run_ranks
+from support.jobs import LAYERS, ds_config, model_config, step_batches
+from support.ranks import RankError, run_ranks
 
 
 class Block(nn.Module):

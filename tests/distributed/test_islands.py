@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import ranks as runner
 from paceline.averaging import rounds, weighted_sums
 from paceline.averaging.rounds import Islands, Left, Outcome
 from paceline.averaging.rules import Report, island_weights
+from support import ranks as runner
 
 DIGEST = 2**64 - 1
 SMALL_CHUNK = 4096

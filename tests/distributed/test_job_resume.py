@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs import TINY, finetune, flags
-from ranks import run_ranks
+from support.jobs import TINY, finetune, flags
+from support.ranks import run_ranks
 
 STEPS, STOP = 7, 3
 

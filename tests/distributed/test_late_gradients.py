@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 STAGES = 3
 SLOW_S = 0.01

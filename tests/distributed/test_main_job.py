@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jobs import TINY, finetune, flags
-from ranks import RANK_ENVIRONMENT, free_port, launch, run_ranks
+from support.jobs import TINY, finetune, flags
+from support.ranks import RANK_ENVIRONMENT, free_port, launch, run_ranks
 
 
 @pytest.mark.launcher

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs import TINY, finetune, flags
-from ranks import run_ranks
+from support.jobs import TINY, finetune, flags
+from support.ranks import run_ranks
 
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"

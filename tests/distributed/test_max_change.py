@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
-from limited_steps import step_limited
 from paceline.optim.max_change import Limits, max_change_factors
-from ranks import run_ranks
+from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.limited_steps import step_limited
+from support.ranks import run_ranks
 
 STEPS = 3
 LR = 0.5
@@ -403,8 +403,8 @@ def expert_change(family: str, zero: int, ep: int, limits: Limits | None) -> dic
     """What the first step changes on this rank: of each parameter, and of layers over the ranks."""
     import deepspeed
 
-    import expert_models as models
     from paceline.optim.zero_max_change import FlatMaxChange
+    from support import expert_models as models
 
     layer = {"ep": ep} if family == models.NATIVE else {}
     config = models.ds_config(

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 LAYERS, STEPS = 6, 6
 ITEMS = LAYERS + 2

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accidents import Running, accident
-from jobs import ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.accidents import Running, accident
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 WIDTH, VOCABULARY, MICRO_BATCHES = 8, 17, 4
 ITEMS = 8

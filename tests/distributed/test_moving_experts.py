@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accidents import Running, accident
-from expert_models import NATIVE, NativeModel, build, ds_config, random_placement, train
-from ranks import run_ranks
+from support.accidents import Running, accident
+from support.expert_models import NATIVE, NativeModel, build, ds_config, random_placement, train
+from support.ranks import run_ranks
 
 STEPS = 3
 SLOTS = 3

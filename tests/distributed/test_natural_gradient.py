@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs import TINY, ds_config, finetune, flags, model_config, step_batches
-from natural import (
+from support.jobs import TINY, ds_config, finetune, flags, model_config, step_batches
+from support.natural import (
     ANY_OPTIMIZER,
     AUTOCAST,
     FAST,
@@ -31,7 +31,7 @@ from natural import (
     same,
     size,
 )
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 8, 4
 NO_EXPERTS = {**OPTIONS, "layers": "self_attn|lm_head"}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs import flags, model_config, step_batches
-from natural import (
+from support.jobs import flags, model_config, step_batches
+from support.natural import (
     ANY_OPTIMIZER,
     AUTOCAST,
     FAST,
@@ -29,7 +29,7 @@ from natural import (
     same,
     size,
 )
-from ranks import TESTS, run_ranks
+from support.ranks import TESTS, run_ranks
 
 ACCUMULATION, STEPS = 2, 4
 ALL_OF_IT = {"stage3_param_persistence_threshold": 0}
@@ -213,7 +213,7 @@ def trainer_job(argv: list[str]) -> None:
     """The Trainer's script on this rank, started as ``paceline.launch.patched`` starts it."""
     from paceline.launch.patched import main
 
-    assert main([str(TESTS / "trainer_job.py"), *argv]) == 0
+    assert main([str(TESTS / "support" / "trainer_job.py"), *argv]) == 0
 
 
 def trainer_losses(folder: Path, options: Mapping[str, Any] | None) -> list[float]:
@@ -290,9 +290,9 @@ def test_layers_that_are_not_there() -> None:
 
 def with_experts_elsewhere(moves: bool) -> tuple[list[float], list[str], dict[str, Any]]:
     """Experts on two ranks of DeepSpeed's, with ``"paceline": {"moe": …}``: before each step they change places."""
-    import expert_models as models
     import paceline
     from paceline.runtime.initialize import start_distributed
+    from support import expert_models as models
 
     paceline.repair_deepspeed()
     start_distributed()

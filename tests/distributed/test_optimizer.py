@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {

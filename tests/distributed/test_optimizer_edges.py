@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from jobs import ds_config
-from ranks import RankError, run_ranks
+from support.jobs import ds_config
+from support.ranks import RankError, run_ranks
 
 WIDTH, MICRO_BATCHES = 8, 4
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from jobs import ds_config, model_config, step_batches
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
-from ranks import run_ranks
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 WIDTH = 8
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import train, train_alone
-from ranks import run_ranks
+from support.jobs import train, train_alone
+from support.ranks import run_ranks
 
 
 @lru_cache

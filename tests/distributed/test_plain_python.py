@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import OF_A_LAUNCHER, PATIENCE_S, RANK_ENVIRONMENT
+from support.ranks import OF_A_LAUNCHER, PATIENCE_S, RANK_ENVIRONMENT
 
 SCRIPT = """
 import sys

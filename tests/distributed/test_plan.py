@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import trainer_job
-from jobs import TINY, finetune, flags
 from paceline.launch.cli import main
-from ranks import RANK_ENVIRONMENT, run_ranks
+from support import trainer_job
+from support.jobs import TINY, finetune, flags
+from support.ranks import RANK_ENVIRONMENT, run_ranks
 
 OVERRIDES = {"llama": "", "mixtral": ",num_local_experts=4,num_experts_per_tok=2"}
 NAMES = {

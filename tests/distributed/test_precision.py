@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import ds_config, model_config, step_batches, train_alone
-from ranks import run_ranks
+from support.jobs import ds_config, model_config, step_batches, train_alone
+from support.ranks import run_ranks
 
 STEPS = 6
 UNEVEN = [0, 1, 4, 6]

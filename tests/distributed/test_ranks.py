@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import ranks
-from ranks import RankError, hang_of, launch, run_ranks
+from support import ranks
+from support.ranks import RankError, hang_of, launch, run_ranks
 
 LONG_S = 3600
 
@@ -31,7 +31,7 @@ def rank_and_environment(point: Point, scale: int = 1) -> tuple[int, Point, dict
 
 
 def modules_and_threads() -> tuple[bool, int, int]:
-    preload = sys.modules["rank_preload"]
+    preload = sys.modules["support.rank_preload"]
     import torch
 
     return "deepspeed" in sys.modules, preload.num_threads(), torch.get_num_threads()
@@ -143,7 +143,7 @@ def test_time_limit_kills_and_shows_stacks(tmp_path):
 
 CALLER = """
 import time
-from ranks import run_ranks
+from support.ranks import run_ranks
 if __name__ == "__main__":
     run_ranks(time.sleep, 1, 60)
 """

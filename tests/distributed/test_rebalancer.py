@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from expert_models import ds_config, engine_for
-from ranks import run_ranks
+from support.expert_models import ds_config, engine_for
+from support.ranks import run_ranks
 
 ROW_S = 4e-4
 """Of each row in a forward, and twice that in a backward: much longer than it takes, on cores that are busy."""
@@ -84,7 +84,7 @@ def run(section: dict[str, Any] | None, *, skewed: bool, row_s: float, ep: int) 
         paceline.repair_deepspeed()
         engine = engine_for(FAMILY, ds_config(1, ep))
     else:
-        from expert_models import EIGHT, build
+        from support.expert_models import EIGHT, build
 
         model = build(FAMILY, **EIGHT[FAMILY])
         config = ds_config(1, ep, paceline={"moe": section})

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
 from lab.device import DEVICE
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, SpeedChange, loss
 from lab.partitions import best, step_s
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 EVERY = 3
 WORK_S = 0.006

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jobs import TINY, finetune, flags
 from paceline.launch.cli import main
 from paceline.report.comparison import format_duration
-from pages import check_page
-from ranks import run_ranks
+from support.jobs import TINY, finetune, flags
+from support.pages import check_page
+from support.ranks import run_ranks
 
 LATENCY_S = 0.05
 STEPS, EVERY = 14, 4

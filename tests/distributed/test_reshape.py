@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
 from paceline.checkpoint import Checkpoint
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 BEFORE, AFTER = 3, 10
 INTO = {(1, 1): (2, 2), (2, 1): (4, 1), (4, 1): (1, 1), (1, 2): (4, 2), (2, 2): (1, 2), (4, 2): (2, 1)}
@@ -125,7 +125,7 @@ def another_model(root: str) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    from ranks import RankError
+    from support.ranks import RankError
 
     run_ranks(tied, 2, str(tmp_path), 2, "uniform", False)
     with pytest.raises(RankError, match=r"does not fit: its model\S+ has the shape \[\d+, 32\], the model's"):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from jobs import ds_config, model_config, step_batches
-from ranks import RankError, run_ranks
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import RankError, run_ranks
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from jobs import ds_config, model_config
-from ranks import run_ranks
+from support.jobs import ds_config, model_config
+from support.ranks import run_ranks
 
 NATURAL = {"natural_gradient": {"update_period": 2}}
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 24
 CASES: dict[str, dict[str, Any]] = {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import jobs
-from jobs import ds_config
-from ranks import run_ranks
-from small_layers import (
+from support import jobs
+from support.jobs import ds_config
+from support.ranks import run_ranks
+from support.small_layers import (
     MICRO_BATCHES,
     batches,
     layers,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs import ds_config, model_config, step_batches
-from ranks import run_ranks
-from small_layers import batches, layers, loss_of
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import run_ranks
+from support.small_layers import batches, layers, loss_of
 
 STEPS = 3
 LAYERS = 6

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import ds_config, model_config, step_batches
-from ranks import run_ranks
-from small_layers import layers, loss_of
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import run_ranks
+from support.small_layers import layers, loss_of
 
 STEPS, MICRO_BATCHES = 3, 8
 

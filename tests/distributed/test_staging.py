@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranks import RankError, run_ranks
+from support.ranks import RankError, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 WIDTH = 8

@@ -1,4 +1,4 @@
-"""A job under the `deepspeed` command survives what happens to jobs; ``tests/survival.py`` does so many times over."""
+"""A job under the `deepspeed` command survives what happens to jobs (``benchmarks/survival.py``: many times over)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from survival import survive
+from benchmarks.survival import survive
 
 
 @pytest.mark.launcher

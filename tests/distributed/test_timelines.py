@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import TINY, ds_config, finetune, flags, model_config, step_batches
 from paceline.launch.cli import main
 from paceline.report import step_records
 from paceline.schedules import asynchronous
@@ -18,8 +17,9 @@ from paceline.schedules.schedule import Schedule
 from paceline.schedules.split_families import zbh1
 from paceline.schedules.stream import UPDATE, Stream
 from paceline.schedules.timeline import Timeline
-from pages import check_page
-from ranks import run_ranks
+from support.jobs import TINY, ds_config, finetune, flags, model_config, step_batches
+from support.pages import check_page
+from support.ranks import run_ranks
 
 MICRO_BATCHES, STEPS = 4, 4
 

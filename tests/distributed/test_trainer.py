@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import BATCH, LENGTH, model_config
-from pages import check_page
-from ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, free_port, launch, run_ranks
+from support.jobs import BATCH, LENGTH, model_config
+from support.pages import check_page
+from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, free_port, launch, run_ranks
 
-SCRIPT = Path(__file__).parents[1] / "clm_script.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "clm_script.py"
 TWO_LINES = {
     "import transformers\n": "import paceline, transformers\n",
     "transformers.Trainer(": "paceline.PacelineTrainer(",

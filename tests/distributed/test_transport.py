@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs import ds_config
-from ranks import RankError, run_ranks
+from support.jobs import ds_config
+from support.ranks import RankError, run_ranks
 
 WIDTH, MICRO_BATCHES, ROWS = 8, 4, 12
 SLOW_S = 0.1

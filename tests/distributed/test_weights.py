@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import ds_config, model_config, step_batches
-from ranks import RankError, run_ranks
+from support.jobs import ds_config, model_config, step_batches
+from support.ranks import RankError, run_ranks
 
 GIB = 2**30
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import TINY, ds_config, finetune, flags, model_config, step_batches
-from ranks import RankError, RankTimeout, launch, run_ranks
+from support.jobs import TINY, ds_config, finetune, flags, model_config, step_batches
+from support.ranks import RankError, RankTimeout, launch, run_ranks
 
 
 def write(path: Path, content: Any) -> Path:

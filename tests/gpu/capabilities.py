@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpu import training
-from natural import OPTIONS
+from support.natural import OPTIONS
 
 
 @dataclass(frozen=True)

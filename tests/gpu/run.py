@@ -52,7 +52,7 @@ FIRST = 8
 TEST_S = 300.0
 """Until a test counts as hanging; ranks are given up on before that, and say where they are."""
 RANKS_S = 120.0
-SOURCES = ("integration/paceline", "patches", "launch", "tests/gpu", "tests/*.py")
+SOURCES = ("integration/paceline", "patches", "launch", "tests/gpu", "tests/support")
 REHEARSAL = "CPU (rehearsal)"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "torchft")

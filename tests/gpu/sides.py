@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu.capabilities import CAPABILITIES, Capability
 from gpu.training import BEGIN, END
 from paceline.checkpoint import Checkpoint
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 REHEARSAL = os.environ.get("PACELINE_GPU_TESTS_ON") == "cpu"
 """Whether both sides run on the CPU: everything but CUDA itself, on a machine without a GPU."""
@@ -59,7 +59,7 @@ def _ranks(name: str, folder: Path, env: Mapping[str, str], **options: Any) -> l
 
 
 def _islands(name: str, capability: Capability, folder: Path, env: Mapping[str, str]) -> list[dict[str, Any]]:
-    from archipelago import lighthouses
+    from support.archipelago import lighthouses
 
     with lighthouses(1) as (light,), ThreadPoolExecutor(capability.islands) as pool:
         numbers = range(capability.islands)

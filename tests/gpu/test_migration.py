@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs import MICRO_BATCHES, ds_config, model_config, step_batches
-from ranks import run_ranks
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import TINY, finetune, flags
-from ranks import run_ranks
+from support.jobs import TINY, finetune, flags
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs import LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
-from natural import allow_fp16
+from support.jobs import LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
+from support.natural import allow_fp16
 
 STEPS = 4
 SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -94,7 +94,7 @@ def pipeline(
         config: of :func:`config_for`.
     """
     import paceline
-    from expert_models import scatter_experts
+    from support.expert_models import scatter_experts
 
     hf_config = model_config(family, **(model or {}))
     given = adapted(hf_config) if has_adapters else hf_config
@@ -172,7 +172,7 @@ def checkpoints(folder: str) -> dict[str, Any]:
 def island(folder: str, light: str, **averaging: Any) -> dict[str, Any]:
     """One of two that average: two stages each, a round every second step or as ``averaging`` says."""
     import paceline
-    from archipelago import TOKENS, weights_of
+    from support.archipelago import TOKENS, weights_of
 
     rounds = {"lighthouse": light, "min_islands": 2, "every_tokens": 2 * TOKENS, "first_round": "mean", **averaging}
     engine, *_ = paceline.initialize(model=model_config(), config=config_for(2, section={"averaging": rounds}))
@@ -277,7 +277,7 @@ def plain(
     from transformers import AutoModelForCausalLM
 
     import paceline
-    from expert_models import scatter_experts
+    from support.expert_models import scatter_experts
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_config(family, num_hidden_layers=2, tie_word_embeddings=False))

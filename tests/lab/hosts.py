@@ -20,7 +20,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO
 
-from ranks import RANK_ENVIRONMENT
+from support.ranks import RANK_ENVIRONMENT
 
 DEVICE = "eth0"
 BURST_BYTES = 128 * 1024

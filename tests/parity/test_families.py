@@ -17,8 +17,6 @@ import pytest
 import torch
 import transformers
 
-from family_table import BEGIN, END, measure, to_json, to_markdown
-from family_table import README as SECTION
 from paceline.hf import masks, router, weights
 from paceline.hf import stage as stages_of_models
 from paceline.hf.adapters import ADAPTERS, REASONS, Adapter
@@ -29,7 +27,9 @@ from paceline.hf.parity import ROUNDING, Parity, check_split, cuts
 from paceline.hf.quiet_transformers import quiet
 from paceline.hf.stage import Cut
 from paceline.hf.weights import causal_config, load_stage
-from ranks import run_ranks
+from support.family_table import BEGIN, END, measure, to_json, to_markdown
+from support.family_table import README as SECTION
+from support.ranks import run_ranks
 
 INSTALLED = {config_class.model_type: config_class for config_class in causal_lm_configs()}
 TABLE = json.loads(resources.files("paceline.hf").joinpath("families.json").read_text())
@@ -66,7 +66,7 @@ def test_refused_family_is_not_trained(model_type: str) -> None:
 
 def test_table_has_every_family() -> None:
     assert compared_here()
-    assert set(INSTALLED) <= set(families()), "run python tests/family_table.py --write"
+    assert set(INSTALLED) <= set(families()), "run python tests/support/family_table.py --write"
     if IS_NEWEST:
         assert set(INSTALLED) == set(families())
 

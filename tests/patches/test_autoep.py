@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import RankError, run_ranks
+from support.ranks import RankError, run_ranks
 
 STEPS, RANKS, BATCH, LENGTH = 3, 2, 2, 16
 EXPERTS = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS = 2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ranks import launch, run_ranks
+from support.ranks import launch, run_ranks
 
 SHOW = """
 import json, sys

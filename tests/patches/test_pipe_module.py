@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.patches.deepspeed_pipe_module import PARTITION_METHODS
 from paceline.patches.registry import applied
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STOCK = ("uniform", "Parameters", "type:linear", "type:Tanh")
 WRONG = ("profile", "nonsense", "type:rnn")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranks import hang_of, run_ranks
+from support.ranks import hang_of, run_ranks
 
 STEPS, MICRO_BATCHES, WIDTH = 3, 4, 8
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import paceline
-from expert_models import FAMILIES, build
 from paceline.patches import repairs
 from paceline.patches.registry import _slot, all_patches
 from paceline.patches.repairs import REPAIRS, repair_deepspeed
+from support.expert_models import FAMILIES, build
 
 
 def held() -> list[object]:

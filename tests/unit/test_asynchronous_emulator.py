@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asynchronous_emulator import Emulator, accumulate, cut, versions_of
-from jobs import model_config, step_batches, train_alone
 from paceline.schedules.asynchronous import multidirection, one_direction
 from paceline.schedules.stream import Stream
+from support.asynchronous_emulator import Emulator, accumulate, cut, versions_of
+from support.jobs import model_config, step_batches, train_alone
 
 
 class Factor(nn.Module):

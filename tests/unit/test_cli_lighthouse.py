@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from paceline.launch.cli import main
-from ranks import PATIENCE_S
+from support.ranks import PATIENCE_S
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.cli import main
-from pages import check_page
+from support.pages import check_page
 
 RUNS = Path(__file__).parent / "report" / "runs"
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.launch.cli import main
 from paceline.report.step_records import StepRecord, write
-from timelines import gpipe_timeline
+from support.timelines import gpipe_timeline
 
 
 @pytest.fixture

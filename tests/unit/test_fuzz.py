@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fuzzing import campaign, worker
-from fuzzing.cases import COMMAND, CONFIG, ENVIRONMENT, JOB, Case, Cases
-from fuzzing.inputs import make
-from fuzzing.values import Damage, harmless, noise
+from benchmarks.fuzzing import campaign, worker
+from benchmarks.fuzzing.cases import COMMAND, CONFIG, ENVIRONMENT, JOB, Case, Cases
+from benchmarks.fuzzing.inputs import make
+from benchmarks.fuzzing.values import Damage, harmless, noise
 
 SEED, CASES = 7, 300
 

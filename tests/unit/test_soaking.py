@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.soaking.checking import problems_of_saving
+from benchmarks.soaking.episodes import (
+    KINDS,
+    LONG,
+    LONG_AT,
+    NUM_HOSTS,
+    SAVES,
+    draw,
+    ds_config,
+    is_flushed_by_saves,
+    undisturbed,
+)
+from benchmarks.soaking.flatness import slope, trend
 from paceline.config.resolve import resolve
-from soaking.checking import problems_of_saving
-from soaking.episodes import KINDS, LONG, LONG_AT, NUM_HOSTS, SAVES, draw, ds_config, is_flushed_by_saves, undisturbed
-from soaking.flatness import slope, trend
 
 MANY = 4 * len(KINDS) + 1
 

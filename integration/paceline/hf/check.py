@@ -1,6 +1,6 @@
 """Can this model be trained as a pipeline and stay the same model? Asked before training, and by ``check-model``.
 
-Families in ``families.json`` were compared with their unsplit models by ``tests/family_table.py``; any
+Families in ``families.json`` were compared with their unsplit models by ``tests/support/family_table.py``; any
 other family is compared here, on a small copy of the given config. What the given config itself can break, the
 operations that a decoder applies to its hidden states between the embedding and the layers, is checked for every model:
 a stage that holds nothing must change nothing.

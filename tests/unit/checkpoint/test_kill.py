@@ -65,7 +65,7 @@ def _start(root: Path, rank: int, run: str, last: int) -> int:
     if (process := os.fork()) > 0:
         return process
     from paceline.checkpoint import CheckpointWriter
-    from saves import filled
+    from support.saves import filled
 
     try:
         writer = CheckpointWriter(rank=rank, world_size=2, run=run)

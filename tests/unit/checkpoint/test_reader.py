@@ -21,7 +21,7 @@ from paceline.checkpoint import (
     damaged_checkpoints,
     latest_checkpoint,
 )
-from saves import Ranks, filled, saved
+from support.saves import Ranks, filled, saved
 
 cuts = st.integers(1, 9).flatmap(
     lambda rows: st.tuples(

@@ -24,7 +24,7 @@ from paceline.checkpoint import (
     latest_checkpoint,
     new_run,
 )
-from saves import Ranks, filled, saved, small_file_system
+from support.saves import Ranks, filled, saved, small_file_system
 
 
 def hidden(root: Path) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm import loss_sums as losses
 from paceline.comm.loss_sums import SummedLosses
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Device:

@@ -11,7 +11,7 @@ import torch
 from paceline.comm.side_stream import SideStream
 from paceline.comm.staging import SharedGPU, Staging, ranks_sharing, shares_gpu
 from paceline.measure.device_memory import available_bytes
-from streams import Streams
+from support.streams import Streams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import LAYERS, model_config
 from paceline.hf import peft as adapters_module
 from paceline.hf import quantised
 from paceline.hf.anatomy import anatomy_of
@@ -21,6 +20,7 @@ from paceline.hf.arguments import parse
 from paceline.hf.peft import Adapters, adapter_state, check_drawn, inject, lora_config, resolve_adapters
 from paceline.hf.stage import Cut, bare
 from paceline.hf.weights import load_stage, skeleton
+from support.jobs import LAYERS, model_config
 
 peft = pytest.importorskip("peft")
 # PEFT 0.21 asks for it under the name that transformers 5.23 warns of.

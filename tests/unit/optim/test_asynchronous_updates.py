@@ -20,7 +20,7 @@ from paceline.optim.buckets import Domain, DomainBucket
 from paceline.optim.corrections import Corrections
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.optim.step_options import StepOptions
-from streams import Streams
+from support.streams import Streams
 
 WIDTH = 4
 

@@ -11,7 +11,7 @@ from paceline.schedules.costs import Costs
 from paceline.schedules.families import kfkb
 from paceline.schedules.simulate import simulate
 from paceline.schedules.timeline import Span, Timeline
-from timelines import gpipe_timeline
+from support.timelines import gpipe_timeline
 
 
 def delayed(timeline: Timeline, rank: int, from_s: float, by_s: float) -> Timeline:

@@ -14,7 +14,7 @@ from paceline.report.page import render
 from paceline.report.page_sections import both, count, percent, size
 from paceline.report.run_records import RunRecords, read
 from paceline.report.run_report import make_report
-from pages import check_page
+from support.pages import check_page
 
 RUNS = Path(__file__).parent / "runs"
 HEADINGS = {

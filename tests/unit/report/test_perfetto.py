@@ -18,7 +18,7 @@ from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
 from paceline.schedules.split_families import zbh1
 from paceline.schedules.timeline import Span, Timeline, Transfer
-from timelines import gpipe_timeline
+from support.timelines import gpipe_timeline
 
 Event = dict[str, Any]
 

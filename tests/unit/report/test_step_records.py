@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.report.step_records import StepRecord, read, write
-from timelines import gpipe_timeline
+from support.timelines import gpipe_timeline
 
 
 def record(step: int, **changes: Any) -> StepRecord:

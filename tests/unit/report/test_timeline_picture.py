@@ -18,7 +18,7 @@ from paceline.schedules.costs import Costs
 from paceline.schedules.simulate import simulate
 from paceline.schedules.split_families import zbh1
 from paceline.schedules.timeline import Span, Timeline
-from timelines import gpipe_timeline
+from support.timelines import gpipe_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 Box = tuple[float, float, float, float]  # left, right, top, bottom in points
@@ -171,7 +171,7 @@ def test_no_display_and_no_global_figures(tmp_path: Path) -> None:
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import paceline.report.timeline_picture as timeline\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "from timelines import gpipe_timeline\n"
+        "from support.timelines import gpipe_timeline\n"
         "timeline.draw([gpipe_timeline()], sys.argv[2])\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )

@@ -19,7 +19,7 @@ from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate
-from reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
+from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
 def known(*looks: Sequence[Report]) -> MeasuredCosts:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.runtime.migration import Migrator, Seat, StageParameters
 from paceline.runtime.movable_layers import Layers, TensorNote, empty_tensors
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 NUM_ITEMS, WIDTH = 4, 3
 OLD, NEW = [0, 2, 4], [0, 3, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.runtime.rank_reports import LaneKey, messages
-from reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
+from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
 def test_a_message_is_seen_once() -> None:

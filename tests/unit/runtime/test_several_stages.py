@@ -16,7 +16,7 @@ from paceline.schedules.families import chunked_route, dualpipev, interleaved
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
 from paceline.schedules.split_families import zbh1
-from reports import simulated
+from support.reports import simulated
 
 OFFSETS = (0.0, 7.5, -3.25, 11.0)
 

@@ -13,7 +13,7 @@ from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.rank_reports import LaneKey, Report
 from paceline.runtime.tracer import DRAWN, TimelineWriter, Tracer
 from paceline.schedules.families import one_f_one_b
-from reports import MICRO_BATCHES, ROUTES, STAGES, Run
+from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run
 
 
 class Gatherer:

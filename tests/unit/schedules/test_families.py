@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.schedules import FAMILIES, families, from_text, lower, make, to_text, verify
 from paceline.schedules.verify import replay_blocking
-from schedule_cases import FAMILY_CASES, has_backwards
+from support.schedule_cases import FAMILY_CASES, has_backwards
 
 COMPUTES = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.schedules import Costs, Link, Schedule, families, simulate, verify
 from paceline.schedules.filling import composed, filled
-from schedule_cases import ROUTES, split_costs
+from support.schedule_cases import ROUTES, split_costs
 
 
 def rows(schedule):

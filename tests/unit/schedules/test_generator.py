@@ -14,7 +14,7 @@ from paceline.schedules import Costs, Schedule, families, simulate, verify
 from paceline.schedules.generator import generated
 from paceline.schedules.schedule import backward_input, backward_weight, forward
 from paceline.schedules.split_families import SPLIT_FAMILIES
-from schedule_cases import split_costs
+from support.schedule_cases import split_costs
 
 FAMILIES = (
     families.one_f_one_b,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.schedules import Schedule, families, lower, verify
 from paceline.schedules.schedule import backward, forward
 from paceline.schedules.verify import replay_blocking
-from schedule_cases import FAMILY_CASES, executed, routed
+from support.schedule_cases import FAMILY_CASES, executed, routed
 
 # Families, and orders that none of them has: backwards and forwards in any order, with and without backwards, with and
 # without several directions.

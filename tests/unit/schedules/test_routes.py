@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.schedules import Costs, Link, Op, Schedule, families, from_text, lower, simulate, to_text, verify
 from paceline.schedules.schedule import Action, backward, forward
 from paceline.schedules.verify import replay_blocking
-from schedule_cases import TWO_DIRECTIONS, has_backwards, places_of, routed
+from support.schedule_cases import TWO_DIRECTIONS, has_backwards, places_of, routed
 
 BY_HAND = from_text(TWO_DIRECTIONS)
 CASES = st.one_of(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.schedules import Schedule, families, from_text, to_text
 from paceline.schedules.schedule import forward
-from schedule_cases import executed, shuffled
+from support.schedule_cases import executed, shuffled
 
 TEXT = 'schedule ranks=2 micro_batches=2 chunks=1 name="1f1b"\nrank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1\n'
 

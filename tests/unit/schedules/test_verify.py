@@ -9,7 +9,7 @@ from paceline.schedules import Op, Proof, Schedule, families, lower, verify
 from paceline.schedules.dependencies import unit_starts
 from paceline.schedules.schedule import Action, backward, forward
 from paceline.schedules.verify import replay_blocking
-from schedule_cases import executed, shuffled
+from support.schedule_cases import executed, shuffled
 
 
 def schedule_of(*rows, chunks=1):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.supervise.build_locks import warn_of_locks
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def lock(folder: Path, name: str, age_s: float) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.supervise.output_lock import FILE_NAME, Claim, Holder, claimed
-from ranks import PATIENCE_S
+from support.ranks import PATIENCE_S
 
 HOLD = """
 import sys, time

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ranks as runner
+from support import ranks as runner
 
 
 @dataclass

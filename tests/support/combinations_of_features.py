@@ -1,6 +1,6 @@
 """Which features work together: every pair of them in one small job, and the tables of `config/README.md` about it.
 
-    python tests/combinations_of_features.py [--write]
+    python tests/support/combinations_of_features.py [--write]
 
 A cell is two steps of a pipeline of two stages with two replicas (four processes). Its losses are compared with those
 of one process that has what changes the numbers (precision, clipping, adapters, …) and nothing of the rest. What is
@@ -14,6 +14,7 @@ import copy
 import gc
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -22,7 +23,7 @@ from typing import Any
 
 from paceline.config.exclusions import GROUNDS, markdown
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 GOLDEN = TESTS / "golden" / "combinations.json"
 README = TESTS.parent / "integration" / "paceline" / "config" / "README.md"
 BEGIN, END = "<!-- combinations:begin -->", "<!-- combinations:end -->"
@@ -139,9 +140,9 @@ def is_possible(cell: tuple[str, ...]) -> bool:
 
 def _build(cell: Iterable[str], *, alone: bool, light: str) -> tuple[Any, dict[str, Any]]:
     """Model and JSON, of the whole job or of the one process that it is compared with."""
-    from jobs import ds_config, model_config
     from paceline.hf.stage import Cut
     from paceline.hf.weights import load_stage
+    from support.jobs import ds_config, model_config
 
     features = [FEATURES[name] for name in cell]
     family = "mixtral" if any(f.family == "mixtral" for f in features) else "llama"
@@ -159,7 +160,7 @@ def _build(cell: Iterable[str], *, alone: bool, light: str) -> tuple[Any, dict[s
         config["paceline"]["averaging"]["lighthouse"] = light
     prepare = {f.prepare for f in features}
     if "fp16" in prepare:
-        from natural import allow_fp16
+        from support.natural import allow_fp16
 
         allow_fp16()
     model: Any = hf_config
@@ -186,7 +187,7 @@ def run_cell(cell: tuple[str, ...], *, alone: bool = False, light: str = "") -> 
     import torch.distributed as dist
 
     import paceline
-    from jobs import step_batches
+    from support.jobs import step_batches
 
     engine = None
     try:
@@ -233,8 +234,8 @@ def reference_of(cell: tuple[str, ...]) -> tuple[str, ...]:
 
 def measure(chosen: list[tuple[str, ...]]) -> dict[str, dict[str, Any]]:
     """Each cell's outcome, by its name."""
-    from archipelago import lighthouses
-    from ranks import run_ranks
+    from support.archipelago import lighthouses
+    from support.ranks import run_ranks
 
     possible = [cell for cell in chosen if is_possible(cell)]
     averaged = [name_of(cell) for cell in possible if "averaging" in cell]
@@ -297,7 +298,7 @@ def readme_part(found: Mapping[str, Mapping[str, Any]]) -> str:
         f"one process; `+`: {counts[TRAINS]} that train, where there is no such process or rounding differs (half "
         f"precision, stale weights, estimates of each replica's own); `-`: {counts[REFUSED]} that are refused at the "
         "start, for a reason of the second table; empty: one key, one value. Both tables are written by "
-        "`python tests/combinations_of_features.py --write`, and held to the truth by "
+        "`python tests/support/combinations_of_features.py --write`, and held to the truth by "
         "`tests/distributed/test_combinations.py`."
     )
     reasons = " ".join(f"Ground *{ground}*: {meaning}." for ground, meaning in GROUNDS.items())
@@ -330,4 +331,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))  # without pytest
     main()

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config
-from ranks import RANK_ENVIRONMENT, run_ranks
+from support.jobs import BATCH, LENGTH, MICRO_BATCHES, ds_config
+from support.ranks import RANK_ENVIRONMENT, run_ranks
 
 TOKENS = MICRO_BATCHES * BATCH * LENGTH
 """Of a step."""

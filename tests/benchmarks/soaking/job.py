@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from lab.hosts import Hosts
-from ranks import RANK_ENVIRONMENT
+from support.ranks import RANK_ENVIRONMENT
 
 MARK = "PACELINE_SOAK"
 """Variable that all processes of an episode have, wherever they are in the tree."""

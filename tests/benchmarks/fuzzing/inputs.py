@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from timelines import gpipe_timeline
+from support.timelines import gpipe_timeline
 
-DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+DS_CONFIGS = Path(__file__).resolve().parents[3] / "ds_configs"
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -48,7 +48,7 @@ SCHEDULE = (
 
 
 def make(folder: Path, *, with_run: bool = True) -> None:
-    """Write all inputs into ``folder``; files and folders that :mod:`fuzzing.cases` names.
+    """Write all inputs into ``folder``; files and folders that :mod:`benchmarks.fuzzing.cases` names.
 
     Args:
         with_run: train a tiny model for two steps too, whose checkpoint, records of steps and model become inputs.

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.soaking import checking
+from benchmarks.soaking.disturbing import Slowing, small_disk
+from benchmarks.soaking.episodes import BLOCK, LONG, NUM_HOSTS, Episode, Shape, ds_config, undisturbed
+from benchmarks.soaking.job import MARK, Broken, inside_namespaces, kill_all, last_step, start_alone, tail
+from benchmarks.soaking.run import KEEP, LOGGING_STEPS, Inputs, Run, flags
 from lab.hosts import DEVICE, Hosts
 from lab.rates import Player, preemption_trace
-from soaking import checking
-from soaking.disturbing import Slowing, small_disk
-from soaking.episodes import BLOCK, LONG, NUM_HOSTS, Episode, Shape, ds_config, undisturbed
-from soaking.job import MARK, Broken, inside_namespaces, kill_all, last_step, start_alone, tail
-from soaking.run import KEEP, LOGGING_STEPS, Inputs, Run, flags
 
 LIGHTHOUSE_PORT = 29510
 TRACE_S = 3 * 3600.0

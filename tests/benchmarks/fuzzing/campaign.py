@@ -17,10 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fuzzing.cases import Case
-from fuzzing.values import dump
+from benchmarks.fuzzing.cases import Case
+from benchmarks.fuzzing.values import dump
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 BATCH = 40
 MOST_TRIES, MOST_S = 200, 120.0
 """Calls, and seconds, that making one failure smaller may take."""
@@ -29,7 +29,7 @@ SLOWEST = 10
 
 
 class Worker:
-    """A process that runs cases in children of its own (:mod:`fuzzing.worker`)."""
+    """A process that runs cases in children of its own (:mod:`benchmarks.fuzzing.worker`)."""
 
     def __init__(self, inputs: Path) -> None:
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -40,7 +40,7 @@ class Worker:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fuzzing.worker", str(inputs)],
+            [sys.executable, "-m", "benchmarks.fuzzing.worker", str(inputs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuzzing.values import Damage, dump
+from benchmarks.fuzzing.values import Damage, dump
 
 COMMAND, CONFIG, JOB, ENVIRONMENT, PROGRAM = "command", "config", "job", "environment", "program"
 """What a case calls: ``paceline`` itself; what reads and resolves a DeepSpeed JSON; the job's flags; what reads
@@ -152,8 +152,8 @@ class Cases:
     """All cases of a seed.
 
     Args:
-        inputs: the folder that :func:`fuzzing.inputs.make` has filled.
-        noise: values of :func:`fuzzing.values.noise`.
+        inputs: the folder that :func:`benchmarks.fuzzing.inputs.make` has filled.
+        noise: values of :func:`benchmarks.fuzzing.values.noise`.
     """
 
     def __init__(self, inputs: Path, seed: int, noise: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """Runs cases in processes that are forked for a few of them each, within limits, and judges what came of them.
 
-Started by :mod:`fuzzing.campaign`; takes a line of JSON with cases on stdin, and answers each with a line.
+Started by :mod:`benchmarks.fuzzing.campaign`; takes a line of JSON with cases on stdin, and answers each with a line.
 """
 
 from __future__ import annotations

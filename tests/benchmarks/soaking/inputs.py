@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.soaking.run import Inputs
 from paceline.data.standard_library import source_files
 from paceline.data.tokenizer import train_tokenizer
-from soaking.run import Inputs
 
 VOCABULARY = 512
 TRAIN_BYTES, HELD_OUT_BYTES = 300_000, 20_000

@@ -22,7 +22,7 @@ _PRELOAD = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # stock ZeRO imports it, and with it torch._inductor
     "deepspeed.runtime.zero.stage_1_and_2",
     "pytest",
-    "ranks",
+    "support.ranks",
     "torch._dynamo",  # the first step of any torch.optim optimizer imports it
     "torch.distributed",
     "transformers",

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from benchmarks.soaking.episodes import SAVES
 from paceline.checkpoint import Checkpoint, CheckpointError, complete_checkpoints, damaged_checkpoints
-from soaking.episodes import SAVES
 
 CLOSE = 1e-5
 BOUND = 0.02

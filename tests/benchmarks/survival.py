@@ -1,6 +1,6 @@
 """A job that is killed, asked to stop, or runs out of disk, again and again, and resumed each time.
 
-    python tests/survival.py --how kill --times 20     (also: term, disk)
+    python tests/benchmarks/survival.py --how kill --times 20     (also: term, disk)
 
 The weights at the end must be those of a run without accidents, in every bit; every accident must end all ranks within
 a limit; nothing may be left running. Exits with 1 and says what, otherwise; prints one JSON object.
@@ -28,8 +28,8 @@ from pathlib import Path
 import psutil
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import RANK_ENVIRONMENT, free_port
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.ranks import RANK_ENVIRONMENT, free_port
 
 LIMIT_S = 60.0
 """From an accident to the end of all ranks."""
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "benchmarks" / "survival.json")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="survival-"))

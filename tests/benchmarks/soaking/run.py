@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 
+from benchmarks.soaking.checking import first_step, last_step_saved, problems_of_checkpoints, problems_of_saving
+from benchmarks.soaking.disturbing import cause
+from benchmarks.soaking.episodes import BLOCK, LONG, NUM_HOSTS, Accident, Episode, Shape, ds_config, overrides
+from benchmarks.soaking.job import MARK, Broken, Job, kill_all, processes, show_stacks
+from benchmarks.soaking.watching import Watcher
 from lab.hosts import Hosts
-from soaking.checking import first_step, last_step_saved, problems_of_checkpoints, problems_of_saving
-from soaking.disturbing import cause
-from soaking.episodes import BLOCK, LONG, NUM_HOSTS, Accident, Episode, Shape, ds_config, overrides
-from soaking.job import MARK, Broken, Job, kill_all, processes, show_stacks
-from soaking.watching import Watcher
 
 LOGGING_STEPS = 5
 KEEP = 2

@@ -1,6 +1,6 @@
 """A script as people have it: a Hugging Face Trainer with a DeepSpeed JSON, for plans that no pipeline runs.
 
-deepspeed --num_gpus 2 --module paceline.launch.patched tests/trainer_job.py --deepspeed tp2.json --model DIR …
+deepspeed --num_gpus 2 --module paceline.launch.patched tests/support/trainer_job.py --deepspeed tp2.json --model DIR …
 """
 
 from __future__ import annotations

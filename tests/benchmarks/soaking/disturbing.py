@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from soaking.job import Job
+from benchmarks.soaking.job import Job
 
 PULSE_S = 0.05
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from soaking.flatness import medians, trend
+from benchmarks.soaking.flatness import medians, trend
 
 EVERY_S = 0.5
 POINTS = 12

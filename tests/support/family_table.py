@@ -1,6 +1,6 @@
 """The table of families: compare every causal-LM family of the installed transformers, cut and whole.
 
-``python tests/family_table.py --write`` writes ``families.json`` and the section on families of ``hf/README.md``.
+``python tests/support/family_table.py --write`` writes ``families.json`` and the section of ``hf/README.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OLDEST = "5.17.0"
 
 MAX_PARAMETERS = 20_000_000
 TIME_LIMIT_S = 60
-COMMAND = "python tests/family_table.py --write"
+COMMAND = "python tests/support/family_table.py --write"
 README = Path("integration", "paceline", "hf", "README.md")
 """In the checkout."""
 
@@ -163,7 +163,7 @@ def write(rows: dict[str, Family], root: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python tests/family_table.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/support/family_table.py", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write families.json and its section")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: this one)")
     arguments = parser.parse_args(argv)

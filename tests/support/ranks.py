@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 
 RANK_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -348,7 +348,7 @@ def _warm_up() -> None:
     if _warm:
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_preload"])
+    context.set_forkserver_preload(["support.rank_preload"])
     with _server_environment():
         process = context.Process(target=_nothing)
         process.start()
@@ -409,7 +409,7 @@ def _rank_main(
 
 
 def _call(call: bytes, call_args: bytes) -> Any:
-    importlib.import_module("rank_preload")
+    importlib.import_module("support.rank_preload")
     module_name, file, qualname = pickle.loads(call)
     function = operator.attrgetter(qualname)(_module(module_name, file))
     args, kwargs = pickle.loads(call_args)  # may need the module
