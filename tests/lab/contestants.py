@@ -18,7 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from lab.asynchronous import SCHEDULES, AsynchronousStep
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, loss
-from paceline.schedules.families import CHUNKED, chunked_route
+from paceline.schedules.families import CHUNKED, chunked_route, v_route
+from paceline.schedules.schedule import Schedule
+from paceline.schedules.split_families import dualpipev_split
 
 Step = Callable[[], dict[str, Any]]
 """One step of training, called on every rank: what there is to say about it.
@@ -36,10 +38,19 @@ OURS: dict[str, dict[str, Any]] = {
     "eager1": {"schedule": {"type": "eager", "slack": 1.0}},
     "eager2": {"schedule": {"type": "eager", "slack": 2.0}},
     "adaptive": {"schedule": {"type": "adaptive"}},
+    "zbh1": {"schedule": {"type": "zbh1"}},
+    "zbh2": {"schedule": {"type": "zbh2"}},
     "interleaved": {"schedule": {"type": "interleaved", "chunks": 2}},
     "our-dualpipev": {"schedule": {"type": "dualpipev"}},
+    "our-dualpipev-split": {"schedule": {"type": "dualpipev"}},
+    "zbv": {"schedule": {"type": "zbv"}},
+    "vhalf": {"schedule": {"type": "vhalf"}},
+    "vmin": {"schedule": {"type": "vmin"}},
 }
-"""Sections ``paceline.pipeline`` by a short name; the last two have two half stages a rank."""
+"""Sections ``paceline.pipeline`` by a short name; the last six have two half stages a rank."""
+
+_SET: dict[str, Callable[[int, int], Schedule]] = {"our-dualpipev-split": dualpipev_split}
+"""Schedules that the JSON has no name for, set after the start."""
 
 
 def make(name: str, emulation: Emulation) -> Step:
@@ -47,9 +58,9 @@ def make(name: str, emulation: Emulation) -> Step:
 
     Args:
         name: ``stock`` (its partition is uniform), ``stock-parameters``, ``dualpipev`` (two half stages a rank),
-            ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved`` (two half stages a rank), a name of :data:`OURS` or
-            of :data:`lab.asynchronous.SCHEDULES`, or ``LABEL={JSON}`` with another schedule of ours, or with a
-            ``schedule`` and a ``partition``.
+            ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved``, ``torch-zbv`` and ``torch-dualpipev`` (two half
+            stages a rank), a name of :data:`OURS` or of :data:`lab.asynchronous.SCHEDULES`, or ``LABEL={JSON}`` with
+            another schedule of ours, or with a ``schedule`` and a ``partition``.
 
     Raises:
         ValueError: there is no such contestant, or it cannot have several layers a rank.
@@ -58,7 +69,7 @@ def make(name: str, emulation: Emulation) -> Step:
         return _OTHERS[name](emulation)
     if name in SCHEDULES:
         return AsynchronousStep(name, emulation)
-    return _paceline(emulation, section_of(name))
+    return _paceline(emulation, section_of(name), _SET.get(name))
 
 
 def label_of(name: str) -> str:
@@ -117,7 +128,9 @@ def _dualpipev(emulation: Emulation) -> Step:
     return _deepspeed_step(engine, emulation)
 
 
-def _paceline(emulation: Emulation, section: dict[str, Any]) -> Step:
+def _paceline(
+    emulation: Emulation, section: dict[str, Any], then: Callable[[int, int], Schedule] | None = None
+) -> Step:
     import paceline
 
     partition = section.get("partition", "uniform")
@@ -137,6 +150,8 @@ def _paceline(emulation: Emulation, section: dict[str, Any]) -> Step:
     engine, *_ = paceline.initialize(
         model=net, model_parameters=list(net.parameters()), config=_config(emulation, section)
     )
+    if then is not None:
+        engine.set_schedule(then(emulation.num_ranks, emulation.num_micro_batches))
     return _deepspeed_step(engine, emulation)
 
 
@@ -165,18 +180,17 @@ def _check_a_layer_a_rank(name: str, emulation: Emulation) -> None:
         )
 
 
-def _torch(kind: type, num_chunks: int, emulation: Emulation) -> Step:
+def _torch(kind: type, num_chunks: int, emulation: Emulation, *, in_v: bool = False) -> Step:
     _check_a_layer_a_rank("torch", emulation)
     rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    ranks = v_route(num_ranks) if in_v else (*range(num_ranks),) * num_chunks
     layers = [emulation.layer(rank, num_chunks) for _ in range(num_chunks)]
-    stages = [
-        PipelineStage(layer, chunk * num_ranks + rank, num_chunks * num_ranks, device)
-        for chunk, layer in enumerate(layers)
-    ]
+    numbers = [number for number, holder in enumerate(ranks) if holder == rank]
+    stages = [PipelineStage(layer, n, len(ranks), device) for layer, n in zip(layers, numbers, strict=True)]
     schedule = kind(stages if num_chunks > 1 else stages[0], emulation.num_micro_batches, loss_fn=loss)
     optimizer = _torch_optimizer(nn.ModuleList(layers), emulation)
     inputs, labels = (torch.cat(parts) for parts in zip(*emulation.batches, strict=True))
-    is_last = rank == num_ranks - 1
+    is_last = rank == ranks[-1]
     value = torch.zeros(1)
 
     def step() -> dict[str, Any]:
@@ -188,7 +202,7 @@ def _torch(kind: type, num_chunks: int, emulation: Emulation) -> Step:
         optimizer.zero_grad()
         if is_last:
             value.fill_(float(torch.stack(losses).mean()))
-        dist.broadcast(value, num_ranks - 1)  # as DeepSpeed does in every step
+        dist.broadcast(value, ranks[-1])  # as DeepSpeed does in every step
         return {"loss": float(value), "schedule": ""}
 
     return step
@@ -207,6 +221,8 @@ _OTHERS: dict[str, Callable[[Emulation], Step]] = {
     "torch-1f1b": lambda emulation: _torch(pipelining.Schedule1F1B, 1, emulation),
     "torch-gpipe": lambda emulation: _torch(pipelining.ScheduleGPipe, 1, emulation),
     "torch-interleaved": lambda emulation: _torch(pipelining.ScheduleInterleaved1F1B, 2, emulation),
+    "torch-zbv": lambda emulation: _torch(pipelining.ScheduleZBVZeroBubble, 2, emulation, in_v=True),
+    "torch-dualpipev": lambda emulation: _torch(pipelining.ScheduleDualPipeV, 2, emulation, in_v=True),
 }
 
 NAMES: Sequence[str] = (*_OTHERS, *OURS, *SCHEDULES)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 AWAKE_S = 0.0005
 """Before the end of a computation: an accelerator is not late by what a sleeping process takes to wake up."""
@@ -30,8 +33,9 @@ class Device:
         self.speed = 1.0
         self.step = 0
         self._noise, self._chance = 0.0, random.Random(0)
-        self._last, self._free_at = ("", 0), 0.0
-        self._taken_s = {"forward": 0.0, "backward": 0.0}
+        self._last, self._free_at = ("", 0, 0), 0.0
+        self._taken_s = defaultdict[str, float](float)
+        self._begun: tuple[str | int, float] = "", 0.0
 
     def set_noise(self, noise: float, seed: int) -> None:
         """From now on a computation takes its time times a number drawn between 1 - noise and 1 + noise."""
@@ -42,23 +46,33 @@ class Device:
         self.step += 1
         self.speed = speed
 
+    def begin(self, kind: str) -> None:
+        """A computation of that kind, or of the backward of autograd that runs, begins before it is waited for."""
+        self._begun = _graph() or kind, time.perf_counter()
+
     @contextmanager
     def computation(self, kind: str, position: int, work_s: float) -> Iterator[None]:
         """Lasts as long as ``work_s`` seconds of a device of speed 1 take.
 
-        What follows the computation at the position before, of the same kind, begins when that was done, so that the
-        layers of a stage take together what they should, whatever the host does in between.
+        What follows the computation at the position before, of the same kind, begins when that was done, and so does
+        what follows another one in the same backward of autograd: the layers of a stage take together what they should,
+        whatever the host does in between.
         """
         seconds = work_s / self.speed
         if self._noise:
             seconds *= 1 + self._noise * self._chance.uniform(-1, 1)
-        begin = time.perf_counter()
-        if self._last == (kind, position - 1) and begin - self._free_at < GAP_S:
+        begin, graph = time.perf_counter(), _graph()
+        if self._begun[0] == (graph or kind):
+            begin = self._begun[1]
+        self._begun = "", 0.0
+        last_kind, last_position, last_graph = self._last
+        follows = (kind, position - 1) == (last_kind, last_position) or 0 != graph == last_graph
+        if follows and begin - self._free_at < GAP_S:
             begin = self._free_at
         begin -= self._taken_s[kind]
         self._taken_s[kind] = 0.0
         yield
-        self._last, self._free_at = (kind, position), begin + seconds
+        self._last, self._free_at = (kind, position, graph), begin + seconds
         _sleep_until(self._free_at, min(AWAKE_S, AWAKE_SHARE * seconds))
 
     @contextmanager
@@ -67,6 +81,12 @@ class Device:
         begin = time.perf_counter()
         yield
         self._taken_s[kind] += time.perf_counter() - begin
+
+
+def _graph() -> int:
+    """Number of the backward of autograd that runs; 0 where none does."""
+    number: int = torch._C._current_graph_task_id()
+    return number + 1
 
 
 def _sleep_until(moment: float, awake_s: float) -> None:

@@ -8,9 +8,10 @@ unequal; ``--speed-changes [[40, 1, 0.5]]`` makes them faster or slower while tr
 
 All contestants live in the same processes. First each runs its warm-up steps, in which connections are made; then, in
 every round, each runs ``--steps`` steps, or as many as begin within ``--seconds``. Rank 0 writes one JSON line a step:
-contestant, round (-1 in the warm-up), step (of the contestant), seconds, and what :data:`lab.contestants.Step` says.
-When the warm-up is over, a file ``OUTPUT.begun`` appears. With ``--mbit 400 100`` all rounds are run once at each of
-these rates, which the line then has.
+contestant, round (-1 in the warm-up), step (of the contestant), seconds, and what :data:`lab.contestants.Step` says; in
+the warm-up also ``kept``, by rank the :class:`lab.kept.Peaks` of the step. When the warm-up is over, a file
+``OUTPUT.begun`` appears. With ``--mbit 400 100`` all rounds are run once at each of these rates, which the line then
+has.
 
 Contestants without a flush take as long for a step as lies between the moments at which the last rank was done with
 that step and with the one before. In every round they first run two steps more, which count as warm-up, to be past the
@@ -42,6 +43,7 @@ from lab.contestants import Step, label_of, make
 from lab.device import DEVICE
 from lab.emulation import OPTIMIZERS, Emulation, SpeedChange
 from lab.hosts import set_own_rate
+from lab.kept import KEEPING
 
 
 def main() -> None:
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--contestant", action="append", required=True, help="again for each one; see lab.contestants")
     parser.add_argument("--forward-s", type=float, nargs="+", required=True, help="one value, or one a layer")
     parser.add_argument("--backward-s", type=float, nargs="+", required=True, help="one value, or one a layer")
+    parser.add_argument("--weight-s", type=float, nargs="+", default=[], help="part of each backward; default: half")
     parser.add_argument("--message-bytes", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, required=True)
     parser.add_argument("--layers", type=int, help="default: one a rank")
@@ -80,6 +83,7 @@ def main() -> None:
         noise=args.noise,
         layer_bytes=args.layer_bytes,
         optimizer=args.optimizer,
+        weight_s=args.weight_s,
     )
     DEVICE.set_noise(emulation.noise, seed=dist.get_rank())
     contestants = {label_of(name): make(name, emulation) for name in args.contestant}
@@ -126,10 +130,13 @@ class Race:
             return
         began = time.perf_counter()
         for _ in self._agreed(began, num_steps, seconds):
+            KEEPING.forget()
             said = self._step(name)
             ended = time.perf_counter()
+            if number < 0:
+                said["kept"] = _of_ranks(KEEPING.peaks)
             self._write(name, number, ended - began, said)
-            began = ended
+            began = ended if number >= 0 else time.perf_counter()
 
     def _run_on(self, name: str, contestant: AsynchronousStep, number: int, num_steps: int) -> None:
         """Steps that nobody waits for in between."""
@@ -140,9 +147,7 @@ class Race:
             said.append(self._step(name))
             ended.append(time.perf_counter() - began)
         losses = contestant.flush()
-        of_ranks: list[list[float]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, ended)
-        ends = [0.0, *map(max, zip(*of_ranks, strict=True))]
+        ends = [0.0, *map(max, zip(*_of_ranks(ended), strict=True))]
         for index, (one, loss, (before, end)) in enumerate(zip(said, losses, pairwise(ends), strict=True)):
             counts = index >= SETTLING_STEPS
             self._write(name, number if counts else -1, end - before, {**one, "loss": loss})
@@ -169,6 +174,12 @@ class Race:
                 return
             yield
             done += 1
+
+
+def _of_ranks(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 if __name__ == "__main__":

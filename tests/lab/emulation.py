@@ -3,19 +3,23 @@
 The core is idle meanwhile, as it is with a real accelerator, so that more ranks than cores can share a machine. Of the
 tensors that travel, only the first few values mean something: the weights act on those, and so does the loss, which
 therefore tells whether schedules compute the same thing without costing the time of a real layer.
+
+A layer sleeps for the gradient of its input and for that of its weight apart: each when that gradient is computed. Who
+splits backwards, by whichever means, therefore moves the second sleep to where it computes gradients of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lab.device import DEVICE
+from lab.kept import KEEPING
 
 WIDTH = 8
 """Values that the layers compute with."""
@@ -49,6 +53,7 @@ class Emulation:
         noise: each computation takes its time times a number drawn between 1 - noise and 1 + noise.
         layer_bytes: of trained parameters that every layer has besides its weight, and that it computes nothing with.
         optimizer: one of :data:`OPTIMIZERS`.
+        weight_s: the part of each layer's ``backward_s`` in which the gradient of its weight is computed. Empty: half.
     """
 
     forward_s: tuple[float, ...]
@@ -60,6 +65,7 @@ class Emulation:
     noise: float = 0.0
     layer_bytes: int = 0
     optimizer: str = "SGD"
+    weight_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.speeds:
@@ -68,6 +74,12 @@ class Emulation:
             raise ValueError(
                 f"{len(self.forward_s)} forward and {len(self.backward_s)} backward times: give one of each a layer"
             )
+        if not self.weight_s:
+            object.__setattr__(self, "weight_s", tuple(seconds / 2 for seconds in self.backward_s))
+        if len(self.weight_s) != len(self.backward_s) or any(
+            not 0 <= part <= whole for part, whole in zip(self.weight_s, self.backward_s, strict=True)
+        ):
+            raise ValueError(f"weight_s is {self.weight_s}: give a part of each of the backwards, {self.backward_s}")
         if self.message_bytes < 4 * WIDTH or self.message_bytes % 4:
             raise ValueError(f"message_bytes is {self.message_bytes}: it must be a multiple of 4, at least {4 * WIDTH}")
         if len(self.forward_s) < self.num_ranks:
@@ -95,6 +107,7 @@ class Emulation:
         *,
         num_layers: int | None = None,
         speeds: Sequence[float] = (1.0,),
+        weight_s: Sequence[float] = (),
         **more: Any,
     ) -> Emulation:
         """As a command line gives it: one time for all layers, or one a layer; one speed for all ranks, or one a rank.
@@ -109,7 +122,8 @@ class Emulation:
         num_layers = num_ranks if num_layers is None else num_layers
         forwards, backwards = (_each(times, num_layers, "times", "layer") for times in (forward_s, backward_s))
         each_speed = _each(speeds, num_ranks, "speeds", "rank")
-        return cls(forwards, backwards, message_bytes, num_micro_batches, each_speed, **more)
+        weights = _each(weight_s, num_layers, "times", "layer") if weight_s else ()
+        return cls(forwards, backwards, message_bytes, num_micro_batches, each_speed, weight_s=weights, **more)
 
     @property
     def bound_s(self) -> float:
@@ -166,9 +180,10 @@ class Emulation:
             made.append((inputs, torch.randn(1, WIDTH, generator=chance)))
         return made
 
-    def layer_arguments(self, index: int, share: int = 1) -> tuple[int, float, float, int]:
+    def layer_arguments(self, index: int, share: int = 1) -> tuple[int, float, float, float, int]:
         """Of :class:`EmulatedLayer`, for one of the ``share`` equal parts of a layer."""
-        return index, self.forward_s[index] / share, self.backward_s[index] / share, self.layer_bytes // 4 // share * 4
+        forward_s, backward_s, weight_s = (t[index] / share for t in (self.forward_s, self.backward_s, self.weight_s))
+        return index, forward_s, backward_s - weight_s, weight_s, self.layer_bytes // 4 // share * 4
 
     def layer(self, index: int, share: int = 1) -> EmulatedLayer:
         """A layer, or one of its ``share`` equal parts."""
@@ -182,20 +197,32 @@ def _each(values: Sequence[float], number: int, what: str, of: str) -> tuple[flo
 
 
 class EmulatedLayer(nn.Module):
-    """Multiplies the first values by a weight, in ``forward_s`` and ``backward_s`` seconds of a device of speed 1.
+    """Multiplies the first values by a weight, and takes as many seconds of a device of speed 1 as it is told.
 
     It takes the time of the process that runs it, wherever it was built.
+
+    Args:
+        index: of the layer in the model.
+        input_s, weight_s: of the backward, for the gradient of the input and for that of the weight.
+        ballast_bytes: of trained parameters that nothing is computed with.
     """
 
-    def __init__(self, index: int, forward_s: float, backward_s: float, ballast_bytes: int = 0) -> None:
+    def __init__(self, index: int, forward_s: float, input_s: float, weight_s: float, ballast_bytes: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.eye_(self.linear.weight)
+        # A hook of the gradient, which runs whenever it is computed: with the input's or later, by whichever engine.
+        self.linear.weight.register_hook(partial(_take_weight_s, index, weight_s))
         self.ballast = nn.Parameter(torch.zeros(ballast_bytes // 4)) if ballast_bytes else None
-        self.work = _Work(index, forward_s, backward_s)
+        self.work = _Work(index, forward_s, input_s)
+        # The first layer of a model computes a gradient of its input too: of what an embedding gives it.
+        self.anchor = torch.zeros(1, requires_grad=True)
         self._last_step = -1
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Compute.apply(hidden, self.weight, self.ballast, self.work, self)
+        first, rest = _Enter.apply(hidden, self.anchor, self.work)
+        output: Tensor = _Leave.apply(rest, self.linear(first), self.ballast, self)
+        return output
 
     def is_first_of_step(self) -> bool:
         """Whether this is the first backward of the step that the process is in."""
@@ -207,33 +234,51 @@ class EmulatedLayer(nn.Module):
 class _Work(NamedTuple):
     index: int
     forward_s: float
-    backward_s: float
+    input_s: float
 
 
-class _Compute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, ballast: Tensor | None, work: _Work, layer: EmulatedLayer
-    ) -> Tensor:
-        with DEVICE.computation("forward", work.index, work.forward_s):
-            ctx.save_for_backward(hidden[:, :WIDTH].clone(), weight)
-            ctx.work, ctx.layer = work, layer
-            output = hidden.clone()
-            output[:, :WIDTH] *= weight
-        return output
+def _take_weight_s(index: int, weight_s: float, gradient: Tensor) -> None:
+    with DEVICE.computation("weight", -index, weight_s):
+        pass
+
+
+class _Enter(torch.autograd.Function):
+    """The input as two tensors: the values that the layer computes with, and a copy of all."""
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with DEVICE.computation("backward", -ctx.work.index, ctx.work.backward_s):
-            hidden, weight = ctx.saved_tensors
-            of_weight = (gradient[:, :WIDTH] * hidden).sum(0)
-            of_hidden = gradient.clone()
-            of_hidden[:, :WIDTH] *= weight
-            of_ballast = None
-            # Zeros once a step: those of the other micro-batches would only be added up, at a real cost.
-            if ctx.layer.ballast is not None and ctx.layer.is_first_of_step():
-                of_ballast = gradient.new_zeros(1).expand_as(ctx.layer.ballast)
-        return of_hidden, of_weight, of_ballast, None, None
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
+        DEVICE.begin("forward")
+        first, rest = hidden[:, :WIDTH].clone(), hidden.clone()
+        ctx.work, ctx.kept = work, KEEPING.begin(first)
+        return first, rest
+
+    @staticmethod
+    def backward(ctx: Any, of_first: Tensor, of_rest: Tensor) -> tuple[Tensor, None, None]:
+        with DEVICE.computation("backward", -ctx.work.index, ctx.work.input_s):
+            of_hidden = of_rest.clone()
+            of_hidden[:, :WIDTH] = of_first
+        return of_hidden, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """Puts the values that the layer has computed before the others, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: Tensor, first: Tensor, ballast: Tensor | None, layer: EmulatedLayer) -> Tensor:
+        with DEVICE.computation("forward", layer.work.index, layer.work.forward_s):
+            ctx.mark_dirty(rest)
+            ctx.layer = layer
+            rest[:, :WIDTH] = first
+        return rest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        DEVICE.begin("backward")
+        of_ballast = None
+        # Zeros once a step: those of the other micro-batches would only be added up, at a real cost.
+        if ctx.layer.ballast is not None and ctx.layer.is_first_of_step():
+            of_ballast = gradient.new_zeros(1).expand_as(ctx.layer.ballast)
+        return gradient, gradient[:, :WIDTH].clone(), of_ballast, None
 
 
 class _Loss(torch.autograd.Function):

@@ -9,20 +9,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lab.contestants import section_of
 from lab.device import DEVICE as ACCELERATOR
-from lab.emulation import LEARNING_RATE, Emulation, SpeedChange, loss
+from lab.emulation import LEARNING_RATE, EmulatedLayer, Emulation, SpeedChange, loss
 from lab.hosts import DEVICE, HostError, Hosts, HostTimeout, available
 from lab.partitions import best, step_s
 from lab.rates import Change, Player, preemption_trace, read_trace, write_trace
 from lab.training import seconds_a_step, train
 from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s, transfer_s
+from paceline.optim.linear_layers import Deferral
+from paceline.schedules.split_families import dualpipev_split, vmin, zbh1, zbv
+from paceline.schedules.verify import peaks
 
 needs_hosts = pytest.mark.skipif(bool(available()), reason=available() or "-")
 
@@ -228,9 +233,10 @@ def test_a_preemption_trace_keeps_every_host_moving():
 # -- emulated training ---------------------------------------------------------------------------------------------
 
 
-def alone(emulation: Emulation, steps: int) -> list[float]:
-    """The same layers in one process."""
-    layers = torch.nn.Sequential(*(emulation.layer(rank) for rank in range(emulation.num_ranks)))
+def alone(emulation: Emulation, steps: int, share: int = 1) -> list[float]:
+    """The same layers in one process, each in ``share`` parts."""
+    ranks = [rank for rank in range(emulation.num_ranks) for _ in range(share)]
+    layers = torch.nn.Sequential(*(emulation.layer(rank, share) for rank in ranks))
     optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE)
     losses = []
     for _ in range(steps):
@@ -255,6 +261,25 @@ def test_emulated_training_computes_what_one_process_does_and_takes_its_time():
         seconds = seconds_a_step(records, name)
         assert len(seconds) == 2
         assert min(seconds) >= 0.95 * emulation.bound_s
+
+
+@needs_hosts
+def test_split_backwards_compute_the_same_and_keep_what_the_schedule_says():
+    emulation = Emulation.of(2, [0.002], [0.004], 1 << 12, 4)
+    names = ["1f1b", "zbh1", "zbv", "vmin", "our-dualpipev-split", "torch-zbv", "torch-dualpipev"]
+    with Hosts(2) as hosts:
+        records = train(hosts, names, emulation, warmup=2, steps=1)
+    own = {name: [record for record in records if record["contestant"] == name] for name in names}
+    whole = {name: [record["loss"] for record in own[name]] for name in names}
+    assert whole["1f1b"] == pytest.approx(alone(emulation, 3), rel=1e-5)
+    assert whole["zbh1"] == whole["1f1b"]
+    halves = alone(emulation, 3, share=2)
+    for name in ("zbv", "vmin", "our-dualpipev-split", "torch-zbv", "torch-dualpipev"):
+        assert whole[name] == pytest.approx(halves, rel=1e-5)
+    for name, make in {"zbh1": zbh1, "zbv": zbv, "vmin": vmin, "our-dualpipev-split": dualpipev_split}.items():
+        expected = [list(peaks(order)) for order in make(2, 4).orders]
+        assert own[name][1]["kept"] == expected, name
+        assert max(deferred for _, deferred, _ in expected) > 0
 
 
 @needs_hosts
@@ -333,6 +358,58 @@ def test_layers_of_a_stage_take_together_what_they_should(device):
     assert 0.013 <= least_s(torch.nn.Sequential(Busy(), *layers), "forward", 0.0155) < 0.0155
 
 
+def shortest_s(run: Callable[[], Callable[[], object]], below_s: float) -> float:
+    """What ``run`` gives takes, as :func:`least_s`."""
+    found = []
+    for number in range(500):
+        if number >= 3 and min(found) < below_s:
+            break
+        act = run()
+        begin = time.perf_counter()
+        act()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def ours(layer: EmulatedLayer) -> tuple[Callable[[], object], Callable[[], object]]:
+    deferral, left = Deferral(), []
+    deferral.adopt(layer)
+    deferral.is_on = True
+    output = layer(torch.zeros(1, 64, requires_grad=True))
+
+    def of_input() -> None:
+        with deferral.collecting() as deferred:
+            output.backward(torch.ones_like(output))
+        left.append(deferred)
+
+    return of_input, lambda: left.pop().run()
+
+
+def torchs(layer: EmulatedLayer) -> tuple[Callable[[], object], Callable[[], object]]:
+    inputs = torch.zeros(1, 64, requires_grad=True)
+    output, left = layer(inputs), []
+    weights = list(layer.parameters())
+
+    def of_input() -> None:
+        left.append(stage_backward_input([output], [torch.ones_like(output)], [inputs], iter(weights))[1])
+
+    return of_input, lambda: stage_backward_weight(iter(weights), left.pop())
+
+
+@pytest.mark.parametrize("split", [ours, torchs])
+def test_a_gradient_of_a_weight_takes_its_time_where_it_is_computed(device, split):
+    emulation = Emulation.of(1, [0.0], [0.02], 256, 1, weight_s=[0.005])
+
+    def weight() -> Callable[[], object]:
+        of_input, of_weight = split(emulation.layer(0))
+        of_input()
+        return of_weight
+
+    assert 0.015 <= shortest_s(lambda: split(emulation.layer(0))[0], 0.017) < 0.017
+    assert 0.005 <= shortest_s(weight, 0.007) < 0.007
+    assert 0.02 <= least_s(emulation.layer(0), "backward", 0.022) < 0.022
+
+
 def test_noise_is_within_its_share_and_the_same_again(device, monkeypatch):
     now_s = 100.0
 
@@ -366,7 +443,7 @@ def test_ballast_is_trained_and_costs_a_gradient_a_step(device):
         layer.ballast.grad = None
         layer(torch.zeros(1, 64)).sum().backward()
         assert layer.ballast.grad is None
-        assert layer.weight.grad is not None
+        assert layer.linear.weight.grad is not None
 
 
 def test_a_layer_a_rank_is_a_special_case():
@@ -417,6 +494,7 @@ def test_an_emulation_needs_as_many_forward_times_as_backward_times():
         ({"speed_changes": (SpeedChange(0, 2, 1.0),)}, "speed 1.0 of rank 2: it must be positive, of one of 2 ranks"),
         ({"noise": 1.0}, "noise is 1.0: it must be at least 0 and less than 1"),
         ({"layer_bytes": 6}, "layer_bytes is 6: it must be a multiple of 4"),
+        ({"weight_s": [0.2]}, r"weight_s is \(0.2, 0.2\): give a part of each of the backwards, \(0.1, 0.1\)"),
         ({"optimizer": "Lion"}, "optimizer is Lion: choose from SGD, Adam"),
     ],
 )

@@ -58,6 +58,7 @@ def train(
         for name in contestants:
             command += ["--contestant", name]
         command += ["--forward-s", *map(str, emulation.forward_s), "--backward-s", *map(str, emulation.backward_s)]
+        command += ["--weight-s", *map(str, emulation.weight_s)]
         command += ["--message-bytes", str(emulation.message_bytes)]
         command += ["--micro-batches", str(emulation.num_micro_batches)]
         command += ["--layers", str(emulation.num_layers), "--speeds", *map(str, emulation.speeds)]

@@ -187,7 +187,8 @@ class _LinearFunction(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 wide = weight.to(dy.dtype)
                 dx = (rows @ (wide.t() if layer.is_transposed else wide)).view(x.shape)
-            inputs = x.reshape(-1, x.shape[-1])
+            # Detached, since what is left for later would else keep the graph that made it.
+            inputs = x.detach().reshape(-1, x.shape[-1])
             if ctx.deferral is not None:
                 ctx.deferral.add(layer, inputs, rows)
                 return dx, None, None, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,19 @@ def test_hooks_see_the_gradient_when_it_is_there() -> None:
     deferred.run()
     assert len(seen) == 1
     assert torch.equal(seen[0], model[0].weight.grad)
+
+
+def test_what_is_left_for_later_keeps_no_graph() -> None:
+    """The graph would keep the stage's input and its gradient."""
+    model = block(MAKERS["bias"])
+    deferral = adopted(model)
+    x = torch.randn(2, D_IN, requires_grad=True)
+    inputs = weakref.ref(x)
+    with deferral.collecting() as deferred:
+        loss_of(model(x * 2)).backward()
+    del x
+    assert inputs() is None
+    assert len(deferred) == 2
 
 
 def test_excluded_and_frozen_layers_are_left_alone() -> None:
