@@ -55,7 +55,7 @@ class Page(HTMLParser):
 def check_page(text: str) -> Page:
     """``text`` as a page that asks nobody for anything."""
     page = Page(text)
-    assert page.references == []
+    assert all(value.startswith(("#", "data:image/png;base64,")) for _, value in page.references)
     assert not {"script", "link", "iframe", "object", "embed", "img", "base", "form"} & set(page.tags)
     assert not any(name.startswith("on") for name, _ in page.attributes)
     styles = "".join(re.findall(r"<style>(.*?)</style>", text, re.DOTALL))
@@ -64,6 +64,7 @@ def check_page(text: str) -> Page:
         assert loaded not in styles, loaded
     assert not re.search(r"https?:|//", styles)
     assert "default-src 'none'" in text
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)
     for number in re.findall(r'(?:d|x|y|viewBox|width)="([^"]*)"', text):
         assert "nan" not in number, number
         assert "inf" not in number, number

@@ -56,7 +56,7 @@ def test_a_panel_a_layer(tmp_path: Path) -> None:
     assert {name for name in found if "moved-" in name} == {"experts-1-moved-1", "devices-1-moved-1"}
 
 
-def test_cells_are_darker_where_the_share_is_larger(tmp_path: Path) -> None:
+def test_cells_are_stronger_where_the_share_is_larger(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     picture = drawn({"one": windows()}, tmp_path / "loads.svg")
@@ -64,10 +64,10 @@ def test_cells_are_darker_where_the_share_is_larger(tmp_path: Path) -> None:
     assert all(link.startswith("data:image/png;base64,") for link in links), "needs no other file"
     cells = imread(io.BytesIO(base64.b64decode(links[0].partition(",")[2])))
     assert cells.shape[:2] == (4, 3), "a pixel a cell: experts in rows, windows in columns"
-    light = cells[:, :, :3].sum(axis=2)
-    assert list(light[:, 0]) == sorted(light[:, 0]), "loads fall from expert 0 to expert 3"
-    assert light[0, 0] == light[0, 1] < light[0, 2]
-    assert light[3, 0] > light[3, 2]
+    strength = cells[:, :, 3]
+    assert list(strength[:, 0]) == sorted(strength[:, 0], reverse=True), "loads fall from expert 0 to expert 3"
+    assert strength[0, 0] == strength[0, 1] > strength[0, 2]
+    assert strength[3, 0] < strength[3, 2]
 
 
 def test_the_same_windows_give_the_same_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.report.comparison import format_duration, format_figure
 from paceline.report.page import render
-from paceline.report.page_sections import both, count, percent, size
+from paceline.report.page_figures import both, count, percent, size
 from paceline.report.run_records import RunRecords, read
 from paceline.report.run_report import make_report
 from support.pages import check_page
@@ -60,8 +60,9 @@ def test_timelines_are_drawn() -> None:
     text = page_of(records)
     page = check_page(text)
     drawn = [value for name, value in page.attributes if name == "aria-label" and value.startswith(("before", "after"))]
-    assert [value.split(",")[0] for value in drawn] == [
-        *("before: step 8", "after: step 12", "before: step 12", "after: step 48", "before: step 48", "after: step 52")
+    assert [re.findall(r"(?:before|after): step \d+", value) for value in drawn] == [
+        *(["before: step 8", "after: step 12"], ["before: step 12"], ["after: step 48"]),
+        ["before: step 48", "after: step 52"],
     ]
     trace = next(trace for trace in records.traces if trace.step == 52)
     assert str(format_duration(trace.measured_s)) in drawn[-1]
@@ -78,11 +79,11 @@ def test_learning_rate_and_norm_are_drawn_beside_the_loss() -> None:
         "Norm of all gradients of a step together, before clipping",
     ]
     text = page_of(records)
-    firsts = [
-        re.search(r'class="line main" d="M([\d.]+)', text[text.index(f'aria-label="{label}"') :])
+    axes = [
+        re.findall(r">(\d+)</text>", text[text.index(f'aria-label="{label}"') :].partition(">step</text>")[0])
         for label in labels[:3]
     ]
-    assert len({found[1] for found in firsts if found}) == 1  # steps lie below each other
+    assert axes[0] == axes[1] == axes[2] != []  # one range of steps
     assert "Loss of a label token, in nats: in training the mean of the steps since the report before" in page.words
     assert "Time of a step, in ms. Upright lines are switches." in page.words
     seconds = make_report(records)

@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.report.timeline_picture import draw
-from paceline.report.timeline_style import style_of
+from paceline.report.timeline_picture import draw, style_of
 from paceline.schedules.costs import Costs
 from paceline.schedules.simulate import simulate
 from paceline.schedules.split_families import zbh1
