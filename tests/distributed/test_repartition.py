@@ -68,7 +68,9 @@ def layers_of(emulation: Emulation, tied: Sequence[int]) -> list[Any]:
 
     arguments = [emulation.layer_arguments(index) for index in range(emulation.num_layers)]
     return [
-        TiedLayerSpec("tied", EmulatedLayer, *each) if index in tied else LayerSpec(EmulatedLayer, *each)
+        TiedLayerSpec("tied", EmulatedLayer, *each, tied_weight_attr=["linear.weight"])
+        if index in tied
+        else LayerSpec(EmulatedLayer, *each)
         for index, each in enumerate(arguments)
     ]
 
@@ -370,7 +372,7 @@ def test_the_jsons_partition_is_taken_on_by_a_ready_made_module() -> None:
         (losses, parts, _), moved, by_class = results
         assert parts == [(0, 4, 8)] * 3
         here = range(2) if rank == 0 else range(2, 8)
-        assert moved == (losses, [(0, 2, 8)] * 3, sorted(f"{item}.weight" for item in here))
+        assert moved == (losses, [(0, 2, 8)] * 3, sorted(f"{item}.linear.weight" for item in here))
         assert by_class[:2] == (losses, parts)
 
 
