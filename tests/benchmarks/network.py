@@ -5,12 +5,20 @@
 Needs root: every host is a network namespace with a limited sending side (tests/lab). Compute is emulated by sleeping,
 so the cores are free and the network is real. In each setting all contestants live in the same processes; every round
 each has its turn. A ratio is stock's seconds by the contestant's, of the same round: how many times as fast it is.
+
+``kept`` is the most that a rank keeps at a time, counted by what is alive in its process, in whole stages of a
+micro-batch: activations (``live``), what deferred gradients of weights still need (``deferred``), and both together
+(``held``). Of a schedule of ours ``verified`` says what its proof promises. Backwards can be split: half of each, or
+``--weight-s`` of it, computes the gradient of the weight.
+
+On a machine with other work, `chrt --rr 5` before the command keeps that from the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -19,9 +27,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
-from lab.contestants import label_of
+from lab.contestants import label_of, num_chunks_of
 from lab.emulation import Emulation
 from lab.hosts import Hosts, available
+from lab.kept import Peaks
 from lab.training import mbit, train
 
 CONTESTANTS = ["stock", "dualpipev", "torch-1f1b", "1f1b", "kfkb2", "kfkb4", "eager1", "adaptive"]
@@ -35,6 +44,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--forward-s", type=float, nargs="+", default=[0.02], help="one value, or one a host")
     parser.add_argument("--backward-s", type=float, nargs="+", default=[0.04], help="one value, or one a host")
+    parser.add_argument("--weight-s", type=float, nargs="+", default=[], help="part of each backward; default: half")
     parser.add_argument("--message-kib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of a contestant in a round")
@@ -51,13 +61,17 @@ def main() -> None:
         for rate in args.mbit:
             settings.append(measure(args, names, num_micro_batches, rate))
             print(json.dumps(settings[-1], indent=2), flush=True)
-    result = {"emulated_compute": True, "network": settings, **facts(args)}
+    load = [round(value, 1) for value in os.getloadavg()]
+    result = {"emulated_compute": True, "network": settings, "load_average_at_end": load, **facts(args)}
     args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def measure(args: argparse.Namespace, names: list[str], num_micro_batches: int, rate: float | None) -> dict[str, Any]:
     """All contestants in one setting."""
-    emulation = Emulation.of(args.hosts, args.forward_s, args.backward_s, args.message_kib * 1024, num_micro_batches)
+    emulation = Emulation.of(
+        *(args.hosts, args.forward_s, args.backward_s, args.message_kib * 1024, num_micro_batches),
+        weight_s=args.weight_s,
+    )
     with Hosts(args.hosts, mbit=rate) as hosts:
         records = train(
             hosts, names, emulation, rounds=args.rounds, steps=args.steps, warmup=max(2, args.retune_every + 1)
@@ -71,7 +85,8 @@ def measure(args: argparse.Namespace, names: list[str], num_micro_batches: int, 
 
     stock = of_rounds("stock")
     contestants = {}
-    for label in map(label_of, names):
+    for name in names:
+        label, num_chunks = label_of(name), num_chunks_of(name)
         turns = of_rounds(label)
         ratios = sorted(a / b for a, b in zip(stock, turns, strict=True))
         contestants[label] = {
@@ -82,6 +97,12 @@ def measure(args: argparse.Namespace, names: list[str], num_micro_batches: int, 
         if schedules := [r["schedule"] for r in records if r["contestant"] == label and r["schedule"]]:
             contestants[label]["schedules"] = list(dict.fromkeys(schedules))
             contestants[label]["last_schedule_since_step"] = len(schedules) - _run_at_end(schedules)
+        for what in ("kept", "verified"):
+            if found := [r[what] for r in records if r["contestant"] == label and what in r]:
+                most = map(max, zip(*found[-1], strict=True))
+                contestants[label][what] = {
+                    key: peak / num_chunks for key, peak in zip(Peaks._fields, most, strict=True)
+                }
     return {
         "micro_batches": num_micro_batches,
         "mbit": rate,

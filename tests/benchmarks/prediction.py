@@ -1,8 +1,9 @@
 """How well a step is predicted: simulated against measured seconds, on emulated hosts.
 
-    python tests/benchmarks/prediction.py [--parallel 2] [--steps 5]
+    python tests/benchmarks/prediction.py [--parallel 2] [--steps 5] [--split]
 
-Needs root (tests/lab). Each setting is a number of hosts, of micro-batches, a k and a rate. Nothing is fitted to
+Needs root (tests/lab). Each setting is a number of hosts, of micro-batches, a schedule and a rate. With ``--split``
+schedules are those whose backwards are split, in which half of a backward is that of the weights. Nothing is fitted to
 the steps: compute is what the layers sleep, and what a limited host can send is its rate times the share of payload in
 the bytes on the wire; one plain TCP transfer a rate is measured and shown beside that rule, and stands for the network
 without a limit. A host's sending side is shared by all that it sends: activations to the next stage, gradients to the
@@ -24,23 +25,40 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
+from lab.contestants import label_of, num_chunks_of
 from lab.emulation import Emulation
 from lab.hosts import BURST_BYTES, Hosts, available
 from lab.training import median_step_s, train
 from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s
 from paceline.schedules.costs import Costs
 from paceline.schedules.families import kfkb
+from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
+from paceline.schedules.split_families import DUALPIPEV_SPLIT, SPLIT_FAMILIES
+
+_PEAKS = ("kept", "verified")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison: stages (a host each), micro-batches, k, and every host's Mbit/s (None: no limit)."""
+    """One comparison: hosts, micro-batches, k or a name of :data:`SPLIT_FAMILIES`, and every host's Mbit/s (None: no
+    limit)."""
 
     stages: int
     micro_batches: int
-    k: int
+    schedule: int | str
     mbit: float | None
+
+    @property
+    def contestant(self) -> str:
+        if isinstance(self.schedule, int):
+            return f"kfkb{self.schedule}={json.dumps({'type': 'kfkb', 'k': self.schedule})}"
+        return "our-dualpipev-split" if self.schedule == DUALPIPEV_SPLIT else self.schedule
+
+    def value(self) -> Schedule:
+        if isinstance(self.schedule, int):
+            return kfkb(self.stages, self.micro_batches, self.schedule)
+        return SPLIT_FAMILIES[self.schedule](self.stages, self.micro_batches)
 
 
 SETTINGS = [
@@ -62,6 +80,21 @@ SETTINGS = [
     Setting(4, 32, 2, 400),
 ]
 
+SPLIT_SETTINGS = [
+    Setting(2, 4, "zbh1", None),
+    Setting(2, 8, "zbv", 400),
+    Setting(2, 16, "vmin", None),
+    Setting(3, 6, "zbh2", 200),
+    Setting(3, 8, "zbv", None),
+    Setting(3, 12, "vhalf", 400),
+    Setting(3, 16, "zbh1", None),
+    Setting(4, 8, "zbh1", 400),
+    Setting(4, 8, "zbv", None),
+    Setting(4, 8, DUALPIPEV_SPLIT, None),
+    Setting(4, 16, "zbh2", None),
+    Setting(4, 16, "vmin", None),
+]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -71,11 +104,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured in each setting, after two")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4], help="only settings with so many")
     parser.add_argument("--parallel", type=int, default=1, help="settings that run side by side")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--split", action="store_true", help="schedules with split backwards")
+    parser.add_argument("--output", type=Path, help="default: beside this file")
     args = parser.parse_args()
+    name = "prediction_split_emulated.json" if args.split else "prediction.json"
+    output = args.output or Path(__file__).with_name(name)
     if reason := available():
         sys.exit(reason)
-    settings = [setting for setting in SETTINGS if setting.stages in args.stages]
+    settings = [setting for setting in (SPLIT_SETTINGS if args.split else SETTINGS) if setting.stages in args.stages]
     goodput = {rate: measured_goodput(rate) for rate in dict.fromkeys(setting.mbit for setting in settings)}
     with ThreadPoolExecutor(args.parallel) as pool, ExitStack() as labs:
         runs = []
@@ -98,7 +134,7 @@ def main() -> None:
         "payload_share": round(PAYLOAD_SHARE, 4),
         **facts(args),
     }
-    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"median error {result['median_error']:.1%}, worst {result['worst_error']:.1%} of {len(rows)} settings")
 
 
@@ -113,27 +149,30 @@ def compare(hosts: Hosts, setting: Setting, goodput: float, args: argparse.Names
     """Measured and simulated seconds of a step."""
     message_bytes = args.message_kib * 1024
     emulation = Emulation.of(setting.stages, args.forward_s, args.backward_s, message_bytes, setting.micro_batches)
-    label = f"kfkb{setting.k}"
-    schedule = json.dumps({"type": "kfkb", "k": setting.k})
-    records = train(hosts, [f"{label}={schedule}"], emulation, steps=args.steps)
-    measured = median_step_s(records, label)
+    name = setting.contestant
+    records = train(hosts, [name], emulation, steps=args.steps)
+    measured = median_step_s(records, label_of(name))
+    kept, verified = ([tuple(p) for p in next(r[key] for r in reversed(records) if key in r)] for key in _PEAKS)
     sent = goodput if setting.mbit is None else setting.mbit * 1e6 / 8 * PAYLOAD_SHARE
+    schedule, num_chunks = setting.value(), num_chunks_of(name)
+    num_parts = setting.stages * num_chunks
     costs = Costs(
-        forward_s=emulation.forward_s,
-        backward_s=emulation.backward_s,
-        message_bytes=(float(message_bytes),) * (setting.stages - 1),
+        forward_s=(args.forward_s[0] / num_chunks,) * num_parts,
+        backward_s=(args.backward_s[0] / num_chunks,) * num_parts,
+        message_bytes=(float(message_bytes),) * (num_parts - 1),
         hosts=tuple(range(setting.stages)),
         egress_bytes_per_s=(sent,) * setting.stages,
     )
-    simulated = simulate(kfkb(setting.stages, setting.micro_batches, setting.k), costs).makespan_s
+    simulated = simulate(schedule, costs).makespan_s
     return {
         "stages": setting.stages,
         "micro_batches": setting.micro_batches,
-        "k": setting.k,
+        "schedule": schedule.name,
         "mbit": setting.mbit,
         "measured_s": round(measured, 4),
         "simulated_s": round(simulated, 4),
         "error": round(simulated / measured - 1, 4),
+        "keeps_what_is_verified": kept == verified,
     }
 
 

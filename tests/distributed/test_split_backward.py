@@ -253,3 +253,32 @@ def test_layers_of_ones_own(kind: str, interval: int) -> None:
             assert torch.equal(split[name], weight), name
         else:
             torch.testing.assert_close(split[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def kept(names: list[str]) -> list[Any]:
+    """By contestant, what this rank has kept in a step, counted by what was alive; and what the proofs say of it."""
+    import deepspeed
+
+    from lab.contestants import make
+    from lab.emulation import Emulation
+    from lab.kept import KEEPING
+
+    deepspeed.init_distributed("gloo")
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    emulation = Emulation.of(ranks, [0.001], [0.002], 256, MICRO_BATCHES)
+    found = []
+    for name in names:
+        step = make(name, emulation)
+        (of_rank,) = step()["verified"][rank : rank + 1]
+        KEEPING.forget()
+        step()
+        found.append((tuple(KEEPING.peaks), tuple(of_rank)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_as_much_is_alive_as_the_proof_says(num_ranks: int) -> None:
+    names = ["1f1b", *FAMILIES, "our-dualpipev-split"]
+    for found in run_ranks(kept, num_ranks, names):
+        for name, (alive, verified) in zip(names, found, strict=True):
+            assert alive == verified, name

@@ -18,15 +18,20 @@ from torch.distributed.pipelining import PipelineStage
 
 from lab.asynchronous import SCHEDULES, AsynchronousStep
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, loss
+from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.schedules.families import CHUNKED, chunked_route, v_route
+from paceline.schedules.generator import generated
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.split_families import dualpipev_split
+from paceline.schedules.verify import peaks
 
 Step = Callable[[], dict[str, Any]]
 """One step of training, called on every rank: what there is to say about it.
 
 Always ``loss``, and ``schedule``: what ran, where it is chosen at run time, else empty. Of a DeepSpeed pipeline
 ``boundaries`` over the layers; where layers have moved since the step before, ``migration``: the engine's figures.
+The first time that a schedule of ours runs, ``verified``: what it keeps, by rank the figures of
+:class:`lab.kept.Peaks`.
 An :class:`~lab.asynchronous.AsynchronousStep` tells the loss later, unless each of its steps is flushed.
 """
 
@@ -49,6 +54,9 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """Sections ``paceline.pipeline`` by a short name; the last six have two half stages a rank."""
 
+MEASURED_STEPS = 4
+"""After so many a schedule is generated from what they have taken, but for the first."""
+
 _SET: dict[str, Callable[[int, int], Schedule]] = {"our-dualpipev-split": dualpipev_split}
 """Schedules that the JSON has no name for, set after the start."""
 
@@ -59,8 +67,9 @@ def make(name: str, emulation: Emulation) -> Step:
     Args:
         name: ``stock`` (its partition is uniform), ``stock-parameters``, ``dualpipev`` (two half stages a rank),
             ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved``, ``torch-zbv`` and ``torch-dualpipev`` (two half
-            stages a rank), a name of :data:`OURS` or of :data:`lab.asynchronous.SCHEDULES`, or ``LABEL={JSON}`` with
-            another schedule of ours, or with a ``schedule`` and a ``partition``.
+            stages a rank), ``generated`` and ``generated-v`` (two half stages a rank), a name of :data:`OURS` or of
+            :data:`lab.asynchronous.SCHEDULES`, or ``LABEL={JSON}`` with another schedule of ours, or with a
+            ``schedule`` and a ``partition``.
 
     Raises:
         ValueError: there is no such contestant, or it cannot have several layers a rank.
@@ -69,12 +78,23 @@ def make(name: str, emulation: Emulation) -> Step:
         return _OTHERS[name](emulation)
     if name in SCHEDULES:
         return AsynchronousStep(name, emulation)
-    return _paceline(emulation, section_of(name), _SET.get(name))
+    engine = _engine(emulation, section_of(name))
+    if name in _SET:
+        engine.set_schedule(_SET[name](emulation.num_ranks, emulation.num_micro_batches))
+    return _deepspeed_step(engine, emulation)
 
 
 def label_of(name: str) -> str:
     """What a contestant is called in results."""
     return name.partition("=")[0]
+
+
+def num_chunks_of(name: str) -> int:
+    """Equal parts into which a contestant cuts the layer of a rank."""
+    label, _, text = name.partition("=")
+    section = json.loads(text) if text else OURS.get(label, {}).get("schedule", {})
+    in_two = label in _IN_TWO or section.get("type", section.get("schedule", {}).get("type")) in CHUNKED
+    return 2 if in_two else 1
 
 
 def section_of(name: str) -> dict[str, Any]:
@@ -128,9 +148,7 @@ def _dualpipev(emulation: Emulation) -> Step:
     return _deepspeed_step(engine, emulation)
 
 
-def _paceline(
-    emulation: Emulation, section: dict[str, Any], then: Callable[[int, int], Schedule] | None = None
-) -> Step:
+def _engine(emulation: Emulation, section: dict[str, Any]) -> Any:
     import paceline
 
     partition = section.get("partition", "uniform")
@@ -150,20 +168,49 @@ def _paceline(
     engine, *_ = paceline.initialize(
         model=net, model_parameters=list(net.parameters()), config=_config(emulation, section)
     )
-    if then is not None:
-        engine.set_schedule(then(emulation.num_ranks, emulation.num_micro_batches))
-    return _deepspeed_step(engine, emulation)
+    return engine
+
+
+def _generated(kind: str, emulation: Emulation) -> Step:
+    """The schedule that is generated from what some steps of ``kind`` have measured."""
+    engine = _engine(emulation, OURS[kind])
+    step, num_steps = _deepspeed_step(engine, emulation), 0
+
+    def planned() -> dict[str, Any]:
+        nonlocal num_steps
+        if num_steps == 1:
+            engine.meter.recorder.forget()
+        if num_steps == MEASURED_STEPS:
+            engine.set_schedule(_generate(engine, emulation.num_micro_batches))
+        num_steps += 1
+        return step()
+
+    return planned
+
+
+def _generate(engine: Any, num_micro_batches: int) -> Schedule:
+    reports, found = engine.reports.gather({}), [None]
+    if engine.global_rank == 0:
+        measured = MeasuredCosts(engine.support.routes)
+        measured.update(reports)
+        found = [generated({tuple(engine.support.routes[0]): measured.costs(engine.cut)}, num_micro_batches)]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def _deepspeed_step(engine: Any, emulation: Emulation) -> Step:
     batches = cycle(emulation.batches)
-    known = None
+    known, verified = None, set[str]()
 
     def step() -> dict[str, Any]:
         nonlocal known
         value = float(engine.train_batch(batches))
-        schedule = getattr(getattr(engine, "schedule", None), "name", "")
-        said: dict[str, Any] = {"loss": value, "schedule": schedule, "boundaries": [*map(int, engine.module.parts)]}
+        schedule = getattr(engine, "schedule", None)
+        name = getattr(schedule, "name", "")
+        said: dict[str, Any] = {"loss": value, "schedule": name, "boundaries": [*map(int, engine.module.parts)]}
+        if schedule is not None and name not in verified:
+            verified.add(name)
+            said["verified"] = [peaks(order) for order in schedule.orders]
         last = next(reversed(getattr(engine, "migrations", ())), None)
         if last is not known:
             known = last
@@ -218,11 +265,15 @@ _OTHERS: dict[str, Callable[[Emulation], Step]] = {
     "stock": partial(_stock, "uniform"),
     "stock-parameters": partial(_stock, "parameters"),
     "dualpipev": _dualpipev,
+    "generated": partial(_generated, "zbh1"),
+    "generated-v": partial(_generated, "zbv"),
     "torch-1f1b": lambda emulation: _torch(pipelining.Schedule1F1B, 1, emulation),
     "torch-gpipe": lambda emulation: _torch(pipelining.ScheduleGPipe, 1, emulation),
     "torch-interleaved": lambda emulation: _torch(pipelining.ScheduleInterleaved1F1B, 2, emulation),
     "torch-zbv": lambda emulation: _torch(pipelining.ScheduleZBVZeroBubble, 2, emulation, in_v=True),
     "torch-dualpipev": lambda emulation: _torch(pipelining.ScheduleDualPipeV, 2, emulation, in_v=True),
 }
+
+_IN_TWO = ("dualpipev", "generated-v", "torch-interleaved", "torch-zbv", "torch-dualpipev")
 
 NAMES: Sequence[str] = (*_OTHERS, *OURS, *SCHEDULES)

@@ -20,6 +20,9 @@ GAP_S = 0.005
 """Between two layers of a stage, at most: an accelerator has been told of the next layer before it is done with one,
 and does not notice that its host is busy for a moment."""
 
+AHEAD_S = 0.001
+"""The same before the gradient of a weight that is computed apart, which an accelerator has been told of as early."""
+
 
 class Device:
     """An accelerator that computes one thing at a time.
@@ -56,7 +59,7 @@ class Device:
 
         What follows the computation at the position before, of the same kind, begins when that was done, and so does
         what follows another one in the same backward of autograd: the layers of a stage take together what they should,
-        whatever the host does in between.
+        whatever the host does in between. So does a ``"weight"``, the gradient of a weight: it waits for no message.
         """
         seconds = work_s / self.speed
         if self._noise:
@@ -67,7 +70,7 @@ class Device:
         self._begun = "", 0.0
         last_kind, last_position, last_graph = self._last
         follows = (kind, position - 1) == (last_kind, last_position) or 0 != graph == last_graph
-        if follows and begin - self._free_at < GAP_S:
+        if begin - self._free_at < (GAP_S if follows else AHEAD_S if kind == "weight" else 0.0):
             begin = self._free_at
         begin -= self._taken_s[kind]
         self._taken_s[kind] = 0.0
