@@ -59,18 +59,22 @@ class Device:
 
         What follows the computation at the position before, of the same kind, begins when that was done, and so does
         what follows another one in the same backward of autograd: the layers of a stage take together what they should,
-        whatever the host does in between. So does a ``"weight"``, the gradient of a weight: it waits for no message.
+        whatever the host does in between. So does a ``"weight"``, the gradient of a weight, that is computed apart: it
+        waits for no message.
         """
         seconds = work_s / self.speed
         if self._noise:
             seconds *= 1 + self._noise * self._chance.uniform(-1, 1)
         begin, graph = time.perf_counter(), _graph()
-        if self._begun[0] == (graph or kind):
+        has_begun = self._begun[0] == (graph or kind)
+        if has_begun:
             begin = self._begun[1]
         self._begun = "", 0.0
         last_kind, last_position, last_graph = self._last
         follows = (kind, position - 1) == (last_kind, last_position) or 0 != graph == last_graph
-        if begin - self._free_at < (GAP_S if follows else AHEAD_S if kind == "weight" else 0.0):
+        is_apart = kind == "weight" and not has_begun
+        gap_s = begin - self._free_at
+        if (follows and gap_s < GAP_S) or (is_apart and gap_s < AHEAD_S):
             begin = self._free_at
         begin -= self._taken_s[kind]
         self._taken_s[kind] = 0.0
