@@ -12,11 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.launch import doctor, fit, lighthouse, loads, partition, place, plan, profile, report, simulate, trace
 from paceline.messages import brief, nearest, print_anything
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
@@ -24,26 +24,26 @@ OK, BAD_INPUT, REFUSED = 0, 2, 3
 MOST = 2**20
 """Ranks, or layers, that a config is checked for."""
 
-COMMANDS: tuple[tuple[str, Any, str], ...] = (
-    ("simulate", simulate, "Predict how long a step of a pipeline schedule takes."),
-    ("partition", partition, "Split a model's blocks over unequal devices."),
-    ("place", place, "Say which devices should hold which experts, from the experts' loads."),
-    ("profile", profile, "Measure what each kind of layer of a model costs on this machine."),
-    ("fit", fit, "Say whether a model fits the devices, and what takes the memory."),
-    ("plan", plan, "Rank all ways to use a cluster for a model, and write the JSON of the best."),
-    ("trace", trace, "Draw a step that a run recorded, as predicted and as measured."),
-    ("loads", loads, "Show how the load of experts moved over a run, and what placing them made of it."),
-    ("report", report, "Make a page and a JSON value of a run: what was decided, and what came of it."),
-    ("lighthouse", lighthouse, "Run the place where islands that average their parameters find each other."),
-    ("doctor", doctor, "Check an installation, or a job's ranks and what connects them; say what to fix."),
+COMMANDS: tuple[tuple[str, str], ...] = (
+    ("simulate", "Predict how long a step of a pipeline schedule takes."),
+    ("partition", "Split a model's blocks over unequal devices."),
+    ("place", "Say which devices should hold which experts, from the experts' loads."),
+    ("profile", "Measure what each kind of layer of a model costs on this machine."),
+    ("fit", "Say whether a model fits the devices, and what takes the memory."),
+    ("plan", "Rank all ways to use a cluster for a model, and write the JSON of the best."),
+    ("trace", "Draw a step that a run recorded, as predicted and as measured."),
+    ("loads", "Show how the load of experts moved over a run, and what placing them made of it."),
+    ("report", "Make a page and a JSON value of a run: what was decided, and what came of it."),
+    ("lighthouse", "Run the place where islands that average their parameters find each other."),
+    ("doctor", "Check an installation, or a job's ranks and what connects them; say what to fix."),
 )
-"""Name, module (``add_arguments`` and ``run``) and help of each command that has a module of its own."""
+"""Name and help of each command that has a module of its own, with ``add_arguments`` and ``run``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
     print_anything()
-    args = build_parser().parse_args(argv)
+    args = build_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
@@ -86,7 +86,13 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"unknown {str(value)!r}: {remedy} are {', '.join(choices)}.")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        argv: imports the module of the command in it only, and knows no other's flags; None: all.
+    """
+    wanted = None if argv is None else next((word for word in argv if not word.startswith("-")), "")
     parser = _Parser(
         prog="paceline", description="Fine-tune Hugging Face models as DeepSpeed pipelines.", allow_abbrev=False
     )
@@ -120,8 +126,12 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: as trained"
     )
-    for name, module, help in COMMANDS:
-        module.add_arguments(add(name, module.run, help))
+    for name, help in COMMANDS:
+        if wanted in (None, name):
+            module = import_module(f"paceline.launch.{name}")
+            module.add_arguments(add(name, module.run, help))
+        else:
+            commands.add_parser(name, help=help)
     for name, sub in commands.choices.items():
         if name not in ("schema", "lighthouse"):
             sub.add_argument("--json", action="store_true", help="print JSON")

@@ -190,7 +190,7 @@ class JobTrainer(PacelineTrainer):
             engine.prepare_checkpoint(exclude_frozen_parameters=self.trains_adapters)
         self._stop_if_asked(step)
         if self.intervals.saves_at(step):
-            self._save(step)
+            self._save_step(step)
         if self.intervals.completes_at(step):
             self._complete_line(step)
         if self.intervals.evaluates_at(step):
@@ -213,7 +213,7 @@ class JobTrainer(PacelineTrainer):
         if self.trackers is not None:
             self.trackers.log(record)
 
-    def _save(self, step: int) -> None:
+    def _save_step(self, step: int) -> None:
         """Begin to save; training goes on meanwhile."""
         run, engine = self.run, self._engine
         job = self.run_log.tally.state_dict()
@@ -238,7 +238,7 @@ class JobTrainer(PacelineTrainer):
         path = None
         if self.run.args.save_strategy != "no":
             with WATCH.pause("saving the checkpoint"):
-                self._save(step)
+                self._save_step(step)
                 self._engine.finish_checkpoint()
             path = self.run.output / f"checkpoint-{step}"
         self.run_log.leave(step)

@@ -15,7 +15,7 @@ import importlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -125,6 +125,41 @@ class Patch:
             return _is_applied(self)
         except PatchError:
             return False
+
+
+@dataclass(frozen=True)
+class Override:
+    """A private upstream method that a subclass of ours overrides: no replacement, but written against a source.
+
+    Args:
+        target: ``"module:Class.method"`` of upstream.
+        by: ``"module:Class"`` of ours.
+        fingerprints: of the sources that it was read against, of all supported versions.
+    """
+
+    target: str
+    by: str
+    fingerprints: tuple[str, ...]
+
+    def problem(self) -> str:
+        """Why the override may not fit; empty if it does."""
+        try:
+            source = fingerprint(_slot(self.target).get())
+        except (PatchError, AttributeError, KeyError, ImportError) as error:
+            return f"{self.target}: {self.by} overrides it, and it is not there ({error})"
+        if source in self.fingerprints:
+            return ""
+        return (
+            f"{self.target}: {self.by} overrides it, and its source is {source}, of the versions that it was written "
+            f"against {', '.join(self.fingerprints)}; read what changed, then add the fingerprint"
+        )
+
+
+def warn_of_changes(overrides: Iterable[Override]) -> None:
+    """Warn of overridden methods whose source upstream has changed."""
+    for override in overrides:
+        if problem := override.problem():
+            logger.warning("%s", problem)
 
 
 def fingerprint(function: Any) -> str:

@@ -299,3 +299,33 @@ def test_the_extension_would_be_built(monkeypatch):
     with applied(NO_SHM_COMM):
         assert backend.build_shm_op() is None
     assert backend.build_shm_op() == "extension"
+
+
+def test_private_methods_of_trainer_that_we_override_are_declared_and_fit():
+    """A method that upstream changes is looked at before it is overridden further."""
+    from paceline.patches.transformers_trainer import OVERRIDES
+
+    from paceline.launch.job_trainer import JobTrainer
+    from paceline.runtime.sft_trainer import PacelineSFTTrainer
+    from paceline.runtime.trainer import PacelineTrainer
+
+    found = set()
+    for trainer in (PacelineTrainer, PacelineSFTTrainer, JobTrainer):
+        for place, ours in enumerate(trainer.__mro__):
+            upstream = [each for each in trainer.__mro__[place:] if not each.__module__.startswith("paceline")]
+            for name in vars(ours):
+                if ours.__module__.startswith("paceline") and name.startswith("_") and not name.startswith("__"):
+                    found |= {f"{one.__module__}:{one.__qualname__}.{name}" for one in upstream if name in vars(one)}
+    assert {override.target for override in OVERRIDES} == found
+    assert [override.problem() for override in OVERRIDES] == [""] * len(OVERRIDES)
+
+
+def test_an_override_whose_source_has_changed_is_named(caplog):
+    from paceline.patches.registry import Override, warn_of_changes
+
+    changed = Override("transformers.trainer:Trainer._clip_grad_norm", "ours:Ours", ("000000000000",))
+    gone = Override("transformers.trainer:Trainer._never_there", "ours:Ours", ("000000000000",))
+    with caplog.at_level("WARNING", logger="paceline"):
+        warn_of_changes([changed, gone])
+    assert "ours:Ours overrides it, and its source is" in caplog.text
+    assert "_never_there: ours:Ours overrides it, and it is not there" in caplog.text

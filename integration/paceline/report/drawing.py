@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,15 +81,13 @@ def inline(make: Callable[[], Figure], label: str) -> str:
     Args:
         label: what it shows, for those who do not see it.
     """
-    from markupsafe import Markup, escape
-
     text = _svg(make)
     text = text[text.index("<svg") :]
     used = set(re.findall(r"#([\w.-]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", text)
     width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])  # type: ignore[index]
     opened = f'<svg role="img" aria-label="{escape(label)}" style="--natural:{width:.0f}px"'
-    return Markup(re.sub(r'^<svg( xmlns:xlink="[^"]+")? width="[^"]+" height="[^"]+"', opened, text))
+    return re.sub(r'^<svg( xmlns:xlink="[^"]+")? width="[^"]+" height="[^"]+"', opened, text)
 
 
 def _svg(make: Callable[[], Figure]) -> str:

@@ -32,7 +32,9 @@ from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
 from ..hf.peft import is_peft_model, unwrapped
+from ..patches.registry import warn_of_changes
 from ..patches.repairs import repair_deepspeed
+from ..patches.transformers_trainer import OVERRIDES
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
 from ..supervise.output_lock import claimed
@@ -87,6 +89,7 @@ class PipelineTraining(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         repair_deepspeed()
+        warn_of_changes(OVERRIDES)
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
                 if asks_for_pipeline(given) and (fault := refused_kind(type(self))):
