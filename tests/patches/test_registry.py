@@ -303,9 +303,8 @@ def test_the_extension_would_be_built(monkeypatch):
 
 def test_private_methods_of_trainer_that_we_override_are_declared_and_fit():
     """A method that upstream changes is looked at before it is overridden further."""
-    from paceline.patches.transformers_trainer import OVERRIDES
-
     from paceline.launch.job_trainer import JobTrainer
+    from paceline.patches.transformers_trainer import OVERRIDES
     from paceline.runtime.sft_trainer import PacelineSFTTrainer
     from paceline.runtime.trainer import PacelineTrainer
 
