@@ -16,9 +16,9 @@ class Peaks(NamedTuple):
     """The most at a time since :meth:`Keeping.forget`."""
 
     live: int
-    """Whose graph is there: from the forward until the backward, or that of the inputs, is over."""
+    """What the weight's gradient is to be computed from is there, and so is the graph that it is part of."""
     deferred: int
-    """Whose graph is gone, but not what the weight's gradient is still to be computed from."""
+    """It is there, and the graph is gone."""
     held: int
     """Either of them."""
 
@@ -70,12 +70,12 @@ class Keeping:
         def inputs_freed(_: Any) -> None:
             del self._watched[number]
             unit.has_inputs = False
-            if not unit.has_graph:
-                self._add(since, 0, -1)
+            self._add(since, -unit.has_graph, unit.has_graph - 1)
 
         def graph_freed() -> None:
             unit.has_graph = False
-            self._add(since, -1, int(unit.has_inputs))
+            if unit.has_inputs:
+                self._add(since, -1, 1)
 
         self._watched[number] = unit, weakref.ref(storage, inputs_freed)
         self._add(since, 1, 0)
