@@ -11,6 +11,8 @@ from importlib import metadata
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.tiers import missing
+
 _OWN_CACHE = "PACELINE_TESTS_HF_HOME"
 
 
@@ -43,7 +45,15 @@ def pytest_report_header() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "deepspeed", "transformers"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = [os.path.relpath(config.invocation_params.dir / path, config.rootpath) for path in config.args]
+    if gone := missing((item.nodeid for item in items), asked):
+        raise pytest.UsageError(f"tests/support/tiers.py names tests that are not there: {', '.join(gone)}")
+    _skip_without_gpu(items)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     is_rehearsal = os.environ.get("PACELINE_GPU_TESTS_ON") == "cpu"
     markers = [(item, item.get_closest_marker("gpu")) for item in items]
     marked = [item for item, gpu in markers if gpu and not (is_rehearsal and gpu.kwargs.get("is_rehearsed"))]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every check there is:  bash tests/run.sh [arguments of pytest, paths from the repository's root]
-# Style, types, part of the tests with the lowest transformers that is supported, and then the tests, whose summary comes
-# last. Fails if any of these fails. Arguments select tests: the run with the lowest transformers is left out then.
+# Style, types and tests, whose summary comes last. Fails if any of these fails.
+#   bash tests/run.sh               the fast tier: every capability once (tests/support/tiers.py)
+#   bash tests/run.sh --all         every test, and part of them with the lowest transformers that is supported
+#   bash tests/run.sh [--all] ...   the tests that these arguments of pytest select, paths from the repository's root
 # shellcheck source-path=SCRIPTDIR
 set -uo pipefail
 
@@ -44,9 +45,14 @@ with_lowest_transformers() {
 part style "$PYTHON" -m ruff check .
 part format "$PYTHON" -m ruff format --check .
 part types "$PYTHON" -m mypy
-if (($# == 0)); then
+if [[ "$*" == --all ]]; then
   part "tests with transformers $LOWEST_TRANSFORMERS" with_lowest_transformers
   set -- "${SIDE_BY_SIDE[@]}" tests
+elif (($# == 0)); then
+  mapfile -t chosen < <("$PYTHON" tests/support/tiers.py)
+  set -- "${SIDE_BY_SIDE[@]}" "${chosen[@]}"
+elif [[ $1 == --all ]]; then
+  shift
 fi
 status=${#failed[@]}
 if ((status)); then

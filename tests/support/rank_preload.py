@@ -37,6 +37,23 @@ def num_threads() -> int:
     return len(os.listdir(tasks)) if tasks.exists() else -1
 
 
+def _run_what_is_slow_once() -> None:
+    """Make a small model and count it: transformers compiles a thousand patterns for a process's first model."""
+    import torch
+    from transformers import LlamaConfig
+
+    from paceline.hf.activations import count_items
+    from paceline.hf.quiet_transformers import quiet
+    from paceline.hf.stage import Cut
+    from paceline.hf.weights import load_stage
+
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    config = LlamaConfig(num_hidden_layers=1, **dict.fromkeys(sizes, 8))
+    with quiet(), torch.random.fork_rng(devices=[]):
+        load_stage(None, config, Cut.whole(1))
+        count_items(config, dtype=torch.float32, micro_batch_size=1, sequence_length=8)
+
+
 def _preload() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -53,6 +70,8 @@ def _preload() -> None:
                 importlib.import_module(module.name)
 
     torch.set_num_threads(1)
+    with contextlib.suppress(Exception):  # the ranks of its tests will report it
+        _run_what_is_slow_once()
     # init_distributed compiles this extension where it can: half a minute, for shared-memory collectives.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     gc.collect()
