@@ -33,8 +33,6 @@ MOST_ACTIONS = 2**20
 """Forwards and backwards of all schedules that are simulated: more would take minutes."""
 
 MOST_DRAWN = 2**16
-_SEARCHED = 6
-"""Times that break-even points take what the steady state takes."""
 _TRIED = 24
 """Times that a generated schedule takes what 1F1B takes."""
 
@@ -135,17 +133,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: flags that do not go together, a file that is none, or no schedule.
     """
-    from paceline.schedules.asynchronous import MULTIDIRECTION
-    from paceline.schedules.stream import Stream
-
     given = _costs_of_file(args) if args.costs else None
     schedules, costs = _schedules(args, given)
     if args.draw or args.trace:
         _draw([_timeline(schedule, fitting(costs, schedule)) for schedule in schedules], args)
     rows = [_facts(schedule, fitting(costs, schedule)) for schedule in schedules]
-    first = schedules[0]
-    if not args.compare and isinstance(first, Stream) and args.schedule == MULTIDIRECTION:
-        rows[0]["break_even"] = _break_even(costs, first)
     if args.json:
         print(json.dumps(rows if args.compare else rows[0], indent=2))
     else:
@@ -251,8 +243,8 @@ def _schedules(args: argparse.Namespace, costs: Costs | None) -> tuple[list[Sche
 
 def _check_size(args: argparse.Namespace, num_stages: int) -> None:
     """Refuse, before anything is built, what would take minutes."""
-    from paceline.planning.break_even import group_sizes
     from paceline.schedules import asynchronous
+    from paceline.schedules.families import group_sizes
 
     count = args.micro_batches
     if num_stages < 1 or count < 1:
@@ -264,7 +256,7 @@ def _check_size(args: argparse.Namespace, num_stages: int) -> None:
     elif args.schedule == "generated":
         actions *= _TRIED
     elif args.schedule in asynchronous.STREAMS:
-        actions = steady * (_SEARCHED if args.schedule == asynchronous.MULTIDIRECTION else 1)
+        actions = steady
     most = MOST_DRAWN if args.draw or args.trace else MOST_ACTIONS
     if actions > most:
         raise ValueError(
@@ -360,20 +352,6 @@ def _mismatch(stream: Stream) -> list[int]:
     return most
 
 
-def _break_even(costs: Costs, stream: Stream) -> dict[str, dict[str, Any]]:
-    """Break-even points by schedule with a flush: its step, and the range in which multidirection has a shorter one."""
-    from paceline.planning.break_even import FLUSHING, break_even
-
-    count = stream.num_micro_batches
-    return {
-        name: {
-            "step_s": step_s(costs, count),
-            **break_even(costs, count, name, num_directions=len(stream.routes))._asdict(),
-        }
-        for name, step_s in FLUSHING.items()
-    }
-
-
 def _text(facts: dict[str, Any]) -> str:
     lines = [f"{facts['schedule'] or 'schedule'}: {facts['stages']} stages, {facts['micro_batches']} micro-batches"]
     step, bubble = f"step:          {facts['makespan_s']:.6g} s", f"{facts['bubble_fraction']:.1%} bubble"
@@ -391,26 +369,7 @@ def _text(facts: dict[str, Any]) -> str:
     columns = (facts[name] for name in ("busy_s", "idle_s", "peak_activations", "peak_stages", "peak_bytes"))
     for rank, (busy, idle, live, kept, size) in enumerate(zip(*columns, strict=True)):
         lines.append(f"{rank:>4} {busy:>12.6g} {idle:>12.6g} {live:>17} {kept:>12.6g} {size:>12.6g}")
-    for name, point in facts.get("break_even", {}).items():
-        lines.append(_break_even_text(name, point, facts["micro_batches"]))
     return "\n".join(lines)
-
-
-def _break_even_text(name: str, point: dict[str, Any], num_micro_batches: int) -> str:
-    if point["step_s"] is None:
-        return f"{name} has no order of {num_micro_batches} micro-batches"
-    most, transfer_s = point["micro_batches"], point["transfer_s"]
-    if most is None:
-        counts = "faster with any number of micro-batches"
-    else:
-        counts = f"faster with up to {most} micro-batches" if most else "with no number of micro-batches faster"
-    if transfer_s is None:
-        links = "however long messages take"
-    else:
-        links = (
-            f"while messages take less than {transfer_s:.3g} s" if transfer_s else "not even if messages take no time"
-        )
-    return f"against {name}, {point['step_s']:.6g} s: {counts}; with {num_micro_batches}, {links}"
 
 
 def _comparison(rows: list[dict[str, Any]]) -> str:

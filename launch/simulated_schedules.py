@@ -88,13 +88,12 @@ def _flushed(stream: Stream) -> Schedule:
 
 def flushed_to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule | Stream]:
     """The schedules with a flush that ``--compare`` shows."""
-    from paceline.planning.break_even import group_sizes
     from paceline.schedules import families, make
     from paceline.schedules.split_families import SPLIT_FAMILIES
 
     schedules: list[Schedule | Stream] = [
         make("1f1b", num_stages, num_micro_batches),
-        *(make("kfkb", num_stages, num_micro_batches, k=k) for k in group_sizes(num_micro_batches)),
+        *(make("kfkb", num_stages, num_micro_batches, k=k) for k in families.group_sizes(num_micro_batches)),
         *(make("eager", num_stages, num_micro_batches, slack=slack) for slack in (1.0, 2.0)),
         make("gpipe", num_stages, num_micro_batches),
     ]
@@ -106,12 +105,11 @@ def flushed_to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule
 
 def streams_to_compare(num_stages: int, num_micro_batches: int) -> list[Schedule | Stream]:
     """The schedules without a flush that ``--compare`` shows, and a step with one of the same orders."""
-    from paceline.planning.break_even import exists
     from paceline.schedules import asynchronous
     from paceline.schedules.directions import allowed
 
     schedules: list[Schedule | Stream] = []
-    if exists(num_stages, num_micro_batches):
+    if num_micro_batches % num_stages == 0:
         for count in reversed(allowed(num_stages)):
             stream = asynchronous.multidirection(num_stages, num_micro_batches, count)
             schedules += [_flushed(stream), stream]

@@ -38,7 +38,6 @@ from lab.emulation import Emulation
 from lab.hosts import Hosts, available
 from lab.training import train
 from lab.transfer import PAYLOAD_SHARE
-from paceline.planning import break_even
 from paceline.schedules import asynchronous, families
 from paceline.schedules.costs import Costs
 from paceline.schedules.simulate import simulate
@@ -142,7 +141,7 @@ def fastest_k(costs: Costs, num_micro_batches: int) -> int:
     def step_s(k: int) -> float:
         return simulate(families.kfkb(HOSTS, num_micro_batches, k), costs).makespan_s
 
-    return min(break_even.group_sizes(num_micro_batches), key=step_s)
+    return min(families.group_sizes(num_micro_batches), key=step_s)
 
 
 def measure(
@@ -196,15 +195,13 @@ def measure(
 def over_micro_batches(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Up to how many micro-batches ``multidirection`` is faster, where there is no limit."""
     found = []
-    for other, planned in (("stock", "1f1b"), ("dualpipev", "dualpipev")):
+    for other in ("stock", "dualpipev"):
         gains = gains_on(other, [row for row in rows if row["mbit"] is None], "micro_batches")
         if gains:
-            predicted = break_even.break_even(costs_of(args, None), 2 * HOSTS, planned)
             found.append(
                 {
                     "against": other,
                     "over": "micro_batches",
-                    "predicted_most": predicted.micro_batches,
                     "predicted_zero": zero_of(gains, "predicted_gain_s"),
                     "measured_zero": zero_of(gains, "measured_gain_s"),
                     "agrees": agrees(gains),
@@ -222,14 +219,11 @@ def over_links(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list
         gains = gains_on(other, [row for row in limited if row["micro_batches"] == count], "mbit")
         if not gains:
             continue
-        longest_s = break_even.break_even(costs_of(args, limited[0]["mbit"]), count, other).transfer_s
-        message_mbit = message_bytes(args, limited[0]["mbit"]) * 8e-6 / PAYLOAD_SHARE
         found.append(
             {
                 "against": other,
                 "over": "mbit",
                 "micro_batches": count,
-                "predicted_least": round(message_mbit / longest_s, 1) if longest_s else longest_s,
                 "agrees": agrees(gains),
                 "gains": gains,
             }

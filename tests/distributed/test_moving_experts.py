@@ -107,17 +107,16 @@ def logical(layers: Sequence[Any], states: Callable[[nn.Parameter], Any]) -> dic
 
 def scatter(layers: Sequence[Any], states: Any, seed: int, group: Any = None) -> dict[str, Any]:
     """Move by a random placement for each layer, as the rebalancer does."""
-    from paceline.moe.moving import bytes_to_move, move_experts
+    from paceline.moe.moving import move_experts
 
     changes = [
         (layer, random_placement(100 * seed + number, layer.num_experts, layer.size))
         for number, layer in enumerate(layers)
     ]
-    expected = bytes_to_move(changes, states, group)
     moved = move_experts(changes, states, group)
     for layer, placement in changes:
         layer.take_on(placement)
-    return {"num_bytes": moved.num_bytes, "expected": expected, "s": (moved.transfer_s, moved.seconds)}
+    return {"num_bytes": moved.num_bytes, "s": (moved.transfer_s, moved.seconds)}
 
 
 def train_case(ep: int, case: str, num_layers: int, is_moved: bool) -> tuple[list[float], dict[Any, Tensor], list[Any]]:
@@ -178,9 +177,8 @@ def test_experts_that_move_train_as_those_that_stay(
             master = {"master"} if case.startswith(("ZeRO", "bf16")) else set()
             assert set(result["kinds"]) == {"value"} | moments | master, case
             for move in result["moves"]:
-                assert move["num_bytes"] == move["expected"].num_bytes > 0, case
+                assert move["num_bytes"] > 0, case
                 assert 0 < move["s"][0] < move["s"][1], case
-                assert len(move["expected"].by_change) == num_layers, case
 
 
 # -- our pipelines' optimizer ------------------------------------------------------------------------------------------
@@ -283,7 +281,7 @@ def refusals() -> dict[str, Any]:
     import deepspeed
     from torch import distributed as dist
 
-    from paceline.moe.moving import Moved, bytes_to_move, move_experts, states_of
+    from paceline.moe.moving import Moved, move_experts, states_of
     from paceline.planning.experts import Placement
 
     deepspeed.init_distributed("gloo")
@@ -304,8 +302,6 @@ def refusals() -> dict[str, Any]:
     swapped = Placement(((0, 1, 3), (2, 4, 5)))
     found: dict[str, Any] = {
         "nothing": move_experts([(layer, in_order)], states, None) == Moved(),
-        "no bytes": tuple(bytes_to_move([(layer, in_order)], states, None)),
-        "bytes": tuple(bytes_to_move([(layer, in_order), (layer, swapped)], states, None)),
         "other size": message((layer, Placement(((0, 1, 2, 3), (4, 5))))),
         "other placements": message((layer, swapped if rank == 0 else Placement(((0, 4, 2), (3, 1, 5))))),
         "other changes": message(*[(layer, swapped)] * (1 + rank)),
@@ -319,11 +315,8 @@ def refusals() -> dict[str, Any]:
 
 
 def test_what_cannot_move_is_refused_on_every_rank() -> None:
-    expert = 4 * (35 + 5)
     for found in run_ranks(refusals, 2):
         assert found["nothing"]
-        assert found["no bytes"] == (0, [0])
-        assert found["bytes"] == (expert, [0, expert])
         assert "the placement owns [4, 2]" in found["other size"]
         assert found["other placements"] == (
             "layer: ranks 0 and 1 of its group have or ask for different placements: give all ranks the same."

@@ -44,12 +44,17 @@ def digests(pipeline: Any) -> dict[str, str]:
     }
 
 
+def anonymous_bytes() -> int:
+    """Resident memory that no file backs: what this process really takes from the machine."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
 def load_and_measure(directory: str, stages: int, export_to: str) -> dict[str, Any]:
     """Load a checkpoint into this rank's stage while a thread watches this process's anonymous memory."""
     from transformers import AutoConfig
 
     from paceline.comm.control import ControlPlane
-    from paceline.measure.device_memory import anonymous_bytes
     from paceline.runtime.initialize import start_distributed
     from paceline.runtime.model_export import export
     from paceline.runtime.module import CausalLMPipeline

@@ -173,10 +173,6 @@ def test_multidirection(capsys):
     assert step["idle_s"] == [2.0] * 4
     assert step["peak_activations"] == [3, 4, 4, 3]
     assert step["mismatch"] == [1, 1, 1, 1]
-    points = step["break_even"]
-    assert list(points) == ["1f1b", "kfkb", "dualpipev"]
-    assert points["1f1b"] == {"step_s": 33.0, "micro_batches": 32, "transfer_s": None}
-    assert points["kfkb"]["transfer_s"] == pytest.approx(2, abs=0.01)
 
 
 def test_directions(capsys):
@@ -186,7 +182,6 @@ def test_directions(capsys):
     two, four = (answer(capsys, *shape, "--directions", count) for count in "24")
     assert two["schedule"] == "multidirection directions=2"
     assert (two["period_s"], four["period_s"]) == (30, 25)
-    assert two["break_even"]["1f1b"]["micro_batches"] == 24
     assert four == answer(capsys, *shape)
     rows = answer(capsys, "--stages", "8", "--micro-batches", "8", "--compare", *units)
     assert [row["schedule"] for row in rows[-5:]] == [
@@ -213,27 +208,18 @@ def test_one_direction(capsys):
     assert step["first_step_s"] == pytest.approx(5 * 0.06)
     assert step["mismatch"] == [2, 1, 1, 0]
     assert step["peak_activations"] == [4, 3, 2, 1]
-    assert "break_even" not in step
 
 
 def test_text_without_a_flush(capsys):
     argv = ["--schedule", "multidirection", "--forward", "1", "--backward", "2"]
     assert main(["simulate", "--stages", "4", "--micro-batches", "4", *argv, "--transfer", "0.25"]) == 0
-    *lines, _, against, missing = capsys.readouterr().out.splitlines()
-    assert lines[:5] == [
+    assert capsys.readouterr().out.splitlines()[:5] == [
         "multidirection: 4 stages, 4 micro-batches",
         "step:          14.25 s in the steady state, of which 15.8% bubble; the first takes 17.75 s",
         "mismatch:      by stage 1 1 1 1 (most updates from forward to backward)",
         "rank       busy_s       idle_s  peak activations  peak stages   peak_bytes",
         "   0           12         2.25                 3            3            0",
     ]
-    assert against.startswith("against kfkb, ")
-    assert missing == "dualpipev has no order of 4 micro-batches"
-    assert main(["simulate", "--stages", "4", "--micro-batches", "40", *argv]) == 0
-    against = capsys.readouterr().out.splitlines()[-3]
-    assert against == (
-        "against 1f1b, 129 s: faster with up to 32 micro-batches; with 40, not even if messages take no time"
-    )
 
 
 def test_pictures_without_a_flush_are_of_three_steps(tmp_path, capsys):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isqrt
 from typing import Any
 
+from ..planning.divisors import divisors
 from .section import show, whole
 
 MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH = BATCH_KEYS = (
@@ -80,9 +80,3 @@ def _must_divide(train: int, divisor: int, named: str) -> None:
             f"{TRAIN_BATCH} is {train}: it must be a multiple of {divisor} ({named}); "
             f"write {-(-train // divisor) * divisor}, or leave it out."
         )
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, rising; takes time as the root of ``number``."""
-    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return low + [number // n for n in reversed(low) if n * n != number]

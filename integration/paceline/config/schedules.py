@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..planning.divisors import divisors
 from ..schedules import asynchronous, directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.schedule import Schedule
 from ..schedules.split_families import SPLIT, SPLIT_FAMILIES
 from ..schedules.stream import Stream, flushed
-from .batch_sizes import MICRO_BATCHES, divisors
+from .batch_sizes import MICRO_BATCHES
 from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 from .stage_counts import CHUNKS
 

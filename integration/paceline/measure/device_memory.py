@@ -9,12 +9,7 @@ def peak_bytes(device: torch.device) -> int:
     """Most memory held so far: allocated on the device, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status_bytes("VmHWM")
-
-
-def anonymous_bytes() -> int:
-    """Resident memory that no file backs (Linux ``RssAnon``): what this process really takes from the machine."""
-    return _status_bytes("RssAnon")
+    return _resident_peak_bytes()
 
 
 def available_bytes(device: torch.device, num_ranks: int) -> int:
@@ -37,11 +32,11 @@ def room_bytes(device: torch.device, num_ranks: int) -> int:
     return int(0.9 * psutil.virtual_memory().available) // num_ranks
 
 
-def _status_bytes(key: str) -> int:
+def _resident_peak_bytes() -> int:
     try:
         with open("/proc/self/status") as status:
             for line in status:
-                if line.startswith(key + ":"):
+                if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
     except OSError:
         pass

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from .expert_ranges import Holding, Part, Route, Told, Weight, check, holdings, 
 from .layer import ExpertLayer
 from .wrapper_states import StatePart, States, states_of
 
-__all__ = ["BytesToMove", "Moved", "StatePart", "States", "bytes_to_move", "move_experts", "states_of"]
+__all__ = ["Moved", "StatePart", "States", "move_experts", "states_of"]
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
@@ -51,13 +51,6 @@ class Moved:
     num_bytes: int = 0
     transfer_s: float = 0.0
     seconds: float = 0.0
-
-
-class BytesToMove(NamedTuple):
-    """The most that one rank will send, or receive: for all changes together, and for each change by itself."""
-
-    num_bytes: int
-    by_change: list[int]
 
 
 def move_experts(
@@ -98,22 +91,6 @@ def move_experts(
         # The end of the slowest is the end of all.
         told = _gather((max(volume), now - transfer_begun, now - begun), group)
     return Moved(*map(max, zip(*told, strict=True)))
-
-
-def bytes_to_move(changes: Sequence[Change], states: States, group: Any = None) -> BytesToMove:
-    """Count the bytes that :func:`move_experts` will report. Collective over ``group``; raises the same."""
-    with _naming_lost_peers():
-        plans, rank = _plans(changes, states, group)
-        volumes = [(0, 0)] * len(changes)
-        if not plans:
-            return BytesToMove(0, [0] * len(changes))
-        for plan in plans:
-            moves = (m for p in parts(plan.weights, plan.routes, plan.told) for m in plan.moves(p, rank)[0])
-            volumes[plan.number] = _volume(((m.source, m.target, m.num_bytes) for m in moves), rank)
-        told = _gather(volumes, group)  # [M ranks][changes](sent, received)
-    by_change = [max(map(max, of_change)) for of_change in zip(*told, strict=True)]
-    whole = max(sum(way) for volume in told for way in zip(*volume, strict=True))
-    return BytesToMove(whole, by_change)
 
 
 class _Plan:

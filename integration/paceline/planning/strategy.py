@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..schedules.asynchronous import MULTIDIRECTION
 from .blocks import DoesNotFit
 from .cluster import Cluster
+from .divisors import divisors
 from .memory import StageMemory
 from .strategy_costs import step_terms
 from .strategy_memory import boundaries_of, memory_of, share_of, stages_without_flush
@@ -104,14 +105,14 @@ def strategies(
     for name, value in (("num_devices", num_devices), ("num_layers", num_layers), ("num_heads", num_heads)):
         if value < 1:
             raise ValueError(f"{name} is {value}: give a whole number from 1 upwards.")
-    for tensor in _divisors(num_devices):
+    for tensor in divisors(num_devices):
         if num_heads % tensor or num_kv_heads % tensor:
             continue
-        for pipeline in _divisors(num_devices // tensor):
+        for pipeline in divisors(num_devices // tensor):
             if pipeline > num_layers:
                 continue
             data = num_devices // tensor // pipeline
-            for expert in _divisors(data):
+            for expert in divisors(data):
                 if expert == 1 or (num_experts and num_experts % expert == 0):
                     yield Strategy(tensor, pipeline, data, expert)
 
@@ -196,7 +197,3 @@ def _too_large(
 def _check_finite(seconds: float) -> None:
     if not isfinite(seconds):
         raise ValueError("a step takes longer than can be computed with: give higher speeds or shorter latencies.")
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

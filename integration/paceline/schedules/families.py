@@ -81,6 +81,11 @@ def kfkb(num_stages: int, num_micro_batches: int, k: int) -> Schedule:
     return grouped(num_stages, num_micro_batches, k, range(num_stages - 1, -1, -1), f"kfkb k={k}")
 
 
+def group_sizes(num_micro_batches: int) -> tuple[int, ...]:
+    """The k of :func:`kfkb` to compare: powers of two below the number of micro-batches."""
+    return tuple(2**power for power in range(1, num_micro_batches.bit_length()) if 2**power < num_micro_batches)
+
+
 def eager(num_stages: int, num_micro_batches: int, slack: float) -> Schedule:
     """Eager 1F1B: stage s warms up on ⌈(S−1−s)·(1+slack)⌉ micro-batches, then alternates. ``slack = 0`` is 1F1B.
 

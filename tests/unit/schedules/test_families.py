@@ -74,6 +74,12 @@ def rows(schedule):
     return [" ".join(map(str, order)) for order in schedule.orders]
 
 
+def test_group_sizes():
+    assert [families.group_sizes(count) for count in (1, 2, 3, 4, 5, 16, 17)] == [
+        *((), (), (2,), (2,), (2, 4), (2, 4, 8), (2, 4, 8, 16))
+    ]
+
+
 def test_kfkb_by_hand():
     assert rows(families.kfkb(4, 8, 2)) == [
         "F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7",
