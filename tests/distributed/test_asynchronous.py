@@ -1,7 +1,7 @@
 """Asynchronous pipelines train as declared: with a flush a step exactly as one process, without one as the emulator.
 
-The emulator (:mod:`asynchronous_emulator`) has no pipeline: it takes from the schedule which weights each forward and
-each backward uses, and nothing else.
+The emulator (:mod:`support.asynchronous_emulator`) has no pipeline: it takes from the schedule which weights each
+forward and each backward uses, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
         devices: of a pipeline, each with a stage of every direction.
         micro_batches: of a step and replica.
         flushes: steps after which the run is drained, beside the last one.
-        data: kind of batches; see :func:`jobs.step_batches`.
+        data: kind of batches; see :func:`support.jobs.step_batches`.
         iterator_a_step: the engine cannot read ahead.
         sharing: replicas that share experts.
         partition: boundaries over embedding, layers and head; by default equally many layers a stage.

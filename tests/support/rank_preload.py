@@ -1,4 +1,4 @@
-"""Everything a rank imports, imported once in the server that ranks are forked from (see ``ranks``).
+"""What every rank would do first, done once in the server that ranks are forked from (see ``ranks``).
 
 Nothing here may start a thread: a fork copies only the thread that forks, and a lock held by another one stays locked.
 ``num_threads`` is what the test of the runner looks at.

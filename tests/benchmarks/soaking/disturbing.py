@@ -84,7 +84,7 @@ class Slowing:
 
 
 def cause(how: str, job: Job, victim: int, ballast: Path) -> None:
-    """One of :data:`soaking.episodes.ACCIDENTS`."""
+    """One of :data:`benchmarks.soaking.episodes.ACCIDENTS`."""
     number = victim % len(job.places)
     if how == "full disk":
         fill(ballast)
