@@ -11,6 +11,10 @@ micro-batch: activations (``live``), what deferred gradients of weights still ne
 (``held``). Of a schedule of ours ``verified`` says what its proof promises. Backwards can be split: half of each, or
 ``--weight-s`` of it, computes the gradient of the weight.
 
+Every engine that waits for its turn has threads of gloo that look for messages a hundred times a second: together they
+take a good part of two cores where there are many. With ``--together 4`` no more than so many share processes with
+stock, whose seconds in the same processes their ratios are of.
+
 On a machine with other work, `chrt --rr 5` before the command keeps that from the ranks.
 """
 
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--message-kib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of a contestant in a round")
+    parser.add_argument("--together", type=int, help="contestants beside stock in the same processes; default: all")
     parser.add_argument("--retune-every", type=int, default=4, help="steps, for adaptive")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
@@ -72,10 +77,26 @@ def measure(args: argparse.Namespace, names: list[str], num_micro_batches: int, 
         *(args.hosts, args.forward_s, args.backward_s, args.message_kib * 1024, num_micro_batches),
         weight_s=args.weight_s,
     )
+    others = names[1:]
+    together = args.together or max(1, len(others))
+    contestants = {}
     with Hosts(args.hosts, mbit=rate) as hosts:
-        records = train(
-            hosts, names, emulation, rounds=args.rounds, steps=args.steps, warmup=max(2, args.retune_every + 1)
-        )
+        for first in range(0, max(1, len(others)), together):
+            own = [names[0], *others[first : first + together]]
+            records = train(
+                hosts, own, emulation, rounds=args.rounds, steps=args.steps, warmup=max(2, args.retune_every + 1)
+            )
+            contestants |= compared(args, own if first == 0 else own[1:], records)
+    return {
+        "micro_batches": num_micro_batches,
+        "mbit": rate,
+        "bound_with_a_flush_s": round(emulation.bound_s, 4),
+        "contestants": contestants,
+    }
+
+
+def compared(args: argparse.Namespace, names: list[str], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """By contestant: its steps, against those of stock in the same processes."""
 
     def of_rounds(label: str) -> list[float]:
         turns = [
@@ -103,12 +124,7 @@ def measure(args: argparse.Namespace, names: list[str], num_micro_batches: int, 
                 contestants[label][what] = {
                     key: peak / num_chunks for key, peak in zip(Peaks._fields, most, strict=True)
                 }
-    return {
-        "micro_batches": num_micro_batches,
-        "mbit": rate,
-        "bound_with_a_flush_s": round(emulation.bound_s, 4),
-        "contestants": contestants,
-    }
+    return contestants
 
 
 def _run_at_end(names: list[str]) -> int:
