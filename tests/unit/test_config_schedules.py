@@ -19,6 +19,7 @@ TYPES = (
     "interleaved",
     "dualpipev",
     *SPLIT,
+    "generated",
     *("multidirection", "one_direction"),
 )
 BOTH = ("multidirection", "one_direction")
@@ -26,10 +27,10 @@ KEYS = {
     "k": (("kfkb",), 3),
     "slack": (("eager",), 0.5),
     "warmup": (("eager",), [3, 2, 1, 0]),
-    "retune_every": (("adaptive",), 7),
+    "retune_every": (("adaptive", "generated"), 7),
     "micro_batch_sizes": (("adaptive",), [1, 4]),
-    "memory_gib": (("adaptive",), 1.5),
-    "chunks": (("interleaved",), 3),
+    "memory_gib": (("adaptive", "generated"), 1.5),
+    "chunks": (("interleaved", "adaptive", "generated"), 2),
     "directions": (("multidirection",), 2),
     "staleness": (("multidirection",), 0),
     "optimizer_owners": (("multidirection",), "mirror"),
@@ -68,7 +69,8 @@ def test_a_key_belongs_to_its_types(key, kind):
     assert str(error.value).startswith(f"paceline.pipeline.schedule.{key} is ")
     belongs, remedy = {
         1: (f'type "{owners[0]}"', f'"{owners[0]}"'),
-        3: ('types "multidirection", "one_direction" and "adaptive"', "one of them"),
+        2: ('types "adaptive" and "generated"', "one of them"),
+        3: (f'types "{owners[0]}", "{owners[1 % len(owners)]}" and "{owners[-1]}"', "one of them"),
     }[len(owners)]
     assert str(error.value).endswith(
         f': it belongs to the {belongs} and the type is "{written}"; drop it, or write {remedy}.'
@@ -79,8 +81,8 @@ def test_a_key_belongs_to_its_types(key, kind):
     ("schedule", "message"),
     [
         ("1f2b", ".type is \"1f2b\": it must be '1f1b', 'gpipe', 'kfkb', 'eager', 'adaptive', 'interleaved', "
-         "'dualpipev', 'zbh1', 'zbh2', 'zbv', 'vhalf', 'vmin', 'multidirection' or 'one_direction'; leave the key out "
-         "to have it chosen."),
+         "'dualpipev', 'zbh1', 'zbh2', 'zbv', 'vhalf', 'vmin', 'generated', 'multidirection' or 'one_direction'; leave "
+         "the key out to have it chosen."),
         ("auto", ' is "auto": the paceline section has no "auto"; leave the key out to have it chosen.'),
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '

@@ -8,6 +8,7 @@ from typing import Any
 from ..planning.divisors import divisors
 from ..schedules import asynchronous, directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
+from ..schedules.generator import GENERATED
 from ..schedules.schedule import Schedule
 from ..schedules.split_families import SPLIT, SPLIT_FAMILIES
 from ..schedules.stream import Stream, flushed
@@ -15,6 +16,8 @@ from .batch_sizes import MICRO_BATCHES
 from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 from .stage_counts import CHUNKS
 
+TUNED = ("adaptive", GENERATED)
+"""Types that are chosen anew while training goes on."""
 SCHEDULE = f"{SECTION}.pipeline.schedule"
 K, SLACK, RETUNE_EVERY = 2, 1.0, 100
 STALENESS, OWNERS = 1, "direction"
@@ -58,6 +61,11 @@ class ScheduleChoice:
     late_gradients: bool | None = None
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether it is chosen anew while training goes on."""
+        return self.type in TUNED
+
+    @property
     def has_directions(self) -> bool:
         """Whether there are several pipelines over the same devices."""
         return self.type == MULTIDIRECTION
@@ -96,7 +104,8 @@ class ScheduleChoice:
         return asynchronous.make(self.type, num_stages, num_micro_batches, self.directions)
 
     def first(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        """The schedule that a run begins with: 1F1B where it is tuned, which keeps the fewest micro-batches alive.
+        """The schedule that a run begins with: where it is tuned 1F1B, which keeps the fewest micro-batches alive, or
+        ZB-V, which keeps as many on every rank.
 
         Of a stream it is one step with a flush at its end.
         """
@@ -107,9 +116,11 @@ class ScheduleChoice:
             return families.dualpipev(num_stages, num_micro_batches)
         if self.type in SPLIT:
             return SPLIT_FAMILIES[self.type](num_stages, num_micro_batches)
+        if self.chunks is not None and self.is_tuned:
+            return SPLIT_FAMILIES[families.ZBV](num_stages, num_micro_batches)
         if self.chunks is not None:
             return families.interleaved(num_stages, num_micro_batches, self.chunks)
-        kind = "1f1b" if self.type == "adaptive" else self.type
+        kind = "1f1b" if self.is_tuned else self.type
         return families.make(kind, num_stages, num_micro_batches, k=self.k, slack=self.slack, warmup=self.warmup)
 
     def planned(self, num_stages: int, num_micro_batches: int) -> Schedule | Stream:
@@ -157,6 +168,11 @@ def resolve_schedule(
         return ScheduleChoice(kind, warmup=schedule.warmup), chosen
     if kind == "eager":
         return ScheduleChoice(kind, slack=pick("slack", SLACK, "begins with twice the forwards of 1F1B")), chosen
+    if kind == GENERATED:
+        every = pick("retune_every", RETUNE_EVERY, "often for a network's changes, seldom for steps")
+        memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
+        chunks = _check_chunks(schedule, pick("chunks", CHUNKS, "half the bubble of one stage a rank"))
+        return ScheduleChoice(kind, retune_every=every, memory_bytes=memory_bytes, chunks=chunks), chosen
     if kind == "adaptive":
         every = pick("retune_every", RETUNE_EVERY, "often for a network's changes, seldom for steps")
         only = "the configured one: what is defined per micro-batch (dropout, router losses) stays as it is"
@@ -164,10 +180,18 @@ def resolve_schedule(
         _check_sizes(sizes, micro_batch_size * num_micro_batches)
         sizes = tuple(sorted({*sizes, micro_batch_size}))
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
-        choice = ScheduleChoice(kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes)
+        chunks = _check_chunks(schedule, schedule.chunks)
+        choice = ScheduleChoice(
+            kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes, chunks=chunks
+        )
         if not schedule.late_gradients:
             _check_synchronous(schedule, "no late_gradients", "true for late_gradients")
             return choice, chosen
+        if chunks is not None:
+            raise ValueError(
+                f"{SCHEDULE}.chunks is {chunks} and late_gradients true: without a flush each rank has one stage; "
+                "leave one of the two keys out."
+            )
         if len(sizes) > 1:
             raise ValueError(
                 f"{SCHEDULE}.micro_batch_sizes is {show(sizes)} and late_gradients true: a step is read before the one "
@@ -209,6 +233,16 @@ def resolve_schedule(
         )
         return choice, chosen
     return ScheduleChoice(kind), chosen
+
+
+def _check_chunks(schedule: ScheduleConfig, chunks: int | None) -> int | None:
+    """Stages a rank of a schedule that is tuned; None: one."""
+    if chunks is not None and chunks > 2:
+        raise ValueError(
+            f"{SCHEDULE}.chunks is {chunks} and the type {show(schedule.type or 'adaptive')}: it chooses among "
+            "schedules of one stage a rank, or of two, along the ranks and back; write 1 or 2."
+        )
+    return chunks if chunks == 2 else None
 
 
 def _check_rounds(num_stages: int, num_micro_batches: int, num_directions: int | None) -> None:

@@ -48,6 +48,7 @@ ScheduleType: TypeAlias = Literal[
     "zbv",
     "vhalf",
     "vmin",
+    "generated",
     "multidirection",
     "one_direction",
 ]
@@ -56,10 +57,10 @@ _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
     "k": ("kfkb",),
     "slack": ("eager",),
     "warmup": ("eager",),
-    "retune_every": ("adaptive",),
+    "retune_every": ("adaptive", "generated"),
     "micro_batch_sizes": ("adaptive",),
-    "memory_gib": ("adaptive",),
-    "chunks": ("interleaved",),
+    "memory_gib": ("adaptive", "generated"),
+    "chunks": ("interleaved", "adaptive", "generated"),
     "directions": ("multidirection",),
     "staleness": ("multidirection",),
     "optimizer_owners": ("multidirection",),
@@ -230,7 +231,9 @@ class ScheduleConfig(Part):
         "Megatron's 1F1B with several stages a rank, a shorter bubble for more messages; "
         '"dualpipev": DeepSpeed\'s order of two stages a rank, along the ranks and back; with backwards split into the '
         'gradients of inputs and of weights "zbh1" and "zbh2" (one stage a rank, a shorter bubble), "zbv" (two stages, '
-        'the shortest bubble), "vhalf" and "vmin" (two stages, less memory than 1F1B); "multidirection": '
+        'the shortest bubble), "vhalf" and "vmin" (two stages, less memory than 1F1B); "generated": an order with '
+        "split backwards that is found by simulating what was measured, within memory_gib, again and again; "
+        '"multidirection": '
         "several pipelines in opposite orders over the same devices, without a flush at the end of a "
         'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b".',
     )
@@ -245,7 +248,7 @@ class ScheduleConfig(Part):
         default=None, description="eager: how many forwards each stage begins with, instead of slack; never increasing."
     )
     retune_every: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="adaptive: steps from one choice to the next. Left out: 100."
+        default=None, description="adaptive, generated: steps from one choice to the next. Left out: 100."
     )
     micro_batch_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_tuple)] = Field(
         default=None,
@@ -255,10 +258,13 @@ class ScheduleConfig(Part):
     )
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="adaptive: GiB that live activations may take on each rank. Left out: nine tenths of what is free.",
+        description="adaptive, generated: GiB that live activations, and what is left for later of split backwards, "
+        "may take on each rank. Left out: nine tenths of what is free.",
     )
     chunks: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="interleaved: stages that each rank holds. Left out: 2."
+        default=None,
+        description="Stages that each rank holds. interleaved: any number; adaptive and generated: 1, or 2, along the "
+        "ranks and back. Left out: 2, with adaptive 1.",
     )
     directions: Annotated[int, Field(ge=1)] | None = Field(
         default=None,

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..planning.divisors import divisors
+from ..schedules import families
 from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
-from ..schedules.families import CHUNKED, IN_V
+from ..schedules.generator import GENERATED
 from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
 STAGES = f"{SECTION}.pipeline.stages"
@@ -94,9 +95,11 @@ def may_be_late(section: PacelineConfig) -> bool:
 def stages_a_rank(section: PacelineConfig) -> int:
     """Stages of the one direction that each rank holds."""
     schedule = section.pipeline.schedule
-    if schedule is None or schedule.type not in CHUNKED:
+    if schedule is None:
         return 1
-    return 2 if schedule.type in IN_V else schedule.chunks or CHUNKS
+    if schedule.type in (families.INTERLEAVED, GENERATED):
+        return schedule.chunks or CHUNKS
+    return 2 if schedule.type in families.IN_V else schedule.chunks or 1
 
 
 def resolve_method(section: PacelineConfig, ds_config: Mapping[str, Any]) -> tuple[Method | None, str]:

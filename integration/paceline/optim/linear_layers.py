@@ -45,6 +45,12 @@ class Deferred:
     def __len__(self) -> int:
         return len(self._products)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is left, each storage once."""
+        kept = (tensor.untyped_storage() for p in self._products for tensor in (p.inputs, p.outputs))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+
     def add(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
         self._products.append(_Product(layer, inputs, outputs))
 

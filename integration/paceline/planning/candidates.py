@@ -6,19 +6,31 @@ of the curve. The largest is not always the fastest, so everything under the cur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 from math import ceil, inf, isnan
 from typing import NamedTuple
 
 from ..schedules.asynchronous import ONE_DIRECTION, one_direction
-from ..schedules.families import grouped
+from ..schedules.costs import Costs
+from ..schedules.families import DUALPIPEV, VHALF, VMIN, ZBV, dualpipev, grouped
 from ..schedules.schedule import Schedule
+from ..schedules.simulate import peak_bytes
+from ..schedules.split_families import DUALPIPEV_SPLIT, SPLIT_FAMILIES, ZBH1, ZBH2
 from ..schedules.stream import Stream
+from ..schedules.verify import peaks
 
 SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
 # Every group size up to here is tried, beyond it one per doubling.
 ALL_GROUPS_TO = 8
+FAMILIES: Mapping[str, Callable[[int, int], Schedule]] = {**SPLIT_FAMILIES, DUALPIPEV: dualpipev}
+"""Orders without settings, by name: functions of the number of devices and of micro-batches."""
+SPLIT_IN_LINE = (ZBH1, ZBH2)
+"""Those for one stage a device."""
+IN_V = (ZBV, VHALF, VMIN, DUALPIPEV, DUALPIPEV_SPLIT)
+"""Those for two stages a device, along the devices and back."""
 
 
 class Candidate(NamedTuple):
@@ -29,18 +41,29 @@ class Candidate(NamedTuple):
         k: micro-batches of a group.
         slack: stage s of S begins with ``ceil((S - 1 - s) * (1 + slack))`` groups of forwards. 0 with k = 1 is 1F1B.
         is_late: 1F1B without a flush, whose gradients come late.
+        family: an order of :data:`FAMILIES` instead of groups, or the name of ``made``.
+        made: an order that was made for the costs of a run.
     """
 
     micro_batch_size: int
     k: int = 1
     slack: float = 0.0
     is_late: bool = False
+    family: str = ""
+    made: Schedule | None = None
+
+    @property
+    def key(self) -> tuple[int, int, float, bool, str]:
+        """For a fixed order of candidates."""
+        return self.micro_batch_size, self.k, self.slack, self.is_late, self.family
 
     @property
     def name(self) -> str:
         """A name for people: ``"kfkb k=2, micro-batch 4"``."""
         if self.is_late:
             order = ONE_DIRECTION
+        elif self.family:
+            order = self.family
         elif self.k == 1:
             order = f"eager slack={self.slack:g}" if self.slack else "1f1b"
         else:
@@ -50,29 +73,58 @@ class Candidate(NamedTuple):
     def schedule(self, num_stages: int, samples: int) -> Schedule | Stream:
         """The order of a step of so many samples (of one pipeline); a stream without a flush.
 
+        Args:
+            num_stages: of one a device; devices, where they hold several.
+
         Raises:
             ValueError: the micro-batch size does not divide the samples, or k or slack is out of range.
         """
         count = num_micro_batches(self.micro_batch_size, samples)
         if self.is_late:
             return replace(one_direction(num_stages, count), name=self.name)
+        if self.family:
+            return replace(self.made or _of_family(self.family, num_stages, count), name=self.name)
         return grouped(num_stages, count, self.k, self._warmup(num_stages), self.name)
 
     def peak_activations(self, num_stages: int, samples: int) -> tuple[int, ...]:
         """Most micro-batches that each stage keeps alive at once: what :func:`~paceline.schedules.verify` counts.
+
+        Of a family those of each device, all of its stages together, and those that are left for later.
 
         A stage has run one group more than its warm-up when it begins the first backward, and never more from then on.
         """
         count = num_micro_batches(self.micro_batch_size, samples)
         if self.is_late:  # those of the next step are there before this one's are gone
             return tuple(range(num_stages, 0, -1))
+        if self.family:
+            order = self.schedule(num_stages, samples)
+            assert isinstance(order, Schedule)
+            return tuple(peaks(actions).held for actions in order.orders)
         return tuple(min(count, (groups + 1) * self.k) for groups in self._warmup(num_stages))
+
+    def fits(self, num_stages: int, samples: int, costs: Costs, room_bytes: Sequence[float]) -> bool:
+        """Whether what a device keeps alive, or leaves for later, is never more than there is room for.
+
+        Args:
+            costs: of one micro-batch.
+            room_bytes: one number a device.
+        """
+        order = self.schedule(num_stages, samples)
+        whole = order if isinstance(order, Schedule) else order.unrolled(order.most_lag + 1)
+        found = peak_bytes(whole, replace(costs, fixed_bytes=()))
+        return all(peak <= max(room, 0.0) for peak, room in zip(found, room_bytes, strict=True))
 
     def _warmup(self, num_stages: int) -> tuple[int, ...]:
         if not 0 <= self.slack < inf:
             raise ValueError(f"slack={self.slack} must be a number from 0 upwards: 0 is 1F1B, 1 doubles the warm-up.")
         # The small number undoes rounding: 10 * 1.1 is a little more than 11.
         return tuple(ceil(later * (1 + self.slack) - 1e-9) for later in range(num_stages - 1, -1, -1))
+
+
+@lru_cache(maxsize=64)
+def _of_family(name: str, num_devices: int, num_micro_batches: int) -> Schedule:
+    """Some are found by simulation, which takes seconds where there are many devices."""
+    return FAMILIES[name](num_devices, num_micro_batches)
 
 
 def num_micro_batches(micro_batch_size: int, samples: int) -> int:
@@ -167,6 +219,28 @@ def candidates(
         if all(peak * each <= max(room, 0.0) for peak, (each, room) in zip(peaks, rooms, strict=True)):
             return (*found.values(), without_flush)
     return tuple(found.values())
+
+
+def that_fit(
+    names: Sequence[str], num_devices: int, samples: int, costs: Mapping[int, Costs], room_bytes: Sequence[float]
+) -> tuple[Candidate, ...]:
+    """Families that exist for a step's micro-batches and fit in memory, of every micro-batch size.
+
+    Args:
+        names: in :data:`FAMILIES`.
+        costs: by micro-batch size.
+        room_bytes: as of :func:`candidates`, one number a device.
+    """
+    found = []
+    for size, name in product(costs, names):
+        candidate = Candidate(size, family=name)
+        try:
+            fits = candidate.fits(num_devices, samples, costs[size], room_bytes)
+        except ValueError:  # not with so few micro-batches
+            continue
+        if fits:
+            found.append(candidate)
+    return tuple(found)
 
 
 def _groups(largest: int, count: int) -> list[int]:

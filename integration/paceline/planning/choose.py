@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..schedules.costs import Costs
 from ..schedules.schedule import Schedule
@@ -16,6 +16,9 @@ from .switching import Decision, SwitchRule
 
 # Two predictions this close (relatively) are equal: sums in another order differ by rounding.
 TIE = 1e-9
+
+MADE = 0.01
+"""Share of a step that an order made for the costs must save to be chosen: they will not be so again."""
 
 
 class Prediction(NamedTuple):
@@ -111,16 +114,23 @@ class Planner:
             )
         known = [c for c in dict.fromkeys((current, *self.candidates)) if c.micro_batch_size in costs]
         predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
-        now, shortest = predictions[0], min(p.step_s for p in predictions)
-        ties = [p for p in predictions if p.step_s <= shortest * (1 + TIE)]
+        now = predictions[0]
+        shortest = min(_claimed_s(p, current) for p in predictions)
+        ties = [p for p in predictions if _claimed_s(p, current) <= shortest * (1 + TIE)]
         best = now if now in ties else min(ties, key=self._rank)
         decision = rule.consider(now.step_s, best.step_s, switch_s, steps)
         return Choice(
-            best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate))), decision
+            best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate.key))), decision
         )
 
-    def _rank(self, prediction: Prediction) -> tuple[bool, float, int, Candidate]:
+    def _rank(self, prediction: Prediction) -> tuple[bool, float, int, tuple[Any, ...]]:
         candidate = prediction.candidate
         # Where activations were not measured, samples alive stand for their bytes.
         alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
-        return candidate.is_late, prediction.peak_bytes, alive, candidate
+        return candidate.is_late, prediction.peak_bytes, alive, candidate.key
+
+
+def _claimed_s(prediction: Prediction, current: Candidate) -> float:
+    candidate = prediction.candidate
+    is_new = candidate.made is not None and candidate != current
+    return prediction.step_s * (1 + MADE) if is_new else prediction.step_s

@@ -94,6 +94,7 @@ class Layout:
         A stage's forward changes as the forwards of its items on a device of speed 1 do, likewise all else. A stage
         whose items take no time tells nothing of its device, which is then taken to be a typical one.
         """
+        saved_bytes = [item.saved_bytes for item in self.items]
         backward_s = self._scaled(now.backward_s, [item.backward_s for item in self.items], parts)
         weight_s = [
             weight / whole * then if whole else 0.0
@@ -104,7 +105,8 @@ class Layout:
             forward_s=self._scaled(now.forward_s, [item.forward_s for item in self.items], parts),
             backward_s=backward_s,
             weight_s=tuple(weight_s),
-            activation_bytes=self._scaled(now.activation_bytes, [item.saved_bytes for item in self.items], parts),
+            activation_bytes=self._scaled(now.activation_bytes, saved_bytes, parts),
+            deferred_bytes=self._scaled(now.deferred_bytes, saved_bytes, parts),
             message_bytes=tuple(
                 self._message_bytes(measured, before, after)
                 for measured, before, after in zip(now.message_bytes, self.parts[1:-1], parts[1:-1], strict=True)
@@ -132,12 +134,15 @@ class Layout:
         Args:
             live: micro-batches of each device.
         """
-        kept = self.costs(now, parts).activation_bytes or (0.0,) * self.num_stages
+        then = self.costs(now, parts)
+        kept = then.activation_bytes or (0.0,) * self.num_stages
+        deferred = then.deferred_bytes or kept
         states = _by_stage([item.num_parameters for item in self.items], parts)
         found = []
         for device, (each, own) in enumerate(zip(self.state_bytes, live, strict=True)):
             held = [stage for _, stage in chunks_of(device, self._routes)]
-            alive = max(fsum(n * kept[stage] for n, stage in zip(some, held, strict=True)) for some in own)
+            sizes = [of_stage[stage] for of_stage in (kept, deferred) for stage in held]
+            alive = max(fsum(n * size for n, size in zip(some, sizes, strict=False)) for some in own)
             found.append(fsum(states[stage] for stage in held) * each + alive)
         return tuple(found)
 
@@ -249,7 +254,7 @@ class Layout:
 
     def _by_bottleneck(self, now: Costs, edges: Sequence[int], live: Sequence[Live]) -> Sequence[int]:
         """Boundaries over ``edges``, one stage a device."""
-        peaks = [own[0][0] for own in live]
+        peaks = [max(map(sum, own)) for own in live]
         return partition(self._blocks(now, edges), self._devices(now), _links(now), live=peaks).boundaries
 
     def _by_sums(self, now: Costs, edges: Sequence[int], live: Sequence[Live]) -> Sequence[int]:

@@ -14,7 +14,7 @@ from math import fsum
 
 from ..schedules.costs import Costs
 from ..schedules.directions import mirror_groups, stages_of
-from ..schedules.schedule import FORWARD, Schedule
+from ..schedules.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 from ..schedules.simulate import simulate
 from ..schedules.stream import Stream
 from .blocks import Block, Device
@@ -28,7 +28,9 @@ _LEAST, _MOST, _SEARCHED_ACTIONS = 60, 500, 300_000
 
 
 Live = tuple[tuple[int, ...], ...]
-"""Numbers of live micro-batches by chunk that a device comes to, none of which is within another."""
+"""Numbers of live micro-batches by chunk that a device comes to, none of which is within another. Where backwards are
+split those of deferred ones come behind them.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class Held:
         sums = {field.name: fsum(getattr(stage, field.name) for stage in each) for field in fields(StageMemory)}
         sums["working"] = max(stage.working for stage in each)
         saved = [stage.activations for stage in each]
-        sums["activations"] = max(fsum(n * size for n, size in zip(live, saved, strict=True)) for live in self.live)
+        # How much of it is left for later, nobody has measured: all of it.
+        sums["activations"] = max(
+            fsum(n * size for n, size in zip(live, saved * 2, strict=False)) for live in self.live
+        )
         return StageMemory(**sums)
 
 
@@ -95,11 +100,16 @@ def _owning(states: States, share: float) -> States:
 
 
 def live_of(schedule: Schedule, rank: int) -> Live:
-    """Live micro-batches of a device."""
-    now = [0] * schedule.num_chunks
+    """Live micro-batches of a device, and deferred ones where backwards are split."""
+    now = [0] * schedule.num_chunks * (2 if schedule.is_split else 1)
     seen: set[tuple[int, ...]] = set()
     for kind, _, chunk in schedule.orders[rank]:
-        now[chunk] += 1 if kind == FORWARD else -1
+        if kind == BACKWARD_WEIGHT:
+            now[schedule.num_chunks + chunk] -= 1
+        else:
+            now[chunk] += 1 if kind == FORWARD else -1
+        if kind == BACKWARD_INPUT:
+            now[schedule.num_chunks + chunk] += 1
         seen.add(tuple(now))
     return tuple(
         sorted(

@@ -216,8 +216,10 @@ class Executor:
 
         def run_input() -> None:
             assert self._deferral is not None
-            with self._deferral.collecting() as self._deferred[chunk, number]:
+            with self._deferral.collecting() as deferred:
                 run()
+            self._deferred[chunk, number] = deferred
+            self._meter.deferred(lambda: deferred.num_bytes, chunk)
 
         if is_whole:
             self._meter.compute(BACKWARD, number, run, chunk)

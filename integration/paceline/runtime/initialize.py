@@ -36,7 +36,7 @@ from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
 from ..patches.repairs import repair_deepspeed
 from ..schedules.asynchronous import STREAMS
-from ..schedules.families import CHUNKED, chunked_route
+from ..schedules.families import chunked_route
 from ..supervise.build_locks import warn_of_locks
 from ..supervise.watch import WATCH
 from .builder import build_pipeline
@@ -174,7 +174,7 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
     wanted: tuple[tuple[int, ...], ...] = (tuple(range(stages)),)
     if plan is not None:
         wanted = plan.schedule.routes(stages)
-    elif kind in CHUNKED:
+    elif stages_a_rank(section) > 1:
         wanted = (chunked_route(str(kind), stages, stages_a_rank(section)),)
     if routes_of(model) != wanted:
         raise ValueError(

@@ -50,6 +50,8 @@ class MeasuredCosts:
     """By micro-batch size, one number a boundary between stages."""
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a stage."""
+    deferred_bytes: dict[int, list[float]] = field(default_factory=dict)
+    """The same from the backward of the inputs to that of the weights, where backwards were split."""
     room_bytes: list[float] = field(default_factory=list)
     """Bytes that activations may take, one number a device."""
     step_s: float = 0.0
@@ -120,11 +122,17 @@ class MeasuredCosts:
             self._window(reports)
 
     def _take_memory(self, reports: Sequence[Report]) -> None:
-        for size in {size for report in reports for size in report.saved_bytes}:
-            per_stage = self.saved_bytes[size] = [0.0] * self.num_stages
-            for report in reports:
-                for chunk, num_bytes in report.saved_bytes.get(size, {}).items():
-                    stage = self._held(report.device)[chunk] % self.num_stages
+        self._take_bytes(self.saved_bytes, [(report.device, report.saved_bytes) for report in reports])
+        self._take_bytes(self.deferred_bytes, [(report.device, report.deferred_bytes) for report in reports])
+
+    def _take_bytes(
+        self, known: dict[int, list[float]], found: Sequence[tuple[int, dict[int, dict[int, float]]]]
+    ) -> None:
+        for size in {size for _, sizes in found for size in sizes}:
+            per_stage = known[size] = [0.0] * self.num_stages
+            for device, sizes in found:
+                for chunk, num_bytes in sizes.get(size, {}).items():
+                    stage = self._held(device)[chunk] % self.num_stages
                     per_stage[stage] = max(per_stage[stage], num_bytes)
 
     def _compute(self, reports: Sequence[Report]) -> set[int]:
@@ -235,7 +243,8 @@ class MeasuredCosts:
     def has_moved(self, parts: Sequence[int]) -> None:
         """Layers lie otherwise from now on; until it is measured, what was predicted counts."""
         if not self.items:
-            for known in (self.forward_s, self.backward_s, self.message_bytes, self.saved_bytes):
+            of_size = (self.forward_s, self.backward_s, self.message_bytes, self.saved_bytes, self.deferred_bytes)
+            for known in of_size:
                 known.clear()
         for size in self.sizes():
             layout, now, stages = self.layout((), None), self.costs(size), self.num_stages
@@ -257,6 +266,8 @@ class MeasuredCosts:
                 self.message_bytes[size] = list(costs.message_bytes)
             if size in self.saved_bytes:
                 self.saved_bytes[size] = list(costs.activation_bytes)
+            if size in self.deferred_bytes:
+                self.deferred_bytes[size] = list(costs.deferred_bytes)
         self.parts = tuple(parts)
 
     def _take_links(self, replica: int, pipe: list[Report]) -> None:
@@ -331,7 +342,10 @@ class MeasuredCosts:
         for host in set(hosts):
             egress[host] = min(_rate(links.egress.get(host)) for links in self._links.values())
         forward_s, backward_s, speeds = self._per_stage(size)
-        shares = self.weight_shares.get(size, ()) if len(self.routes) == 1 else ()
+        # Other sizes tell what one that has not run split is like.
+        like = size if size in self.weight_shares else min(self.weight_shares, default=size)
+        shares = self.weight_shares.get(like, ()) if len(self.routes) == 1 else ()
+        deferred = [num_bytes * size / like for num_bytes in self.deferred_bytes.get(like, ())]
         return Costs(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -344,6 +358,7 @@ class MeasuredCosts:
             step_s=self.step_s,
             speeds=speeds,
             weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=bool(shares))),
+            deferred_bytes=tuple(deferred),
         )
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

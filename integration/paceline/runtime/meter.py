@@ -27,6 +27,8 @@ class Meter:
         self.clock, self.recorder = clock, Recorder(clock.now)
         self.saved_bytes: dict[int, dict[int, float]] = {}
         """Bytes that a live micro-batch keeps on this rank, by micro-batch size and chunk, as far as measured."""
+        self.deferred_bytes: dict[int, dict[int, float]] = {}
+        """The same of one between the backward of the inputs and that of the weights."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self._module, self._device = module, device
@@ -57,6 +59,12 @@ class Meter:
         end = clock.now()
         clock.add_compute(start, end)
         recorder.add(Recorded(kind, number, start, end, chunk))
+
+    def deferred(self, num_bytes: Callable[[], int], chunk: int) -> None:
+        """Note what a chunk's backward of the inputs has left for later, where that is not known."""
+        size = self.measures_memory_of
+        if size is not None and chunk not in self.deferred_bytes.get(size, ()):
+            self.deferred_bytes.setdefault(size, {})[chunk] = float(num_bytes())
 
     def update(self, kind: str, run: Callable[[], None]) -> None:
         """Record when gradients are reduced (``"reduce"``) or an update is made (``"step"``)."""
@@ -102,4 +110,5 @@ class Meter:
     def forget_stage(self) -> None:
         """The rank's layers have changed: what was measured of them no longer counts."""
         self.saved_bytes.clear()
+        self.deferred_bytes.clear()
         self.recorder.forget()

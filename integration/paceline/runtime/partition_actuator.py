@@ -148,7 +148,7 @@ class PartitionActuator:
         best = candidate
         while self._follows_schedules:  # another partition may suit another schedule, and that one another partition
             tried = [(self._step_s(other, layout)(parts), other) for other in self._schedules.that_fit(layout, parts)]
-            seconds, other = min(tried, default=(best_s, best))
+            seconds, other = min(tried, default=(best_s, best), key=lambda pair: (pair[0], pair[1].key))
             if seconds > best_s * (1 - TIE):
                 break
             best = other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ..comm.control import ControlPlane
@@ -52,7 +53,7 @@ class PipelineMeasurements:
     Args:
         costs: to be kept up to date on the first rank; elsewhere they know the boundaries only.
         try_size: runs a candidate from the next step on.
-        sizes: of micro-batches to try before the first planning, beside the configured one.
+        trials: to run before the first planning: what already runs, and others that are to be measured.
         times_layers: whether to time each layer by itself, in one step.
         memory_bytes: that activations may take; None: what devices have free.
         timelines: gets the last step before each switch, and the last of the interval after it, if it records them.
@@ -70,7 +71,7 @@ class PipelineMeasurements:
         log: DecisionLog,
         timelines: TimelineWriter,
         *,
-        sizes: Sequence[int] = (),
+        trials: Sequence[Candidate],
         times_layers: bool = False,
         memory_bytes: int | None = None,
     ) -> None:
@@ -80,8 +81,8 @@ class PipelineMeasurements:
         self.costs, self._try = costs, try_size
         self.guesses = False
         """Whether, on all ranks, layers that have moved would tell more about the devices."""
-        self._untried = [pipeline.micro_batch_size, *sorted(s for s in sizes if s != pipeline.micro_batch_size)]
-        """Sizes that run as 1F1B for a few steps each before the first planning; none after it."""
+        self._untried = list(trials)
+        """They run for a few steps each before the first planning; none after it."""
         self._time_at = SETTLING_STEPS - 1
         self._is_timing = False
         self._timed: dict[int, LayerReport] = {}
@@ -104,7 +105,7 @@ class PipelineMeasurements:
             self._meter.recorder.forget()
 
     def is_complete(self, done: int) -> bool:
-        """Whether every micro-batch size that fits was measured; if not, have the next one run. Collective."""
+        """Whether everything that was to be tried and fits was measured; if not, have the next run. Collective."""
         turn, step = divmod(done - SETTLING_STEPS, MEASURING_STEPS)
         while self._untried:
             if turn < 1 or step > 0:
@@ -113,11 +114,11 @@ class PipelineMeasurements:
                 self._untried = []
                 break
             self.gather()
-            size = self._untried[turn]
-            if self._agreement.from_first(self._would_fit(size)):
-                self._try(Candidate(size))
+            trial = self._untried[turn]
+            if self._agreement.from_first(self._would_fit(trial)):
+                self._try(trial)
                 return False
-            self._untried.remove(size)
+            self._untried.remove(trial)
         return True
 
     def gather(self) -> None:
@@ -170,12 +171,12 @@ class PipelineMeasurements:
         """Time the layers in the step after the next. On all ranks."""
         self._time_at = self._done + 1
 
-    def _would_fit(self, size: int) -> bool:
-        """Whether 1F1B of an unmeasured size fits, if memory grows with the samples."""
-        costs, known, num_stages = self.costs, self._pipeline.micro_batch_size, self._pipeline.num_stages
+    def _would_fit(self, trial: Candidate) -> bool:
+        """Whether a trial fits, if memory grows with the samples."""
+        costs, known, size = self.costs, self._pipeline.micro_batch_size, trial.micro_batch_size
         if known not in costs.saved_bytes:
             return size < known
-        return all(
-            costs.saved_bytes[known][s] * size / known * (num_stages - s) <= costs.room_bytes[s]
-            for s in range(num_stages)
-        )
+        now = costs.costs(known)
+        scaled = replace(now, activation_bytes=tuple(num_bytes * size / known for num_bytes in now.activation_bytes))
+        samples = known * self._pipeline.micro_batches
+        return trial.fits(self._pipeline.num_stages, samples, scaled, costs.room_bytes)

@@ -15,7 +15,7 @@ from .movable_layers import Layers
 from .partition_actuator import MovesLayers, PartitionActuator
 from .pipeline_measurements import JobAgreement, PipelineMeasurements
 from .rank_reports import ReportGatherer, Routes
-from .schedule_actuator import RunsSchedules, ScheduleActuator
+from .schedule_actuator import RunsSchedules, ScheduleActuator, trials
 from .tracer import TimelineWriter
 
 
@@ -46,25 +46,22 @@ def pipeline_controller(
     Returns:
         None if schedule and partition stay as they are.
     """
-    is_adaptive = schedule.type == "adaptive"
+    is_adaptive = schedule.is_tuned
     repartitions = bool(partition.repartition_every) and pipeline.num_stages > 1
     if not is_adaptive and not repartitions:
         return None
     agreement = JobAgreement(control)
     costs = MeasuredCosts(routes, has_flush=not schedule.is_asynchronous, parts=tuple(layers.parts))
-    retune_every = schedule.retune_every or 1
-    schedules = ScheduleActuator(
-        pipeline, costs, agreement, retune_every, late_gradients=schedule.late_gradients is True
-    )
+    schedules = ScheduleActuator(pipeline, costs, agreement, schedule)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
-        sizes=(schedule.micro_batch_sizes or ()) if is_adaptive else (),
+        trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size) if is_adaptive else [schedules.current],
         times_layers=repartitions,
         memory_bytes=schedule.memory_bytes,
     )
     actuators: dict[Actuator, TuningInterval] = {}
     if is_adaptive:
-        actuators[schedules] = TuningInterval(retune_every)
+        actuators[schedules] = TuningInterval(schedule.retune_every or 1)
     if repartitions:
         assert partition.repartition_every is not None
         actuators[

@@ -80,6 +80,8 @@ class Report:
     """Bytes of each parameter on this rank: value, gradient, master, states."""
     moved_bytes: float = 0.0
     """Those of them that go with a parameter to another stage."""
+    deferred_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps."""
 
 
 class LayerReport(NamedTuple):
@@ -207,6 +209,7 @@ class ReportGatherer:
             records=self._messages(after),
             saved_bytes={size: dict(chunks) for size, chunks in self._meter.saved_bytes.items()},
             room_bytes=float(memory_bytes),
+            deferred_bytes={size: dict(chunks) for size, chunks in self._meter.deferred_bytes.items()},
             clock_s=self.clocks[-1][0],
             latency_s=min(latency for _, latency in self.clocks),
             layers=dict(layers or {}),

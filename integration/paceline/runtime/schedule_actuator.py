@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from ..planning.candidates import SLACKS, Candidate, candidates
+from ..config.schedules import ScheduleChoice
+from ..planning.candidates import IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
 from ..planning.choose import Choice, Planner
 from ..planning.repartition import Layout
-from ..planning.shared_devices import one_a_device
+from ..planning.shared_devices import live_of, whole_schedule
 from ..planning.switching import SwitchRule
 from ..planning.tuning import SCHEDULE, DecisionRecord, Proposal
+from ..schedules.costs import Costs
+from ..schedules.families import VMIN, ZBV
+from ..schedules.generator import GENERATED, generated
 from ..schedules.schedule import Schedule
+from ..schedules.split_families import ZBH1
 from ..schedules.stream import Stream
 from ..supervise.watch import WATCH
 from .controller import Agreement
@@ -25,8 +31,35 @@ logger = logging.getLogger("paceline")
 FEW = 512
 """Up to so many stages times micro-batches times sizes every warm-up is tried: a replay grows with all three."""
 
+GENERATED_UP_TO = 2048
+"""Up to so many stages times micro-batches an order is made anew at each planning: it takes a second there."""
+
 SWITCH_S = 0.01
 """A switch before the first was timed."""
+
+
+def first_candidate(choice: ScheduleChoice, micro_batch_size: int) -> Candidate:
+    """The schedule that a run begins with."""
+    return Candidate(micro_batch_size, family="" if choice.chunks is None else ZBV)
+
+
+def least_candidate(choice: ScheduleChoice, micro_batch_size: int) -> Candidate:
+    """The schedule that needs least memory of those that are pipelined."""
+    return Candidate(micro_batch_size, family="" if choice.chunks is None else VMIN)
+
+
+def trials(choice: ScheduleChoice, num_stages: int, micro_batch_size: int) -> list[Candidate]:
+    """Schedules to run for some steps each before the first choice, so that what they cost is known.
+
+    All sizes of micro-batches, and a split backward, whose two parts are timed.
+    """
+    sizes = sorted(
+        {micro_batch_size, *(choice.micro_batch_sizes or ())}, key=lambda size: (size != micro_batch_size, size)
+    )
+    found = [first_candidate(choice, size) for size in sizes]
+    if choice.chunks is None and not choice.late_gradients and num_stages > 1:
+        found.append(Candidate(micro_batch_size, family=ZBH1))
+    return found
 
 
 class RunsSchedules(Protocol):
@@ -67,8 +100,7 @@ class ScheduleActuator:
 
     Args:
         costs: measured so far, on the rank that decides.
-        every: steps between plannings.
-        late_gradients: whether a schedule without a flush may be chosen.
+        choice: of the JSON: which schedules there are to choose from, and how often.
 
     Attributes:
         current: what runs.
@@ -81,14 +113,11 @@ class ScheduleActuator:
         pipeline: RunsSchedules,
         costs: MeasuredCosts,
         agreement: Agreement,
-        every: int = 1,
-        *,
-        late_gradients: bool = False,
+        choice: ScheduleChoice,
     ) -> None:
-        self._pipeline, self._costs, self._agreement = pipeline, costs, agreement
-        self._late_gradients = late_gradients
-        self._rule = SwitchRule(every)
-        self.current = self.next = Candidate(pipeline.micro_batch_size)
+        self._pipeline, self._costs, self._agreement, self._choice = pipeline, costs, agreement, choice
+        self._rule = SwitchRule(choice.retune_every or 1)
+        self.current = self.next = first_candidate(choice, pipeline.micro_batch_size)
         self.planner: Planner | None = None
         self._switch_s = SWITCH_S
 
@@ -121,8 +150,9 @@ class ScheduleActuator:
             return
         for other in self.planner.candidates:
             if other.micro_batch_size in self._costs.sizes():
-                peaks = other.peak_activations(self._pipeline.num_stages, self.planner.samples)
-                if layout.fits(self._costs.costs(other.micro_batch_size), parts, one_a_device(peaks)):
+                whole = whole_schedule(self.order(other))
+                live = [live_of(whole, device) for device in range(whole.num_ranks)]
+                if layout.fits(self._costs.costs(other.micro_batch_size), parts, live):
                     yield other
 
     def _choose(self, steps: int) -> Choice | None:
@@ -132,31 +162,59 @@ class ScheduleActuator:
             return None
         configured, num_stages = pipeline.micro_batch_size, pipeline.num_stages
         samples = configured * pipeline.micro_batches
-        found = candidates(
-            num_stages,
-            samples,
-            sizes,
-            known.saved_bytes,
-            known.room_bytes,
-            configured=configured,
-            slacks=SLACKS if len(sizes) * num_stages * pipeline.micro_batches <= FEW else (0.0, 1.0),
-            late=self._late_gradients,
-        )
+        costs = {size: known.costs(size) for size in known.sizes()}
+        found = tuple(self._candidates(sizes, samples, costs))
         if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
             self.planner = Planner(found, num_stages, samples)
-        costs = {size: known.costs(size) for size in known.sizes()}
         # A candidate that no longer fits, or turned out not to, gives way to the smallest, whatever that costs.
-        running = self.current
-        if running != Candidate(configured) and not self._fits(running, samples):
+        running, least = self.current, least_candidate(self._choice, configured)
+        if running != least and not self._fits(running, samples):
             logger.warning("step %d: %s does not fit in memory as measured now", pipeline.global_steps, running.name)
-            running = Candidate(configured)
+            running = least
         return self.planner.choose(costs, running, self._rule, switch_s=self._switch_s, steps=steps)
+
+    def _candidates(self, sizes: Sequence[int], samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
+        """Of micro-batches of ``sizes``, whose memory was measured, those that fit in it."""
+        known, pipeline, choice = self._costs, self._pipeline, self._choice
+        configured, num_stages = pipeline.micro_batch_size, pipeline.num_stages
+        if choice.chunks is None and choice.type != GENERATED:
+            yield from candidates(
+                num_stages,
+                samples,
+                sizes,
+                known.saved_bytes,
+                known.room_bytes,
+                configured=configured,
+                slacks=SLACKS if len(sizes) * num_stages * pipeline.micro_batches <= FEW else (0.0, 1.0),
+                late=choice.late_gradients is True,
+            )
+        else:
+            yield least_candidate(choice, configured)
+        # How long the backwards of weights take is known once backwards were split.
+        split = {size: costs[size] for size in sizes if costs[size].weight_s}
+        if not split:
+            return
+        names = SPLIT_IN_LINE if choice.chunks is None else IN_V
+        yield from that_fit(names, num_stages, samples, split, known.room_bytes)
+        if choice.type == GENERATED or num_stages * pipeline.micro_batches <= GENERATED_UP_TO:
+            yield from self._made(samples, split)
+
+    def _made(self, samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
+        """An order for the costs as they are, of each micro-batch size."""
+        for size, each in costs.items():
+            try:
+                order = generated({tuple(self._costs.routes[0]): each}, samples // size, self._costs.room_bytes)
+            except ValueError:  # nothing fits
+                continue
+            if not order.name.startswith(f"{GENERATED} as "):
+                yield Candidate(size, family=GENERATED, made=replace(order, name=GENERATED))
 
     def _fits(self, candidate: Candidate, samples: int) -> bool:
         """Whether a candidate whose size was measured stays within the room that there is now."""
-        saved, room = self._costs.saved_bytes.get(candidate.micro_batch_size), self._costs.room_bytes
-        peaks = candidate.peak_activations(self._pipeline.num_stages, samples)
-        return saved is None or all(p * each <= r for p, each, r in zip(peaks, saved, room, strict=True))
+        known, size = self._costs, candidate.micro_batch_size
+        if size not in known.saved_bytes:
+            return True
+        return candidate.fits(self._pipeline.num_stages, samples, known.costs(size), known.room_bytes)
 
     def _record(self, choice: Choice, outcome: None) -> DecisionRecord:
         decision, step, measured_s = choice.decision, self._pipeline.global_steps, self._costs.measured_s

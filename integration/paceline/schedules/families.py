@@ -208,12 +208,12 @@ CHUNKED = (INTERLEAVED, *IN_V)
 
 
 def chunked_route(type: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Rank of each stage of a type in :data:`CHUNKED`.
+    """Rank of each stage of a type with several stages a rank: interleaved ones go round, all others in V.
 
     >>> chunked_route(INTERLEAVED, 2, 2), chunked_route(DUALPIPEV, 2, 2)
     ((0, 1, 0, 1), (0, 1, 1, 0))
     """
-    return v_route(num_ranks) if type in IN_V else tuple(range(num_ranks)) * num_chunks
+    return tuple(range(num_ranks)) * num_chunks if type == INTERLEAVED else v_route(num_ranks)
 
 
 def v_route(num_ranks: int) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def simulate(schedule: Schedule, costs: Costs, *, timeline: bool = False, critic
         replayed.end_s + costs.step_s,
         tuple(_busy_s(schedule, costs, visits, rank) for rank in ranks),
         tuple(peaks(order) for order in schedule.orders),
-        tuple(_peak_bytes(schedule, costs, rank) for rank in ranks),
+        peak_bytes(schedule, costs),
         critical_path_of(schedule, costs, visits, replayed) if critical_path else (),
         _timeline(schedule, costs, visits, replayed) if timeline else None,
     )
@@ -112,6 +112,11 @@ def _check_fit(schedule: Schedule, costs: Costs) -> None:
 def _busy_s(schedule: Schedule, costs: Costs, visits: Visits, rank: int) -> float:
     counts = Counter((action.kind, action.chunk) for action in schedule.orders[rank])
     return costs.step_s + sum(visits.seconds[kind][rank][chunk] * count for (kind, chunk), count in counts.items())
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Bytes of each rank at their peak: live micro-batches, deferred ones, and all else. No times are looked at."""
+    return tuple(_peak_bytes(schedule, costs, rank) for rank in range(schedule.num_ranks))
 
 
 def _peak_bytes(schedule: Schedule, costs: Costs, rank: int) -> float:

@@ -90,6 +90,15 @@ def test_every_bit_is_as_in_a_whole_backward(name: str, shape: tuple[int, ...]) 
         assert torch.equal(ours_, theirs_)
 
 
+def test_memory_of_what_is_left() -> None:
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
+    with adopted(model).collecting() as deferred:
+        (model(torch.randn(5, 4)) * torch.randn(5, 2)).sum().backward()
+    assert deferred.num_bytes == 4 * 5 * (4 + 8 + 8 + 2), "inputs and gradients of both layers' outputs"
+    deferred.run()
+    assert deferred.num_bytes == 0
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_a_whole_backward_defers_nothing(is_on: bool) -> None:
     whole, split = block(MAKERS["bias"]), block(MAKERS["bias"])

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from paceline.planning import repartition as subject
 from paceline.planning.repartition import LARGE, ItemCosts, Layout, item_costs
-from paceline.planning.shared_devices import live_of, one_a_device
+from paceline.planning.shared_devices import live_of, one_a_device, routes_of
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import chunked_route, dualpipev, interleaved, one_f_one_b
+from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
+from paceline.schedules.split_families import zbh1, zbv
 from paceline.schedules.verify import verify
 
 LAYER = ItemCosts(1.0, 2.0, saved_bytes=10.0, output_bytes=5.0, num_parameters=100.0)
@@ -317,6 +319,18 @@ def test_a_device_needs_what_all_of_its_stages_need() -> None:
     now = on_devices(plan, (1.0, 1.0))
     need = plan.need_bytes(now, plan.parts, [((3, 0), (1, 2)), ((2, 1),)])
     assert need == (3 * 1600 + max(3 * 10, 10 + 2 * 20), 5 * 1600 + 2 * 20 + 30)
+
+
+@pytest.mark.parametrize("schedule", [zbh1(2, 5), zbv(2, 5), dualpipev(2, 5)], ids=lambda schedule: schedule.name)
+def test_what_is_left_for_later_is_counted_as_it_is(schedule: Schedule) -> None:
+    count = schedule.num_stages
+    parts = tuple(range(0, 2 * count + 1, 2))
+    plan = layout(
+        [LAYER] * 2 * count, parts, limit_bytes=(inf,) * 2, state_bytes=(0.0,) * 2, routes=(routes_of(schedule)[0],)
+    )
+    now = replace(costs_of(plan, [1.0] * count), deferred_bytes=tuple(7.0 + stage for stage in range(count)))
+    need = plan.need_bytes(now, parts, [live_of(schedule, device) for device in range(2)])
+    assert need == simulate(schedule, now).peak_bytes
 
 
 def test_what_stays_on_a_device_is_not_sent() -> None:

@@ -105,6 +105,10 @@ class Engine(Job):
         ]
 
 
+SPLIT = Candidate(CONFIGURED, family="zbh1")
+"""Tried before the first choice, so that both parts of a backward are timed."""
+
+
 def make(sizes: tuple[int, ...], **options: Any) -> tuple[Engine, Controller]:
     engine = Engine(**options)
     return engine, engine.controller(ScheduleChoice("adaptive", retune_every=3, micro_batch_sizes=sizes))
@@ -112,24 +116,24 @@ def make(sizes: tuple[int, ...], **options: Any) -> tuple[Engine, Controller]:
 
 def test_each_size_runs_for_two_steps_and_then_comes_the_first_choice() -> None:
     engine, controller = make((1, 2, 4), saved={1: 10.0, 2: 20.0, 4: 40.0})
-    engine.train(controller, 15)
-    assert engine.ran[:8] == [2, 2, 2, 2, 1, 1, 4, 4]
-    assert engine.told[:2] == [Candidate(1), Candidate(4)]
-    assert [decision["step"] for decision in controller.decisions] == [8, 11, 14]
+    engine.train(controller, 17)
+    assert engine.ran[:10] == [2, 2, 2, 2, 1, 1, 4, 4, 2, 2]
+    assert engine.told[:3] == [Candidate(1), Candidate(4), SPLIT]
+    assert [decision["step"] for decision in controller.decisions] == [10, 13, 16]
     assert controller.measurements.costs.sizes() == [1, 2, 4]
 
 
 def test_a_size_that_cannot_fit_is_not_tried_and_the_next_takes_its_turn() -> None:
     saved = {1: 100.0, 2: 200.0, 4: 400.0, 8: 800.0, 16: 1600.0}
     engine, controller = make((1, 2, 4, 8, 16), saved=saved)
-    engine.train(controller, 12)
-    assert engine.ran[:8] == [2, 2, 2, 2, 1, 1, 4, 4]
+    engine.train(controller, 14)
+    assert engine.ran[:10] == [2, 2, 2, 2, 1, 1, 4, 4, 2, 2]
     assert set(engine.ran) <= {1, 2, 4}
-    assert [decision["step"] for decision in controller.decisions] == [8, 11]
+    assert [decision["step"] for decision in controller.decisions] == [10, 13]
 
 
-def test_where_no_other_size_fits_the_choice_comes_at_once() -> None:
-    engine, controller = make((2, 8), saved={2: 400.0, 8: 1600.0})
+def test_where_nothing_else_fits_the_choice_comes_at_once() -> None:
+    engine, controller = make((2, 8), saved={2: 600.0, 8: 2400.0})
     engine.train(controller, 8)
     assert engine.told == []
     assert [decision["step"] for decision in controller.decisions] == [4, 7]
@@ -144,7 +148,7 @@ def test_a_size_that_turns_out_not_to_fit_is_left_although_it_is_fast() -> None:
 
 def test_what_no_longer_fits_is_left() -> None:
     engine, controller = make((2,), saved={2: 100.0}, latency_s=9.0)
-    engine.train(controller, 5)
+    engine.train(controller, 7)
     assert max(engine.current.peak_activations(STAGES, MICRO_BATCHES * CONFIGURED)) > STAGES
     engine.room = 250.0  # somebody else has taken the rest
     engine.train(controller, 3)
@@ -248,7 +252,9 @@ class Pipe(Job):
             for report, (forward_s, backward_s) in zip(found, self.stage_s(self.parts, self.noise), strict=True):
                 whole = MICRO_BATCHES * (forward_s + backward_s)
                 spans, now = [], 0.0
-                for kind, seconds in [("F", forward_s)] * MICRO_BATCHES + [("B", backward_s)] * MICRO_BATCHES:
+                # Nothing can be left for later here.
+                backwards = [("I", backward_s), ("W", 0.0)] if self.current == SPLIT else [("B", backward_s)]
+                for kind, seconds in [("F", forward_s)] * MICRO_BATCHES + backwards * MICRO_BATCHES:
                     spans.append(Recorded(kind, 0, now, now + seconds))
                     now += seconds
                 report.steps.append(StepTimes(0.0, whole, spans, ("1f1b", CONFIGURED)))
@@ -400,11 +406,11 @@ ADAPTIVE = ScheduleChoice("adaptive", retune_every=EVERY, micro_batch_sizes=(CON
 def test_schedule_and_partition_change_in_one_look() -> None:
     pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.4)
     controller = follow(pipe, ADAPTIVE)
-    pipe.train(controller, 12)
-    assert [step for step, _ in pipe.noted("move")] == [4]
-    assert {step for step, _ in pipe.noted("schedule")} == {4}
+    pipe.train(controller, 14)
+    assert [step for step, _ in pipe.noted("move")] == [6]
+    assert {step for step, _ in pipe.noted("schedule")} == {4, 6}
     what = [(decision["what"], decision["step"], decision["switched"]) for decision in controller.decisions]
-    assert what == [("schedule", 4, True), ("partition", 4, True), ("schedule", 9, False), ("partition", 9, False)]
+    assert what == [("schedule", 6, True), ("partition", 6, True), ("schedule", 11, False), ("partition", 11, False)]
     assert pipe.current != Candidate(CONFIGURED)
     assert controller.decisions[1]["schedule"] == pipe.current.name
     planner = next(iter(controller._actuators)).planner  # type: ignore[attr-defined]
@@ -418,11 +424,12 @@ def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions() -> None:
     pipe = Pipe(num_layers=3)
     seldom = ScheduleChoice("adaptive", retune_every=1000, micro_batch_sizes=(CONFIGURED,))
     controller = follow(pipe, seldom)
-    pipe.train(controller, 6)
-    assert pipe.current == Candidate(CONFIGURED)
-    pipe.latency_s = 1.0  # 1F1B is far from the best now, and the layers cannot lie otherwise
+    pipe.train(controller, 8)
+    assert pipe.current == SPLIT
+    pipe.latency_s = 1.0  # it is far from the best now, and the layers cannot lie otherwise
     pipe.train(controller, 20)
-    assert pipe.noted("move") == pipe.noted("schedule") == []
+    assert pipe.noted("move") == []
+    assert [candidate for _, candidate in pipe.noted("schedule")] == [SPLIT]
     assert [d["what"] for d in controller.decisions] == ["schedule", "partition", *["partition"] * 4]
     assert not any(decision["switched"] for decision in controller.decisions)
 
@@ -503,9 +510,9 @@ def test_what_was_refused_is_tried_again_after_some_time() -> None:
 def test_with_a_refused_move_the_schedule_meant_for_it_is_not_run() -> None:
     pipe = Pipe((4.0, 2.0, 1.0), latency_s=1.0, refuse=lambda parts: shared(ValueError("no")))
     controller = follow(pipe, ADAPTIVE)
-    pipe.train(controller, 6)
+    pipe.train(controller, 8)
     assert pipe.parts == UNIFORM
-    assert [candidate.name for _, candidate in pipe.noted("schedule")] == [controller.decisions[0]["to"]]
+    assert [candidate.name for _, candidate in pipe.noted("schedule")] == [SPLIT.name, controller.decisions[0]["to"]]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("connection reset by peer"), ValueError("on this rank only")])
@@ -553,11 +560,12 @@ def test_other_ranks_do_what_the_first_one_says(monkeypatch: pytest.MonkeyPatch)
     pipe.rank = 1
     controller = follow(pipe, ADAPTIVE)
     change = subject.PartitionChange((0, 7, 10, 12), Candidate(CONFIGURED, slack=1.0))
-    told: list[Any] = [(False, False), [None, change], (False, False), [Candidate(CONFIGURED), None]]
+    told: list[Any] = [True]  # the trial fits
+    told += [(False, False), [None, change], (False, False), [Candidate(CONFIGURED), None]]
     monkeypatch.setattr(pipe, "from_first", lambda value: told.pop(0))
-    pipe.train(controller, 10)
-    assert pipe.noted("move") == [(4, (0, 7, 10, 12))]
-    assert [step for step, _ in pipe.noted("schedule")] == [4, 9]
+    pipe.train(controller, 12)
+    assert pipe.noted("move") == [(6, (0, 7, 10, 12))]
+    assert [step for step, _ in pipe.noted("schedule")] == [4, 6, 11]
     assert (controller.decisions, controller.measurements.costs.items) == ([], ())
     assert controller.measurements.costs.parts == pipe.parts
 
