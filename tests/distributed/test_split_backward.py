@@ -53,8 +53,9 @@ class Case:
     section: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
+    steps: int = STEPS
 
-    def config(self, kind: str | None = None) -> dict[str, Any]:
+    def config(self, kind: Any = None) -> dict[str, Any]:
         return ds_config(
             gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
             zero_optimization={"stage": self.zero},
@@ -80,7 +81,7 @@ def prepared(case: Case) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
-def train(case: Case, count: int | None, kind: str | None = None) -> dict[str, Any]:
+def train(case: Case, count: int | None, kind: Any = None) -> dict[str, Any]:
     import paceline
     from paceline.runtime.engine import PacelineEngine
 
@@ -91,9 +92,11 @@ def train(case: Case, count: int | None, kind: str | None = None) -> dict[str, A
         engine.set_schedule(late(engine.schedule, count))
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
     found: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(STEPS):
+    found["orders"] = []
+    for step in range(case.steps):
         found["losses"].append(engine.train_batch(iter(step_batches(step, case.data)[replica::replicas])).item())
         found["norms"].append(engine.grad_norm())
+        found["orders"].append(engine.schedule.name)
     found["evaluated"] = engine.evaluate(step_batches(7, case.data)[:5])
     found["weights"] = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
     found["ran"] = engine.schedule.name
@@ -170,7 +173,7 @@ def test_layers_that_move_are_split_where_they_come() -> None:
         assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
 
 
-def of_a_family(case: Case, kind: str) -> list[dict[str, Any]]:
+def of_a_family(case: Case, kind: Any) -> list[dict[str, Any]]:
     return [train(case, None, "1f1b"), train(case, None, kind)]
 
 
@@ -199,6 +202,30 @@ def test_families_give_every_bit_of_1f1b(kind: str, setting: str) -> None:
     assert split.keys() == whole.keys()
     for name, weight in whole.items():
         assert torch.equal(split[name], weight), name
+
+
+TUNED = {
+    "adaptive": {"type": "adaptive", "retune_every": 2},
+    "adaptive, two stages a rank": {"type": "adaptive", "retune_every": 2, "chunks": 2},
+    "generated": {"type": "generated", "retune_every": 2, "chunks": 1},
+    "generated, two stages a rank": {"type": "generated", "retune_every": 2, "memory_gib": 1},
+}
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_orders_that_are_chosen_as_the_run_goes_give_every_bit_of_1f1b(name: str) -> None:
+    """Both parts of backwards are timed before the first choice, whatever runs then."""
+    case = Case(steps=9, changes={"num_hidden_layers": 6})
+    ranks = run_ranks(of_a_family, case.stages, case, TUNED[name])
+    whole = {name: weight for found, _ in ranks for name, weight in found["weights"].items()}
+    split = {name: weight for _, found in ranks for name, weight in found["weights"].items()}
+    for plain, ours in ranks:
+        assert any("zb" in order for order in ours["orders"])
+        assert ours["losses"] == plain["losses"]
+        assert ours["evaluated"] == plain["evaluated"]
+    assert split.keys() == whole.keys()
+    for key, weight in whole.items():
+        assert torch.equal(split[key], weight), key
 
 
 def own_layers(kind: str, interval: int) -> tuple[list[float], dict[str, torch.Tensor]]:
