@@ -1,0 +1,152 @@
+"""What the tuner chooses from what was measured: the truth that the measurements were simulated with tells the best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.config.schedules import ScheduleChoice
+from paceline.planning.candidates import FAMILIES, IN_V, SPLIT_IN_LINE, Candidate
+from paceline.runtime.measured_costs import MeasuredCosts
+from paceline.runtime.schedule_actuator import ScheduleActuator, trials
+from paceline.schedules.costs import Costs
+from paceline.schedules.schedule import Schedule
+from paceline.schedules.simulate import peak_bytes, simulate
+from support.reports import simulated
+
+DEVICES, MICRO_BATCHES, SIZE, SAVED, DEFERRED, ROOMY = 4, 8, 2, 100.0, 60.0, 1e9
+
+
+class Pipeline:
+    """A pipeline that takes the seconds of its truth."""
+
+    num_stages, micro_batch_size, micro_batches, cut, global_steps = DEVICES, SIZE, MICRO_BATCHES, SIZE, 4
+
+    def __init__(self, truth: Costs, choice: ScheduleChoice, room_bytes: float = ROOMY) -> None:
+        self.truth, self.room_bytes, self.decides = truth, room_bytes, True
+        self.order: Any = choice.first(DEVICES, MICRO_BATCHES)
+        self.costs = MeasuredCosts(choice.routes(DEVICES))
+        part: Any = self
+        self.actuator = ScheduleActuator(part, self.costs, part, choice)
+        for trial in trials(choice, DEVICES, SIZE):
+            self.actuator.apply(trial)
+            self.measure()
+
+    def run_candidate(self, candidate: Candidate) -> None:
+        self.order = candidate.schedule(DEVICES, SIZE * MICRO_BATCHES)
+
+    def measure(self) -> None:
+        def of_chunks(device: int, num_bytes: float) -> dict[int, dict[int, float]]:
+            return {SIZE: dict.fromkeys(range(len(self.order.stages[device])), num_bytes)}
+
+        reports = [
+            replace(
+                report,
+                room_bytes=self.room_bytes,
+                saved_bytes=of_chunks(report.device, SAVED),
+                deferred_bytes=of_chunks(report.device, DEFERRED) if self.order.is_split else {},
+            )
+            for report in simulated(self.order, self.truth)
+        ]
+        self.costs.update(reports)
+
+    def choose(self) -> Candidate:
+        """Plan once, and run what is chosen."""
+        proposal = self.actuator.propose(10)
+        assert proposal is not None
+        if proposal.change is not None:
+            self.actuator.apply(proposal.change)
+            self.measure()
+        return self.actuator.current
+
+    def seconds(self, order: Any) -> float:
+        return simulate(order, self.truth).makespan_s
+
+    def peak(self, order: Any) -> float:
+        kept = replace(
+            self.truth,
+            activation_bytes=(SAVED,) * len(self.truth.forward_s),
+            deferred_bytes=(DEFERRED,) * len(self.truth.forward_s),
+        )
+        return max(peak_bytes(order, kept))
+
+
+def in_line(weight: float = 1 / 3, last: float = 1.0) -> Costs:
+    """Stages of 10 ms forwards; the last may take longer."""
+    forward_s = (*(0.01,) * (DEVICES - 1), 0.01 * last)
+    backward_s = tuple(2 * seconds for seconds in forward_s)
+    return Costs(forward_s, backward_s, weight_s=tuple(weight * seconds for seconds in backward_s))
+
+
+def in_v(weight: float = 0.5) -> Costs:
+    halves = 2 * DEVICES
+    return Costs((0.005,) * halves, (0.01,) * halves, weight_s=(weight * 0.01,) * halves)
+
+
+def families(names: tuple[str, ...]) -> list[Schedule]:
+    return [FAMILIES[name](DEVICES, MICRO_BATCHES) for name in names]
+
+
+ADAPTIVE = ScheduleChoice("adaptive", retune_every=10)
+CHOICES = {
+    "adaptive": (ADAPTIVE, in_line(), SPLIT_IN_LINE),
+    "adaptive, half of a backward": (ADAPTIVE, in_line(0.5), SPLIT_IN_LINE),
+    "adaptive, long last stage": (ADAPTIVE, in_line(last=1.6), SPLIT_IN_LINE),
+    "adaptive in V": (replace(ADAPTIVE, chunks=2), in_v(), IN_V),
+    "adaptive in V, short": (replace(ADAPTIVE, chunks=2), in_v(0.3), IN_V),
+    "generated": (ScheduleChoice("generated", retune_every=10), in_line(last=1.6), SPLIT_IN_LINE),
+    "generated in V": (ScheduleChoice("generated", retune_every=10, chunks=2), in_v(0.3), IN_V),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_nothing_is_faster_than_what_is_chosen(name: str) -> None:
+    choice, truth, names = CHOICES[name]
+    pipeline = Pipeline(truth, choice)
+    before_s = pipeline.seconds(pipeline.order)
+    pipeline.choose()
+    found_s = pipeline.seconds(pipeline.order)
+    assert found_s <= before_s
+    assert found_s <= 1.011 * min(map(pipeline.seconds, families(names)))
+
+
+def test_with_little_of_a_backward_to_leave_stages_wait_less_in_an_order_of_their_own() -> None:
+    pipeline = Pipeline(in_v(0.3), replace(ADAPTIVE, chunks=2))
+    assert pipeline.choose().family == "generated"
+    assert pipeline.seconds(pipeline.order) < 0.99 * min(map(pipeline.seconds, families(IN_V)))
+
+
+def test_an_order_of_its_own_stays_while_nothing_changes() -> None:
+    pipeline = Pipeline(in_v(0.3), replace(ADAPTIVE, chunks=2))
+    chosen = [pipeline.choose() for _ in range(4)]
+    assert len(set(chosen)) == 1
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "generated"])
+@pytest.mark.parametrize("whole_stages", [1.4, 2.0, 3.0])
+def test_what_is_chosen_fits_in_memory(kind: Any, whole_stages: float) -> None:
+    room = whole_stages * 2 * SAVED
+    pipeline = Pipeline(in_v(), ScheduleChoice(kind, retune_every=10, chunks=2), room)
+    chosen = pipeline.choose()
+    fits = [order for order in families(IN_V) if pipeline.peak(order) <= room]
+    if fits:
+        assert pipeline.peak(pipeline.order) <= room
+        assert pipeline.seconds(pipeline.order) <= 1.011 * min(map(pipeline.seconds, fits))
+    else:
+        assert pipeline.peak(pipeline.order) <= room or chosen.family == "vmin", "the least that there is"
+
+
+def test_with_late_gradients_no_backward_is_split() -> None:
+    pipeline = Pipeline(in_line(), replace(ADAPTIVE, late_gradients=True))
+    pipeline.actuator.propose(10)
+    assert pipeline.actuator.planner is not None
+    assert not any(candidate.family for candidate in pipeline.actuator.planner.candidates)
+
+
+def test_a_split_backward_is_tried_beside_all_sizes() -> None:
+    choice = replace(ADAPTIVE, micro_batch_sizes=(1, 2, 4))
+    assert trials(choice, 4, 2) == [Candidate(2), Candidate(1), Candidate(4), Candidate(2, family="zbh1")]
+    assert trials(replace(choice, chunks=2), 4, 2) == [Candidate(size, family="zbv") for size in (2, 1, 4)]
+    assert trials(ADAPTIVE, 1, 2) == [Candidate(2)], "nobody waits for anybody"
