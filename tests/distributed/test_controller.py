@@ -106,8 +106,9 @@ def test_all_ranks_switch_before_the_same_step(fixed_and_adaptive: list[Any]) ->
     ran = [adaptive["ran"] for _, adaptive, _ in fixed_and_adaptive]
     assert ran[0] == ran[1] == ran[2]
     names = [name for name, *_ in ran[0]]
-    assert names[:4] == ["1f1b"] * 4  # settling and measuring
-    assert len(set(names)) > 1
+    split = f"zbh1, micro-batch {BATCH}"
+    assert names[:6] == ["1f1b"] * 4 + [split] * 2  # settling and measuring
+    assert len({*names[6:]} - {split}) > 0
     assert all(run["ran"] == [("1f1b", BATCH, MICRO_BATCHES)] * STEPS for run, *_ in fixed_and_adaptive)
 
 
@@ -115,7 +116,7 @@ def test_decisions_carry_the_numbers(fixed_and_adaptive: list[Any]) -> None:
     first, *others = [adaptive for _, adaptive, _ in fixed_and_adaptive]
     assert all(other["decisions"] == [] for other in others)
     decisions = first["decisions"]
-    assert [decision["step"] for decision in decisions] == [4, 7, 10, 13]
+    assert [decision["step"] for decision in decisions] == [6, 9, 12]
     for decision in decisions:
         assert set(decision) == {
             *("what", "step", "switched", "from", "to", "why", "predicted_now_s", "predicted_best_s", "measured_s"),
@@ -123,11 +124,12 @@ def test_decisions_carry_the_numbers(fixed_and_adaptive: list[Any]) -> None:
         }
         assert decision["switched"] == (decision["from"] != decision["to"])
         assert decision["predicted_s"][decision["from"]] == decision["predicted_now_s"]
-        assert min(decision["predicted_s"].values()) == pytest.approx(decision["predicted_best_s"])
+        # An order that was made anew must save a hundredth.
+        assert decision["predicted_best_s"] <= 1.0101 * min(decision["predicted_s"].values())
         assert decision["measured_s"] > MICRO_BATCHES * SLOW_S
         assert decision["switch_s"] > 0
     switched = next(decision for decision in decisions if decision["switched"])
-    assert switched["from"] == f"1f1b, micro-batch {BATCH}"
+    assert switched["from"] == f"zbh1, micro-batch {BATCH}"
     assert "saves" in switched["why"]
     ran = [name for name, *_ in first["ran"]]
     for decision in decisions:

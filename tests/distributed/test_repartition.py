@@ -191,17 +191,17 @@ def test_layers_leave_a_device_that_slows_down_and_come_back() -> None:
 
 def test_schedule_and_partition_change_together() -> None:
     section = online() | {"schedule": {"type": "adaptive", "retune_every": EVERY}}
-    ranks = run_ranks(run_both, 3, (2.0, 1.0, 1.0), 12, 9, section, latency_s=LATENCY_S)
+    ranks = run_ranks(run_both, 3, (2.0, 1.0, 1.0), 12, 11, section, latency_s=LATENCY_S)
     check_same(ranks)
     followed = ranks[0][0]
-    assert followed["parts"][3] == (0, 4, 8, 12)
-    assert followed["parts"][4][1] > 4
-    assert followed["schedules"][:4] == ["1f1b"] * 4
-    assert followed["schedules"][4] != "1f1b"
+    assert followed["parts"][5] == (0, 4, 8, 12)
+    assert followed["parts"][6][1] > 4
+    assert followed["schedules"][:6] == ["1f1b"] * 4 + ["zbh1, micro-batch 1"] * 2
+    assert followed["schedules"][6] not in followed["schedules"][:6]
     first, second = followed["decisions"][:2]
-    assert [(d["what"], d["step"]) for d in (first, second)] == [("schedule", 4), ("partition", 4)]
+    assert [(d["what"], d["step"]) for d in (first, second)] == [("schedule", 6), ("partition", 6)]
     assert second["switched"]
-    assert second["schedule"] == followed["schedules"][4]
+    assert second["schedule"] == followed["schedules"][6]
     assert all(rank["schedules"] == followed["schedules"] for rank, _ in ranks)
 
 

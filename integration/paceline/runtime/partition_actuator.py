@@ -144,21 +144,36 @@ class PartitionActuator:
         layout = costs.layout(self._layers.cuts(), self._memory_bytes)
         self._warn_of_memory(layout, candidate)
         now_s = self._step_s(candidate, layout)(layout.parts)
-        parts, best_s = self._search(layout, candidate)
-        best = candidate
-        while self._follows_schedules:  # another partition may suit another schedule, and that one another partition
-            tried = [(self._step_s(other, layout)(parts), other) for other in self._schedules.that_fit(layout, parts)]
-            seconds, other = min(tried, default=(best_s, best), key=lambda pair: (pair[0], pair[1].key))
-            if seconds > best_s * (1 - TIE):
-                break
-            best = other
-            parts, best_s = self._search(layout, best, parts)
+        best_s, parts, best = min(
+            (self._best_from(start, layout) for start in self._starts(candidate, layout)), key=lambda found: found[0]
+        )
         # Another schedule for the layers as they lie is a matter of the other rule.
         if parts == layout.parts or best_s > now_s * (1 - LEAST_GAIN):
             parts, best, best_s = layout.parts, candidate, now_s
         switch_s = self._switch_s(layout, parts, candidate)
         decision = self._rule.consider(now_s, best_s, switch_s, steps)
         return _Move(layout.parts, parts, best, decision, max(layout.sent_bytes(parts)))
+
+    def _starts(self, candidate: Candidate, layout: Layout) -> list[Candidate]:
+        """Schedules to begin a search with: an order made for the layers as they lie suits no other partition."""
+        if candidate.made is None or not self._follows_schedules:
+            return [candidate]
+        others = [other for other in self._schedules.that_fit(layout, layout.parts) if other.made is None]
+        tried = [(self._step_s(other, layout)(layout.parts), other) for other in others]
+        return [candidate, *(other for _, other in sorted(tried, key=_by_seconds)[:1])]
+
+    def _best_from(self, start: Candidate, layout: Layout) -> tuple[float, tuple[int, ...], Candidate]:
+        """Seconds of a step, boundaries and schedule that a search comes to."""
+        best = start
+        parts, best_s = self._search(layout, start)
+        while self._follows_schedules:  # another partition may suit another schedule, and that one another partition
+            tried = [(self._step_s(other, layout)(parts), other) for other in self._schedules.that_fit(layout, parts)]
+            seconds, other = min(tried, default=(best_s, best), key=_by_seconds)
+            if seconds > best_s * (1 - TIE):
+                break
+            best = other
+            parts, best_s = self._search(layout, best, parts)
+        return best_s, parts, best
 
     def _switch_s(self, layout: Layout, parts: tuple[int, ...], candidate: Candidate) -> float:
         """Seconds of moving layers, by what the last moves took; without a flush, also of finishing the steps that are
@@ -225,3 +240,7 @@ class PartitionActuator:
             "migration": self._pipeline.migrations[-1] if has_moved else None,
         }
         return DecisionRecord(PARTITION, step, bool(has_moved), decision, decision.best_s, figures)
+
+
+def _by_seconds(found: tuple[float, Candidate]) -> tuple[float, tuple[int, int, float, bool, str]]:
+    return found[0], found[1].key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -120,6 +120,7 @@ class ScheduleActuator:
         self.current = self.next = first_candidate(choice, pipeline.micro_batch_size)
         self.planner: Planner | None = None
         self._switch_s = SWITCH_S
+        self._num_made = 0
 
     def propose(self, steps: int) -> Proposal[Candidate, None] | None:
         """Predict all candidates that fit, and decide whether the best of them pays."""
@@ -144,12 +145,14 @@ class ScheduleActuator:
         """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
         return self._pipeline.order if self.planner is None else self.planner.schedule(candidate)
 
-    def that_fit(self, layout: Layout, parts: tuple[int, ...]) -> Iterable[Candidate]:
-        """Candidates that were measured and fit with other boundaries."""
+    def that_fit(self, layout: Layout, parts: tuple[int, ...]) -> Iterator[Candidate]:
+        """Candidates that were measured and fit with other boundaries, and an order made for those."""
         if self.planner is None:
             return
-        for other in self.planner.candidates:
-            if other.micro_batch_size in self._costs.sizes():
+        costs = {size: layout.costs(self._costs.costs(size), parts) for size in self._costs.sizes()}
+        split = {size: each for size, each in costs.items() if each.weight_s and size in self._costs.saved_bytes}
+        for other in (*self.planner.candidates, *self._made(self.planner.samples, split)):
+            if other.micro_batch_size in costs:
                 whole = whole_schedule(self.order(other))
                 live = [live_of(whole, device) for device in range(whole.num_ranks)]
                 if layout.fits(self._costs.costs(other.micro_batch_size), parts, live):
@@ -196,18 +199,22 @@ class ScheduleActuator:
             return
         names = SPLIT_IN_LINE if choice.chunks is None else IN_V
         yield from that_fit(names, num_stages, samples, split, known.room_bytes)
-        if choice.type == GENERATED or num_stages * pipeline.micro_batches <= GENERATED_UP_TO:
-            yield from self._made(samples, split)
+        yield from self._made(samples, split)
 
     def _made(self, samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
-        """An order for the costs as they are, of each micro-batch size."""
+        """An order for these costs, of each micro-batch size."""
+        num_cells = self._pipeline.num_stages * self._pipeline.micro_batches
+        if self._choice.type != GENERATED and num_cells > GENERATED_UP_TO:
+            return
         for size, each in costs.items():
             try:
                 order = generated({tuple(self._costs.routes[0]): each}, samples // size, self._costs.room_bytes)
             except ValueError:  # nothing fits
                 continue
-            if not order.name.startswith(f"{GENERATED} as "):
-                yield Candidate(size, family=GENERATED, made=replace(order, name=GENERATED))
+            is_known = self.current.made is not None and order.orders == self.current.made.orders
+            if not is_known and not order.name.startswith(f"{GENERATED} as "):
+                self._num_made += 1
+                yield Candidate(size, family=f"{GENERATED} {self._num_made}", made=replace(order, name=GENERATED))
 
     def _fits(self, candidate: Candidate, samples: int) -> bool:
         """Whether a candidate whose size was measured stays within the room that there is now."""
