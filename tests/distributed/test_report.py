@@ -15,7 +15,7 @@ from support.pages import check_page
 from support.ranks import run_ranks
 
 LATENCY_S = 0.05
-STEPS, EVERY = 14, 4
+STEPS, EVERY = 18, 4
 
 
 def write_config(folder: Path, report: dict[str, Any], **pipeline: Any) -> Path:
@@ -78,7 +78,7 @@ def test_the_page_tells_what_was_decided(tuned: tuple[Path, str]) -> None:
     report = json.loads((output / "report.json").read_text())
     page = check_page((output / "report.html").read_text())
     raw = [line["decision"] for line in lines if "decision" in line]
-    assert {decision["step"] for decision in raw} == {6, 10}
+    assert {decision["step"] for decision in raw} == {6, 10, 14}
     assert any(decision["switched"] for decision in raw)
     assert [(d["step"], d["kind"], d["switched"], d["why"]) for d in report["decisions"]] == [
         (d["step"], d["what"], d["switched"], d["why"]) for d in raw
@@ -88,7 +88,7 @@ def test_the_page_tells_what_was_decided(tuned: tuple[Path, str]) -> None:
         if decision["after"] is not None and decision["after"]["measured_s"] is not None:
             assert format_duration(decision["after"]["measured_s"]) in page.words
     measured = {line["look"]["step"]: line["look"] for line in lines if "look" in line}
-    assert [row["step"] for row in report["links"]] == [6, 10]
+    assert [row["step"] for row in report["links"]] == [6, 10, 14]
     assert all(edge["latency_s"] == LATENCY_S for row in report["links"] for edge in row["between"])
     for row in report["stages"]:
         assert row["forward_s"] == measured[row["step"]]["forward_s"]
@@ -119,18 +119,19 @@ def test_the_steps_around_a_switch_are_recorded_and_drawn(tuned: tuple[Path, str
     output, _ = tuned
     report = json.loads((output / "report.json").read_text())
     first = report["timelines"][0]
-    assert (first["step"], first["before"]["step"], first["after"]["step"]) == (6, 6, 10)
+    switched = next(decision["step"] for decision in report["decisions"] if decision["switched"])
+    assert (first["step"], first["before"]["step"], first["after"]["step"]) == (switched, switched, switched + EVERY)
     assert first["before"]["schedule"].startswith("zbh1")  # tried before the first choice
     assert first["after"]["schedule"] == next(
         f"{one['schedule']}, micro-batch {one['micro_batch_size']}"
         for one in report["configurations"]
-        if one["first_step"] <= 8 <= one["last_step"]
+        if one["first_step"] <= switched + EVERY <= one["last_step"]
     )
     labels = [
         value for name, value in check_page((output / "report.html").read_text()).attributes if name == "aria-label"
     ]
-    assert any(label.startswith("before: step 6, zbh1") for label in labels)
-    assert any(label.startswith("after: step 10, ") for label in labels)
+    assert any(label.startswith(f"before: step {switched}, zbh1") for label in labels)
+    assert any(f"after: step {switched + EVERY}, " in label for label in labels)
 
 
 def test_the_command_makes_the_same_page(tuned: tuple[Path, str], tmp_path: Path) -> None:
