@@ -109,6 +109,7 @@ def whole_and_split(case: Case, count: int) -> list[dict[str, Any]]:
 
 
 LORA = {"prepare": "lora"}
+EXPERT_PARALLEL = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
 CASES = {
     "three stages": (Case(stages=3), 2),
     "one stage": (Case(stages=1), 3),
@@ -120,6 +121,8 @@ CASES = {
     "recomputed": (Case(recompute=True), 2),
     "gpt2": (Case(family="gpt2"), 2),
     "experts with router loss": (Case(family="mixtral"), 2),
+    "experts, recomputed": (Case(family="mixtral", recompute=True), 2),
+    "experts on two ranks": (Case(replicas=2, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}), 2),
     "bf16": (Case(options={"bf16": {"enabled": True}}), 2),
     "autocast": (Case(options={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}), 2),
     "clipping": (Case(options={"gradient_clipping": 0.05}), 2),

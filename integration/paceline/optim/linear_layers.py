@@ -5,8 +5,8 @@ a stage's inputs, which the stage before waits for; the products that give the w
 work, are left for a moment in which the rank would idle. They are the same products, added up in the same order: every
 bit is as in a whole backward.
 
-``nn.Linear`` and Hugging Face's ``Conv1D`` are deferred, the factors of LoRA among them. All other parameters (norms,
-embeddings, stacked experts) have their gradients with those of the inputs.
+``nn.Linear`` and Hugging Face's ``Conv1D`` are deferred, the factors of LoRA among them, and stacked experts
+(:mod:`.stacked_experts`). All other parameters (norms, embeddings) have their gradients with those of the inputs.
 
 Layers stay what they are, with a forward of ours: a copy of a model, and one that was pickled, has ordinary ones.
 """
@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
+
+Partial: TypeAlias = dict[nn.Parameter, Tensor]
+"""Sums of parts of gradients."""
 
 
 class _Product(NamedTuple):
@@ -35,12 +38,39 @@ class _Product(NamedTuple):
     inputs: Tensor
     outputs: Tensor
 
+    def gradients(self, partial: Partial) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        layer = self.layer
+        found = zip((layer.weight, layer.bias), layer.gradients(self.inputs, self.outputs), strict=True)
+        for parameter, gradient in found:
+            if parameter is not None and gradient is not None:
+                yield parameter, gradient
+
+
+class Product(Protocol):
+    """Factors of gradients of weights, which are multiplied later."""
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    @property
+    def outputs(self) -> Tensor: ...
+
+    def gradients(self, partial: Partial) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Multiply.
+
+        Args:
+            partial: gets what is a part of a gradient only, of which there are others.
+
+        Yields:
+            parameters and their whole gradients.
+        """
+
 
 class Deferred:
     """Gradients of weights that one backward has left for later."""
 
     def __init__(self) -> None:
-        self._products: list[_Product] = []
+        self._products: list[Product] = []
 
     def __len__(self) -> int:
         return len(self._products)
@@ -51,19 +81,25 @@ class Deferred:
         kept = (tensor.untyped_storage() for p in self._products for tensor in (p.inputs, p.outputs))
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
-    def add(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
-        self._products.append(_Product(layer, inputs, outputs))
+    def add(self, product: Product) -> None:
+        self._products.append(product)
 
     def run(self) -> None:
         """Compute the gradients, and add them to those that the parameters have, hooks included."""
         products, self._products = self._products, []
         products.reverse()
+        partial: Partial = {}
         while products:  # each is let go as soon as it is used
-            layer, inputs, outputs = products.pop()
-            for parameter, gradient in zip((layer.weight, layer.bias), layer.gradients(inputs, outputs), strict=True):
-                if parameter is not None and gradient is not None and parameter.requires_grad:
-                    # From a parameter itself autograd does what it does at the end of a backward, and no more.
-                    torch.autograd.backward(parameter, gradient.to(parameter.dtype))
+            for parameter, gradient in products.pop().gradients(partial):
+                _accumulate(parameter, gradient)
+        for parameter, gradient in partial.items():
+            _accumulate(parameter, gradient)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.requires_grad:
+        # From a parameter itself autograd does what it does at the end of a backward, and no more.
+        torch.autograd.backward(parameter, gradient.to(parameter.dtype))
 
 
 class Deferral:
@@ -101,10 +137,10 @@ class Deferral:
         finally:
             self._open = None
 
-    def add(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
+    def add(self, product: Product) -> None:
         """Leave a product for later; in a backward that nobody splits it is computed at once."""
         deferred = Deferred() if self._open is None else self._open
-        deferred.add(layer, inputs, outputs)
+        deferred.add(product)
         if self._open is None:
             deferred.run()
 
@@ -196,7 +232,7 @@ class _LinearFunction(torch.autograd.Function):
             # Detached, since what is left for later would else keep the graph that made it.
             inputs = x.detach().reshape(-1, x.shape[-1])
             if ctx.deferral is not None:
-                ctx.deferral.add(layer, inputs, rows)
+                ctx.deferral.add(_Product(layer, inputs, rows))
                 return dx, None, None, None, None
             dw, db = layer.gradients(inputs, rows)
         return dx, None if dw is None else dw.to(weight.dtype), db, None, None

@@ -71,9 +71,9 @@ class NaturalGradients:
             become(layer, NaturalLinear).take(self, name)
         for path, parameter in module.named_parameters():
             name = self._name_of(path)
-            if _are_experts(path, parameter) and parameter.requires_grad and chosen(name):
+            if is_stack_of_experts(path, parameter) and parameter.requires_grad and chosen(name):
                 names.add(name)
-                become(_called_with(module, path), NaturalExperts).take(self, name, parameter)
+                become(called_with(module, path), NaturalExperts).take(self, name, parameter)
         self.names = sorted(names)
         self.layers = {name: known[name] for name in self.names if name in known}
 
@@ -214,7 +214,7 @@ def _simply_divided(gradient: Tensor, unit: float, alpha: float) -> Tensor:
     return gradient
 
 
-def _called_with(module: nn.Module, path: str) -> nn.Module:
+def called_with(module: nn.Module, path: str) -> nn.Module:
     """The module whose forward uses a parameter."""
     owner, _, _ = path.rpartition(".")
     found = module.get_submodule(owner)
@@ -222,6 +222,7 @@ def _called_with(module: nn.Module, path: str) -> nn.Module:
     return module.get_submodule(owner.rpartition(".")[0]) if is_container else found
 
 
-def _are_experts(path: str, parameter: nn.Parameter) -> bool:
+def is_stack_of_experts(path: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter, by its name, has the weights of several experts: [E, D_out, D_in], or transposed."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return len(shape) == 3 and _EXPERTS in path.split(".")

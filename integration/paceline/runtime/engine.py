@@ -21,6 +21,7 @@ from ..config import RunPlan
 from ..measure.clock import Clock
 from ..optim.linear_layers import Deferral
 from ..optim.sharded import ShardedOptimizer
+from ..optim.stacked_experts import defer_experts
 from ..planning.candidates import Candidate
 from ..planning.tuning import DecisionLog
 from ..report.run_records import LOADS
@@ -286,6 +287,7 @@ class PacelineEngine(PipelineEngine):
         self._splits |= self.schedule.is_split
         if self._splits:
             self._deferral.adopt(self.module, heads_of(self.module))
+            defer_experts(self.module, self._deferral)
 
     def run_candidate(self, candidate: Candidate) -> None:
         """Run what the tuner has chosen from the next step on. Collective."""
