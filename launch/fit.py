@@ -288,7 +288,7 @@ def _stages(
             holds = {"stages": list(held.stages), "items": spans}
             found.append((holds, held.peak, held.memory(items, boundaries, states)))
     else:
-        for stage, live in enumerate(verify(schedule, paired=False).peak_activations):
+        for stage, live in enumerate(verify(schedule, paired=False).peak_held):
             holds = {"items": [boundaries[stage], boundaries[stage + 1]]}
             found.append((holds, live, stage_memory(items, boundaries, stage, states, live)))
     return [

@@ -69,6 +69,25 @@ def test_every_stage_and_what_it_needs(fit: Any) -> None:
     assert shown["memory"][-1]["working"] == 2 * 128 * 500 * 8  # logits and their gradient
 
 
+@pytest.mark.parametrize(
+    ("schedule", "live"),
+    [
+        ("zbh1", [3, 3, 3]),
+        ("zbv", [6, 6, 6]),
+        ({"type": "adaptive", "chunks": 2}, [6, 6, 6]),
+        ("generated", [6, 6, 6]),
+    ],
+)
+def test_what_split_backwards_leave_for_later_counts_as_what_is_live(fit: Any, schedule: Any, live: list[int]) -> None:
+    argv = ["--world-size", "3", "--device-memory-gib", "1", "--json"]
+    shown, _ = fit(ds(pipeline={"schedule": schedule}), *argv)
+    assert [row["live_micro_batches"] for row in shown["memory"]] == live
+    whole, _ = fit(ds(), *argv)
+    more = [a["activations"] / b["activations"] for a, b in zip(shown["memory"], whole["memory"], strict=True)]
+    assert all(each > 0.9 for each in more)
+    assert more[-1] > 2, "1F1B's last stage keeps one micro-batch"
+
+
 def test_what_does_not_fit(fit: Any) -> None:
     argv = ["--world-size", "6", "--device-memory-gib", "0.001", "1", "1"]
     shown, err = fit(ds(), *argv, "--json", status=3)

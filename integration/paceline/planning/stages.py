@@ -76,7 +76,7 @@ def plan_stages(
     budget = budget_of(schedule) if budget is None else budget
     if whole.num_chunks > 1:
         return _plan_shared(items, seconds, devices, states, schedule, links, owners, budget)
-    live = verify(whole, paired=False).peak_activations
+    live = verify(whole, paired=False).peak_held
     blocks, forward = _blocks(items, seconds, states)
     beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
     limited = [
@@ -170,7 +170,7 @@ def within_memory(
     Raises:
         DoesNotFit: nothing fits.
     """
-    live = verify(schedule, paired=False).peak_activations
+    live = verify(schedule, paired=False).peak_held
     needs = (stage_memory(items, boundaries, stage, states, live[stage]).total for stage in range(len(devices)))
     if all(need <= device.memory_bytes for need, device in zip(needs, devices, strict=True)):
         return tuple(boundaries)
