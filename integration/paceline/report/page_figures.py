@@ -81,12 +81,12 @@ def account(decided: Sequence[Row]) -> str:
     """How often was decided and switched, and how true the predictions were."""
     kinds = {kind: sum(d["switched"] and d["kind"] == kind for d in decided) for kind in _THINGS}
     changes = ", ".join(f"the {kind} {times(n)}" for kind, n in kinds.items() if n)
-    text = f"{plural(len(decided), 'look')}; {'switched: ' + changes if changes else 'nothing was switched'}."
+    text = f"{plural(len(decided), 'planning')}; {'switched: ' + changes if changes else 'nothing was switched'}."
     errors = [abs(d["after"]["error"]) for d in decided if d["after"] and d["after"]["error"] is not None]
     if errors:
         text += (
             f" The step that was predicted for what ran next was off by {median(errors):.1%} (median of "
-            f"{plural(len(errors), 'look')}), {max(errors):.0%} at most."
+            f"{plural(len(errors), 'planning')}), {max(errors):.0%} at most."
         )
     return text
 
