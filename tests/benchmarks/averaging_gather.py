@@ -1,4 +1,4 @@
-"""What an island's first rank takes to bring the masters together and back, beside the slow link that follows.
+"""Time in which an island's first rank brings the masters together and back, beside that of the slow link.
 
     deepspeed --num_gpus 2 tests/benchmarks/averaging_gather.py [--stages 2] [--rounds 20]
 

@@ -1,4 +1,4 @@
-"""What this process keeps of the micro-batches that it computes: counted by what is really alive, not by the schedule.
+"""Count what this process keeps of the micro-batches that it computes: by what is really alive, not by the schedule.
 
 One unit is what one emulated layer keeps of one micro-batch.
 """
@@ -16,7 +16,7 @@ class Peaks(NamedTuple):
     """The most at a time since :meth:`Keeping.forget`."""
 
     live: int
-    """What the weight's gradient is to be computed from is there, and so is the graph that it is part of."""
+    """Whether the factors of the weight's gradient are there, and the graph that they are part of."""
     deferred: int
     """It is there, and the graph is gone."""
     held: int
@@ -91,4 +91,4 @@ class Keeping:
 
 
 KEEPING = Keeping()
-"""Of this process."""
+"""The one of this process."""

@@ -359,7 +359,7 @@ def test_layers_of_a_stage_take_together_what_they_should(device):
 
 
 def shortest_s(run: Callable[[], Callable[[], object]], below_s: float) -> float:
-    """What ``run`` gives takes, as :func:`least_s`."""
+    """Seconds that the result of ``run`` takes, as :func:`least_s`."""
     found = []
     for number in range(500):
         if number >= 3 and min(found) < below_s:

@@ -13,9 +13,10 @@ from itertools import product
 from math import ceil, inf, isnan
 from typing import NamedTuple
 
+from ..schedules import families
 from ..schedules.asynchronous import ONE_DIRECTION, one_direction
 from ..schedules.costs import Costs
-from ..schedules.families import DUALPIPEV, VHALF, VMIN, ZBV, dualpipev, grouped
+from ..schedules.families import DUALPIPEV, dualpipev, grouped
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import peak_bytes
 from ..schedules.split_families import DUALPIPEV_SPLIT, SPLIT_FAMILIES, ZBH1, ZBH2
@@ -29,7 +30,7 @@ FAMILIES: Mapping[str, Callable[[int, int], Schedule]] = {**SPLIT_FAMILIES, DUAL
 """Orders without settings, by name: functions of the number of devices and of micro-batches."""
 SPLIT_IN_LINE = (ZBH1, ZBH2)
 """Those for one stage a device."""
-IN_V = (ZBV, VHALF, VMIN, DUALPIPEV, DUALPIPEV_SPLIT)
+IN_V = (*families.IN_V, DUALPIPEV_SPLIT)
 """Those for two stages a device, along the devices and back."""
 
 

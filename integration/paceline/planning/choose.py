@@ -66,13 +66,18 @@ class Planner:
         candidates: as of :func:`~paceline.planning.candidates`.
         num_stages: of the pipeline.
         samples: of a step of one pipeline.
+        before: with other candidates, whose schedules are kept.
     """
 
-    def __init__(self, candidates: Iterable[Candidate], num_stages: int, samples: int) -> None:
+    def __init__(
+        self, candidates: Iterable[Candidate], num_stages: int, samples: int, before: Planner | None = None
+    ) -> None:
         self.candidates = tuple(candidates)
         self.num_stages = num_stages
         self.samples = samples
         self._schedules: dict[Candidate, Schedule | Stream] = {}
+        if before is not None and (before.num_stages, before.samples) == (num_stages, samples):
+            self._schedules = {c: before._schedules[c] for c in self.candidates if c in before._schedules}
 
     def schedule(self, candidate: Candidate) -> Schedule | Stream:
         """The order that a candidate runs, built when first asked for."""

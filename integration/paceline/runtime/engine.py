@@ -232,6 +232,7 @@ class PacelineEngine(PipelineEngine):
         self.controller = pipeline_controller(
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),
+            recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
         )
 
     def _make_tracer(self, every: int) -> Tracer:

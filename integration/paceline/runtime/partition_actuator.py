@@ -158,8 +158,8 @@ class PartitionActuator:
         """Schedules to begin a search with: an order made for the layers as they lie suits no other partition."""
         if candidate.made is None or not self._follows_schedules:
             return [candidate]
-        others = [other for other in self._schedules.that_fit(layout, layout.parts) if other.made is None]
-        tried = [(self._step_s(other, layout)(layout.parts), other) for other in others]
+        others = self._schedules.that_fit(layout, layout.parts, makes=False)
+        tried = [(self._step_s(other, layout)(layout.parts), other) for other in others if other.made is None]
         return [candidate, *(other for _, other in sorted(tried, key=_by_seconds)[:1])]
 
     def _best_from(self, start: Candidate, layout: Layout) -> tuple[float, tuple[int, ...], Candidate]:

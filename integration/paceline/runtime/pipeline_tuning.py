@@ -34,6 +34,8 @@ def pipeline_controller(
     log: DecisionLog,
     timelines: TimelineWriter,
     routes: Routes,
+    *,
+    recomputes: bool = False,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -42,6 +44,7 @@ def pipeline_controller(
         layers: of this rank.
         log: gets the decisions.
         routes: device of each stage, one route a direction.
+        recomputes: whether backwards compute activations anew.
 
     Returns:
         None if schedule and partition stay as they are.
@@ -51,11 +54,14 @@ def pipeline_controller(
     if not is_adaptive and not repartitions:
         return None
     agreement = JobAgreement(control)
+    recomputes = agreement.from_first(recomputes)  # ranks that try other schedules would wait for each other
     costs = MeasuredCosts(routes, has_flush=not schedule.is_asynchronous, parts=tuple(layers.parts))
     schedules = ScheduleActuator(pipeline, costs, agreement, schedule)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
-        trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size) if is_adaptive else [schedules.current],
+        trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size, recomputes=recomputes)
+        if is_adaptive
+        else [schedules.current],
         times_layers=repartitions,
         memory_bytes=schedule.memory_bytes,
     )

@@ -48,16 +48,19 @@ def least_candidate(choice: ScheduleChoice, micro_batch_size: int) -> Candidate:
     return Candidate(micro_batch_size, family="" if choice.chunks is None else VMIN)
 
 
-def trials(choice: ScheduleChoice, num_stages: int, micro_batch_size: int) -> list[Candidate]:
+def trials(
+    choice: ScheduleChoice, num_stages: int, micro_batch_size: int, *, recomputes: bool = False
+) -> list[Candidate]:
     """Schedules to run for some steps each before the first choice, so that what they cost is known.
 
-    All sizes of micro-batches, and a split backward, whose two parts are timed.
+    All sizes of micro-batches, and a split backward, whose two parts are timed. Where activations are recomputed none
+    is tried: what it leaves for later is many times what was kept before, and memory is short.
     """
     sizes = sorted(
         {micro_batch_size, *(choice.micro_batch_sizes or ())}, key=lambda size: (size != micro_batch_size, size)
     )
     found = [first_candidate(choice, size) for size in sizes]
-    if choice.chunks is None and not choice.late_gradients and num_stages > 1:
+    if choice.chunks is None and not choice.late_gradients and not recomputes and num_stages > 1:
         found.append(Candidate(micro_batch_size, family=ZBH1))
     return found
 
@@ -145,13 +148,18 @@ class ScheduleActuator:
         """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
         return self._pipeline.order if self.planner is None else self.planner.schedule(candidate)
 
-    def that_fit(self, layout: Layout, parts: tuple[int, ...]) -> Iterator[Candidate]:
-        """Candidates that were measured and fit with other boundaries, and an order made for those."""
+    def that_fit(self, layout: Layout, parts: tuple[int, ...], *, makes: bool = True) -> Iterator[Candidate]:
+        """Candidates that were measured and fit with other boundaries.
+
+        Args:
+            makes: whether an order that is made for those is among them.
+        """
         if self.planner is None:
             return
         costs = {size: layout.costs(self._costs.costs(size), parts) for size in self._costs.sizes()}
         split = {size: each for size, each in costs.items() if each.weight_s and size in self._costs.saved_bytes}
-        for other in (*self.planner.candidates, *self._made(self.planner.samples, split)):
+        made = self._made(self.planner.samples, split) if makes else ()
+        for other in (*self.planner.candidates, *made):
             if other.micro_batch_size in costs:
                 whole = whole_schedule(self.order(other))
                 live = [live_of(whole, device) for device in range(whole.num_ranks)]
@@ -168,7 +176,7 @@ class ScheduleActuator:
         costs = {size: known.costs(size) for size in known.sizes()}
         found = tuple(self._candidates(sizes, samples, costs))
         if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
-            self.planner = Planner(found, num_stages, samples)
+            self.planner = Planner(found, num_stages, samples, self.planner)
         # A candidate that no longer fits, or turned out not to, gives way to the smallest, whatever that costs.
         running, least = self.current, least_candidate(self._choice, configured)
         if running != least and not self._fits(running, samples):
@@ -177,7 +185,7 @@ class ScheduleActuator:
         return self.planner.choose(costs, running, self._rule, switch_s=self._switch_s, steps=steps)
 
     def _candidates(self, sizes: Sequence[int], samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
-        """Of micro-batches of ``sizes``, whose memory was measured, those that fit in it."""
+        """Schedules that fit in memory, of micro-batches of ``sizes``, whose memory was measured."""
         known, pipeline, choice = self._costs, self._pipeline, self._choice
         configured, num_stages = pipeline.micro_batch_size, pipeline.num_stages
         if choice.chunks is None and choice.type != GENERATED:

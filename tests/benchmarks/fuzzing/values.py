@@ -226,7 +226,7 @@ class Damage:
         return rng.choice(WORDS) if rng.random() < 0.8 else str(rng.choice((rng.randrange(-3, 40), rng.random() * 9)))
 
     def edit(self, size: int) -> list[Any]:
-        """Of a binary file: see :func:`benchmarks.fuzzing.worker.prepare`."""
+        """Contents of a binary file: see :func:`benchmarks.fuzzing.worker.prepare`."""
         rng = self.rng
         at = rng.choice((0, 1, 7, 8, rng.randrange(size + 1), max(0, size - 1)))
         if rng.random() < 0.3:

@@ -150,3 +150,13 @@ def test_a_split_backward_is_tried_beside_all_sizes() -> None:
     assert trials(choice, 4, 2) == [Candidate(2), Candidate(1), Candidate(4), Candidate(2, family="zbh1")]
     assert trials(replace(choice, chunks=2), 4, 2) == [Candidate(size, family="zbv") for size in (2, 1, 4)]
     assert trials(ADAPTIVE, 1, 2) == [Candidate(2)], "nobody waits for anybody"
+    assert trials(ADAPTIVE, 4, 2, recomputes=True) == [Candidate(2)], "memory is short"
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_first_trial_is_what_a_run_begins_with(name: str) -> None:
+    choice, _, _ = CHOICES[name]
+    first = trials(choice, DEVICES, SIZE)[0].schedule(DEVICES, SIZE * MICRO_BATCHES)
+    begun = choice.first(DEVICES, MICRO_BATCHES)
+    assert isinstance(first, Schedule)
+    assert first.orders == begun.orders
