@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -162,8 +163,9 @@ def warn_of_changes(overrides: Iterable[Override]) -> None:
             logger.warning("%s", problem)
 
 
+@cache
 def fingerprint(function: Any) -> str:
-    """First 12 hex digits of the SHA-256 of a function's or class's source."""
+    """First 12 hex digits of the SHA-256 of a function's or class's source, which is read once."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:

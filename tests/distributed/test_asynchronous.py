@@ -26,7 +26,7 @@ from support.jobs import model_config, step_batches
 from support.limited_steps import step_limited
 from support.ranks import run_ranks
 
-STEPS = 20
+STEPS = 10
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
 """With a larger epsilon than usual: Adam turns the rounding of gradients near it into steps of the learning rate."""
 AHEAD = {"nesterov": 0.9, "error_feedback": 1.0}

@@ -14,7 +14,7 @@ from paceline.optim.max_change import Limits
 from support.limited_steps import step_limited
 from support.ranks import run_ranks
 
-WIDTH, STEPS, MICRO_BATCHES = 6, 20, 2
+WIDTH, STEPS, MICRO_BATCHES = 6, 10, 2
 NUM = 10
 """Parameters of the model, all of which are trained but one."""
 BASICS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from support import expert_models as models
 from support.expert_models import NATIVE
 from support.ranks import RankError, run_ranks
 
-STEPS = 30
+STEPS = 12
 BY_HAND = {"paceline": {"moe": {"rebalance_every": 0}}}
 
 
@@ -50,9 +49,9 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
     wanted = dict(engine.module.state_dict())
 
     engine = built(family, zero, ep, accumulation, layer, paceline={"moe": {"rebalance_every": 4}})
-    chance, ours, placements = random.Random(zero), [], set()
+    ours, placements = [], set()
     for step in range(STEPS):
-        if chance.random() < 0.3:
+        if step % 2:
             models.scatter_experts(engine, step)
             placements.add(tuple(layer.placement.devices for layer in engine.expert_layers.values()))
         ours += models.train(engine, micro_steps[step * accumulation : (step + 1) * accumulation])
@@ -88,7 +87,7 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
 def test_moves_change_nothing(
     family: str, zero: int, ep: int, ranks: int, accumulation: int, layer: dict[str, Any]
 ) -> None:
-    """Losses and all weights after 30 steps, bit by bit, against stock DeepSpeed."""
+    """Losses and all weights, bit by bit, against stock DeepSpeed."""
     results = run_ranks(moving_job, ranks, family, zero, ep, accumulation, layer)
     assert results[0]["loads"] == {results[0]["tokens"]}  # in a step, each counted once
     for rank in results:

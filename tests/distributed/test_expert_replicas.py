@@ -12,7 +12,7 @@ import torch
 from support import expert_models as models
 from support.ranks import run_ranks
 
-STEPS = 12
+STEPS = 8
 
 
 def with_copies(seed: int, num_experts: int, num_ranks: int, num_replicas: int) -> Any:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.jobs import ds_config, model_config, step_batches
 from support.ranks import run_ranks
 
 LAYERS, STEPS = 6, 6
+MICRO_BATCHES = 4
+"""Of a step, over all replicas together."""
 ITEMS = LAYERS + 2
 WIDTH, VOCABULARY = 8, 17
 
@@ -81,7 +83,7 @@ class Engineer:
         return model
 
     def batches(self, engine: Any, step: int) -> Any:
-        return iter(step_batches(step)[engine.grid.data_parallel_id :: self.replicas])
+        return iter(step_batches(step)[:MICRO_BATCHES][engine.grid.data_parallel_id :: self.replicas])
 
 
 def by_decay(parameters: Any) -> torch.optim.Optimizer:

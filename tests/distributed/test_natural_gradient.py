@@ -33,7 +33,7 @@ from support.natural import (
 )
 from support.ranks import run_ranks
 
-STEPS, MICRO_BATCHES = 8, 4
+STEPS, MICRO_BATCHES = 5, 4
 NO_EXPERTS = {**OPTIONS, "layers": "self_attn|lm_head"}
 
 

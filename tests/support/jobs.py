@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-STEPS = 20
+STEPS = 8
 LAYERS = 4
 MICRO_BATCHES, BATCH, LENGTH = 8, 2, 16
 """Of a step, over all replicas together."""

@@ -38,20 +38,23 @@ def num_threads() -> int:
 
 
 def _run_what_is_slow_once() -> None:
-    """Make a small model and count it: transformers compiles a thousand patterns for a process's first model."""
+    """Check the models of most tests and the sources of what is patched: both are remembered in a process.
+
+    And transformers compiles a thousand patterns for a process's first model.
+    """
     import torch
-    from transformers import LlamaConfig
 
     from paceline.hf.activations import count_items
-    from paceline.hf.quiet_transformers import quiet
-    from paceline.hf.stage import Cut
-    from paceline.hf.weights import load_stage
+    from paceline.hf.check import require_supported
+    from paceline.patches.registry import all_patches
+    from support.jobs import model_config
 
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    config = LlamaConfig(num_hidden_layers=1, **dict.fromkeys(sizes, 8))
-    with quiet(), torch.random.fork_rng(devices=[]):
-        load_stage(None, config, Cut.whole(1))
-        count_items(config, dtype=torch.float32, micro_batch_size=1, sequence_length=8)
+    for patch in all_patches():
+        patch.problem()
+    with torch.random.fork_rng(devices=[]):
+        for family in ("llama", "gpt2", "mixtral"):
+            require_supported(model_config(family))
+        count_items(model_config("llama"), dtype=torch.float32, micro_batch_size=1, sequence_length=8)
 
 
 def _preload() -> None:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from ..planning.memory import ItemMemory
 from .anatomy import Anatomy, anatomy_of
 from .layer_kinds import layer_kinds
+from .once import once_a_config
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
 from .weights import causal_config, skeleton
@@ -59,6 +60,26 @@ def count_items(
     """
     config = causal_config(config)
     check_shape(config, micro_batch_size, sequence_length)
+    return list(
+        _counted(
+            config,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+    )
+
+
+@once_a_config
+def _counted(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    micro_batch_size: int,
+    sequence_length: int,
+    gradient_checkpointing: bool,
+) -> tuple[ItemMemory, ...]:
     with quiet():
         model = skeleton(config)
         anatomy = anatomy_of(model)
@@ -79,7 +100,7 @@ def count_items(
             items.append(ItemMemory(name, parameters, saved, output))
     parameters, saved, logits = _run(config, Cut(count, count, False, True), dtype, stream)
     working = _bytes(logits) + FLOAT_BYTES * logits.numel()
-    return [*items, ItemMemory("head", parameters, saved, 0, working)]
+    return (*items, ItemMemory("head", parameters, saved, 0, working))
 
 
 def _run(config: PretrainedConfig, cut: Cut, dtype: torch.dtype, stream: Tensor) -> tuple[int, int, Tensor]:

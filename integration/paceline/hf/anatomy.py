@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -82,7 +83,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     trunk = model.get_submodule(trunk_name)
     layers = trunk.get_submodule(layers_name)
     assert isinstance(layers, nn.ModuleList)
-    returns, state = layer_loop(type(trunk), layers_name)
+    returns, state = layer_loop(type(trunk), layers_name)  # type: ignore[arg-type]  # classes are hashable
     if state:
         raise UnsupportedModelError(
             f"{name} cannot be a pipeline: its layers hand on {', '.join(state)} beside the hidden states."
@@ -116,6 +117,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     return Anatomy(trunk_name, layers_name, len(layers), returns, embedding, before, after, head, adapter)
 
 
+@cache
 def layer_loop(trunk: type[nn.Module], layers: str) -> tuple[int, tuple[str, ...]]:
     """Values that the forward of ``trunk`` takes from each of its ``layers``, read from its source.
 

@@ -25,6 +25,7 @@ from transformers import __version__ as transformers_version
 from .adapters import ADAPTERS
 from .anatomy import UnsupportedModelError, anatomy_of, refuse_known
 from .family_configs import NUM_LAYERS, shrink
+from .once import once_a_config
 from .parity import ROUNDING, check_split
 from .quiet_transformers import quiet
 from .router import router_loss_of
@@ -148,6 +149,7 @@ def verdict(difference: float) -> Verdict:
     return "exact" if difference == 0.0 else "rounding"
 
 
+@once_a_config
 def _difference(config: PretrainedConfig) -> float:
     refuse_known(config)
     name = f"model type {config.model_type!r}"
