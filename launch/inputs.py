@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from paceline.data import datasets
+from paceline.data.datasets import Data, prepare
+from paceline.data.reading import read
 from paceline.data.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.check import require_supported
@@ -22,7 +23,7 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
-    data: datasets.Data
+    data: Data
 
 
 def read_inputs(
@@ -36,7 +37,7 @@ def read_inputs(
     Raises:
         ValueError: data, tokenizer or model config that cannot be read, or do not fit each other.
     """
-    raw = datasets.read(data_args, seed=args.seed, cache_dir=model_args.cache_dir, token=model_args.token)
+    raw = read(data_args, seed=args.seed, cache_dir=model_args.cache_dir, token=model_args.token)
     if model_args.tokenizer_name or model_args.model_name_or_path:
         tokenizer = load_tokenizer(model_args)
     else:
@@ -49,7 +50,7 @@ def read_inputs(
             f"the tokenizer has {largest + 1} tokens, the model's vocabulary {vocab_size}: choose a tokenizer that "
             "belongs to the model."
         )
-    data = datasets.prepare(
+    data = prepare(
         raw,
         data_args,
         tokenizer,

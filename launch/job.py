@@ -150,7 +150,8 @@ class Job:
         return ds_config
 
     def _plan(self, resolved: RunPlan, replica: int = 0) -> BatchPlan:
-        return self.inputs.data.plan(
+        return BatchPlan(
+            num_samples=self.inputs.data.num_samples,
             micro_batch_size=resolved.micro_batch_size,
             micro_batches_per_step=resolved.micro_batches,
             data_parallel_rank=replica,

@@ -24,7 +24,7 @@ from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 from paceline.checkpoint.format import MODEL
 from paceline.comm.control import is_shared
 from paceline.config import RunPlan
-from paceline.data.batch_plan import BatchPlan
+from paceline.data.batch_plan import BatchPlan, evaluation_batches
 from paceline.data.datasets import Data
 from paceline.hf.arguments import TrainArguments
 from paceline.hf.quiet_transformers import quiet
@@ -277,8 +277,9 @@ class JobTrainer(PacelineTrainer):
 
     def _evaluation_batches(self) -> Any:
         run = self.run
-        size, replica = run.args.per_device_eval_batch_size, run.plan.data_parallel_rank
-        return run.data.evaluation_batches(size, replica, run.plan.data_parallel_size)
+        assert run.data.held_out is not None
+        size, plan = run.args.per_device_eval_batch_size, run.plan
+        return evaluation_batches(run.data.held_out, size, plan.data_parallel_rank, plan.data_parallel_size)
 
     def _held_out_loss(self) -> float:
         return float(self._engine.evaluate(self._evaluation_batches())["eval_loss"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from paceline.data.text_blocks import DEFAULT_BLOCK_SIZE
+from paceline.data.datasets import DEFAULT_BLOCK_SIZE
 from paceline.hf.layer_profile import fingerprint
 from paceline.launch.cli import main
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile

@@ -56,21 +56,20 @@ def messages_sample(
         encoded = _apply(tokenizer, messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids = list(encoded["input_ids"])
         return ids, [i if mine else IGNORED for i, mine in zip(ids, encoded["assistant_masks"], strict=True)]
-    text = _render(tokenizer, messages, tools)
+    text = _apply(tokenizer, messages, tools)
     if not completion_only:
         return _encode(tokenizer, text, [(0, len(text))])
     spans = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render(tokenizer, messages[:index], tools, add_generation_prompt=True) if index else ""
-            with_turn = _render(tokenizer, messages[: index + 1], tools)
-            if not (with_turn.startswith(before) and text.startswith(with_turn)):
-                raise ValueError(
-                    f"the chat template changes what came before when a message is added (message {index}), so the "
-                    "assistant's tokens cannot be told from it. Remedy: --chat_template_path with a template that has "
-                    "{% generation %} around the assistant's turns, or --no_completion_only_loss."
-                )
-            spans.append((len(before), len(with_turn)))
+    for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
+        before = _apply(tokenizer, messages[:index], tools, add_generation_prompt=True) if index else ""
+        with_turn = _apply(tokenizer, messages[: index + 1], tools)
+        if not (with_turn.startswith(before) and text.startswith(with_turn)):
+            raise ValueError(
+                f"the chat template changes what came before when a message is added (message {index}), so the "
+                "assistant's tokens cannot be told from it. Remedy: --chat_template_path with a template that has "
+                "{% generation %} around the assistant's turns, or --no_completion_only_loss."
+            )
+        spans.append((len(before), len(with_turn)))
     return _encode(tokenizer, text, spans)
 
 
@@ -103,8 +102,8 @@ def pair_sample(
     if completion is not None and len(completion) == 0:
         return [], []
     asked, answer = _checked("prompt", prompt), _checked("completion", completion)
-    before = _render(tokenizer, asked, tools, add_generation_prompt=asked[-1]["role"] != "assistant")
-    text = _render(tokenizer, asked + answer, tools)
+    before = _apply(tokenizer, asked, tools, add_generation_prompt=asked[-1]["role"] != "assistant")
+    text = _apply(tokenizer, asked + answer, tools)
     if completion_only and not text.startswith(before):
         raise ValueError(
             "the chat template changes the prompt when the completion is added, so their tokens cannot be told apart. "
@@ -138,14 +137,12 @@ def _require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, **options: Any) -> str:
-    return str(_apply(tokenizer, messages, tools, tokenize=False, **options))
-
-
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, **options: Any) -> Any:
+    """The conversation as the template has it: a string, or tokens with ``tokenize``."""
     _template(tokenizer)
     try:
-        return tokenizer.apply_chat_template(messages, tools=_tools(tools), **options)
+        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+        return tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False} | options)
     except Exception as error:  # templates raise what they like
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
@@ -162,10 +159,6 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
             "file, or the tokenizer of a chat model by --tokenizer_name."
         )
     return tokenizer.get_chat_template()
-
-
-def _tools(tools: Any) -> Any:
-    return (json.loads(tools) if isinstance(tools, str) else tools) or None
 
 
 def _checked(column: str, messages: Any) -> list[dict[str, Any]]:

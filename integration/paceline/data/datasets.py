@@ -1,56 +1,32 @@
-"""All of a run's data: from the flags to rows of batches, for training and for evaluation.
+"""All of a run's data, for training and for evaluation: rows of batches, in order.
 
-:func:`read` finds the rows (:mod:`reading`), their columns say what they are (:mod:`samples`), and :func:`prepare`
-makes rows of batches of them: blocks of running text (:mod:`blocks`), padded samples or packed ones (:mod:`rows`), or a
-stream of these (:mod:`streaming`). :class:`TrainingBatches` puts them in order (:mod:`batches`).
+:func:`prepare` makes them of the rows that :func:`paceline.data.reading.read` found, whose columns say what they are
+(:mod:`samples`): blocks of running text, padded samples or packed ones (:mod:`rows`), or a stream of these
+(:mod:`streaming`). :class:`TrainingBatches` puts them in order (:mod:`batch_plan`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from datasets import Dataset
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..hf.arguments import DataArguments
-from .batch_plan import BatchPlan, TrainingBatches, evaluation_batches
+from .batch_plan import BatchPlan, TrainingBatches
 from .chat import use_chat_template
 from .packing import require_packable
-from .reading import load_raw, open_stream, progress_bars
-from .rows import Blocks, Collator, Packed, Padded, Rows
-from .samples import kind_of, make_samples, recipe, sample_maker, texts_of
+from .reading import RawData, progress_bars
+from .rows import Collator, Rows
+from .samples import kind_of, make_blocks, make_samples, recipe, sample_maker
 from .streaming import RawStream, RowStream
-from .text_blocks import choose_block_size, tokenize_and_group
 
+DEFAULT_BLOCK_SIZE = 1024
 
-@dataclass(frozen=True)
-class RawData:
-    """Rows as they were found; ``held_out`` is None where nothing is held out."""
-
-    train: Dataset | RawStream
-    held_out: Dataset | None
-
-    def texts(self, num_rows: int) -> list[str]:
-        """The texts of the first ``num_rows`` training rows."""
-        train = self.train
-        rows = train.first(num_rows) if isinstance(train, RawStream) else islice(train, num_rows)
-        return list(texts_of(rows))
-
-
-def read(data_args: DataArguments, *, seed: int, cache_dir: str | None = None, token: str | None = None) -> RawData:
-    """Read what the flags name, or with ``--streaming`` begin to. Several processes may call it at once.
-
-    Raises:
-        ValueError: data that cannot be read, that is empty, or without the columns of a sample.
-    """
-    if data_args.streaming:
-        with progress_bars(False):
-            return RawData(*open_stream(data_args, seed=seed, cache_dir=cache_dir, token=token))
-    return RawData(*load_raw(data_args, cache_dir=cache_dir, token=token, progress=False))
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,38 +45,13 @@ class Data:
     block_size: int
     recipe: Mapping[str, str | int]
 
-    def plan(
-        self,
-        *,
-        micro_batch_size: int,
-        micro_batches_per_step: int,
-        data_parallel_size: int,
-        data_parallel_rank: int = 0,
-        seed: int,
-        island: int = 0,
-        num_islands: int = 1,
-    ) -> BatchPlan:
-        """The assignment of rows to steps and ranks; one for :class:`TrainingBatches`."""
-        return BatchPlan(
-            num_samples=None if isinstance(self.train, RowStream) else len(self.train),
-            micro_batch_size=micro_batch_size,
-            micro_batches_per_step=micro_batches_per_step,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            seed=seed,
-            island=island,
-            num_islands=num_islands,
-        )
+    @property
+    def num_samples(self) -> int | None:
+        """Rows for a :class:`BatchPlan`; a stream has no number of them."""
+        return None if isinstance(self.train, RowStream) else len(self.train)
 
     def training_batches(self, plan: BatchPlan) -> TrainingBatches:
         return TrainingBatches(self.train, plan, self.recipe)
-
-    def evaluation_batches(
-        self, micro_batch_size: int, data_parallel_rank: int = 0, data_parallel_size: int = 1
-    ) -> Iterator[dict[str, Tensor]]:
-        """Every held-out row once over all replicas."""
-        assert self.held_out is not None
-        return evaluation_batches(self.held_out, micro_batch_size, data_parallel_rank, data_parallel_size)
 
 
 def prepare(
@@ -142,42 +93,47 @@ def prepare(
         packed=data_args.packing,
         joined="flash" in (attn_implementation or ""),
     )
-
+    completion_only = data_args.completion_only_loss
     # one rank of a node tokenizes, the others find its work in the cache
     overwrite_cache = data_args.overwrite_cache and os.environ.get("LOCAL_RANK", "0") == "0"
+    mapping = {"num_proc": data_args.preprocessing_num_workers, "load_from_cache_file": not overwrite_cache}
+
+    def is_joined(dataset: Dataset | RawStream) -> bool:
+        return kind_of(dataset.column_names) in ("text", "line") and not data_args.packing
 
     def rows(dataset: Dataset, limit: int | None, what: str) -> Rows:
-        if kind_of(dataset.column_names) in ("text", "line") and not data_args.packing:
-            blocks = tokenize_and_group(
-                dataset,
-                tokenizer,
-                block_size,
-                max_samples=limit,
-                num_proc=data_args.preprocessing_num_workers,
-                overwrite_cache=overwrite_cache,
-                progress=progress,
-                what=what,
-            )
-            return Blocks(blocks)
+        joined = is_joined(dataset)
         with progress_bars(progress):
-            samples = make_samples(
-                dataset,
-                tokenizer,
-                block_size,
-                completion_only=data_args.completion_only_loss,
-                num_proc=data_args.preprocessing_num_workers,
-                overwrite_cache=overwrite_cache,
-                what=what,
-            )
+            samples = make_samples(dataset, tokenizer, None if joined else block_size, completion_only, what, **mapping)
+            if joined:
+                samples = make_blocks(samples, block_size, what, **mapping)
         if limit is not None:
             samples = samples.select(range(min(limit, len(samples))))
-        return Packed(samples, collate, block_size) if data_args.packing else Padded(samples, collate)
+        return Rows(samples, collate, block_size if joined or data_args.packing else None)
 
-    kind = kind_of(raw.train.column_names)
-    made_by = recipe(kind, tokenizer, data_args.completion_only_loss)
+    made_by = recipe(kinds[0], tokenizer, completion_only)
     held_out = None if raw.held_out is None else rows(raw.held_out, data_args.max_eval_samples, "held-out data")
     if isinstance(raw.train, Dataset):
         return Data(rows(raw.train, data_args.max_train_samples, "training data"), held_out, block_size, made_by)
-    joined = kind in ("text", "line") and not data_args.packing
-    make = sample_maker(kind, tokenizer, block_size, data_args.completion_only_loss, raw.train.what)
-    return Data(RowStream(raw.train, make, collate, block_size, seed, joined=joined), held_out, block_size, made_by)
+    make = sample_maker(kinds[0], tokenizer, block_size, completion_only, raw.train.what)
+    stream = RowStream(raw.train, make, collate, block_size, seed, joined=is_joined(raw.train))
+    return Data(stream, held_out, block_size, made_by)
+
+
+def choose_block_size(requested: int | None, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> int:
+    """Tokens in a row: ``requested``, or what model and tokenizer can take, :data:`DEFAULT_BLOCK_SIZE` at most.
+
+    Raises:
+        ValueError: the model has fewer positions than ``requested``.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    limit = min(tokenizer.model_max_length, positions) if positions > 0 else tokenizer.model_max_length
+    if requested is None:
+        if limit > DEFAULT_BLOCK_SIZE:
+            logger.warning("block_size is %d; the model takes more, change it with --block_size", DEFAULT_BLOCK_SIZE)
+        return min(limit, DEFAULT_BLOCK_SIZE)
+    if 0 < positions < requested:
+        raise ValueError(f"--block_size {requested}: the model has {positions} positions. Remedy: {positions} or less.")
+    if requested > limit:
+        logger.warning("block_size is %d and not %d: the tokenizer's model_max_length", limit, requested)
+    return min(requested, limit)

@@ -1,21 +1,9 @@
-"""Instructions (Alpaca's columns) as prompts with completions, and ShareGPT's conversations as messages.
-
-===================================================  =============================================================
-columns                                              becomes
-===================================================  =============================================================
-``instruction``, ``output`` (``input``, ``system``)  a prompt and its completion: a user's and an assistant's message
-                                                     if there is a chat template, else Alpaca's own text
-``conversations`` (``system``, ``tools``)            messages: ``from`` is the role, ``value`` the content
-===================================================  =============================================================
-"""
+"""Instructions (Alpaca's columns) as prompts with completions, and ShareGPT's conversations as messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
-CONVERSATIONS, SYSTEM = "conversations", "system"
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -36,19 +24,20 @@ def pair_of(row: Mapping[str, Any], has_template: bool) -> tuple[Any, Any]:
     """Prompt and completion of a row of instructions, both strings or both messages; without an output: ``""``, ``""``.
 
     Args:
-        has_template: the tokenizer has a chat template.
+        has_template: the tokenizer has a chat template; without one, the prompt is Alpaca's own text.
 
     Raises:
         ValueError: a column is not a string.
     """
-    for name in (SYSTEM, INSTRUCTION, INPUT, OUTPUT):
+    names = ("system", "instruction", "input", "output")
+    for name in names:
         value = row.get(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(
                 f"{name!r} must be a string, but is a {type(value).__name__}. Remedy: correct the data, or "
                 "--text_column to train on one column as it is."
             )
-    system, task, context, output = (row.get(name) or "" for name in (SYSTEM, INSTRUCTION, INPUT, OUTPUT))
+    system, task, context, output = (row.get(name) or "" for name in names)
     if not output:
         return "", ""
     if has_template:
@@ -61,33 +50,31 @@ def pair_of(row: Mapping[str, Any], has_template: bool) -> tuple[Any, Any]:
     return f"{before}{head}{_RESPOND}### Instruction:\n{task}\n\n{given}### Response:\n", output
 
 
-def messages_of(row: Mapping[str, Any]) -> Any:
+def messages_of(row: Mapping[str, Any]) -> list[Any]:
     """The messages of a row of conversations; turns that have a ``role`` and a ``content`` are messages already.
 
     Raises:
         ValueError: a turn says nobody that is known, or what it has is no text.
     """
-    turns = row.get(CONVERSATIONS)
+    turns = row["conversations"]
     if not isinstance(turns, (list, tuple)):
         raise ValueError(
-            f"{CONVERSATIONS!r} must be a list of turns, each with a `from` and a `value`, but is a "
+            "'conversations' must be a list of turns, each with a `from` and a `value`, but is a "
             f"{type(turns).__name__}. Remedy: correct the data."
         )
-    found = [_message(index, turn) for index, turn in enumerate(turns)]
-    if isinstance(row.get(SYSTEM), str) and row[SYSTEM]:
-        found.insert(0, {"role": "system", "content": row[SYSTEM]})
+    system = row.get("system")
+    found: list[Any] = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or turn.get("role") is not None:
+            found.append(turn)  # judged as a message
+            continue
+        speaker, value = turn.get("from"), turn.get("value")
+        role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None or not isinstance(value, str):
+            raise ValueError(
+                f"turn {index} of 'conversations' is from {speaker!r} with a value that is a {type(value).__name__}: "
+                f"a turn must be from one of {', '.join(ROLES)}, with a string. Remedy: convert it to `messages`, each "
+                "with a `role` and a `content`."
+            )
+        found.append({"role": role, "content": value})
     return found
-
-
-def _message(index: int, turn: Any) -> Any:
-    if not isinstance(turn, Mapping) or turn.get("role") is not None:
-        return turn  # judged as a message
-    speaker, value = turn.get("from"), turn.get("value")
-    role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-    if role is None or not isinstance(value, str):
-        raise ValueError(
-            f"turn {index} of {CONVERSATIONS!r} is from {speaker!r} with a value that is a {type(value).__name__}: "
-            f"a turn must be from one of {', '.join(ROLES)}, with a string. Remedy: convert it to `messages`, each "
-            "with a `role` and a `content`."
-        )
-    return {"role": role, "content": value}

@@ -1,4 +1,4 @@
-"""Several samples in one row: which go together, and whether a model keeps them apart.
+"""Whether a model keeps several samples in one row apart.
 
 transformers reads from ``position_ids`` that begin anew, where there is no attention mask, that a row has several
 samples, and lets none attend to another. Models with recurrent state, or with positions of their own making, do not.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from ..hf.family_configs import shrink
@@ -19,45 +17,6 @@ from ..hf.weights import causal_config, model_class_of
 
 LEAK = 1e-4
 """Largest relative difference in logits between a packed sample and the same sample alone that is rounding."""
-
-
-def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Samples, the longest first, each into the row that has least room left for it; else into a new row.
-
-    Args:
-        lengths: of the samples, ``[N]``, from 1 to ``capacity``.
-        capacity: tokens in a row.
-
-    Returns:
-        ``(samples, ends)``: row i holds ``samples[ends[i - 1]:ends[i]]``, in rising order. The same lengths give the
-        same rows.
-
-    >>> samples, ends = best_fit_decreasing(np.array([3, 7, 5, 3]), 10)
-    >>> [part.tolist() for part in np.split(samples, ends[:-1])]
-    [[0, 1], [2, 3]]
-    """
-    assert len(lengths) == 0 or (lengths.min() > 0 and lengths.max() <= capacity), "cut to capacity before"
-    row_of = np.empty(len(lengths), np.int64)
-    rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where rows_with_room[r] has any: the least room that is enough is one bit operation away
-    num_rows = 0
-    order = np.argsort(-lengths, kind="stable")
-    for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        enough = rooms >> length
-        if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            row = rows_with_room[room].pop()
-            if not rows_with_room[room]:
-                rooms ^= 1 << room
-        else:
-            row, room = num_rows, capacity
-            num_rows += 1
-        row_of[sample] = row
-        room -= length
-        if room:
-            rows_with_room[room].append(row)
-            rooms |= 1 << room
-    return np.argsort(row_of, kind="stable"), np.cumsum(np.bincount(row_of, minlength=num_rows))
 
 
 def require_packable(

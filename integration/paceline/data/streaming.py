@@ -1,29 +1,26 @@
 """Data that is read as it is needed: in a seeded order, without end, and resumable at any row.
 
-``RawStream`` shuffles by chunks: the shards of an epoch are read in a seeded order, and of each ``shuffle_buffer_size``
-rows read, all are given out in a seeded order. So a position is where the chunk begins and how many of its rows were
-given out; the rows in the buffer, which ``datasets`` would lose, are read again. ``RowStream`` turns windows of such
-rows into rows of a batch; a position in it is that of the window's first row and how many of its rows are gone, so no
-more than one window is tokenized again. What was read ahead, or half packed, is in neither position and never lost.
+``RawStream`` reads the shards of an epoch in a seeded order, and gives out each ``shuffle_buffer_size`` rows of them, a
+chunk, in a seeded order. ``RowStream`` makes rows of a batch of windows of such rows. A position is where a chunk and a
+window begin and how much of them was given out; to resume is to make both again. So what was read ahead or half packed
+is never lost (the buffer of ``IterableDataset.shuffle`` is), and no more than one window is tokenized again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from datasets import IterableDataset
-from torch import Tensor
 
 from .chat import Sample
-from .packing import best_fit_decreasing
-from .rows import Collator, Row
+from .rows import Collator, Row, best_fit_decreasing, digest
 
 CHUNK = 1000
 """Rows in a chunk that is not shuffled."""
@@ -33,6 +30,10 @@ WINDOW = 64
 
 ROWS_PER_TOKENIZATION = 32
 DIGESTED_ROWS = 8
+
+T = TypeVar("T")
+Place = dict[str, Any]
+"""A position in a stream, as JSON."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,112 +50,68 @@ class RawStream:
     def __init__(
         self, dataset: IterableDataset, columns: dict[str, str], shuffle_buffer_size: int, seed: int, what: str
     ) -> None:
-        self._dataset, self.columns, self.what = dataset, columns, what
-        self._buffer_size, self._seed = shuffle_buffer_size, seed
-        self._chunk: list[dict[str, Any]] | None = None  # not read yet
-        self._given = 0
-        self._begin: dict[str, Any] = {"epoch": 0, "chunk": 0, "shard": 0, "inside": None}
-        self._identity: dict[str, str | int] | None = None
-        self._end: dict[str, Any] | None = None
-        self._reader: Iterator[tuple[dict[str, Any], int, IterableDataset]] | None = None
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self.columns.values())
-
-    @property
-    def shuffled(self) -> bool:
-        return self._buffer_size > 0
+        self._dataset, self._columns, self.what = dataset, columns, what
+        self.column_names = list(columns.values())
+        self._buffer_size, self.shuffled, self._seed = shuffle_buffer_size, shuffle_buffer_size > 0, seed
 
     def first(self, num_rows: int | None) -> list[dict[str, Any]]:
-        """The first rows in the data's own order, None: all; moves nothing.
+        """The first rows in the data's own order; None: all.
 
         Raises:
             ValueError: the data cannot be read.
         """
-        with _readable(self.what):
+        with readable(self.what):
             return [self._named(row) for row in itertools.islice(self._dataset, num_rows)]
 
-    def take(self, num_rows: int) -> list[dict[str, Any]]:
-        """The next rows: ``num_rows`` or fewer; none where an epoch is over, then the next call begins another.
-
-        Raises:
-            ValueError: the data cannot be read.
-        """
-        if self._chunk is None:
-            self._chunk = self._read_chunk()
-            _check_unchanged(self.what, self._given, len(self._chunk))
-        if self._given == len(self._chunk):
-            self._go_on()
-        rows = self._chunk[self._given : self._given + num_rows]
-        self._given += len(rows)
-        return rows
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._begin, "given": self._given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begin = {name: state[name] for name in ("epoch", "chunk", "shard", "inside")}
-        self._end, self._reader = None, None
-        self._chunk, self._given = None, state["given"]
-
+    @cached_property
     def identity(self) -> dict[str, str | int]:
         """The identity of this stream, for a checkpoint; independent of the data's place."""
-        if self._identity is None:
-            rows = str(self.first(DIGESTED_ROWS)).encode()
-            self._identity = {
-                "shards": self._dataset.num_shards,
-                "first_rows": hashlib.sha256(rows).hexdigest()[:16],
-                "shuffle_buffer_size": self._buffer_size,
-            }
-        return self._identity
+        return {
+            "shards": self._dataset.num_shards,
+            "first_rows": digest(self.first(DIGESTED_ROWS)),
+            "shuffle_buffer_size": self._buffer_size,
+        }
 
-    def _go_on(self) -> None:
-        """Read the next chunk; where the epoch is over, an empty one that stands for its end."""
-        if self._end is not None:
-            self._begin, self._end = self._end, None
-        self._chunk, self._given = self._read_chunk(), 0
-        if not self._chunk:
-            self._begin = {"epoch": self._begin["epoch"] + 1, "chunk": 0, "shard": 0, "inside": None}
-            self._end, self._reader = None, None
+    def rows_from(self, at: Place | None) -> Iterator[tuple[list[dict[str, Any]], Place]]:
+        """Some rows at a time and the place after them, from a place on, or the beginning; no rows end an epoch.
 
-    def _read_chunk(self) -> list[dict[str, Any]]:
-        """The rows of the chunk at ``_begin``, in the order in which they are given out."""
-        if self._reader is None:
-            self._reader = self._read()
-        with _readable(self.what):
-            taken = list(itertools.islice(self._reader, self._buffer_size or CHUNK))
-        rows = [row for row, _, _ in taken]
-        if taken:
-            _, place, shard = taken[-1]
-            self._end = {
-                "epoch": self._begin["epoch"],
-                "chunk": self._begin["chunk"] + 1,
-                "shard": place,
-                "inside": shard.state_dict(),
-            }
+        Raises:
+            ValueError: the data cannot be read, or has changed.
+        """
+        at = at or _epoch(0)
+        while True:
+            reader = self._read(at)
+            while chunk := self._chunk(reader):
+                rows = [row for row, _, _ in chunk]
+                if self.shuffled:
+                    rows = _shuffled(rows, self._seed, at["epoch"], at["chunk"])
+                _check_unchanged(self.what, at["given"], len(rows))
+                for start in range(at["given"], len(rows), ROWS_PER_TOKENIZATION):
+                    some = rows[start : start + ROWS_PER_TOKENIZATION]
+                    yield some, {**at, "given": start + len(some)}
+                _, place, shard = chunk[-1]
+                at = {**at, "chunk": at["chunk"] + 1, "shard": place, "inside": shard.state_dict(), "given": 0}
+            at = _epoch(at["epoch"] + 1)
+            yield [], at
+
+    def _chunk(self, reader: Iterator[T]) -> list[T]:
+        with readable(self.what):
+            return list(itertools.islice(reader, self._buffer_size or CHUNK))
+
+    def _read(self, at: Place) -> Iterator[tuple[dict[str, Any], int, IterableDataset]]:
+        """The epoch from the chunk at ``at`` on: each row with its shard and the shard's place in the epoch's order."""
+        order = list(range(self._dataset.num_shards))
         if self.shuffled:
-            order = np.random.default_rng([self._seed, self._begin["epoch"], self._begin["chunk"]])
-            rows = [rows[i] for i in order.permutation(len(rows))]
-        return rows
-
-    def _read(self) -> Iterator[tuple[dict[str, Any], int, IterableDataset]]:
-        """The rest of the epoch from where the chunk begins: row, place of its shard in the epoch's order, shard."""
-        num_shards = self._dataset.num_shards
-        shards = np.arange(num_shards)
-        if self.shuffled:
-            shards = np.random.default_rng([self._seed, self._begin["epoch"]]).permutation(num_shards)
-        first, inside = self._begin["shard"], self._begin["inside"]
-        for place in range(first, num_shards):
-            shard = self._dataset.shard(num_shards, int(shards[place]))
-            if inside is not None:
-                shard.load_state_dict(deepcopy(inside))
-                inside = None
+            order = _shuffled(order, self._seed, at["epoch"])
+        for place in range(at["shard"], len(order)):
+            shard = self._dataset.shard(len(order), order[place])
+            if place == at["shard"] and at["inside"] is not None:
+                shard.load_state_dict(deepcopy(at["inside"]))
             for row in shard:
                 yield self._named(row), place, shard
 
     def _named(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {new: row.get(old) for old, new in self.columns.items()}
+        return {new: row.get(old) for old, new in self._columns.items()}
 
 
 class RowStream:
@@ -163,7 +120,7 @@ class RowStream:
     Args:
         make: rows of the data to samples, see :func:`paceline.data.samples.sample_maker`.
         collate: rows of a batch to a micro-batch; where it packs, samples are packed by windows.
-        block_size: tokens in a row at most.
+        length: tokens in a row at most.
         joined: all samples are one text, which is cut into rows; what a window leaves goes into the next one.
     """
 
@@ -172,107 +129,95 @@ class RowStream:
         raw: RawStream,
         make: Callable[[Sequence[dict[str, Any]]], list[Sample | None]],
         collate: Collator,
-        block_size: int,
+        length: int,
         seed: int,
         *,
         joined: bool,
     ) -> None:
-        self._raw, self._make, self._collate = raw, make, collate
-        self.length, self._seed, self._joined = block_size, seed, joined
-        self._window: list[Row] | None = None  # not made yet
-        self._given = 0
-        self._num_windows = 0
-        self._rest: list[int] = []
-        self._begin: dict[str, Any] = {"raw": raw.state_dict(), "rest": [], "window": 0}
+        self._raw, self._make, self.collate = raw, make, collate
+        self.length, self._seed, self._joined = length, seed, joined
         self._warned = False
-
-    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        batch = self._collate(rows)
-        return batch | {"labels": batch["input_ids"]} if self._joined else batch
+        self._at: Place = {"raw": None, "rest": [], "window": 0}
+        self._window: list[Row] = []
+        self._given = 0
+        self._windows: Iterator[tuple[list[Row], Place]] | None = None
 
     def __iter__(self) -> Iterator[Row]:
         return self
 
     def __next__(self) -> Row:
-        if self._window is None:
-            self._window = self._make_window()
+        if self._windows is None:
+            self._windows = self._make_windows(self._at)
+            self._window, self._at = next(self._windows)
             _check_unchanged(self._raw.what, self._given, len(self._window))
         while self._given == len(self._window):
-            self._begin = {"raw": self._raw.state_dict(), "rest": self._rest, "window": self._num_windows}
-            self._window, self._given = self._make_window(), 0
+            self._window, self._at = next(self._windows)
+            self._given = 0
         self._given += 1
         return self._window[self._given - 1]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._begin, "given": self._given}
+    def state_dict(self) -> Place:
+        return {**self._at, "given": self._given}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begin = {name: state[name] for name in ("raw", "rest", "window")}
-        self._raw.load_state_dict(state["raw"])
-        self._rest, self._num_windows = list(state["rest"]), state["window"]
-        self._window, self._given = None, state["given"]
+    def load_state_dict(self, state: Place) -> None:
+        self._at = {name: value for name, value in state.items() if name != "given"}
+        self._given = state["given"]
+        self._windows = None  # ranks without data read nothing
 
     def identity(self) -> dict[str, str | int]:
-        kind = "joined" if self._joined else "packed" if self._collate.packed else "padded"
-        return {"rows": kind, "block_size": self.length, **self._raw.identity()}
+        kind = "joined" if self._joined else "packed" if self.collate.packed else "padded"
+        return {"rows": kind, "block_size": self.length, **self._raw.identity}
 
-    def _make_window(self) -> list[Row]:
-        samples: list[Row] = []
-        num_tokens, num_ends = len(self._rest), 0
-        while num_tokens < WINDOW * self.length:
-            rows = self._raw.take(ROWS_PER_TOKENIZATION)
-            if not rows:
-                num_ends += 1
-                if num_tokens > 0 and not (self._joined and num_tokens < self.length):
-                    break  # a window ends with the epoch, unless it is not even one block
-                if num_ends == 2 and num_tokens == len(self._rest):
-                    raise ValueError(f"{self._raw.what}: has no row with a token to train on. Remedy: other data.")
-                continue
+    def _make_windows(self, at: Place) -> Iterator[tuple[list[Row], Place]]:
+        """Each window from ``at`` on, in the order in which it is given out, with the place where it begins."""
+        raw = self._raw.rows_from(at["raw"])
+        while True:
+            samples, end = self._samples(raw, len(at["rest"]))
+            rest: list[int] = []
+            if self._joined:
+                tokens = np.concatenate([np.asarray(at["rest"], np.int64), *(ids for ids, _ in samples)])
+                used = len(tokens) // self.length * self.length
+                window = [[(block, block)] for block in tokens[:used].reshape(-1, self.length)]
+                rest = tokens[used:].tolist()
+            elif self.collate.packed:
+                order, ends = best_fit_decreasing(np.array([len(ids) for ids, _ in samples]), self.length)
+                window = [[samples[i] for i in part] for part in np.split(order, ends[:-1])]
+            else:
+                window = [[sample] for sample in samples]
+            yield _shuffled(window, self._seed, at["window"]) if self._raw.shuffled else window, at
+            at = {"raw": end, "rest": rest, "window": at["window"] + 1}
+
+    def _samples(self, raw: Iterator[tuple[list[dict[str, Any]], Place]], num_left: int) -> tuple[Row, Place]:
+        """The samples of a window, after ``num_left`` tokens that the one before left, and the place after them."""
+        samples: Row = []
+        num_tokens, num_ends = num_left, 0
+        while True:
+            rows, end = next(raw)
+            num_ends += not rows
+            if num_ends == 2 and not samples:
+                raise ValueError(f"{self._raw.what}: has no row with a token to train on. Remedy: other data.")
             for sample in self._make(rows):
-                if sample is None:
-                    self._warn_of_dropped()
-                    continue
-                ids, labels = sample
-                samples.append([(np.asarray(ids, np.int64), np.asarray(labels, np.int64))])
-                num_tokens += len(ids)
-        window = self._cut(samples) if self._joined else self._pack(samples) if self._collate.packed else samples
-        if self._raw.shuffled:
-            order = np.random.default_rng([self._seed, self._num_windows])
-            window = [window[i] for i in order.permutation(len(window))]
-        self._num_windows += 1
-        return window
-
-    def _cut(self, samples: list[Row]) -> list[Row]:
-        parts = [np.asarray(self._rest, np.int64), *(ids for ((ids, _),) in samples)]
-        tokens = np.concatenate(parts)
-        used = len(tokens) // self.length * self.length
-        self._rest = tokens[used:].tolist()
-        return [[(block, block)] for block in tokens[:used].reshape(-1, self.length)]
-
-    def _pack(self, samples: list[Row]) -> list[Row]:
-        lengths = np.array([len(ids) for ((ids, _),) in samples], np.int64)
-        order, ends = best_fit_decreasing(lengths, self.length)
-        return [[samples[i][0] for i in part] for part in np.split(order, ends[:-1])]
-
-    def _warn_of_dropped(self) -> None:
-        if not self._warned:
-            logger.warning(
-                "%s: a row has no token to train on within %d tokens (an empty completion, a prompt that is too "
-                "long): it is dropped, and others like it",
-                self._raw.what, self.length,
-            )  # fmt: skip
-        self._warned = True
+                if sample is not None:
+                    samples.append((np.asarray(sample[0], np.int64), np.asarray(sample[1], np.int64)))
+                    num_tokens += len(sample[0])
+                elif not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "%s: a row has no token to train on within %d tokens (an empty completion, a prompt that is "
+                        "too long): it is dropped, and others like it",
+                        self._raw.what, self.length,
+                    )  # fmt: skip
+            # a window ends with the epoch, unless it is not even one block
+            if num_tokens >= (WINDOW if rows else int(self._joined)) * self.length and num_tokens > 0:
+                return samples, end
 
 
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # readers raise what they like
-        raise ValueError(
-            f"{what}: cannot be read: {' '.join(str(error).split())[:400] or type(error).__name__}. Remedy: "
-            "check the name and the content."
-        ) from error
+def _epoch(number: int) -> Place:
+    return {"epoch": number, "chunk": 0, "shard": 0, "inside": None, "given": 0}
+
+
+def _shuffled(items: list[T], *seed: int) -> list[T]:
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
 def _check_unchanged(what: str, num_given: int, num_there: int) -> None:
@@ -281,3 +226,16 @@ def _check_unchanged(what: str, num_given: int, num_there: int) -> None:
             f"{what}: has changed since the checkpoint was saved, {num_given} rows were given out where there are "
             f"{num_there} now. Remedy: the data and the tokenizer of the interrupted run, or a new run."
         )
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Turn whatever a reader raises into a ValueError that names ``what``."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # a context is what a reader tried before or besides
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split())[:400] or type(cause).__name__
+        raise ValueError(f"{what}: cannot be read: {reason}. Remedy: check the name and the content.") from error

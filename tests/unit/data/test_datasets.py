@@ -26,9 +26,10 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from paceline.data import datasets as data
 from paceline.data import standard_library
 from paceline.data.batch_plan import BatchPlan, TrainingBatches, evaluation_batches
-from paceline.data.reading import load_raw
-from paceline.data.rows import Blocks
-from paceline.data.text_blocks import choose_block_size, tokenize_and_group
+from paceline.data.datasets import choose_block_size
+from paceline.data.reading import read as read_raw
+from paceline.data.rows import Collator, Rows
+from paceline.data.samples import make_blocks, make_samples
 from paceline.data.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.arguments import DataArguments, ModelArguments
 
@@ -124,9 +125,15 @@ def test_load_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> N
 # reading
 
 
+def load_raw(args: DataArguments, **options: Any) -> tuple[Dataset, Dataset | None]:
+    raw = read_raw(args, seed=0, **options)
+    assert isinstance(raw.train, Dataset)
+    return raw.train, raw.held_out
+
+
 @pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
 def test_documents_of_every_kind(tmp_path: Path, kind: str) -> None:
-    train, validation = load_raw(DataArguments(train_file=write(tmp_path, kind, DOCUMENTS)), progress=False)
+    train, validation = load_raw(DataArguments(train_file=write(tmp_path, kind, DOCUMENTS)))
     assert validation is not None
     assert train.column_names == validation.column_names == ["text"]
     # the first 5 % are held out, as in run_clm.py
@@ -135,12 +142,12 @@ def test_documents_of_every_kind(tmp_path: Path, kind: str) -> None:
 
 def test_lines_and_whole_files(tmp_path: Path) -> None:
     path = write(tmp_path, "txt", ["a\n", "\n", "b\n"])
-    train, validation = load_raw(DataArguments(train_file=path, validation_split_percentage=0), progress=False)
+    train, validation = load_raw(DataArguments(train_file=path, validation_split_percentage=0))
     assert (train.column_names, list(train["line"]), validation) == (["line"], ["a\n", "\n", "b\n"], None)
     args = DataArguments(train_file=path, keep_linebreaks=False, validation_split_percentage=0)
-    assert list(load_raw(args, progress=False)[0]["text"]) == ["a", "", "b"]
+    assert list(load_raw(args)[0]["text"]) == ["a", "", "b"]
     source = write(tmp_path, "py", DOCUMENTS)
-    train, validation = load_raw(DataArguments(train_file=source, validation_file=path), progress=False)
+    train, validation = load_raw(DataArguments(train_file=source, validation_file=path))
     assert list(train["text"]) == ["".join(DOCUMENTS)]
     assert validation is not None
     assert validation.column_names == ["line"]
@@ -148,13 +155,13 @@ def test_lines_and_whole_files(tmp_path: Path) -> None:
 
 def test_too_few_rows_to_hold_any_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        train, validation = load_raw(DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS[:3])), progress=False)
+        train, validation = load_raw(DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS[:3])))
     assert (len(train), validation) == (3, None)
     assert "nothing is held out, 5 % of its 3 rows is no row" in caplog.text
 
 
 def test_embedded_corpus() -> None:
-    train, validation = load_raw(DataArguments(), progress=False)
+    train, validation = load_raw(DataArguments())
     files = standard_library.split(standard_library.source_files())
     assert validation is not None
     assert (len(train), len(validation)) == tuple(map(len, files))
@@ -165,7 +172,7 @@ def test_directory_as_dataset_name(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for split, texts in (("train", DOCUMENTS[:30]), ("validation", DOCUMENTS[30:])):
         Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
-    train, validation = load_raw(DataArguments(dataset_name=str(tmp_path)), progress=False)
+    train, validation = load_raw(DataArguments(dataset_name=str(tmp_path)))
     assert validation is not None
     assert (list(train["text"]), list(validation["text"])) == (DOCUMENTS[:30], DOCUMENTS[30:])
 
@@ -175,7 +182,7 @@ def test_columns(tmp_path: Path) -> None:
     path.write_text('{"n": 1, "title": "a", "body": "b"}\n')
 
     def read(column: str | None) -> list[str]:
-        return list(load_raw(DataArguments(train_file=str(path), text_column=column), progress=False)[0]["text"])
+        return list(load_raw(DataArguments(train_file=str(path), text_column=column))[0]["text"])
 
     assert (read(None), read("body")) == (["a"], ["b"])
     for column in ("n", "text"):
@@ -211,24 +218,30 @@ def test_unreadable_files(tmp_path: Path, name: str, content: bytes, message: st
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^--train_file {path}: {message}") as caught:
-        load_raw(DataArguments(train_file=str(path)), progress=False)
+        load_raw(DataArguments(train_file=str(path)))
     assert "\n" not in str(caught.value)
     assert "Remedy" in str(caught.value)
 
 
 def test_hub_names_that_cannot_be_reached() -> None:
     with pytest.raises(ValueError, match=r"^--dataset_name nobody/nothing: cannot be read: .*Remedy"):
-        load_raw(DataArguments(dataset_name="nobody/nothing"), progress=False)
+        load_raw(DataArguments(dataset_name="nobody/nothing"))
 
 
 def test_progress_bars_are_left_as_they_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not are_progress_bars_disabled()
-    load_raw(DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS)), progress=False)
+    load_raw(DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS)))
     assert not are_progress_bars_disabled()
     assert "%|" not in capsys.readouterr().err
 
 
 # blocks
+
+
+def blocks_of(
+    given: Dataset, tokenizer: PreTrainedTokenizerFast, size: int, what: str = "training data", **mapping: Any
+) -> Dataset:
+    return make_blocks(make_samples(given, tokenizer, None, what=what, **mapping), size, what, **mapping)
 
 
 def joined(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[int]:
@@ -242,7 +255,7 @@ def flat(blocks: Dataset) -> list[int]:
 @pytest.mark.parametrize("num_proc", [None, 2])
 def test_blocks_are_the_joined_documents(tokenizer: PreTrainedTokenizerFast, num_proc: int | None) -> None:
     texts: list[Any] = [*DOCUMENTS[:20], "", None, *DOCUMENTS[20:]]
-    blocks = tokenize_and_group(Dataset.from_dict({"text": texts}), tokenizer, 32, num_proc=num_proc, progress=False)
+    blocks = blocks_of(Dataset.from_dict({"text": texts}), tokenizer, 32, num_proc=num_proc)
     expected = joined(tokenizer, texts)
     assert len(blocks) == len(expected) // 32
     assert {len(block) for block in blocks["input_ids"]} == {32}
@@ -252,49 +265,46 @@ def test_blocks_are_the_joined_documents(tokenizer: PreTrainedTokenizerFast, num
 
 def test_lines_continue_one_another(tokenizer: PreTrainedTokenizerFast) -> None:
     lines = "".join(DOCUMENTS).splitlines(keepends=True)
-    blocks = tokenize_and_group(Dataset.from_dict({"line": lines}), tokenizer, 16, progress=False)
+    blocks = blocks_of(Dataset.from_dict({"line": lines}), tokenizer, 16)
     assert "".join(DOCUMENTS).startswith(tokenizer.decode(flat(blocks)).rstrip("\ufffd"))
 
 
 def test_no_second_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    blocks = tokenize_and_group(Dataset.from_dict({"text": ["a</s>", "b"]}), tokenizer, 4, progress=False)
+    blocks = blocks_of(Dataset.from_dict({"text": ["a</s>", "b"]}), tokenizer, 4)
     assert flat(blocks) == [*tokenizer.encode("a</s>b"), tokenizer.eos_token_id]
 
 
 def test_large_data_is_grouped_in_bounded_batches(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.data.text_blocks.TOKENS_PER_GROUPING", 0)  # then 64 blocks at a time
+    monkeypatch.setattr("paceline.data.samples.TOKENS_PER_GROUPING", 0)  # then 64 blocks at a time
     texts = DOCUMENTS * 100
     num_tokens = len(joined(tokenizer, texts))
-    num_blocks = len(tokenize_and_group(Dataset.from_dict({"text": texts}), tokenizer, 8, progress=False))
+    num_blocks = len(blocks_of(Dataset.from_dict({"text": texts}), tokenizer, 8))
     assert num_tokens // 8 - num_tokens // (8 * 64) - 1 <= num_blocks <= num_tokens // 8
 
 
-def test_max_samples_and_too_few_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_too_few_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     data = Dataset.from_dict({"text": DOCUMENTS[:1]})
     num_tokens = len(joined(tokenizer, DOCUMENTS[:1]))
-    assert len(tokenize_and_group(data, tokenizer, 2, max_samples=3, progress=False)) == 3
-    assert len(tokenize_and_group(data, tokenizer, num_tokens, max_samples=3, progress=False)) == 1
+    assert len(blocks_of(data, tokenizer, num_tokens)) == 1
     message = f"held-out data: 1 rows have {num_tokens} tokens, less than one block of {num_tokens + 1}. Remedy"
     with pytest.raises(ValueError, match=message):
-        tokenize_and_group(data, tokenizer, num_tokens + 1, what="held-out data", progress=False)
-    with pytest.raises(ValueError, match="have 0 tokens"):
-        tokenize_and_group(Dataset.from_dict({"text": [""]}), tokenizer, 4, progress=False)
+        blocks_of(data, tokenizer, num_tokens + 1, what="held-out data")
+    with pytest.raises(ValueError, match="none of the 1 rows has a token to train on"):
+        blocks_of(Dataset.from_dict({"text": [""]}), tokenizer, 4)
 
 
 def test_blocks_are_cached(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    train, _ = load_raw(
-        DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS)), cache_dir=str(tmp_path), progress=False
-    )
+    train, _ = load_raw(DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS)), cache_dir=str(tmp_path))
     tokenizer("shifts the state of the tokenizer", truncation=True, max_length=2)
-    first = tokenize_and_group(train, tokenizer, 16, progress=False)
+    first = blocks_of(train, tokenizer, 16)
     (before,) = first.cache_files
     stamp = os.stat(before["filename"]).st_mtime_ns
-    assert tokenize_and_group(train, tokenizer, 16, progress=False).cache_files == [before]
+    assert blocks_of(train, tokenizer, 16).cache_files == [before]
     assert os.stat(before["filename"]).st_mtime_ns == stamp
-    assert tokenize_and_group(train, tokenizer, 8, progress=False).cache_files != [before]
-    tokenize_and_group(train, tokenizer, 16, overwrite_cache=True, progress=False)
+    assert blocks_of(train, tokenizer, 8).cache_files != [before]
+    blocks_of(train, tokenizer, 16, load_from_cache_file=False)
     assert os.stat(before["filename"]).st_mtime_ns > stamp
 
 
@@ -307,9 +317,9 @@ def test_one_rank_overwrites_the_cache(
     for rank in ("0", "1", "0"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         made = data.prepare(
-            data.read(args, seed=0, cache_dir=str(tmp_path)), args, tokenizer, LlamaConfig(), seed=0, progress=False
+            read_raw(args, seed=0, cache_dir=str(tmp_path)), args, tokenizer, LlamaConfig(), seed=0, progress=False
         )
-        assert isinstance(made.train, Blocks)
+        assert isinstance(made.train, Rows)
         (file,) = made.train._dataset.cache_files
         stamps.append(os.stat(file["filename"]).st_mtime_ns)
     assert stamps[0] == stamps[1] < stamps[2]
@@ -332,17 +342,17 @@ def test_block_size(tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptur
 READER = """
 import hashlib, os, sys, time
 from paceline.hf.arguments import DataArguments
-from paceline.data.text_blocks import tokenize_and_group
-from paceline.data.reading import load_raw
+from paceline.data.reading import read
+from paceline.data.samples import make_blocks, make_samples
 from paceline.data.tokenizer import train_tokenizer
 file, start = sys.argv[1:]
 tokenizer = train_tokenizer([open(file).read()], vocab_size=300)
 print("ready", flush=True)
 while not os.path.exists(start):
     time.sleep(0.001)
-train, validation = load_raw(DataArguments(train_file=file), progress=False)
-blocks = tokenize_and_group(train, tokenizer, 16, progress=False)
-print(len(validation), len(blocks), hashlib.sha256(str(list(blocks["input_ids"])).encode()).hexdigest(), end=" ")
+raw = read(DataArguments(train_file=file), seed=0)
+blocks = make_blocks(make_samples(raw.train, tokenizer, None), 16)
+print(len(raw.held_out), len(blocks), hashlib.sha256(str(list(blocks["input_ids"])).encode()).hexdigest(), end=" ")
 print([os.path.basename(file["filename"]) for file in blocks.cache_files])
 """
 
@@ -392,11 +402,12 @@ def test_a_step_has_the_same_samples_in_every_layout(
             assert orders[r][t, m, i] == permutation[12 * t + m * ranks * size + r * size + i]
 
 
-def numbered(num_samples: int, block_size: int = 4) -> Blocks:
-    return Blocks(Dataset.from_dict({"input_ids": [[i] * block_size for i in range(num_samples)]}))
+def numbered(num_samples: int, block_size: int = 4) -> Rows:
+    tokens = {"input_ids": [[i] * block_size for i in range(num_samples)], "length": [block_size] * num_samples}
+    return Rows(Dataset.from_dict(tokens), Collator(), block_size)
 
 
-def after(rows: Blocks, plan: BatchPlan, steps: int) -> TrainingBatches:
+def after(rows: Rows, plan: BatchPlan, steps: int) -> TrainingBatches:
     """The batches of a run that was interrupted after ``steps``."""
     batches = TrainingBatches(rows, plan)
     batches.load_state_dict(TrainingBatches(rows, plan).state_dict() | {"step": steps})
@@ -436,7 +447,7 @@ def test_less_than_a_global_batch() -> None:
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(1, 4))
 def test_evaluation_sees_each_sample_once(num_samples: int, size: int, ranks: int) -> None:
-    data = Blocks(Dataset.from_dict({"input_ids": [[i] * 4 for i in range(num_samples)]}))
+    data = numbered(num_samples)
     seen: list[int] = []
     for rank in range(ranks):
         batches = list(evaluation_batches(data, size, rank, ranks))

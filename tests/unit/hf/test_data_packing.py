@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.data.chat import IGNORED
-from paceline.data.packing import best_fit_decreasing, require_packable
-from paceline.data.rows import Collator, Packed, Padded, Rows
+from paceline.data.packing import require_packable
+from paceline.data.rows import Collator, Rows, best_fit_decreasing
 from paceline.hf.parity import cuts
 from paceline.hf.stage import SIDE_INPUTS
 from paceline.hf.weights import load_stage
@@ -53,19 +53,19 @@ def test_best_fit_decreasing(lengths: list[int], capacity: int) -> None:
 
 
 def test_padded_batches_are_as_long_as_their_longest_row() -> None:
-    rows = Padded(samples(), Collator(pad_token_id=1))
+    rows = Rows(samples(), Collator(pad_token_id=1))
     batch = rows.batch([0, 1, 2])
     assert batch["input_ids"].shape == (3, 12)
     assert batch["attention_mask"].sum(1).tolist() == [5, 12, 1]
     assert batch["input_ids"][0, 5:].eq(1).all()
     assert batch["labels"][0].tolist() == [IGNORED, *batch["input_ids"][0, 1:5].tolist(), *[IGNORED] * 7]
     assert set(rows.batch([6])) == {"input_ids", "labels"}, "nothing is padded: no mask"
-    rows = Padded(samples(), Collator(pad_to_multiple_of=8))
+    rows = Rows(samples(), Collator(pad_to_multiple_of=8))
     assert rows.batch([0, 1])["input_ids"].shape == (2, 16)
 
 
 def test_packed_rows_say_where_samples_begin() -> None:
-    rows = Packed(samples(), Collator(packed=True, pad_token_id=1), 16)
+    rows = Rows(samples(), Collator(packed=True, pad_token_id=1), 16)
     assert len(rows) == 4  # 59 tokens
     batch = rows.batch(list(range(len(rows))))
     assert set(batch) == {"input_ids", "labels", "position_ids"}
@@ -113,12 +113,12 @@ def test_packed_rows_have_the_loss_of_the_samples_alone(family: str, attention: 
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     config._attn_implementation = attention
     alone = [[i] for i in range(len(LENGTHS))]
-    wanted = loss_and_gradients(config, Padded(samples(), Collator()), alone, 1)
-    packed = Packed(samples(), Collator(packed=True), 16)
+    wanted = loss_and_gradients(config, Rows(samples(), Collator()), alone, 1)
+    packed = Rows(samples(), Collator(packed=True), 16)
     ways: list[tuple[Rows, list[list[int]]]] = [
         (packed, [[0, 1], [2, 3]]),
-        (Packed(samples(), Collator(packed=True, joined=True), 16), [[0, 1, 2, 3]]),
-        (Padded(samples(), Collator(pad_to_multiple_of=4)), [list(range(len(LENGTHS)))]),
+        (Rows(samples(), Collator(packed=True, joined=True), 16), [[0, 1, 2, 3]]),
+        (Rows(samples(), Collator(pad_to_multiple_of=4)), [list(range(len(LENGTHS)))]),
     ]
     for rows, batches in ways:
         assert loss_and_gradients(config, rows, batches, 1) == pytest.approx(wanted, rel=1e-4), rows

@@ -24,8 +24,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from paceline.data import datasets as data
 from paceline.data import streaming
-from paceline.data.batch_plan import TrainingBatches
+from paceline.data.batch_plan import BatchPlan, TrainingBatches, evaluation_batches
 from paceline.data.chat import IGNORED
+from paceline.data.reading import read
 from paceline.data.streaming import RawStream
 from paceline.data.tokenizer import train_tokenizer
 from paceline.hf.arguments import DataArguments
@@ -111,7 +112,7 @@ def _prepare(case: str, folder: Path, tokenizer: PreTrainedTokenizerFast, **chan
     else:
         options.setdefault("dataset_name", str(folder / kind))
     args = DataArguments(**options)
-    raw = data.read(args, seed=5, cache_dir=str(folder / "cache"))
+    raw = read(args, seed=5, cache_dir=str(folder / "cache"))
     config = LlamaConfig(max_position_embeddings=64)
     return data.prepare(raw, args, tokenizer, config, seed=5, progress=False)
 
@@ -119,14 +120,7 @@ def _prepare(case: str, folder: Path, tokenizer: PreTrainedTokenizerFast, **chan
 def batches_of(given: data.Data, layout: tuple[int, int, int], seed: int = 5) -> list[TrainingBatches]:
     """Of each replica, for ``layout`` micro-batches, replicas, micro-batch size."""
     m, d, b = layout
-    return [
-        given.training_batches(
-            given.plan(
-                micro_batch_size=b, micro_batches_per_step=m, data_parallel_size=d, data_parallel_rank=r, seed=seed
-            )
-        )
-        for r in range(d)
-    ]
+    return [given.training_batches(BatchPlan(given.num_samples, b, m, r, d, seed)) for r in range(d)]
 
 
 class Run:
@@ -197,7 +191,7 @@ def test_every_sample_once_an_epoch(case: str, folder: Path, tokenizer: PreTrain
             for ids, *_ in run.step():
                 seen += map(int, re.findall(r"\[(\d+)\]", tokenizer.decode(ids)))
         state = run.state()
-    if given.plan(micro_batch_size=4, micro_batches_per_step=1, data_parallel_size=1, seed=0).num_samples is None:
+    if given.num_samples is None:
         first, second = seen[:NUM_ROWS], seen[NUM_ROWS : 2 * NUM_ROWS]
         assert sorted(first) == sorted(second) == list(range(NUM_ROWS))
         assert first != second
@@ -324,21 +318,21 @@ def test_a_stream_that_breaks_off_names_its_file(folder: Path, tmp_path: Path) -
     """In the middle of training, and where the first rows are looked at again: the data and the remedy."""
     shutil.copytree(folder / "text", tmp_path / "text")
     args = DataArguments(dataset_name=str(tmp_path / "text"), streaming=True, shuffle_buffer_size=0)
-    raw = data.read(args, seed=0)
+    raw = read(args, seed=0)
     assert isinstance(raw.train, RawStream)
-    assert len(raw.train.take(13)) == 13
+    assert len(raw.train.first(13)) == 13
     (torn,) = (tmp_path / "text").glob("train-00001*")
     torn.write_bytes(b"PAR1")
-    for read in (raw.train.first, lambda _: [raw.train.take(13) for _ in range(3)]):
+    for rows in (lambda: raw.train.first(100), lambda: list(raw.train.rows_from(None))):
         with pytest.raises(ValueError, match=r"^--dataset_name .*/text: cannot be read: .*\. Remedy: check"):
-            read(100)
+            rows()
 
 
 def test_a_stream_without_a_label_ends(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text('{"prompt": "a", "completion": ""}\n' * 5)
     args = DataArguments(train_file=str(path), streaming=True)
-    given = data.prepare(data.read(args, seed=0), args, tokenizer, LlamaConfig(max_position_embeddings=64), seed=0)
+    given = data.prepare(read(args, seed=0), args, tokenizer, LlamaConfig(max_position_embeddings=64), seed=0)
     with pytest.raises(ValueError, match=r"empty.jsonl: has no row with a token to train on. Remedy"):
         next(batches_of(given, (1, 1, 2))[0])
 
@@ -350,7 +344,7 @@ def test_evaluation_has_every_sample_once(case: str, folder: Path, tokenizer: Pr
     given = prepared(case, folder, tokenizer, train_file=file, validation_file=file, dataset_name=None)
     seen: list[str] = []
     for rank in range(2):
-        for batch in given.evaluation_batches(3, rank, 2):
+        for batch in evaluation_batches(given.held_out, 3, rank, 2):
             seen += [tokenizer.decode(ids) for ids, *_ in rows_of(batch)]
     numbers = [int(n) for text in seen for n in re.findall(r"\[(\d+)\]", text)]
     if "blocks" in case:

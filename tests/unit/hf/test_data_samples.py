@@ -16,7 +16,9 @@ from datasets import Dataset
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from paceline.data import datasets as data
+from paceline.data.batch_plan import BatchPlan, evaluation_batches
 from paceline.data.chat import IGNORED, messages_sample, pair_sample
+from paceline.data.reading import read
 from paceline.data.samples import make_samples
 from paceline.data.tokenizer import train_tokenizer
 from paceline.hf.arguments import DataArguments, parse
@@ -163,9 +165,9 @@ def test_columns_say_what_a_row_is(
     args = DataArguments(train_file=file, validation_file=file, streaming=streaming, **options)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=f"^--train_file {file}: .*{re.escape(expected)}"):
-            data.read(args, seed=0)
+            read(args, seed=0)
         return
-    raw = data.read(args, seed=0)
+    raw = read(args, seed=0)
     assert raw.held_out is not None
     assert sorted(raw.train.column_names) == sorted(raw.held_out.column_names) == expected
     assert any("One" in text for text in raw.texts(5))
@@ -184,7 +186,7 @@ def test_rows_without_a_label_are_dropped_and_counted(caplog: pytest.LogCaptureF
         make_samples(given.select([1, 2]), plain, 16)
     text = "One, please, and two " * 5
     parts = make_samples(Dataset.from_dict({"text": [text, "", None]}), plain, 16)
-    assert parts["input_ids"] == parts["labels"]
+    assert "labels" not in parts.column_names, "all tokens have a loss"
     assert max(parts["length"]) == 16
     assert [token for part in parts["input_ids"] for token in part] == [*plain.encode(text), plain.eos_token_id]
 
@@ -192,7 +194,7 @@ def test_rows_without_a_label_are_dropped_and_counted(caplog: pytest.LogCaptureF
 def test_samples_are_cached(tmp_path: Path) -> None:
     """So that the other ranks of a node find what one of them tokenized; another template makes another entry."""
     args = DataArguments(train_file=rows(tmp_path, *[{"messages": TALK}] * 9), validation_split_percentage=0)
-    given = data.read(args, seed=0, cache_dir=str(tmp_path)).train
+    given = read(args, seed=0, cache_dir=str(tmp_path)).train
     assert isinstance(given, Dataset)
     plain = tokenizer()
     first = make_samples(given, plain, 64).cache_files
@@ -220,8 +222,8 @@ def test_instructions_and_sharegpt(streaming: bool, tmp_path: Path) -> None:
         args = DataArguments(
             train_file=rows(tmp_path, *given), validation_split_percentage=0, streaming=streaming, block_size=400
         )
-        prepared = data.prepare(data.read(args, seed=0), args, made, LlamaConfig(), seed=0)
-        plan = prepared.plan(micro_batch_size=1, micro_batches_per_step=1, data_parallel_size=1, seed=0)
+        prepared = data.prepare(read(args, seed=0), args, made, LlamaConfig(), seed=0)
+        plan = BatchPlan(prepared.num_samples, 1, 1)
         batch = next(prepared.training_batches(plan))
         return made.decode(batch["input_ids"][0]), learned(
             made, (batch["input_ids"][0].tolist(), batch["labels"][0].tolist())
@@ -261,10 +263,10 @@ def test_instructions_beside_a_text_are_told(tmp_path: Path, caplog: pytest.LogC
     ):
         caplog.clear()
         args = DataArguments(train_file=rows(tmp_path, row), validation_split_percentage=0)
-        assert data.read(args, seed=0).train.column_names == ["text"]
+        assert read(args, seed=0).train.column_names == ["text"]
         assert (told in caplog.text) if told else not caplog.records
     args = DataArguments(train_file=rows(tmp_path, {**ALPACA, "text": "all"}), sample_kind="instruction")
-    assert set(data.read(args, seed=0).train.column_names) == {"instruction", "input", "output"}
+    assert set(read(args, seed=0).train.column_names) == {"instruction", "input", "output"}
 
 
 @pytest.mark.parametrize(
@@ -317,9 +319,9 @@ def test_a_row_that_is_no_string(value: Any, packing: bool, tmp_path: Path) -> N
     }
     told = f"'text' must be a string, but is a {type(value).__name__}: {re.escape(str(value))}. Remedy: convert"
     with pytest.raises(ValueError, match=rf"^--train_file {file}: row 21 \(from 0\): {told}"):
-        data.read(DataArguments(**options), seed=0)
+        read(DataArguments(**options), seed=0)
     args = DataArguments(**options, streaming=True, shuffle_buffer_size=0)
-    raw = data.read(args, seed=0)
+    raw = read(args, seed=0)
     assert raw.texts(100) == ["One"] * 20 + ["two"]
     stream = data.prepare(raw, args, tokenizer(), LlamaConfig(), seed=0).train
     with pytest.raises(ValueError, match=f"^--train_file {file}: {told}"):
@@ -328,7 +330,7 @@ def test_a_row_that_is_no_string(value: Any, packing: bool, tmp_path: Path) -> N
 
 def test_chat_template_path(tmp_path: Path) -> None:
     """A Jinja file or a tokenizer's directory gives the template, and the tokenizer keeps it for the export."""
-    raw = data.read(DataArguments(train_file=rows(tmp_path, {"messages": TALK}), validation_split_percentage=0), seed=0)
+    raw = read(DataArguments(train_file=rows(tmp_path, {"messages": TALK}), validation_split_percentage=0), seed=0)
     (tmp_path / "chat.jinja").write_text(PLAIN)
     tokenizer(PLAIN).save_pretrained(tmp_path / "tokenizer")
     for path in ("chat.jinja", "tokenizer"):
@@ -346,11 +348,11 @@ def test_a_stream_has_the_data_sets_validation_split(tmp_path: Path) -> None:
         )
         given.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     args = DataArguments(dataset_name=str(tmp_path), streaming=True, max_eval_samples=4)
-    raw = data.read(args, seed=0)
+    raw = read(args, seed=0)
     made = data.prepare(raw, args, tokenizer(), LlamaConfig(max_position_embeddings=512), seed=0)
-    plan = made.plan(micro_batch_size=2, micro_batches_per_step=1, data_parallel_size=1, seed=0)
+    plan = BatchPlan(made.num_samples, 2, 1)
     assert (plan.num_samples, plan.steps_per_epoch) == (None, None)
-    batches = list(made.evaluation_batches(3))
+    batches = list(evaluation_batches(made.held_out, 3))
     assert [len(batch["input_ids"]) for batch in batches] == [3, 1]
     assert "assistant>0</s>" in tokenizer().decode(batches[0]["input_ids"][0])
 
@@ -390,11 +392,11 @@ def test_lines_are_not_packed_and_padding_fits(tmp_path: Path, caplog: pytest.Lo
     path.write_text("One\ntwo\n" * 50)
     args = DataArguments(train_file=str(path), packing=True)
     with pytest.raises(ValueError, match=r"--packing: the lines of a txt file continue one another.*--no_keep_line"):
-        data.prepare(data.read(args, seed=0), args, tokenizer(), LlamaConfig(), seed=0)
+        data.prepare(read(args, seed=0), args, tokenizer(), LlamaConfig(), seed=0)
     args = DataArguments(train_file=str(path), pad_to_multiple_of=8, block_size=20)
     with pytest.raises(ValueError, match=r"--pad_to_multiple_of 8: the block size 20 .*Remedy: --block_size 16"):
-        data.prepare(data.read(args, seed=0), args, tokenizer(), LlamaConfig(), seed=0)
+        data.prepare(read(args, seed=0), args, tokenizer(), LlamaConfig(), seed=0)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        data.read(DataArguments(train_file=str(path), streaming=True), seed=0)
+        read(DataArguments(train_file=str(path), streaming=True), seed=0)
     assert "nothing is held out of a stream" in caplog.text
