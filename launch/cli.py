@@ -147,30 +147,16 @@ def _positive(text: str) -> int:
 
 
 def _check_config(args: argparse.Namespace) -> int:
-    from paceline.config import (
-        PacelineConfig,
-        check_scheduler,
-        check_written,
-        near_misses,
-        open_autos,
-        read_ds_config,
-        resolve,
-        without_effect,
-    )
-    from paceline.config.optimizers import check_optimizer
-    from paceline.config.section import SECTION
+    from paceline.config import check_ds_config, open_autos, read_ds_config, resolve
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
     config = read_ds_config(args.file)
-    check_scheduler(config)
-    section = PacelineConfig.of(config)
-    is_pipeline = "pipeline" in config.get(SECTION, {}) or args.world_size is not None
-    for line in [*near_misses(config), *(without_effect(config) if is_pipeline else ())]:
-        print(f"paceline: warning: {line}", file=sys.stderr)
-    if is_pipeline:
-        check_optimizer(config)
-    check_written(config, section, is_pipeline=is_pipeline)
+    section = check_ds_config(
+        config,
+        lambda line: print(f"paceline: warning: {line}", file=sys.stderr),
+        is_pipeline=None if args.world_size is None else True,
+    )
     shown: dict[str, Any] = {"paceline": section.model_dump(mode="json")}
     shown["auto"] = open_autos(config)
     if args.world_size is not None:

@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.doctor import facts, finding, installation, job_checks
+from paceline.doctor import finding, installation, job_checks
 from paceline.doctor.finding import PROBLEM, Finding
-from paceline.doctor.meeting import Deadline, Place, Unmet, heard, meet, tell
+from paceline.doctor.meeting import Place, Unmet, deadline, exchange, meet
+from paceline.messages import named
 
 if TYPE_CHECKING:
     from paceline.supervise.first_cause import Cause
@@ -85,13 +88,29 @@ def run(args: argparse.Namespace) -> int:
 
 def _alone(args: argparse.Namespace, *more: Finding) -> int:
     with _quiet_stdout():
-        known = facts.gather(args.output_dir, args.deepspeed)
-    found = [*installation.judge(known), *more]
+        found = [*installation.look(args.output_dir, args.deepspeed), *more]
+        known = installation.facts()
+        system, text = _environments()
     if args.json:
-        print(json.dumps({**finding.as_dict(found), "facts": known}, indent=2))
+        print(json.dumps({**finding.as_dict(found), "facts": known, "system": system}, indent=2))
     else:
-        print(finding.as_text(found))
+        print(f"{text}{finding.as_text(found)}")
     return finding.exit_status(found)
+
+
+def _environments() -> tuple[dict[str, Any], str]:
+    """What torch's ``collect_env`` and ``ds_report`` say, as values and as text; nothing of a broken installation."""
+    said = io.StringIO()
+    try:
+        from deepspeed.env_report import debug_report
+        from torch.utils.collect_env import get_env_info, pretty_str
+
+        info = get_env_info()
+        with contextlib.redirect_stdout(said):
+            debug_report()
+    except Exception:  # the findings say why
+        return {}, ""
+    return info._asdict(), f"{pretty_str(info)}\n\n{said.getvalue()}\n"
 
 
 @contextlib.contextmanager
@@ -127,32 +146,26 @@ class _Job:
                 return self._unmet(unmet.finding)
 
     def _run(self) -> int:
-        rank, timeout_s = self.place.rank, self.args.timeout
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        place, timeout_s = self.place, self.args.timeout
         # Rank 0 is reached or not, but also a connection that is there may never answer.
-        with Deadline(timeout_s + _SPARE_S, self._rank_0_is_silent):
-            store = meet(self.place, timeout_s)
-        own = facts.gather(self.args.output_dir, self.args.deepspeed if rank == 0 else "", patches=is_first)
-        own["identity"] = _identity()
-        self.facts[rank] = own
-        with Deadline(2 * timeout_s + _SPARE_S, self._rank_0_is_silent):
-            all_are_here = self._tell_facts(store, own)
-        if not all_are_here:
-            return self._report([]) if rank == 0 else 1
+        with deadline(timeout_s + _SPARE_S, self._rank_0_is_silent):
+            store = meet(place, timeout_s)
+        config = self.args.deepspeed if place.rank == 0 else ""
+        found = installation.look(self.args.output_dir, config, place)
+        own = installation.facts() | {"identity": _identity(), "findings": [asdict(one) for one in found]}
+        self.facts[place.rank] = own
+        self.facts = self._exchange(store, "facts", own, timeout_s)
+        if len(self.facts) < place.size:
+            self._give_up()
         return self._try(store)
 
-    def _tell_facts(self, store: Any, own: dict[str, Any]) -> bool:
-        """Exchange facts; whether rank 0 has heard all ranks."""
-        rank, size, timeout_s = self.place.rank, self.place.size, self.args.timeout
-        try:
-            tell(store, "facts", rank, own)
-            if rank == 0:
-                self.facts.update(heard(store, "facts", range(size), time.monotonic() + timeout_s))
-                tell(store, "all", 0, len(self.facts) == size)
-            return bool(heard(store, "all", [0], float("inf"))[0])
-        except RuntimeError:  # the connection to the store is lost, and with it rank 0
-            self._rank_0_is_silent()
-            raise
+    def _exchange(self, store: Any, topic: str, value: Any, timeout_s: float) -> dict[int, Any]:
+        with deadline(2 * timeout_s + _SPARE_S, self._rank_0_is_silent):
+            try:
+                return exchange(store, topic, self.place, value, timeout_s)
+            except RuntimeError:  # the connection to the store is lost, and with it rank 0
+                self._rank_0_is_silent()
+                raise
 
     def _try(self, store: Any) -> int:
         """All ranks have met; now they exchange."""
@@ -160,39 +173,63 @@ class _Job:
 
         from paceline.doctor import trial
 
-        rank, size, timeout_s = self.place.rank, self.place.size, self.args.timeout
-        try:
-            with Deadline(timeout_s + _SPARE_S, lambda: self._cannot_join(store, "it does not end")):
-                device = trial.join(store, rank, size, timeout_s)
-            self.own_trial["device"] = str(device)
-            tell(store, "joined", rank, True)
-            with Deadline(timeout_s + 2 * _SPARE_S, self._rank_0_is_silent):
-                joined = heard(store, "joined", range(size), time.monotonic() + timeout_s + _SPARE_S)
-        except Exception as error:
-            return self._cannot_join(store, f"{type(error).__name__}: {error}")
-        if len(joined) < size:
-            return self._cannot_join(store, "")
-        self.watch = trial.TrialWatch(self._cause_is_known)
+        why, timeout_s = "", self.args.timeout
+        with deadline(timeout_s + _SPARE_S, lambda: self._have_joined(store, "it does not end")):
+            try:
+                device = trial.join(store, self.place.rank, self.place.size, timeout_s)
+                self.own_trial["device"] = str(device)
+            except Exception as error:
+                why = named(error)
+        self._have_joined(store, why)
+        self.watch = trial.TrialWatch(lambda: self._failed(self.watch.cause))
         try:
             self.watch.start(timeout_s)
             gathered = trial.examine(self.watch, device, self.args.output_dir, self.own_trial)
             self.trials = dict(enumerate(gathered))
         except Exception as error:
             self._failed(self.watch.fail(error))
-        status = self._report([]) if rank == 0 else 0
+        agreed = [self._report() if self.place.rank == 0 else 0]
         self.watch.doing("waiting for the report", 0)
-        agreed = [status]
         dist.broadcast_object_list(agreed, src=0, device=device)
         self.watch.close()
         dist.destroy_process_group()
         return int(agreed[0])
 
+    def _have_joined(self, store: Any, why: str) -> None:
+        """End the job unless all ranks connect, which those at unreachable addresses cannot, though they have met.
+
+        Args:
+            why: this rank cannot; empty: it can.
+        """
+        causes = self._exchange(store, "joined", why, self.args.timeout + _SPARE_S)
+        found = []
+        if silent := [rank for rank in range(self.place.size) if rank not in causes]:
+            shown = finding.show_ranks(silent)
+            text = f"{shown} met the others and has not been heard of since"
+            found.append(Finding(PROBLEM, "ranks", text, f"look at what {shown} wrote, and at its host: does it hang?"))
+        for said in dict.fromkeys(filter(None, causes.values())):
+            remedy = (
+                "have each host's name lead to an address that the others reach, or set GLOO_SOCKET_IFNAME "
+                "(NCCL_SOCKET_IFNAME) to such an interface; open the hosts' ports to each other"
+            )
+            ranks = tuple(rank for rank, text in causes.items() if text == said)
+            found.append(Finding(PROBLEM, "process group", f"cannot be made: {said}", remedy, ranks))
+        if found:
+            self._give_up(*found)
+
     # -- when something is wrong ---------------------------------------------------------------------------------
+
+    def _give_up(self, *why: Finding) -> None:
+        """Rank 0 reports, and ends first: a launcher ends the others then, and shows whose status that was."""
+        if self.place.rank == 0:
+            self._report(*why)
+        time.sleep(_TOLD_S if self.place.rank == 0 else 2 * _TOLD_S)  # the store, which others read, is rank 0's
+        self._end(1)
 
     def _unmet(self, why: Finding) -> int:
         """Report why there is no job for this rank: no other rank has the reason."""
         if self.place.rank == 0:
-            return self._report([why])
+            return self._report(why)
         print(f"paceline: error: {why.text}; {why.remedy}", file=sys.stderr, flush=True)
         return 1
 
@@ -203,68 +240,14 @@ class _Job:
         self._unmet(Finding(PROBLEM, "ranks", text, remedy))
         self._end(1)
 
-    def _cannot_join(self, store: Any, why: str) -> int:
-        """Report ranks that find each other in the store and cannot connect, such as at unreachable addresses.
-
-        Args:
-            why: as this rank sees it; empty: others cannot.
-        """
-        try:
-            if self.place.rank == 0:
-                self._report(self._who_cannot_join(store, why))
-                tell(store, "reported", 0, True)
-                time.sleep(_TOLD_S)  # for the others to read it
-            else:
-                self._leave_it_to_rank_0(store, why)
-        finally:
-            self._end(1)
-        return 1
-
-    def _leave_it_to_rank_0(self, store: Any, why: str) -> None:
-        """Wait for rank 0's report: a launcher would end rank 0 when this rank ends."""
-        patience_s = 2 * self.args.timeout + 3 * _SPARE_S
-        with Deadline(patience_s + _SPARE_S, self._rank_0_is_silent):
-            try:
-                if why:
-                    tell(store, "failed", self.place.rank, " ".join(why.split()))
-                has_reported = bool(heard(store, "reported", [0], time.monotonic() + patience_s))
-            except RuntimeError:  # the store is lost
-                has_reported = False
-        if not has_reported:
-            self._rank_0_is_silent()
-        time.sleep(2 * _TOLD_S)  # rank 0 ends first: a launcher shows whose status that is
-
-    def _who_cannot_join(self, store: Any, why: str) -> list[Finding]:
-        others = range(1, self.place.size)
-        until_s = time.monotonic() + self.args.timeout + _SPARE_S  # some may still try
-        causes = {0: " ".join(why.split())} if why else {}
-        joined = heard(store, "joined", others, time.monotonic())
-        causes.update(heard(store, "failed", [one for one in others if one not in joined], until_s))
-        found = []
-        if silent := [one for one in others if one not in causes and one not in joined]:
-            shown = finding.show_ranks(silent)
-            text = f"{shown} met the others and has not been heard of since"
-            found.append(Finding(PROBLEM, "ranks", text, f"look at what {shown} wrote, and at its host: does it hang?"))
-        for said in dict.fromkeys(causes.values()):
-            ranks = tuple(one for one, text in causes.items() if text == said)
-            remedy = (
-                "have each host's name lead to an address that the others reach, or set GLOO_SOCKET_IFNAME "
-                "(NCCL_SOCKET_IFNAME) to such an interface; open the hosts' ports to each other"
-            )
-            found.append(Finding(PROBLEM, "process group", f"cannot be made: {said}", remedy, ranks))
-        return found
-
-    def _cause_is_known(self) -> None:
-        """Called by the watch, from its thread, while this rank waits or computes."""
-        self._failed(self.watch.cause)
-
     def _failed(self, cause: Cause) -> None:
         """The job cannot go on. One rank reports: rank 0, unless it is rank 0 that is gone."""
         from paceline.supervise.lifetime import wake_siblings
 
         try:
             if self.place.rank == (cause.speaker if cause.rank == 0 else 0):
-                self._report([_of_cause(cause)])
+                remedy = f"look at what rank {cause.rank} wrote, and at its host: is it up, is it out of memory?"
+                self._report(Finding(PROBLEM, "ranks", cause.text, remedy))
             wake_siblings()
         finally:
             self._end(1)
@@ -281,7 +264,8 @@ class _Job:
             self._failed(cause)
         elif self.place.rank == 0:
             remedy = "look at what the other ranks and the launcher wrote: one of them has ended first"
-            self._report([Finding(PROBLEM, "launcher", f"ended this before it was done: {text}", remedy)], text)
+            ended = Finding(PROBLEM, "launcher", f"ended this before it was done: {text}", remedy)
+            self._report(ended, unheard=text)
         self._end(1)
 
     def _end(self, code: int) -> None:
@@ -290,14 +274,14 @@ class _Job:
 
         end_process(code)
 
-    def _report(self, more: Sequence[Finding], unheard: str = "") -> int:
+    def _report(self, *more: Finding, unheard: str = "") -> int:
         """Say what is known; the exit status."""
         if not self._reporting.acquire(blocking=False):  # another thread says it
             time.sleep(_CAUSE_S)
             return 1
         trials = self.trials or {self.place.rank: dict(self.own_trial)}
         size = self.place.size
-        known = dict(self.facts)
+        known = self.facts
         of_ranks = job_checks.rows(known, size, trials)
         # Without an answer of rank 0, this rank has only its own facts.
         judged = job_checks.judge(known, size, trials, unheard) if self.place.rank == 0 and known else []
@@ -309,11 +293,6 @@ class _Job:
             text = f"{job_checks.table(of_ranks)}\n\n{finding.as_text(found)}" if known else finding.as_text(found)
         print(text, file=self._stdout, flush=True)
         return finding.exit_status(found)
-
-
-def _of_cause(cause: Cause) -> Finding:
-    remedy = f"look at what rank {cause.rank} wrote, and at its host: is it up, is it out of memory, was it stopped?"
-    return Finding(PROBLEM, "ranks", cause.text, remedy)
 
 
 def _identity() -> str:

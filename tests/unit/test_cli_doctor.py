@@ -31,7 +31,8 @@ def test_json(tmp_path: Path) -> None:
     assert {"python", "torch", "patches", "devices", "build locks", "--output_dir"} <= {
         one["check"] for one in shown["findings"]
     }
-    assert shown["facts"]["devices"]["accelerator"] == "cpu"
+    assert shown["facts"]["versions"]["accelerator"] == "cpu"
+    assert shown["system"]["torch_version"] == shown["facts"]["versions"]["torch"]
 
 
 def test_problems_and_what_to_fix(tmp_path: Path) -> None:
@@ -50,6 +51,7 @@ def test_problems_and_what_to_fix(tmp_path: Path) -> None:
         HF_TOKEN="hf_secret",
     )
     assert done.returncode == 1
+    assert "\nDeepSpeed general environment info:\n" in done.stdout
     lines = done.stdout.splitlines()
     problems = [line.split()[1] for line in lines if line.startswith("problem ")]
     assert problems == ["build", "deepspeed", "GLOO_SOCKET_IFNAME", "launcher"]

@@ -6,7 +6,7 @@ from .exclusions import Features, check_exclusions, exclusion
 from .files import read_ds_config, without_secrets
 from .known import near_misses, warn_near_misses
 from .partitions import PartitionChoice, resolve_partition
-from .resolve import check_features, check_written, resolve
+from .resolve import check_ds_config, check_features, check_written, resolve
 from .run_plan import Choice, RunPlan, plan_as_built
 from .schedulers import check_scheduler
 from .schedules import ScheduleChoice, resolve_schedule
@@ -24,6 +24,7 @@ __all__ = [
     "RunPlan",
     "ScheduleChoice",
     "ScheduleConfig",
+    "check_ds_config",
     "check_exclusions",
     "check_features",
     "check_scheduler",

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.families import INTERLEAVED
 from .batch_sizes import MICRO_BATCH, MICRO_BATCHES, TRAIN_BATCH, batch_sizes
+from .effects import without_effect
 from .exclusions import Features, check_exclusions
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
-from .known import check_objects
+from .known import check_objects, near_misses
+from .optimizers import check_optimizer
 from .partitions import resolve_partition
 from .run_plan import Choice, RunPlan
+from .schedulers import check_scheduler
 from .schedules import resolve_schedule
-from .section import PacelineConfig, show, value_at
+from .section import SECTION, PacelineConfig, show, value_at
 from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type, stages_a_rank
 
 ZERO_STAGE = "zero_optimization.stage"
@@ -139,6 +142,30 @@ def check_written(config: Mapping[str, Any], section: PacelineConfig, *, is_pipe
         return
     expert_parallel = resolve_expert_parallel(config.get(EXPERT_PARALLEL, {}), None)
     check_features({key: value for key, value in config.items() if key != EXPERT_PARALLEL}, section, expert_parallel)
+
+
+def check_ds_config(
+    config: Mapping[str, Any], warn: Callable[[str], Any], *, is_pipeline: bool | None = None
+) -> PacelineConfig:
+    """Check everything that a JSON alone tells; the section.
+
+    Args:
+        warn: called with a line for each key that has no effect.
+        is_pipeline: by default, whether the section has a pipeline.
+
+    Raises:
+        ValueError: one line with the value, the rule and the remedy.
+    """
+    check_scheduler(config)
+    section = PacelineConfig.of(config)
+    if is_pipeline is None:
+        is_pipeline = "pipeline" in config.get(SECTION, {})
+    for line in [*near_misses(config), *(without_effect(config) if is_pipeline else ())]:
+        warn(line)
+    if is_pipeline:
+        check_optimizer(config)
+    check_written(config, section, is_pipeline=is_pipeline)
+    return section
 
 
 def _is_stock_adam(config: Mapping[str, Any]) -> bool:

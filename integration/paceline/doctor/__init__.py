@@ -1,1 +1,1 @@
-"""Is this installation, and this cluster, fit to train? Facts are gathered, judged as values, and shown."""
+"""Is this installation, and this cluster, fit to train? Checks yield findings, which are shown."""

@@ -1,368 +1,358 @@
-"""Findings from the facts of one process. Pure: :mod:`.facts` gathers them."""
+"""Checks of one process's installation and machine. Each looks at one thing, and changes nothing."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ..messages import named
-from ..supervise.build_locks import YOUNG_S
-from .facts import meaning
+from ..supervise.build_locks import YOUNG_S, extension_folders, locks
 from .finding import NOTE, OK, PROBLEM, Finding
+from .meeting import Place
+
+OPTIONAL = ("peft", "trl")
+"""Packages that are at work where they are installed."""
+
+VARIABLES = (
+    *("DS_ACCELERATOR", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "RANK"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR", "TRANSFORMERS_OFFLINE", "WORLD_SIZE"),
+)
+PREFIXES = ("CUDA_", "DEEPSPEED_", "GLOO_", "NCCL_", "PACELINE_", "TORCH_NCCL_", "UCX_")
+"""Of further variables of the environment that change what a job does."""
 
 GIB = 2**30
-LEAST_ROOM = {"--output_dir": GIB, "temporary files": GIB // 4, "cache of the hub": GIB // 4}
-"""Bytes of a disk below which a run cannot be expected to end well."""
+PLACES = {
+    "--output_dir": (GIB, "choose another --output_dir"),
+    "temporary files": (GIB // 4, "choose another place (TMPDIR)"),
+    "cache of the hub": (GIB // 4, "choose another place (HF_HOME)"),
+    "/dev/shm": (GIB // 4, "give the container more: docker run --shm-size=8g (or --ipc=host)"),
+}
+"""Where a job writes: bytes below which it cannot be expected to end well, and what to do then."""
 
 LITTLE_ROOM = 10 * GIB
-LEAST_SHARED = GIB // 4
-"""Bytes of /dev/shm; Docker's default is a quarter of that."""
-
-LEAST_OPEN_FILES = 4096
-_IMPORTING = ("patches", "devices", "locks")
-"""Facts whose gathering imports torch or DeepSpeed."""
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Where a container finds its limit, by control groups of version 2 and 1."""
 
 
-def judge(facts: Mapping[str, Any], *, num_hosts: int = 1, ranks_on_host: int = 1) -> list[Finding]:
-    """The findings about one process.
+def look(output_dir: str = "", deepspeed: str = "", place: Place | None = None) -> list[Finding]:
+    """The findings about this process. A check that fails is one, so that a broken installation is looked at too.
 
     Args:
-        facts: as :func:`.facts.gather` gives them, in whole or in part.
-        num_hosts: of the job.
-        ranks_on_host: processes of the job on this host.
+        output_dir: that a run is to write to; empty: none.
+        deepspeed: path of a DeepSpeed JSON; empty: none.
+        place: in a job. Only the first rank of a host looks at what is its host's.
     """
-    accelerator = facts.get("devices", {}).get("accelerator", "cpu")
-    variables = facts.get("environment", {})
-    cores = facts.get("machine", {}).get("usable_cores", 0)
-    has_infiniband = bool(facts.get("network", {}).get("infiniband"))
-    judges: dict[str, Callable[[Any], Iterator[Finding]]] = {
-        **_JUDGES,
-        "devices": lambda devices: _devices(devices, ranks_on_host),
-        "shared_memory": lambda shared: _shared_memory(shared, accelerator),
-        "limits": lambda limits: _limits(limits, has_infiniband),
-        "network": lambda network: _network(network, variables, num_hosts),
-        "environment": lambda known: _environment(known, cores, ranks_on_host, facts.get("devices")),
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    has_others = place is not None and place.size > place.ranks_on_host
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "packages": lambda: check_packages(asked := required(), installed(asked)),
+        "imports": imports,
+        "devices": lambda: devices(place),
+        "build locks": lambda: check_locks(locks(extension_folders())),
+        "disk": lambda: disk(output_dir),
+        "environment": lambda: [
+            Finding(OK, "environment", ", ".join(map("=".join, environment(os.environ).items())) or "nothing is set")
+        ],
     }
+    if deepspeed:
+        checks["deepspeed JSON"] = lambda: config(deepspeed)
+    if place is None or place.local_rank == 0:
+        checks |= {
+            "patches": patches,
+            "machine": machine,
+            "network": lambda: check_network(*network(), chosen, has_others=has_others),
+        }
     found: list[Finding] = []
-    failed = dict(facts.get("failed", {}))
-    for name, judge_one in judges.items():
-        if facts.get(name) is not None:
-            try:
-                found += judge_one(facts[name])
-            except Exception as error:  # packaging, for example, may be what is missing
-                failed[name] = named(error)
-    broken = [name for name, why in facts.get("imports", {}).items() if why]
-    for name, why in failed.items():
-        check = name.replace("_", " ")
-        if broken and name in _IMPORTING:
-            found.append(Finding(NOTE, check, f"not looked at, since {' and '.join(broken)} cannot be imported"))
-        else:
-            remedy = f"find out why the look at {check} fails, and repair what it names: {why}"
-            found.append(Finding(PROBLEM, check, f"could not be looked at: {why}", remedy))
+    for name, check in checks.items():
+        try:
+            found += check()
+        except Exception as error:
+            broken = [one.check for one in found if one.text.startswith(_NO_IMPORT)]
+            if broken:
+                found.append(Finding(NOTE, name, f"not looked at, without {' and '.join(broken)}: {named(error)}"))
+            else:
+                remedy = f"find out why the look at {name} fails, and repair what it names: {named(error)}"
+                found.append(Finding(PROBLEM, name, f"could not be looked at: {named(error)}", remedy))
     return found
 
 
-def _python(python: Mapping[str, Any]) -> Iterator[Finding]:
+def facts() -> dict[str, Any]:
+    """Values of this process that the ranks of a job compare."""
+    versions: dict[str, str | None] = {}
+    with contextlib.suppress(Exception):  # what is missing is among the findings
+        versions = installed(required())
+        import torch
+        from deepspeed.accelerator import get_accelerator
+
+        versions["accelerator"] = get_accelerator().device_name()
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    return {
+        "host": socket.gethostname(),
+        "versions": versions,
+        "environment": environment(os.environ),
+        "ahead_s": time.time() - time.perf_counter(),
+    }
+
+
+def required() -> dict[str, str]:
+    """Versions that paceline's metadata asks for, of Python too."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = map(Requirement, metadata.requires("paceline") or ())
+    except metadata.PackageNotFoundError:
+        return {}
+    needed = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
+    python = metadata.metadata("paceline")["Requires-Python"] or ""
+    return {"python": python} | {one.name: str(one.specifier) for one in needed}
+
+
+def installed(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of Python, paceline and packages; None: not installed."""
+    found: dict[str, str | None] = dict.fromkeys(("paceline", *names, *OPTIONAL))
+    for name in found:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found | {"python": platform.python_version()}
+
+
+def check_packages(asked: Mapping[str, str], found: Mapping[str, str | None]) -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
-    asked = python["asked"]
-    text = f"{python['version']} ({python['executable']})"
-    if asked and not SpecifierSet(asked).contains(python["version"], prereleases=True):
-        remedy = f"install paceline for a Python that is {asked}: this one is {python['version']}"
-        yield Finding(PROBLEM, "python", f"{text}: paceline asks for {asked}", remedy)
-    else:
-        yield Finding(OK, "python", f"{text}{f', asked for {asked}' if asked else ''}")
-
-
-def _packages(packages: Mapping[str, Any]) -> Iterator[Finding]:
-    from packaging.specifiers import SpecifierSet
-
-    if packages["paceline"] is None:
-        remedy = "install paceline in this Python: pip install -e . in its repository"
-        yield Finding(PROBLEM, "paceline", "is not installed, only imported: versions cannot be compared", remedy)
-    else:
-        yield Finding(OK, "paceline", packages["paceline"])
-    for name, version in packages["found"].items():
-        asked = packages["asked"].get(name)
-        if asked is None:
-            text = f"{version} (optional)" if version else "not installed (optional)"
-            yield Finding(OK, name, text)
+    for name, version in found.items():
+        wanted = f", asked for {asked[name]}" if asked.get(name) else ""
+        install = f'pip install "{name}{asked.get(name)}"' if name != "python" else "install paceline for such a Python"
+        if name == "paceline" and version is None:
+            remedy = "install paceline in this Python: pip install -e . in its repository"
+            yield Finding(PROBLEM, name, "is not installed, only imported: versions cannot be compared", remedy)
         elif version is None:
-            yield Finding(PROBLEM, name, f"is not installed: paceline asks for {name}{asked}", _install(name, asked))
-        elif not SpecifierSet(asked).contains(version, prereleases=True):
-            yield Finding(PROBLEM, name, f"{version}: paceline asks for {asked}", _install(name, asked))
+            yield Finding(PROBLEM if name in asked else OK, name, f"is not installed{wanted}", install)
+        elif not SpecifierSet(asked.get(name, "")).contains(version, prereleases=True):
+            yield Finding(PROBLEM, name, f"{version}{wanted}", install)
         else:
-            yield Finding(OK, name, f"{version}{f', asked for {asked}' if asked else ''}")
+            yield Finding(OK, name, f"{version}{wanted}")
 
 
-def _install(name: str, asked: str) -> str:
-    return f'pip install "{name}{asked}"'
+_NO_IMPORT = "cannot be imported"
 
 
-def _imports(imports: Mapping[str, str]) -> Iterator[Finding]:
-    for name, why in imports.items():
-        if why:
-            remedy = f'make `python -c "import {name}"` work: {why}'
-            yield Finding(PROBLEM, name, f"cannot be imported: {why}", remedy)
+def imports(names: Iterable[str] = ("torch", "deepspeed")) -> Iterator[Finding]:
+    """Try the packages that nothing goes without."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # what a broken installation raises is not only ImportError
+            remedy = f'make `python -c "import {name}"` work: {named(error)}'
+            yield Finding(PROBLEM, name, f"{_NO_IMPORT}: {named(error)}", remedy)
 
 
-def _patches(patches: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    refused = [patch for patch in patches if patch["problem"]]
-    for patch in refused:
-        if patch["optional"]:
-            yield Finding(NOTE, "patch", f"left out: {patch['problem']}")
+def patches() -> Iterator[Finding]:
+    """Compare the declared patches with the sources that are installed."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ..patches.registry import all_patches
+
+    declared = [one for one in all_patches() if one.accelerator in ("", get_accelerator().device_name())]
+    refused = [(one, problem) for one in declared if (problem := one.problem())]
+    for patch, problem in refused:
+        if patch.optional:
+            yield Finding(NOTE, "patch", f"left out: {problem}")
         else:
-            remedy = f"{patch['target']}: install the versions that paceline asks for; `paceline patches` says more"
-            yield Finding(PROBLEM, "patch", f"does not fit: {patch['problem']}", remedy)
+            remedy = f"{patch.target}: install the versions that paceline asks for; `paceline patches` says more"
+            yield Finding(PROBLEM, "patch", f"does not fit: {problem}", remedy)
     if not refused:
-        yield Finding(OK, "patches", f"all {len(patches)} fit what is installed")
+        yield Finding(OK, "patches", f"all {len(declared)} fit what is installed")
 
 
-def _machine(machine: Mapping[str, Any]) -> Iterator[Finding]:
-    limits = machine["cgroup"]
-    cores = f"{machine['usable_cores']} of {machine['logical_cores']} logical cores"
-    memory = f"{_gib(machine['available_bytes'])} of {_gib(machine['memory_bytes'])} memory free"
-    yield Finding(OK, "machine", f"{machine['host']}, {machine['system']}, {cores}, {memory}")
-    if limits["cores"] is not None and limits["cores"] < machine["usable_cores"]:
-        yield Finding(
-            NOTE,
-            "container",
-            f"may use {limits['cores']:g} cores, and sees {machine['usable_cores']}",
-            f"set OMP_NUM_THREADS to at most {max(1, int(limits['cores']))} divided by the ranks on this host",
+def devices(place: Place | None) -> Iterator[Finding]:
+    """The accelerator that DeepSpeed has found and the memory of its GPUs; of a job's rank, of its own GPU."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    name = str(get_accelerator().device_name())
+    count = torch.cuda.device_count() if name == "cuda" else 0
+    yield check_devices(name, count, torch.version.cuda, has_driver=os.path.exists("/dev/nvidiactl"))
+    for index in range(count) if place is None else [place.local_rank % count] if count else ():
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
+        is_taken = free < total / 2
+        advice = "something else uses it: `nvidia-smi` shows what" if is_taken else ""
+        yield Finding(NOTE if is_taken else OK, f"cuda:{index}", text, advice)
+    yield from check_sharing(count, place, os.environ)
+
+
+def check_devices(name: str, count: int, cuda: str | None, *, has_driver: bool) -> Finding:
+    if name == "cpu" and has_driver:
+        why = "DeepSpeed uses the CPU" if cuda else "this torch is built without CUDA"
+        advice = "unset DS_ACCELERATOR to use its GPUs" if cuda else "install a torch that is built for CUDA"
+        return Finding(NOTE, "devices", f"cpu, although this machine has an NVIDIA driver: {why}", advice)
+    if name == "cuda" and not count:
+        remedy = "look at `nvidia-smi`, CUDA_VISIBLE_DEVICES and the container's access to GPUs; DS_ACCELERATOR=cpu "
+        return Finding(PROBLEM, "devices", "cuda, and torch sees no GPU", f"{remedy}does without them")
+    return Finding(OK, "devices", f"{name}, {count} GPUs, CUDA {cuda}" if count else name)
+
+
+def check_sharing(count: int, place: Place | None, variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Ranks that share GPUs, and kernels that share a queue.
+
+    Args:
+        count: GPUs of this host; 0 on another accelerator.
+    """
+    if place is not None and 0 < count < place.ranks_on_host:
+        text = f"{place.ranks_on_host} ranks share {count}: gloo in NCCL's place, which is slow"
+        yield Finding(NOTE, "devices", text, "run one rank per GPU for speed")
+    elif count and variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        text = (
+            "1: all streams share one queue, in which kernels of different NCCL communicators (between stages, between "
+            "replicas) wait for each other, without end if two ranks have them in different orders"
         )
-    if limits["memory_bytes"] is not None and limits["memory_bytes"] < machine["memory_bytes"]:
-        text = f"may use {_gib(limits['memory_bytes'])} of memory: what takes more is killed without a word"
-        yield Finding(NOTE, "container", text)
+        remedy = "unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8, CUDA's own value"
+        yield Finding(PROBLEM if place is not None else NOTE, "CUDA_DEVICE_MAX_CONNECTIONS", text, remedy)
 
 
-def _locks(locks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    for lock in locks:
-        path, age = lock["path"], _age(lock["age_s"])
+def machine(cgroup: str | os.PathLike[str] = "/sys/fs/cgroup") -> Iterator[Finding]:
+    """Cores and memory that this process may have."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
+    room = f"{_gib(memory.available)} of {_gib(memory.total)} memory free"
+    yield Finding(OK, "machine", f"{socket.gethostname()}, {platform.platform()}, {cores}, {room}")
+    for path in (Path(cgroup) / name for name in _CGROUPS):
+        limit = path.read_text().strip() if path.exists() else ""
+        if limit.isdecimal() and int(limit) < memory.total:  # "max", or a number above all, for no limit
+            text = f"may use {_gib(int(limit))} of memory: what takes more is killed without a word"
+            yield Finding(NOTE, "container", text)
+
+
+def check_locks(found: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    for lock in found:
+        path, age = lock["path"], f"{lock['age_s'] / 60:.0f} minutes"
         if lock["holder"] is not None:
             yield Finding(OK, "build", f"process {lock['holder']} builds an extension since {age}: {path}")
         elif lock["age_s"] < YOUNG_S:
-            text = f"{path} is {age} old, and no process that can be seen here holds it: another host may build there"
+            text = f"{path} is new, and no process that can be seen here holds it: another host may build there"
             yield Finding(NOTE, "build lock", text, "look again in a minute")
         else:
-            yield Finding(
-                PROBLEM,
-                "build lock",
-                f"{path} was left {age} ago by a build that was killed: DeepSpeed waits for it without end",
-                f"rm {path} (unless another host that shares this folder is building there now)",
-            )
-    if not locks:
+            text = f"{path} was left {age} ago by a build that was killed: DeepSpeed waits for it without end"
+            remedy = f"rm {path} (unless another host that shares this folder is building there now)"
+            yield Finding(PROBLEM, "build lock", text, remedy)
+    if not found:
         yield Finding(OK, "build locks", "none was left in torch's folder of extensions")
 
 
-def _disk(disk: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    for place in disk:
-        check, path = place["purpose"], place["path"]
-        text = f"{path}: {_gib(place['free_bytes'])} of {_gib(place['total_bytes'])} free"
-        if not place["is_folder"]:
+def disk(output_dir: str) -> Iterator[Finding]:
+    """Room where a job writes, and whether it may."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    paths = (output_dir, tempfile.gettempdir(), HF_HUB_CACHE, "/dev/shm" if os.path.isdir("/dev/shm") else "")
+    for (check, (least, other)), path in zip(PLACES.items(), paths, strict=True):
+        if not path:
+            continue
+        there = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
+        usage = shutil.disk_usage(there)
+        text = f"{path}: {_gib(usage.free)} of {_gib(usage.total)} free"
+        if not there.is_dir():
             yield Finding(PROBLEM, check, f"{path} is a file, or under one", f"give a folder for {check}, not {path}")
-        elif not place["writable"]:
-            remedy = f"make {path} writable for this user, or choose another place for {check} ({_CHOOSING[check]})"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            remedy = f"make {path} writable for this user, or {other}"
             yield Finding(PROBLEM, check, f"{path} cannot be written to", remedy)
-        elif place["free_bytes"] < LEAST_ROOM[check]:
-            remedy = f"free some of the disk of {path}, or choose another place for {check} ({_CHOOSING[check]})"
-            yield Finding(PROBLEM, check, text, remedy)
-        elif place["free_bytes"] < LITTLE_ROOM and check != "temporary files":
+        elif usage.free < least:  # where little of /dev/shm is free, NCCL fails, and on CPUs loaders' workers may
+            level = NOTE if check == "/dev/shm" and not os.path.exists("/dev/nvidiactl") else PROBLEM
+            yield Finding(level, check, text, f"free some of {path}, or {other}")
+        elif usage.free < LITTLE_ROOM and check == "--output_dir":
             yield Finding(NOTE, check, text, "a checkpoint has 12 to 18 bytes for each parameter")
         else:
             yield Finding(OK, check, text)
 
 
-_CHOOSING = {"--output_dir": "--output_dir", "temporary files": "TMPDIR", "cache of the hub": "HF_HOME"}
+def config(path: str) -> Iterator[Finding]:
+    """A DeepSpeed JSON as ``paceline check-config`` reads it: its warnings, what is filled in later, or the error."""
+    from ..config import check_ds_config, open_autos, read_ds_config
 
-
-def _config(config: Mapping[str, Any]) -> Iterator[Finding]:
-    check, path = "deepspeed JSON", config["path"]
-    if config["error"]:
-        text = config["error"] if path in config["error"] else f"{path}: {config['error']}"
-        yield Finding(PROBLEM, check, text, f"correct {path}: {config['error']}")
+    check, warnings = "deepspeed JSON", list[str]()
+    try:
+        found = read_ds_config(path)
+        section = check_ds_config(found, warnings.append)
+    except ValueError as error:
+        why = " ".join(str(error).split())
+        yield Finding(PROBLEM, check, why if path in why else f"{path}: {why}", f"correct {path}: {why}")
         return
-    for line in config["near_misses"]:
+    for line in warnings:
         yield Finding(NOTE, check, line)
-    filled = f"; from the command line: {', '.join(config['autos'])}" if config["autos"] else ""
-    yield Finding(OK, check, f'{path}: "paceline": {config["section"]}{filled}')
+    shown = json.dumps(section.model_dump(mode="json", exclude_none=True))
+    filled = f"; from the command line: {', '.join(autos)}" if (autos := open_autos(found)) else ""
+    yield Finding(OK, check, f'{path}: "paceline": {shown}{filled}')
 
 
-_JUDGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
-    "python": _python,
-    "packages": _packages,
-    "imports": _imports,
-    "patches": _patches,
-    "machine": _machine,
-    "locks": _locks,
-    "disk": _disk,
-    "config": _config,
-}
+def network() -> tuple[str, list[str], dict[str, list[str]]]:
+    """This host's name, the addresses that it leads to, and those of the interfaces that are up."""
+    import psutil
 
-
-def _devices(devices: Mapping[str, Any], ranks_on_host: int) -> Iterator[Finding]:
-    name, those = devices["accelerator"], devices["devices"]
-    if name == "cpu" and devices["has_nvidia"]:
-        cuda = devices["built_for_cuda"]
-        reason = "DeepSpeed uses the CPU" if cuda else "this torch is built without CUDA"
-        text = f"cpu, although this machine has an NVIDIA driver: {reason}"
-        advice = "unset DS_ACCELERATOR to use its GPUs" if cuda else "install a torch that is built for CUDA"
-        yield Finding(NOTE, "devices", text, advice)
-    elif name == "cpu":
-        yield Finding(OK, "devices", "cpu, no GPUs; ranks talk by gloo")
-    elif name == "cuda" and not those:
-        remedy = "look at `nvidia-smi`, CUDA_VISIBLE_DEVICES and the container's access to GPUs; DS_ACCELERATOR=cpu "
-        yield Finding(PROBLEM, "devices", "cuda, and torch sees no GPU", remedy + "does without them")
-    else:
-        nccl = f"NCCL {devices['nccl']}, " if devices["nccl"] else ""
-        built = f"CUDA {devices['built_for_cuda']}, driver {devices['driver'] or 'unknown'}"
-        yield Finding(OK, "devices", f"{name}, {max(len(those), 1)} of them; {nccl}{built}")
-    for index, device in enumerate(those):
-        mode, free = device.get("compute_mode", "Default"), device.get("free_bytes")
-        room = f", {_gib(free)} free" if free is not None else ""
-        text = f"{device['name']}, {_gib(device['total_bytes'])}{room}, capability {device['capability']}"
-        check = f"{name}:{index}"
-        if mode == "Prohibited":
-            remedy = f"nvidia-smi -i {index} -c DEFAULT (as root): its compute mode is {mode}"
-            yield Finding(PROBLEM, check, f"{text}: its compute mode is {mode}, no process may use it", remedy)
-        elif mode.startswith("Exclusive") and ranks_on_host > len(those):
-            remedy = f"run at most {len(those)} ranks on this host, or nvidia-smi -i {index} -c DEFAULT (as root)"
-            yield Finding(PROBLEM, check, f"{text}: its compute mode is {mode}, and ranks are to share it", remedy)
-        elif free is not None and free < device["total_bytes"] / 2:
-            yield Finding(NOTE, check, text, "something else uses it: `nvidia-smi` shows what")
-        else:
-            yield Finding(OK, check, text)
-    if name == "cuda" and 0 < len(those) < ranks_on_host:
-        text = f"{ranks_on_host} ranks share {len(those)}: gloo in NCCL's place, which is slow"
-        yield Finding(NOTE, "devices", text, "run one rank per GPU for speed")
-
-
-def _shared_memory(shared: Mapping[str, Any], accelerator: str) -> Iterator[Finding]:
-    text = f"{_gib(shared['free_bytes'])} of {_gib(shared['total_bytes'])} free"
-    if shared["free_bytes"] >= LEAST_SHARED:
-        yield Finding(OK, "/dev/shm", text)
-        return
-    remedy = "give the container more shared memory: docker run --shm-size=8g (or --ipc=host); else free /dev/shm"
-    needs = "NCCL and workers that load data fail with so little" if accelerator == "cuda" else "loaders' workers fail"
-    level = PROBLEM if accelerator == "cuda" else NOTE
-    yield Finding(level, "/dev/shm", f"{text}: {needs}", remedy)
-
-
-def _limits(limits: Mapping[str, Any], has_infiniband: bool) -> Iterator[Finding]:
-    soft, hard = limits["open_files"]
-    if soft is not None and soft < LEAST_OPEN_FILES:
-        least = LEAST_OPEN_FILES if hard is None else min(hard, LEAST_OPEN_FILES)
-        root = "" if least == LEAST_OPEN_FILES else f"; to have {LEAST_OPEN_FILES}, raise the hard limit, {hard}"
-        advice = f"ulimit -n {least} before the launcher{root}"
-        yield Finding(
-            PROBLEM if soft < LEAST_OPEN_FILES // 16 else NOTE,
-            "open files",
-            f"at most {soft}: many ranks, and loaders' workers, need more",
-            advice,
-        )
-    else:
-        yield Finding(OK, "open files", f"at most {'any number' if soft is None else soft}")
-    locked = limits["locked_bytes"][0]
-    if has_infiniband and locked is not None:
-        advice = "ulimit -l unlimited (in a container: --ulimit memlock=-1)"
-        text = f"at most {locked / 2**20:g} MiB: InfiniBand and RDMA need to lock more"
-        yield Finding(PROBLEM, "locked memory", text, advice)
-    else:
-        yield Finding(OK, "locked memory", "no limit" if locked is None else f"at most {locked / 2**20:g} MiB")
-
-
-def _network(network: Mapping[str, Any], variables: Mapping[str, str], num_hosts: int) -> Iterator[Finding]:
-    interfaces = network["interfaces"]
-    own = {address for one in interfaces.values() for address in one["addresses"]}
-    outward = {
-        name: one["addresses"]
-        for name, one in interfaces.items()
-        if one["is_up"] and any(not _is_loopback(address) for address in one["addresses"])
+    families, host = (socket.AF_INET, socket.AF_INET6), socket.gethostname()
+    interfaces = {
+        name: [one.address.partition("%")[0] for one in psutil.net_if_addrs().get(name, ()) if one.family in families]
+        for name, stats in psutil.net_if_stats().items()
+        if stats.isup
     }
-    shown = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in outward.items()) or "loopback only"
-    fast = f"; InfiniBand: {', '.join(network['infiniband'])}" if network["infiniband"] else ""
-    yield Finding(OK, "interfaces", f"{shown}{fast}")
-    gloo = variables.get("GLOO_SOCKET_IFNAME", "")
-    yield from _chosen_interfaces(variables, interfaces, num_hosts)
-    yield from _host_name(network, own, outward, gloo, num_hosts)
-    if network["master"] and not network["master_addresses"]:
-        remedy = f"set MASTER_ADDR (--master_addr) to an address of rank 0's host: {network['master']} leads nowhere"
-        yield Finding(PROBLEM, "MASTER_ADDR", f"{network['master']} leads to no address", remedy)
-    elif num_hosts > 1 and network["master"] and all(_is_loopback(one) for one in network["master_addresses"]):
-        text = f"{network['master']} is loopback ({', '.join(network['master_addresses'])}), and there are other hosts"
-        yield Finding(PROBLEM, "MASTER_ADDR", text, "give --master_addr an address of rank 0's host that others reach")
+    try:
+        leads_to = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except (OSError, UnicodeError):
+        leads_to = []
+    return host, leads_to, interfaces
 
 
-def _host_name(
-    network: Mapping[str, Any], own: set[str], outward: Mapping[str, Any], gloo: str, num_hosts: int
+def check_network(
+    host: str, leads_to: Sequence[str], interfaces: Mapping[str, Sequence[str]], chosen: str, *, has_others: bool
 ) -> Iterator[Finding]:
-    host, addresses = network["host"], network["addresses"]
-    name = next(iter(outward), "eth0")
-    remedy = f"write the address of {host} into /etc/hosts, or export GLOO_SOCKET_IFNAME={name}"
-    level = PROBLEM if num_hosts > 1 else NOTE  # on one host gloo then takes the loopback
-    if num_hosts == 1:
-        remedy = f"for jobs over several hosts: {remedy}"
-    if gloo:
-        yield Finding(OK, "host name", f"{host} leads to {', '.join(addresses) or 'nothing'}; gloo uses {gloo}")
-    elif not addresses:
-        yield Finding(level, "host name", f"{host} leads to no address, and gloo looks for it", remedy)
-    elif not any(address in own or _is_loopback(address) for address in addresses):
-        text = f"{host} leads to {', '.join(addresses)}, which no interface of this host has: gloo cannot listen there"
-        yield Finding(level, "host name", text, remedy)
-    elif all(_is_loopback(address) for address in addresses):
-        text = f"{host} leads to {', '.join(addresses)}, which other hosts cannot reach: gloo tells them to"
-        yield Finding(level, "host name", text, remedy)
-    else:
-        yield Finding(OK, "host name", f"{host} leads to {', '.join(addresses)}")
+    """Check where gloo listens.
+
+    Args:
+        leads_to: addresses of ``host``: gloo takes them unless an interface is chosen.
+        interfaces: that are up, with their addresses.
+        chosen: GLOO_SOCKET_IFNAME; empty: not set.
+        has_others: whether the job has other hosts.
+    """
+    outward = [name for name, those in interfaces.items() if not all(map(_is_loopback, those))]
+    yield Finding(OK, "interfaces", ", ".join(f"{name} {' '.join(interfaces[name])}" for name in outward) or "loopback")
+    for name in chosen.split(",") if chosen else ():
+        if name not in interfaces or (has_others and name not in outward):
+            why = f"other hosts cannot reach {name}" if name in interfaces else f"no interface {name} is up"
+            remedy = f"set GLOO_SOCKET_IFNAME to one of {', '.join(outward or interfaces)}, or unset it"
+            yield Finding(PROBLEM, "GLOO_SOCKET_IFNAME", f"{chosen}: {why}", remedy)
+    text = f"{host} leads to {', '.join(leads_to) or 'no address'}"
+    if chosen or any(address in interfaces[name] for name in outward for address in leads_to):
+        yield Finding(OK, "host name", f"{text}{f'; gloo uses {chosen}' if chosen else ''}")
+        return
+    remedy = f"write the address of {host} into /etc/hosts, or export GLOO_SOCKET_IFNAME={[*outward, 'eth0'][0]}"
+    if has_others:
+        yield Finding(PROBLEM, "host name", f"{text}, where others cannot reach it: gloo tells them to", remedy)
+    else:  # gloo takes the loopback
+        yield Finding(NOTE, "host name", f"{text}, where other hosts cannot reach it", f"for several hosts: {remedy}")
 
 
-def _chosen_interfaces(
-    variables: Mapping[str, str], interfaces: Mapping[str, Any], num_hosts: int
-) -> Iterator[Finding]:
-    """Check the interfaces that variables name: gloo takes whole names, NCCL prefixes, ``=name`` and ``^not_name``."""
-    usable = ", ".join(name for name, one in interfaces.items() if one["is_up"])
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = variables.get(variable, "")
-        if not value or value.startswith("^"):
-            continue
-        is_whole = variable.startswith("GLOO") or value.startswith("=")
-        for name in value.lstrip("=").split(","):
-            those = [one for one in interfaces if one == name or (not is_whole and one.startswith(name))]
-            if not those:
-                remedy = f"set {variable} to one of {usable}, or unset it"
-                yield Finding(PROBLEM, variable, f"{value}: this host has no interface {name}", remedy)
-            elif not any(interfaces[one]["is_up"] for one in those):
-                remedy = f"bring {name} up, or set {variable} to one of {usable}"
-                yield Finding(PROBLEM, variable, f"{value}: the interface {name} is down", remedy)
-            elif num_hosts > 1 and all(_is_loopback(one) for each in those for one in interfaces[each]["addresses"]):
-                remedy = f"set {variable} to an interface that other hosts reach, of {usable}"
-                yield Finding(PROBLEM, variable, f"{value}: other hosts cannot reach {name}", remedy)
-
-
-def _environment(
-    variables: Mapping[str, str], cores: int, ranks_on_host: int, devices: Mapping[str, Any] | None
-) -> Iterator[Finding]:
-    wrong = set()
-    threads = variables.get("OMP_NUM_THREADS")
-    if threads is None and cores:
-        text = f"not set: each rank computes with {cores} threads on the CPU"
-        advice = f"set it to {max(1, cores // max(ranks_on_host, 1))}" if ranks_on_host > 1 else ""
-        yield Finding(NOTE if ranks_on_host > 1 else OK, "OMP_NUM_THREADS", text, advice)
-    elif threads is not None and not (threads.isdecimal() and int(threads)):
-        remedy = "set OMP_NUM_THREADS to a whole number of at least 1, or unset it"
-        yield Finding(PROBLEM, "OMP_NUM_THREADS", f"{threads!r} is no number of threads", remedy)
-        wrong.add("OMP_NUM_THREADS")
-    elif threads is not None and cores and int(threads) * ranks_on_host > cores:
-        text = f"{threads}, by {ranks_on_host} ranks on {cores} cores: they hold each other up"
-        yield Finding(NOTE, "OMP_NUM_THREADS", text, f"set it to {max(1, cores // ranks_on_host)}")
-        wrong.add("OMP_NUM_THREADS")
-    if variables.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield Finding(NOTE, "CUDA_LAUNCH_BLOCKING", "1: every kernel is waited for", "unset it unless you debug")
-    if variables.get("CUDA_VISIBLE_DEVICES") == "" and (devices is None or devices["has_nvidia"]):
-        yield Finding(NOTE, "CUDA_VISIBLE_DEVICES", "empty: this process sees no GPU", "unset it to see them")
-    for name, value in variables.items():
-        if name not in wrong and not (name == "CUDA_LAUNCH_BLOCKING" and value == "1"):
-            yield Finding(OK, name, f"{value} ({meaning(name)})")
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Select the ``variables`` that change what a job does; none that may be a secret."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if (name in VARIABLES or name.startswith(PREFIXES)) and not any(word in name for word in _SECRETS)
+    }
 
 
 def _is_loopback(address: str) -> bool:
@@ -374,10 +364,3 @@ def _is_loopback(address: str) -> bool:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -8,8 +8,10 @@ from statistics import median
 from typing import Any
 
 from ..messages import aligned
-from . import installation
 from .finding import NOTE, OK, PROBLEM, Finding, show_ranks
+
+Of = Mapping[int, Mapping[str, Any]]
+"""By rank."""
 
 CLOCK_NOTE_S, CLOCK_PROBLEM_S = 0.5, 30.0
 """Seconds between the clocks of two hosts from which logs mislead, and from which files seem to be of the future."""
@@ -21,7 +23,8 @@ SLOW_LINK = 4.0
 """A link that is slower than the others by this factor is worth a word."""
 
 SLOW_BYTES_PER_S = 125e6
-_DECISIVE = ("paceline", "torch", "deepspeed", "transformers", "accelerate")
+_DECISIVE = ("paceline", "torch", "deepspeed", "transformers", "accelerate", "accelerator", "NCCL")
+_COMMON = ("DS_ACCELERATOR", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 _OWN = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
 """Variables that are each rank's own."""
 
@@ -29,44 +32,32 @@ _EACH_HOSTS_OWN = ("IFNAME", "DEBUG", "IB_HCA", "TOPO_FILE", "HOSTID")
 """Parts of the names of NCCL settings that may differ: adapters and files have other names on other hosts."""
 
 
-def hosts_of(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
+def hosts_of(facts: Of) -> dict[str, list[int]]:
     """The ranks of each host, in order."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(facts):
-        host = facts[rank].get("identity") or facts[rank].get("machine", {}).get("host") or f"host of rank {rank}"
-        hosts.setdefault(host, []).append(rank)
+        hosts.setdefault(facts[rank]["identity"], []).append(rank)
     return hosts
 
 
-def judge(
-    facts: Mapping[int, Mapping[str, Any]],
-    size: int,
-    trials: Mapping[int, Mapping[str, Any]] | None = None,
-    unheard: str = "",
-) -> list[Finding]:
+def judge(facts: Of, size: int, trials: Of | None = None, unheard: str = "") -> list[Finding]:
     """The findings about a job.
 
     Args:
-        facts: of the ranks that have answered, as :func:`.facts.gather` gives them.
+        facts: of the ranks that have answered, as :func:`.installation.facts` gives them, with ``identity`` of the host
+            and ``findings`` about it.
         size: how many ranks there should be.
         trials: what they found as they exchanged, as :func:`.trial.examine` gives it.
         unheard: why ranks are missing, if that is known.
     """
     hosts = hosts_of(facts)
-    found = list(_missing(facts, size, unheard))
-    found += _installations(facts, hosts)
-    found += _versions(facts)
-    found += _variables(facts)
+    found = [*_missing(facts, size, unheard), *_installations(facts, hosts), *_versions(facts), *_variables(facts)]
     if trials:
-        found += _clocks(trials, facts, hosts)
-        found += _output(trials)
-        found += _speeds(trials)
-        found += _collectives(trials)
-        found += _links(trials, hosts)
+        found += [*_clocks(trials, facts, hosts), *_output(trials), *_speeds(trials), *_links(trials, hosts)]
     return found
 
 
-def _missing(facts: Mapping[int, Any], size: int, unheard: str) -> Iterator[Finding]:
+def _missing(facts: Of, size: int, unheard: str) -> Iterator[Finding]:
     missing = [rank for rank in range(size) if rank not in facts]
     if missing:
         shown = show_ranks(missing)
@@ -77,129 +68,107 @@ def _missing(facts: Mapping[int, Any], size: int, unheard: str) -> Iterator[Find
         yield Finding(OK, "ranks", f"all {size} answer, on {_count(len(hosts_of(facts)), 'host')}")
 
 
-def _installations(facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+def _installations(facts: Of, hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     """Findings about single ranks; of ranks of one host those that its first rank does not have too."""
-    of_ranks: list[list[Finding]] = [[] for _ in range(max(facts, default=-1) + 1)]
-    checks = 0
+    ranks_with: dict[Finding, list[int]] = {}
     for ranks in hosts.values():
-        first: set[tuple[str, str]] = set()
+        told: set[tuple[str, str]] = set()
         for rank in ranks:
-            judged = installation.judge(facts[rank], num_hosts=len(hosts), ranks_on_host=len(ranks))
-            checks += len(judged)
-            notable = [one for one in judged if one.level != OK]
-            if rank != ranks[0]:
-                notable = [one for one in notable if (one.level, one.check) not in first]
-            first.update((one.level, one.check) for one in notable)
-            of_ranks[rank] = notable
-    distinct = list(dict.fromkeys(one for found in of_ranks for one in found))
-    if not any(one.level == PROBLEM for one in distinct):
-        yield Finding(OK, "installations", f"{checks} checks on {_count(len(hosts), 'host')} found no problem")
-    for one in distinct:
-        yield replace(one, ranks=_whose(one, of_ranks, hosts))
+            judged = [Finding(**{**one, "ranks": ()}) for one in facts[rank].get("findings", ())]
+            new = [one for one in judged if one.level != OK and (one.level, one.check) not in told]
+            for one in new:
+                ranks_with.setdefault(one, []).append(rank)
+            told.update((one.level, one.check) for one in new)
+    if not any(one.level == PROBLEM for one in ranks_with):
+        yield Finding(OK, "installations", f"no problem on {_count(len(hosts), 'host')}")
+    for one, those in ranks_with.items():
+        is_everywhere = all(any(rank in ranks for rank in those) for ranks in hosts.values())
+        yield replace(one, ranks=() if is_everywhere else tuple(those))
 
 
-def _whose(one: Finding, of_ranks: Sequence[Sequence[Finding]], hosts: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that a finding is about; where all hosts have it, all."""
-    same = [rank for rank, found in enumerate(of_ranks) if one in found]
-    return () if all(any(rank in ranks for rank in same) for ranks in hosts.values()) else tuple(same)
+def _versions(facts: Of) -> Iterator[Finding]:
+    found: list[Finding] = []
+    for name, values in _by_name(facts, "versions", "not installed").items():
+        # Another patch release of Python is no other Python.
+        decisive = {value.rpartition(".")[0] if name == "python" else value for value in values.values()}
+        is_grave = len(decisive) > 1 and name in (*_DECISIVE, "python")
+        found += _differs(name, values, is_grave, f"have the same {name} on all ranks")
+    yield from found or [Finding(OK, "versions", "the same on all ranks")]
 
 
-def _versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
-    of: dict[str, dict[int, str]] = {}
-    for rank, known in facts.items():
-        packages, python = known.get("packages", {}), known.get("python", {})
-        versions = {"paceline": packages.get("paceline"), **packages.get("found", {})}
-        if python:
-            of.setdefault("Python", {})[rank] = python["version"]
-        for name, version in versions.items():
-            of.setdefault(name, {})[rank] = version or "not installed"
-        accelerator = known.get("devices", {}).get("accelerator")
-        if accelerator:
-            of.setdefault("accelerator", {})[rank] = accelerator
-            of.setdefault("NCCL", {})[rank] = known["devices"]["nccl"]
-    differ = False
-    for name, values in of.items():
-        if len(set(values.values())) < 2:
-            continue
-        differ = True
-        text = _shown(values)
-        if name == "Python":
-            is_grave = len({value.rpartition(".")[0] for value in values.values()}) > 1
-        else:
-            is_grave = name in (*_DECISIVE, "accelerator", "NCCL")
-        remedy = f"have the same {name} on all ranks: {text}"
-        yield Finding(PROBLEM if is_grave else NOTE, f"{name} differs", text, remedy)
-    if not differ and len(facts) > 1:
-        yield Finding(OK, "versions", "the same on all ranks")
+def _variables(facts: Of) -> Iterator[Finding]:
+    found: list[Finding] = []
+    for name, values in _by_name(facts, "environment", "(not set)").items():
+        is_grave = name.startswith("NCCL_") and not any(part in name for part in _EACH_HOSTS_OWN)
+        remedy = f"set {name} to one value on all ranks (DeepSpeed's launcher takes .deepspeed_env along)"
+        if name not in _OWN:
+            found += _differs(name, values, is_grave or name in _COMMON, remedy)
+    yield from found or [Finding(OK, "environment", "the same on all ranks")]
 
 
-def _variables(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
-    known = {rank: one["environment"] for rank, one in facts.items() if "environment" in one}
-    names = dict.fromkeys(name for variables in known.values() for name in variables if name not in _OWN)
-    differ = False
-    for name in names:
-        values = {rank: variables.get(name, "(not set)") for rank, variables in known.items()}
-        if len(set(values.values())) > 1:
-            differ = True
-            is_grave = name.startswith("NCCL_") and not any(part in name for part in _EACH_HOSTS_OWN)
-            is_grave = is_grave or name in ("DS_ACCELERATOR", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-            text = _shown(values)
-            remedy = f"set {name} to one value on all ranks ({text}); DeepSpeed's launcher takes .deepspeed_env along"
-            yield Finding(PROBLEM if is_grave else NOTE, f"{name} differs", text, remedy)
-    if not differ and len(known) > 1:
-        yield Finding(OK, "environment", "the same on all ranks")
+def _by_name(facts: Of, what: str, absent: str) -> dict[str, dict[int, str]]:
+    names = dict.fromkeys(name for known in facts.values() for name in known.get(what, ()))
+    return {name: {r: known.get(what, {}).get(name) or absent for r, known in facts.items()} for name in names}
 
 
-def _clocks(
-    trials: Mapping[int, Mapping[str, Any]], facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[str, Sequence[int]]
-) -> Iterator[Finding]:
+def _differs(name: str, values: Mapping[int, str], is_grave: bool, remedy: str) -> Iterator[Finding]:
+    """A finding unless ``values``, by rank, are one; what most have comes first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) > 1:
+        most = sorted(ranks.items(), key=lambda item: -len(item[1]))
+        text = ", ".join(f"{value} on {show_ranks(those)}" for value, those in most)
+        yield Finding(PROBLEM if is_grave else NOTE, f"{name} differs", text, f"{remedy}: {text}")
+
+
+def _clocks(trials: Of, facts: Of, hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     offsets = clock_offsets(trials, facts)
-    firsts = [ranks[0] for ranks in hosts.values()]
-    if len(offsets) < len(facts) or len(firsts) < 2:
+    if len(offsets) < len(facts) or len(hosts) < 2:
         return
-    seen = {rank: offsets[rank] for rank in firsts}
+    seen = {ranks[0]: offsets[ranks[0]] for ranks in hosts.values()}
     apart_s = max(seen.values()) - min(seen.values())
     text = f"at most {apart_s:.3g} s apart"
     if apart_s < CLOCK_NOTE_S:
         yield Finding(OK, "clocks", text)
         return
     median_s = median(seen.values())
-    wrong = [rank for rank in firsts if abs(seen[rank] - median_s) >= CLOCK_NOTE_S / 2]
-    shown = ", ".join(f"rank {rank} {seen[rank]:+.3g} s" for rank in wrong)
+    wrong = {rank: s for rank, s in seen.items() if abs(s - median_s) >= CLOCK_NOTE_S / 2}
+    shown = ", ".join(f"rank {rank} {s:+.3g} s" for rank, s in wrong.items())
     level = PROBLEM if apart_s >= CLOCK_PROBLEM_S else NOTE
     remedy = "have all hosts keep the same time (chrony or ntpd): `timedatectl` says whether one does"
     yield Finding(level, "clocks", f"{text} (against rank 0: {shown})", remedy)
 
 
-def clock_offsets(trials: Mapping[int, Mapping[str, Any]], facts: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+def clock_offsets(trials: Of, facts: Of) -> dict[int, float]:
     """Seconds that the time of day of each rank's host is ahead of rank 0's."""
     offsets: dict[int, float] = {}
     counter_s = 0.0  # of the rank's monotonic clock, against rank 0's
     for rank in sorted(trials):  # each compares its clock with the next one's
-        if "clock_s" not in trials[rank] or not all("time" in facts.get(one, {}) for one in (0, rank)):
+        if "clock_s" not in trials[rank] or not all("ahead_s" in facts.get(one, {}) for one in (0, rank)):
             break
-        offsets[rank] = facts[rank]["time"]["ahead_s"] - facts[0]["time"]["ahead_s"] + counter_s
+        offsets[rank] = facts[rank]["ahead_s"] - facts[0]["ahead_s"] + counter_s
         counter_s += trials[rank]["clock_s"]
     return offsets
 
 
-def _output(trials: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+def _output(trials: Of) -> Iterator[Finding]:
     looked = {rank: trial["output"] for rank, trial in trials.items() if "output" in trial}
-    if not looked:
-        return
-    first = next(iter(looked.values()))
-    path, blind = first["path"], [rank for rank, one in looked.items() if not one["is_seen"]]
-    if first["error"]:
-        remedy = f"make {path} writable on rank 0's host, or give another --output_dir: {first['error']}"
-        yield Finding(PROBLEM, "--output_dir", f"{path}: rank 0 cannot write there: {first['error']}", remedy)
-    elif blind:
-        text = f"{path} is not the same folder on all nodes: {show_ranks(blind)} cannot see what rank 0 writes there"
-        yield Finding(PROBLEM, "--output_dir", text, f"give an --output_dir that all nodes share, unlike {path}")
-    else:
-        yield Finding(OK, "--output_dir", f"{path}: all ranks see what rank 0 writes")
+    for first in list(looked.values())[:1]:
+        path, blind = first["path"], [rank for rank, one in looked.items() if not one["is_seen"]]
+        if first["error"]:
+            remedy = f"make {path} writable on rank 0's host, or give another --output_dir: {first['error']}"
+            yield Finding(PROBLEM, "--output_dir", f"{path}: rank 0 cannot write there: {first['error']}", remedy)
+        elif blind:
+            text = (
+                f"{path} is not the same folder on all nodes: {show_ranks(blind)} cannot see what rank 0 writes there"
+            )
+            yield Finding(PROBLEM, "--output_dir", text, f"give an --output_dir that all nodes share, unlike {path}")
+        else:
+            yield Finding(OK, "--output_dir", f"{path}: all ranks see what rank 0 writes")
 
 
-def _speeds(trials: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+def _speeds(trials: Of) -> Iterator[Finding]:
     speeds = {rank: trial["speed"] for rank, trial in trials.items() if trial.get("speed")}
     if not speeds:
         return
@@ -208,156 +177,95 @@ def _speeds(trials: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
     if ratio < UNEQUAL:
         yield Finding(OK, "speed", f"devices are alike: the fastest is {ratio:.2f} times as fast as the slowest")
         return
+    remedy = f'see what else rank {slowest}\'s device does; where devices differ for good, "partition": "hetero" gives '
     text = f"rank {fastest} computes {ratio:.2f} times as fast as rank {slowest}"
-    remedy = (
-        f'see what else rank {slowest}\'s device does; where devices differ for good, "partition": "hetero" gives each '
-        "as many layers as it can take"
-    )
-    yield Finding(NOTE, "speed", text, remedy)
+    yield Finding(NOTE, "speed", text, remedy + "each as many layers as it can take")
 
 
-def _collectives(trials: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
-    wrong: dict[tuple[str, str], list[int]] = {}
-    tried: dict[str, None] = {}
-    for rank, trial in trials.items():
-        for name, error in trial.get("collectives", {}).items():
-            tried[name] = None
-            if error:
-                wrong.setdefault((name, error), []).append(rank)
-    for (name, error), ranks in wrong.items():
-        remedy = f"{name} has to work between all ranks: look at the backend's settings (NCCL_DEBUG=INFO says more)"
-        yield Finding(PROBLEM, name, error, remedy, tuple(ranks))
-    if right := [name for name in tried if name not in {name for name, _ in wrong}]:
-        yield Finding(OK, "collectives", f"{', '.join(right)}: right numbers on all ranks")
-
-
-def links_of(trials: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def links_of(trials: Of) -> list[dict[str, Any]]:
     """The links between neighbours that were tried: seconds of a small message, and bytes per second of large ones."""
     return [
-        {"from": rank, "to": rank + 1, "order": order, **link}
-        for rank, trial in sorted(trials.items())
-        for order, link in trial.get("links", {}).items()
-        if link
+        {"from": rank, "to": rank + 1, **trial["link"]} for rank, trial in sorted(trials.items()) if trial.get("link")
     ]
 
 
-def _links(trials: Mapping[int, Mapping[str, Any]], hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    links = links_of(trials)
+def _links(trials: Of, hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
-    for link in (link for link in links if not link["right"]):
-        text = f"rank {link['from']} to {link['to']}, {link['order']} order: the numbers that arrive are wrong"
-        yield Finding(PROBLEM, "link", text, "suspect the network's hardware or driver between these ranks' hosts")
-    for order in dict.fromkeys(link["order"] for link in links):
-        for inside in (True, False):
-            those = [
-                one
-                for one in links
-                if one["order"] == order and (host_of.get(one["from"]) == host_of.get(one["to"])) == inside
-            ]
-            if those:
-                yield from _compared(those, order, "inside hosts" if inside else "between hosts")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for link in links_of(trials):
+        if not link["right"]:
+            text = f"rank {link['from']} to {link['to']}: the numbers that arrive are wrong"
+            yield Finding(PROBLEM, "link", text, "suspect the network's hardware or driver between these ranks' hosts")
+        is_inside = host_of.get(link["from"]) == host_of.get(link["to"])
+        groups.setdefault("inside hosts" if is_inside else "between hosts", []).append(link)
+    for where, links in groups.items():
+        yield _compared(links, where)
 
 
-def _compared(links: Sequence[Mapping[str, Any]], order: str, where: str) -> Iterator[Finding]:
-    rates = {(one["from"], one["to"]): min(_rates(one), default=None) for one in links}
-    known = {edge: value for edge, value in rates.items() if value is not None}
-    latencies = [one["latency_s"] for one in links]
-    text = f"{_count(len(links), 'link')} {where}, {order} order: {_span(latencies, 1e3, 'ms')}"
-    check = "links"
-    if not known:
-        yield Finding(OK, check, f"{text}, bandwidth too high to tell")
-        return
-    text += f", {_span(known.values(), 1e-6, 'MB/s')}"
-    slow = [edge for edge, value in known.items() if value * SLOW_LINK < median(known.values())]
-    if slow:
-        shown = ", ".join(f"rank {a} to {b} {known[a, b] / 1e6:.3g} MB/s" for a, b in slow)
-        remedy = (
-            "compare the interface that each host uses (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its speed and its load"
-        )
-        yield Finding(NOTE, check, f"{text}; much slower than the others: {shown}", remedy)
-    elif where == "between hosts" and min(known.values()) < SLOW_BYTES_PER_S:
-        remedy = (
-            'on a network like this, "schedule": "adaptive" keeps stages busy; '
-            "see that the fastest interface is used (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-        )
-        yield Finding(NOTE, check, f"{text}: slow", remedy)
-    else:
-        yield Finding(OK, check, text)
+def _compared(links: Sequence[Mapping[str, Any]], where: str) -> Finding:
+    rates = {f"rank {one['from']} to {one['to']}": rate for one in links if (rate := _rate(one)) is not None}
+    text = f"{_count(len(links), 'link')} {where}: {_span((one['latency_s'] for one in links), 1e3, 'ms')}"
+    if not rates:
+        return Finding(OK, "links", f"{text}, bandwidth too high to tell")
+    text += f", {_span(rates.values(), 1e-6, 'MB/s')}"
+    used = "the interface that each host uses (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+    if slow := [edge for edge, rate in rates.items() if rate * SLOW_LINK < median(rates.values())]:
+        shown = ", ".join(f"{edge} {rates[edge] / 1e6:.3g} MB/s" for edge in slow)
+        remedy = f"compare {used}, its speed and its load"
+        return Finding(NOTE, "links", f"{text}; much slower than the others: {shown}", remedy)
+    if where == "between hosts" and min(rates.values()) < SLOW_BYTES_PER_S:
+        remedy = f'"schedule": "adaptive" keeps stages busy on such a network; see that {used} is its fastest'
+        return Finding(NOTE, "links", f"{text}: slow", remedy)
+    return Finding(OK, "links", text)
 
 
-def _rates(link: Mapping[str, Any]) -> list[float]:
-    return [link[key] for key in ("bytes_per_s", "back_bytes_per_s") if link[key] is not None]
+def _rate(link: Mapping[str, Any]) -> float | None:
+    """That of the slower way; None: too high to tell."""
+    return min((link[key] for key in ("bytes_per_s", "back_bytes_per_s") if link[key] is not None), default=None)
 
 
-def rows(
-    facts: Mapping[int, Mapping[str, Any]], size: int, trials: Mapping[int, Mapping[str, Any]] | None = None
-) -> list[dict[str, Any]]:
+def rows(facts: Of, size: int, trials: Of | None = None) -> list[dict[str, Any]]:
     """A row for each rank, for people and for a JSON; None is what is not known."""
     trials = trials or {}
-    offsets = clock_offsets(trials, facts)
-    found = []
+    offsets, found = clock_offsets(trials, facts), []
     for rank in range(size):
         known, trial = facts.get(rank, {}), trials.get(rank, {})
-        devices, packages = known.get("devices", {}), known.get("packages", {})
-        versions = packages.get("found", {})
-        links = [one for one in trial.get("links", {}).values() if one]
-        best = max(links, key=lambda one: min(_rates(one), default=0.0), default=None)
+        versions, link = known.get("versions", {}), trial.get("link") or None
         found.append(
             {
                 "rank": rank,
                 "answers": rank in facts,
-                "host": known.get("machine", {}).get("host"),
-                "device": trial.get("device") or devices.get("accelerator"),
-                "python": known.get("python", {}).get("version"),
-                "paceline": packages.get("paceline"),
-                "torch": versions.get("torch"),
-                "deepspeed": versions.get("deepspeed"),
-                "transformers": versions.get("transformers"),
+                "host": known.get("host"),
+                "device": trial.get("device") or versions.get("accelerator"),
+                **{name: versions.get(name) for name in ("python", "paceline", "torch", "deepspeed", "transformers")},
                 "clock_s": offsets.get(rank),
                 "products_per_s": trial.get("speed"),
-                "next_latency_s": best and best["latency_s"],
-                "next_bytes_per_s": best and min(_rates(best), default=None),
+                "next_latency_s": link and link["latency_s"],
+                "next_bytes_per_s": link and _rate(link),
             }
         )
     return found
 
 
-_COLUMNS = {
-    "rank": ("rank", 1, "d"),
-    "host": ("host", 1, ""),
-    "device": ("device", 1, ""),
-    "python": ("python", 1, ""),
-    "paceline": ("paceline", 1, ""),
-    "torch": ("torch", 1, ""),
-    "deepspeed": ("deepspeed", 1, ""),
-    "transformers": ("transformers", 1, ""),
+_MEASURED = {
     "clock_s": ("clock ms", 1e3, "+.3g"),
     "products_per_s": ("products/s", 1, ".4g"),
     "next_latency_s": ("to next ms", 1e3, ".3g"),
     "next_bytes_per_s": ("MB/s", 1e-6, ".4g"),
 }
+_COLUMNS = ("rank", "host", "device", "python", "paceline", "torch", "deepspeed", "transformers", *_MEASURED)
 
 
 def table(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     """The rows for people."""
-    cells = [[heading for heading, _, _ in _COLUMNS.values()]]
-    for row in of_ranks:
-        cells.append(
-            [
-                "-" if row[key] is None else format(row[key] * scale if shape else row[key], shape)
-                for key, (_, scale, shape) in _COLUMNS.items()
-            ]
-        )
-    return "\n".join(aligned(cells, left=range(len(_COLUMNS))))
 
+    def cell(name: str, value: Any) -> str:
+        _, scale, shape = _MEASURED.get(name, ("", 0, ""))
+        return "-" if value is None else format(value * scale, shape) if shape else str(value)
 
-def _shown(values: Mapping[int, str]) -> str:
-    """``2.13.0 on ranks 0-3, 2.12.0 on rank 4``, what most have first."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(rank)
-    most = sorted(ranks.items(), key=lambda item: -len(item[1]))
-    return ", ".join(f"{value or '(none)'} on {show_ranks(those)}" for value, those in most)
+    heading = [_MEASURED.get(name, (name,))[0] for name in _COLUMNS]
+    cells = [[cell(name, row[name]) for name in _COLUMNS] for row in of_ranks]
+    return "\n".join(aligned([heading, *cells], left=range(len(_COLUMNS))))
 
 
 def _span(values: Iterable[float], scale: float, unit: str) -> str:

@@ -1,241 +1,282 @@
-"""What facts mean, by values."""
+"""Checks of an installation: on this machine, and of what others have, by values."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+from paceline.doctor import installation
 from paceline.doctor.finding import NOTE, OK, PROBLEM, Finding
-from paceline.doctor.installation import judge
+from paceline.doctor.installation import check_devices, check_locks, check_network, check_packages, check_sharing
+from paceline.doctor.meeting import Place, Unmet
+from paceline.supervise.build_locks import extension_folders, locks
 
 GIB = 2**30
-WELL: dict[str, Any] = {
-    "failed": {},
-    "python": {"version": "3.11.7", "asked": ">=3.10", "executable": "/usr/bin/python"},
-    "packages": {
-        "paceline": "0.1.0",
-        "asked": {"torch": ">=2.11", "deepspeed": "<0.20,>=0.19.8", "tqdm": ""},
-        "found": {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "tqdm": "4.70", "trl": None},
-    },
-    "imports": {"torch": "", "deepspeed": ""},
-    "patches": [{"target": "deepspeed:initialize", "problem": "", "optional": False}],
-    "devices": {
-        "accelerator": "cuda",
-        "backend": "nccl",
-        "devices": [
-            {
-                "name": "H200",
-                "total_bytes": 139 * GIB,
-                "free_bytes": 138 * GIB,
-                "compute_mode": "Default",
-                "capability": "9.0",
-            }
-        ],
-        "built_for_cuda": "13.0",
-        "nccl": "2.28.9",
-        "driver": "580.1",
-        "has_nvidia": True,
-    },
-    "machine": {
-        "host": "a",
-        "system": "Linux",
-        "logical_cores": 16,
-        "usable_cores": 16,
-        "memory_bytes": 64 * GIB,
-        "available_bytes": 60 * GIB,
-        "cgroup": {"cores": None, "memory_bytes": None},
-    },
-    "locks": [],
-    "disk": [
-        {
-            "purpose": "--output_dir",
-            "path": "/out",
-            "free_bytes": 90 * GIB,
-            "total_bytes": 100 * GIB,
-            "is_folder": True,
-            "writable": True,
-        }
-    ],
-    "shared_memory": {"total_bytes": 8 * GIB, "free_bytes": 8 * GIB},
-    "limits": {"open_files": [65536, 65536], "locked_bytes": [8 << 20, 8 << 20]},
-    "network": {
-        "host": "a",
-        "addresses": ["10.0.0.1"],
-        "master": "",
-        "master_addresses": [],
-        "interfaces": {
-            "lo": {"addresses": ["127.0.0.1"], "is_up": True},
-            "eth0": {"addresses": ["10.0.0.1"], "is_up": True},
-            "eth1": {"addresses": [], "is_up": False},
-        },
-        "infiniband": [],
-    },
-    "environment": {"OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1"},
-    "config": {"path": "ds.json", "error": "", "near_misses": [], "autos": ["optimizer.params.lr"], "section": "{}"},
-}
+SECOND = Place(1, 2, 1, 2, "a", 29500)
+"""The second rank of its host."""
+
+INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "eth1": []}
 
 
-def judged(path: str, value: Any, **job: int) -> list[Finding]:
-    """The findings other than ok, with one fact changed: ``"network.addresses"``."""
-    facts = copy.deepcopy(WELL)
-    place: Any = facts
-    *parents, last = path.split(".")
-    for parent in parents:
-        place = place[int(parent)] if isinstance(place, list) else place[parent]
-    place[last] = value
-    return [one for one in judge(facts, **job) if one.level != OK]
+def the_one(found: Iterable[Finding], level: str, check: str, text: str = "", remedy: str = "") -> None:
+    (one,) = [one for one in found if one.level != OK]
+    assert (one.level, one.check) == (level, check)
+    assert text in one.text
+    assert remedy in one.remedy
 
 
-def test_all_is_well() -> None:
-    found = judge(WELL)
-    assert {one.level for one in found} == {OK}
-    texts = {one.check: one.text for one in found}
-    assert texts["torch"] == "2.13.0+cpu, asked for >=2.11"
-    assert texts["trl"] == "not installed (optional)"
-    assert texts["cuda:0"] == "H200, 139.0 GiB, 138.0 GiB free, capability 9.0"
-    assert texts["HF_HUB_OFFLINE"].startswith("1 (with 1, nothing is fetched from the hub")
-    assert "optimizer.params.lr" in texts["deepspeed JSON"]
+def is_well(found: Iterable[Finding]) -> bool:
+    return {one.level for one in found} == {OK}
 
 
-LOCK = {"path": "/x/lock", "age_s": 7200, "holder": None}
-CASES: list[tuple[str, Any, dict[str, int], str, str, str, str]] = [
-    ("python.version", "3.9.1", {}, PROBLEM, "python", "asks for >=3.10", "this one is 3.9.1"),
-    (
-        "packages.found.torch",
-        "2.9.0",
-        {},
-        PROBLEM,
-        "torch",
-        "2.9.0: paceline asks for >=2.11",
-        'pip install "torch>=2.11"',
-    ),
-    ("packages.found.tqdm", None, {}, PROBLEM, "tqdm", "is not installed", 'pip install "tqdm"'),
-    ("packages.paceline", None, {}, PROBLEM, "paceline", "not installed", "pip install -e ."),
-    ("imports.torch", "OSError: libcudart", {}, PROBLEM, "torch", "cannot be imported", "libcudart"),
-    (
-        "patches",
-        [{"target": "a:b", "problem": "a:b: gone", "optional": False}],
-        {},
-        PROBLEM,
-        "patch",
-        "a:b: gone",
-        "paceline patches",
-    ),
-    ("patches", [{"target": "a:b", "problem": "a:b: gone", "optional": True}], {}, NOTE, "patch", "left out: a:b", ""),
-    ("devices.devices", [], {}, PROBLEM, "devices", "sees no GPU", "nvidia-smi"),
-    ("devices.accelerator", "cpu", {}, NOTE, "devices", "DeepSpeed uses the CPU", "unset DS_ACCELERATOR"),
-    ("devices.devices.0.compute_mode", "Prohibited", {}, PROBLEM, "cuda:0", "no process", "nvidia-smi -i 0 -c DEFAULT"),
-    ("devices.devices.0.free_bytes", GIB, {}, NOTE, "cuda:0", "1.0 GiB free", "something else uses it"),
-    ("machine.cgroup.cores", 2.0, {}, NOTE, "container", "2 cores, and sees 16", "at most 2"),
-    ("machine.cgroup.memory_bytes", 8 * GIB, {}, NOTE, "container", "8.0 GiB", ""),
-    ("locks", [LOCK], {}, PROBLEM, "build lock", "/x/lock was left 2 hours ago", "rm /x/lock"),
-    ("locks", [{**LOCK, "age_s": 5}], {}, NOTE, "build lock", "5 s old", "look again"),
-    ("disk.0.free_bytes", GIB // 2, {}, PROBLEM, "--output_dir", "0.5 GiB of", "free some of the disk of /out"),
-    ("disk.0.free_bytes", 2 * GIB, {}, NOTE, "--output_dir", "2.0 GiB of", "checkpoint"),
-    ("disk.0.writable", False, {}, PROBLEM, "--output_dir", "cannot be written", "make /out writable"),
-    ("disk.0.is_folder", False, {}, PROBLEM, "--output_dir", "/out is a file", "give a folder"),
-    ("shared_memory.free_bytes", 64 << 20, {}, PROBLEM, "/dev/shm", "0.1 GiB of 8.0 GiB", "--shm-size"),
-    ("limits.open_files", [1024, 1024], {}, NOTE, "open files", "at most 1024", "raise the hard limit, 1024"),
-    ("limits.open_files", [128, None], {}, PROBLEM, "open files", "at most 128", "ulimit -n 4096"),
-    ("network.infiniband", ["mlx5_0"], {}, PROBLEM, "locked memory", "8 MiB", "ulimit -l unlimited"),
-    ("network.addresses", [], {"num_hosts": 2}, PROBLEM, "host name", "leads to no address", "GLOO_SOCKET_IFNAME=eth0"),
-    ("network.addresses", [], {}, NOTE, "host name", "leads to no address", "for jobs over several hosts"),
-    ("network.addresses", ["127.0.1.1"], {}, NOTE, "host name", "127.0.1.1", "for jobs over several hosts"),
-    ("network.addresses", ["127.0.1.1"], {"num_hosts": 2}, PROBLEM, "host name", "127.0.1.1", "/etc/hosts"),
-    ("network.addresses", ["10.9.9.9"], {"num_hosts": 2}, PROBLEM, "host name", "no interface of this h", "/etc/hosts"),
-    (
-        "network.addresses",
-        ["10.9.9.9"],
-        {},
-        NOTE,
-        "host name",
-        "no interface of this host has",
-        "for jobs over several",
-    ),
-    ("network.master", "nowhere", {}, PROBLEM, "MASTER_ADDR", "leads to no address", "--master_addr"),
-    (
-        "environment.GLOO_SOCKET_IFNAME",
-        "eth7",
-        {},
-        PROBLEM,
-        "GLOO_SOCKET_IFNAME",
-        "no interface eth7",
-        "one of lo, eth0",
-    ),
-    ("environment.NCCL_SOCKET_IFNAME", "=eth", {}, PROBLEM, "NCCL_SOCKET_IFNAME", "no interface eth", "unset it"),
-    ("environment.GLOO_SOCKET_IFNAME", "eth1", {}, PROBLEM, "GLOO_SOCKET_IFNAME", "eth1 is down", "bring eth1 up"),
-    (
-        "environment.GLOO_SOCKET_IFNAME",
-        "lo",
-        {"num_hosts": 2},
-        PROBLEM,
-        "GLOO_SOCKET_IFNAME",
-        "not reach lo",
-        "of lo, eth0",
-    ),
-    ("environment.OMP_NUM_THREADS", "many", {}, PROBLEM, "OMP_NUM_THREADS", "'many'", "whole number"),
-    (
-        "environment.OMP_NUM_THREADS",
-        "8",
-        {"ranks_on_host": 4},
-        NOTE,
-        "OMP_NUM_THREADS",
-        "by 4 ranks on 16",
-        "set it to 4",
-    ),
-    ("environment.CUDA_LAUNCH_BLOCKING", "1", {}, NOTE, "CUDA_LAUNCH_BLOCKING", "waited for", "unset it"),
-    ("config.error", "ds.json, line 1: oh", {}, PROBLEM, "deepspeed JSON", "ds.json, line 1: oh", "correct ds.json"),
-    ("config.near_misses", ["did you mean"], {}, NOTE, "deepspeed JSON", "did you mean", ""),
-    ("failed.disk", "KeyError: 'x'", {}, PROBLEM, "disk", "could not be looked at: KeyError", "KeyError"),
-]
+def test_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 8, "gradient_cliping": 1.0, "paceline": {"pipeline": {"stages": 2}}}')
+    found = installation.look(str(tmp_path / "not" / "yet"), str(config))
+    levels = {one.check: one.level for one in found if one.check != "deepspeed JSON"}
+    assert {"python", "torch", "patches", "devices", "build locks", "--output_dir", "machine", "host name"} <= {*levels}
+    assert PROBLEM not in levels.values()
+    assert [one.level for one in found if one.check == "deepspeed JSON"] == [NOTE, OK]
+    assert not (tmp_path / "not").exists()
+    texts = {one.check: one.text for one in installation.look(place=SECOND)}
+    assert not {"patches", "machine", "host name"} & {*texts}, "its host's first rank looks at them"
 
 
-@pytest.mark.parametrize(("path", "value", "job", "level", "check", "text", "remedy"), CASES)
-def test_one_thing_is_not_well(
-    path: str, value: Any, job: dict[str, int], level: str, check: str, text: str, remedy: str
-) -> None:
-    found = [one for one in judged(path, value, **job) if one.check == check]
-    assert [one.level for one in found] == [level], judged(path, value, **job)
-    assert text in found[0].text
-    assert remedy in found[0].remedy
+def test_facts_that_ranks_compare() -> None:
+    known = installation.facts()
+    assert json.loads(json.dumps(known)) == known, "it is sent as JSON"
+    assert known["versions"]["python"] == platform.python_version()
+    assert known["versions"]["torch"] == metadata.version("torch")
+    assert known["versions"]["accelerator"] == "cpu"
+    assert "pytest" not in known["versions"], "that is for tests only"
+    assert abs(known["ahead_s"] + time.perf_counter() - time.time()) < 60
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk(output_dir: str) -> None:
+        raise RuntimeError("no\nwords")
+
+    monkeypatch.setattr(installation, "disk", disk)
+    found = [one for one in installation.look(place=SECOND) if one.check == "disk"]
+    the_one(found, PROBLEM, "disk", "could not be looked at: RuntimeError: no words", "repair what it names")
+    monkeypatch.setattr(installation, "imports", lambda: [Finding(PROBLEM, "torch", "cannot be imported: no", "do")])
+    found = [one for one in installation.look(place=SECOND) if one.check == "disk"]
+    the_one(found, NOTE, "disk", "not looked at, without torch: RuntimeError: no words")
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise OSError('libcudart.so.13: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(installation.imports(["json"])) == []
+    found = installation.imports(["broken_package"])
+    the_one(found, PROBLEM, "broken_package", "cannot be imported: OSError: libcudart.so.13", "import broken_package")
+
+
+ASKED = {"python": ">=3.10", "torch": ">=2.11", "tqdm": ""}
+FOUND = {"python": "3.11.7", "torch": "2.13.0+cpu", "tqdm": "4.70", "trl": None, "paceline": "0.1.0"}
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("name", "version", "text", "remedy"),
     [
-        ("environment.GLOO_SOCKET_IFNAME", "eth0"),
-        ("environment.NCCL_SOCKET_IFNAME", "eth"),
-        ("environment.NCCL_SOCKET_IFNAME", "^docker"),
-        ("environment.RANK", "0"),
-        ("locks", [{**LOCK, "holder": 77}]),
-        ("limits.open_files", [None, None]),
-        ("packages.found.trl", "9.9"),
+        ("python", "3.9.1", "3.9.1, asked for >=3.10", "for such a Python"),
+        ("torch", "2.9.0", "2.9.0, asked for >=2.11", 'pip install "torch>=2.11"'),
+        ("tqdm", None, "is not installed", 'pip install "tqdm"'),
+        ("paceline", None, "only imported", "pip install -e ."),
     ],
 )
-def test_what_is_no_problem(path: str, value: Any) -> None:
-    assert judged(path, value) == []
+def test_packages(name: str, version: str | None, text: str, remedy: str) -> None:
+    texts = {one.check: one.text for one in check_packages(ASKED, FOUND)}
+    assert (texts["torch"], texts["trl"]) == ("2.13.0+cpu, asked for >=2.11", "is not installed")
+    assert is_well(check_packages(ASKED, FOUND))
+    the_one(check_packages(ASKED, FOUND | {name: version}), PROBLEM, name, text, remedy)
 
 
-def test_more_ranks_than_gpus() -> None:
-    (shared,) = [one for one in judge(WELL, ranks_on_host=2) if one.level != OK]
-    assert (shared.level, shared.check) == (NOTE, "devices")
-    (exclusive, _) = judged("devices.devices.0.compute_mode", "Exclusive_Process", ranks_on_host=2)
-    assert exclusive.level == PROBLEM
+def test_patches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.patches import registry
+
+    patch = registry.all_patches()[0]
+    monkeypatch.setattr(registry, "all_patches", lambda: [patch])
+    monkeypatch.setattr(type(patch), "problem", lambda self: "a:b: gone")
+    the_one(installation.patches(), NOTE if patch.optional else PROBLEM, "patch", "a:b: gone")
 
 
-def test_one_cause_has_one_remedy() -> None:
-    """Without DeepSpeed neither the patches nor the devices can be looked at."""
-    facts = {**WELL, "imports": {"torch": "", "deepspeed": "no"}, "failed": {"patches": "no", "devices": "no"}}
-    del facts["patches"], facts["devices"]
-    found = [one for one in judge(facts) if one.level != OK]
-    assert [(one.level, one.check) for one in found] == [(PROBLEM, "deepspeed"), (NOTE, "patches"), (NOTE, "devices")]
+def test_devices() -> None:
+    the_one([check_devices("cuda", 0, "13.0", has_driver=True)], PROBLEM, "devices", "sees no GPU", "nvidia-smi")
+    the_one([check_devices("cpu", 0, "13.0", has_driver=True)], NOTE, "devices", "DeepSpeed uses", "DS_ACCELERATOR")
+    the_one([check_devices("cpu", 0, None, has_driver=True)], NOTE, "devices", "without CUDA", "install a torch")
+    assert check_devices("cuda", 2, "13.0", has_driver=True) == Finding(OK, "devices", "cuda, 2 GPUs, CUDA 13.0")
+    assert check_devices("cpu", 0, None, has_driver=False).level == OK
 
 
-def test_facts_that_cannot_be_judged_are_a_finding() -> None:
-    """Never a traceback, whatever a machine says of itself."""
-    (found,) = judged("python.asked", "three or more")
-    assert (found.level, found.check) == (PROBLEM, "python")
-    assert "InvalidSpecifier" in found.text
-    assert judge({}) == []
+def test_ranks_that_share_gpus() -> None:
+    the_one(check_sharing(1, SECOND, {}), NOTE, "devices", "2 ranks share 1", "one rank per GPU")
+    assert list(check_sharing(2, SECOND, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "place", "level"),
+    [
+        ("1", 2, SECOND, PROBLEM),
+        ("1", 1, Place(1, 2, 0, 1, "a", 29500), PROBLEM),  # the only one of its host
+        ("1", 2, None, NOTE),  # a job may come
+        ("8", 2, SECOND, OK),
+        ("", 2, SECOND, OK),
+        ("1", 0, SECOND, OK),  # no CUDA
+    ],
+)
+def test_communicators_that_share_a_queue(value: str, count: int, place: Place | None, level: str) -> None:
+    found = list(check_sharing(count, place, {"CUDA_DEVICE_MAX_CONNECTIONS": value} if value else {}))
+    if level == OK:
+        assert found == []
+    else:
+        the_one(found, level, "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL communicators", "unset CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@pytest.mark.parametrize(
+    ("files", "notes"),
+    [
+        ({"memory.max": "1048576"}, 1),
+        ({"memory/memory.limit_in_bytes": "1048576"}, 1),
+        ({"memory.max": "max"}, 0),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, 0),
+        ({}, 0),
+    ],
+)
+def test_memory_of_a_container(tmp_path: Path, files: dict[str, str], notes: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert ["killed" in one.text for one in installation.machine(tmp_path) if one.level == NOTE] == [True] * notes
+
+
+def test_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a build holds, and one that it has left."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    held, left = tmp_path / "one" / "lock", tmp_path / "py311_cpu" / "fused_adam" / "lock"
+    for path in (held, left):
+        path.parent.mkdir(parents=True)
+    left.touch()
+    os.utime(left, (time.time() - 1000, time.time() - 1000))
+    # As torch's FileBaton takes it.
+    code = f"import os; os.open({str(held)!r}, os.O_CREAT | os.O_EXCL); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
+        assert builder.stdout is not None
+        builder.stdout.readline()
+        found = locks(extension_folders())
+        builder.kill()
+    assert [(lock["path"], lock["holder"]) for lock in found] == [(str(held), builder.pid), (str(left), None)]
+    assert 1000 <= found[1]["age_s"] < 1900
+    the_one(check_locks(found), PROBLEM, "build lock", f"{left} was left 17 minutes ago", f"rm {left}")
+    the_one(check_locks([{**found[1], "age_s": 5}]), NOTE, "build lock", "is new", "look again")
+    assert [lock["holder"] for lock in locks(extension_folders())] == [None, None], "the builder was killed"
+    assert is_well(check_locks([]))
+
+
+def test_where_extensions_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    (default,) = extension_folders()
+    assert default.name == "torch_extensions"
+
+
+@pytest.mark.parametrize(
+    ("check", "free", "level", "remedy"),
+    [
+        ("--output_dir", GIB // 2, PROBLEM, "choose another --output_dir"),
+        ("--output_dir", 2 * GIB, NOTE, "12 to 18 bytes"),
+        ("temporary files", 2 * GIB, OK, ""),
+        ("cache of the hub", GIB // 8, PROBLEM, "HF_HOME"),
+        ("/dev/shm", GIB // 8, NOTE, "--shm-size"),  # on a CPU
+    ],
+)
+def test_room(check: str, free: int, level: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100 * GIB, 0, free))
+    (found,) = [one for one in installation.disk(str(tmp_path)) if one.check == check]
+    assert found.level == level
+    assert remedy in found.remedy
+
+
+def test_folders_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    the_one(installation.disk(str(tmp_path / "file" / "out")), PROBLEM, "--output_dir", "or under one", "give a folder")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    the_one(installation.disk(str(tmp_path)), PROBLEM, "--output_dir", "cannot be written", f"make {tmp_path} writable")
+
+
+def test_variables() -> None:
+    shown = installation.environment(
+        {"NCCL_DEBUG": "INFO", "RANK": "3", "HOME": "/root", "HF_TOKEN": "hf_x", "DEEPSPEED_API_KEY": "x"}
+    )
+    assert shown == {"NCCL_DEBUG": "INFO", "RANK": "3"}
+
+
+NETWORK: list[tuple[list[str], str, int, str, str, str, str]] = [
+    # leads to, GLOO_SOCKET_IFNAME, hosts; level, check, text, remedy
+    ([], "", 2, PROBLEM, "host name", "leads to no address", "GLOO_SOCKET_IFNAME=eth0"),
+    ([], "", 1, NOTE, "host name", "leads to no address", "for several hosts"),
+    (["127.0.1.1"], "", 1, NOTE, "host name", "127.0.1.1", "for several hosts"),
+    (["127.0.1.1"], "", 2, PROBLEM, "host name", "127.0.1.1", "/etc/hosts"),
+    (["10.9.9.9"], "", 2, PROBLEM, "host name", "10.9.9.9", "/etc/hosts"),
+    (["10.0.0.1"], "eth7", 1, PROBLEM, "GLOO_SOCKET_IFNAME", "no interface eth7", "one of eth0"),
+    (["10.0.0.1"], "lo", 2, PROBLEM, "GLOO_SOCKET_IFNAME", "other hosts cannot reach lo", "one of eth0"),
+]
+
+
+@pytest.mark.parametrize(("leads_to", "chosen", "hosts", "level", "check", "text", "remedy"), NETWORK)
+def test_network(leads_to: list[str], chosen: str, hosts: int, level: str, check: str, text: str, remedy: str) -> None:
+    the_one(check_network("a", leads_to, INTERFACES, chosen, has_others=hosts > 1), level, check, text, remedy)
+
+
+@pytest.mark.parametrize(("leads_to", "chosen"), [(["10.0.0.1"], ""), (["127.0.1.1", "10.0.0.1"], ""), ([], "eth0")])
+def test_a_network_that_is_well(leads_to: list[str], chosen: str) -> None:
+    assert is_well(check_network("a", leads_to, INTERFACES, chosen, has_others=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"a": 1,}', "line 1, column"),
+        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "a run has one of them; turn one off."),
+        (None, "No such file"),
+        # What only `check-config` said.
+        ('{"optimizer": {"type": "Muon"}, "paceline": {"pipeline": {}}}', "a pipeline cannot use it"),
+    ],
+)
+def test_a_json_that_is_none(text: str | None, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    the_one(installation.config(str(path)), PROBLEM, "deepspeed JSON", error, f"correct {path}")
+
+
+JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
+def test_place_in_a_job() -> None:
+    assert Place.of({}) is None
+    assert Place.of({**JOB, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert Place.of(JOB) == Place(1, 2, 0, 2, "a", 29500)
+    assert Place.of({**JOB, "LOCAL_RANK": "1", "LOCAL_SIZE": "1"}) == Place(1, 2, 1, 1, "a", 29500)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "2"), ("WORLD_SIZE", ""), ("MASTER_PORT", "99999"), ("MASTER_ADDR", ""), ("RANK", "x")]
+)
+def test_half_a_job(name: str, value: str) -> None:
+    with pytest.raises(Unmet) as error:
+        Place.of({**JOB, name: value})
+    assert f"{name}={value!r}" in error.value.finding.text
