@@ -73,7 +73,7 @@ class RawStream:
         }
 
     def rows_from(self, at: Place | None) -> Iterator[tuple[list[dict[str, Any]], Place]]:
-        """Some rows at a time and the place after them, from a place on, or the beginning; no rows end an epoch.
+        """Read from ``at`` on (None: the beginning): some rows at a time and the place after them; none: an epoch ends.
 
         Raises:
             ValueError: the data cannot be read, or has changed.
@@ -81,11 +81,14 @@ class RawStream:
         at = at or _epoch(0)
         while True:
             reader = self._read(at)
-            while chunk := self._chunk(reader):
+            while True:
+                chunk = self._chunk(reader)
+                _check_unchanged(self.what, at["given"], len(chunk))
+                if not chunk:
+                    break
                 rows = [row for row, _, _ in chunk]
                 if self.shuffled:
                     rows = _shuffled(rows, self._seed, at["epoch"], at["chunk"])
-                _check_unchanged(self.what, at["given"], len(rows))
                 for start in range(at["given"], len(rows), ROWS_PER_TOKENIZATION):
                     some = rows[start : start + ROWS_PER_TOKENIZATION]
                     yield some, {**at, "given": start + len(some)}

@@ -314,6 +314,22 @@ def test_the_datas_place_does_not_matter(folder: Path, tokenizer: PreTrainedToke
     assert resumed.step() == run.step()
 
 
+@pytest.mark.parametrize("num_left", [10, 17])
+def test_a_stream_that_became_shorter_is_refused(
+    num_left: int, folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Where all of its chunk is gone, and where all but a row are."""
+    run = Run(lambda: prepared("streamed file", folder, tokenizer), (1, 1, 4))
+    while run.state()["stream"]["raw"] is None or run.state()["stream"]["raw"]["chunk"] != 1:
+        run.step()
+    shorter = tmp_path / "shorter.jsonl"
+    shorter.write_text("".join((folder / "messages.jsonl").read_text().splitlines(keepends=True)[:num_left]))
+    options = {"train_file": str(shorter), "file": False, "dataset_name": None}
+    resumed = Run(lambda: prepared("streamed file", folder, tokenizer, **options), (1, 1, 4), run.state())
+    with pytest.raises(ValueError, match=r"has changed since the checkpoint was saved, .* rows were given .* Remedy"):
+        resumed.step()
+
+
 def test_a_stream_that_breaks_off_names_its_file(folder: Path, tmp_path: Path) -> None:
     """In the middle of training, and where the first rows are looked at again: the data and the remedy."""
     shutil.copytree(folder / "text", tmp_path / "text")
