@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..measure.clock import WorkTimes, work_times
+from .formats import Format, Parcel, on_the_wire, unpack
 from .groups import gloo_group
 from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
 from .staging import Staging
@@ -40,6 +41,8 @@ RECORDS = 512
 
 TIMEOUT = timedelta(days=7)
 """Of a wait for a peer: how long it may take, the watch knows."""
+
+NOTHING = Meta(())
 
 
 class Record(NamedTuple):
@@ -62,7 +65,9 @@ class _Message:
     begun_s: Any
     ready: list[Callable[[], None]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
-    is_tuple: bool = True
+    meta: Meta = NOTHING
+    """Of what is received, before it was encoded."""
+    format: Format | None = None
     is_announced: bool = False
     error: BaseException | None = None
     done_s: Any = None
@@ -106,7 +111,7 @@ class Lane:
         self._num_records = 0
         self._device, self._staging, self._batch = device, staging, batch
         self._arriving: dict[int, _Message] = {}
-        self._unknown: deque[tuple[int, Hashable]] = deque()
+        self._unknown: deque[tuple[int, Hashable, Format | None]] = deque()
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
         self._thread = None if batch is not None else Thread(target=self._carry_out, name=name, daemon=True)
@@ -115,14 +120,18 @@ class Lane:
 
     # -- the sending end -----------------------------------------------------------------------------------------
 
-    def send(self, micro_batch: int, key: Hashable, value: Value) -> None:
+    def send(self, micro_batch: int, key: Hashable, value: Value | Parcel) -> None:
         """Begin to send; returns at once. The tensors must not be written to before the step ends.
 
         Raises:
             ValueError: shapes other than those that the receiver was told for this key.
         """
         self._raise_if_failed()
-        meta, known = meta_of(value), None if self._announces else self.shapes.of(key)
+        if isinstance(value, Parcel):
+            meta, tensors = value.meta, value.tensors
+        else:
+            meta, tensors = meta_of(value), tensors_of(value)
+        known = None if self._announces else self.shapes.of(key)
         if known is None:
             self._issue(_Message(-1, [self._header(meta)], time.perf_counter()), send=True)
             self._flush()
@@ -132,9 +141,7 @@ class Lane:
                 f"micro-batch {micro_batch}: {self.name} are {show(meta)}, and were {show(known)} before: build the "
                 "PipelineModule with dynamic_shape=True where shapes change."
             )
-        message = _Message(
-            micro_batch, [tensor.detach().contiguous() for tensor in tensors_of(value)], time.perf_counter()
-        )
+        message = _Message(micro_batch, [tensor.detach().contiguous() for tensor in tensors], time.perf_counter())
         if self._staging is not None:
             copies = [self._staging.to_host(tensor) for tensor in message.tensors]
             message.tensors, message.ready = [host for host, _ in copies], [ready for _, ready in copies]
@@ -142,22 +149,32 @@ class Lane:
 
     # -- the receiving end ---------------------------------------------------------------------------------------
 
-    def post(self, micro_batch: int, key: Hashable) -> None:
-        """Make room for a message that will come, and let it come. Posts are in the order of the sends."""
+    def post(self, micro_batch: int, key: Hashable, format: Format | None = None) -> None:
+        """Make room for a message that will come, and let it come. Posts are in the order of the sends.
+
+        Args:
+            format: in which it comes.
+        """
         self._raise_if_failed()
         if self._announces and self._batch is None:
             # The thread waits for the announcement, so that the message can arrive while this one computes.
-            message = self._arriving[micro_batch] = _Message(micro_batch, [], time.perf_counter(), is_announced=True)
+            message = _Message(micro_batch, [], time.perf_counter(), format=format, is_announced=True)
+            self._arriving[micro_batch] = message
             self._issue(message, send=False)
         elif self._announces or self._unknown or self.shapes.of(key) is None:
-            self._unknown.append((micro_batch, key))
+            self._unknown.append((micro_batch, key, format))
             if self._batch is not None:  # the place of this receive is now
                 self._meet()
         else:
-            self._post(micro_batch, key)
+            self._post(micro_batch, key, format)
 
     def take(self, micro_batch: int) -> Value:
-        """Wait for a message that was posted."""
+        """Wait for a message that was posted, and decode it."""
+        received = self.receive(micro_batch)
+        return unpack(received) if isinstance(received, Parcel) else received
+
+    def receive(self, micro_batch: int) -> Value | Parcel:
+        """Wait for a message that was posted; it is as it came."""
         while micro_batch not in self._arriving:
             self._meet()
         message = self._arriving.pop(micro_batch)
@@ -173,21 +190,22 @@ class Lane:
         tensors = message.tensors
         if self._staging is not None and micro_batch >= 0:
             tensors = [self._staging.to_device(tensor) for tensor in tensors]
-        return tuple(tensors) if message.is_tuple else tensors[0]
+        if message.format is not None:
+            return Parcel(message.meta, tuple(tensors), message.format)
+        return tuple(tensors) if message.meta.is_tuple else tensors[0]
 
-    def _post(self, micro_batch: int, key: Hashable) -> None:
+    def _post(self, micro_batch: int, key: Hashable, format: Format | None) -> None:
         meta = self.shapes.of(key)
         assert meta is not None
-        buffers = [self._buffer(shape, dtype) for shape, dtype in meta.tensors]
-        message = _Message(micro_batch, buffers, time.perf_counter(), is_tuple=meta.is_tuple)
+        message = _Message(micro_batch, self._buffers(meta, format), time.perf_counter(), meta=meta, format=format)
         self._arriving[micro_batch] = message
         self._issue(message, send=False)
 
     def _meet(self) -> None:
         """Wait for the announcement of the first message whose shapes are not known, and post what is known then."""
-        _, key = self._unknown[0]
+        key = self._unknown[0][1]
         if self._announces or self.shapes.of(key) is None:
-            header = _Message(-1, [self._header(Meta(()))], time.perf_counter(), is_tuple=False)
+            header = _Message(-1, [self._header(Meta(()))], time.perf_counter(), meta=Meta((), is_tuple=False))
             self._arriving[-1] = header
             self._issue(header, send=False)
             self.shapes.learn(key, read_announcement(self.take(-1)))
@@ -221,6 +239,9 @@ class Lane:
             return announce(meta).to(self._device if self._staging is None else "cpu")
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    def _buffers(self, meta: Meta, format: Format | None) -> list[Tensor]:
+        return [self._buffer(shape, dtype) for shape, dtype in on_the_wire(meta, format).tensors]
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._staging is not None:
@@ -275,9 +296,8 @@ class Lane:
         if message.is_announced:
             header = self._header(Meta(()))
             dist.recv(header, self.peer, group=self.group)
-            meta = read_announcement(header)
-            message.tensors = [self._buffer(shape, dtype) for shape, dtype in meta.tensors]
-            message.is_tuple = meta.is_tuple
+            message.meta = read_announcement(header)
+            message.tensors = self._buffers(message.meta, message.format)
         if not self.is_sender:
             message.begun_s = time.perf_counter()
         message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]

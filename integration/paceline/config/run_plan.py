@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .averaging_keys import AveragingConfig
+from .boundary_keys import BoundaryConfig
 from .expert_choice import MoeChoice, resolve_moe
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .partitions import PartitionChoice, resolve_partition
@@ -69,6 +70,11 @@ class RunPlan:
     def max_change(self) -> MaxChangeConfig | None:
         """Limits of an update's size, wherever the section has them; None: no limit."""
         return self.section.limits
+
+    @property
+    def boundary(self) -> BoundaryConfig:
+        """Formats of what passes between stages."""
+        return self.section.pipeline.boundary or BoundaryConfig()
 
     @property
     def averaging(self) -> AveragingConfig | None:

@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from .averaging_keys import AveragingConfig
+from .boundary_keys import BoundaryConfig
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .part import Part
 
@@ -355,6 +356,11 @@ class PipelineConfig(Part):
         default=None,
         description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed.',
         json_schema_extra=_allow_short_form,
+    )
+    boundary: BoundaryConfig | None = Field(
+        default=None,
+        description="In which formats activations and gradients travel between stages. Left out: as they are; no "
+        "number changes.",
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
+from ..comm.formats import FORMATS, BoundaryFormats
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
 from ..moe.moving import states_of
@@ -102,6 +103,8 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
     )
     # Beside the computation gradients lie in buckets, which share no memory with what is sent.
     own_memory = None if engine.plan.schedule.is_asynchronous else engine.own_memory
+    boundary = engine.plan.boundary
+    formats = BoundaryFormats(FORMATS.get(boundary.forward or ""), FORMATS.get(boundary.backward or ""))
     number_of = {chunk: number for number, chunk in enumerate(chunks)}
     for number, (direction, stage) in enumerate(chunks):
         runner = engine.support.make_runner(number, around)
@@ -109,7 +112,7 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
         held.append(
             HeldStage(
                 runner,
-                Boundary(runner, lanes, engine.meter, own_memory, number),
+                Boundary(runner, lanes, engine.meter, own_memory, number, formats),
                 engine.links.ranks_of_stages(direction),
                 next_chunk=number_of.get((direction, stage + 1)),
                 previous_chunk=number_of.get((direction, stage - 1)),

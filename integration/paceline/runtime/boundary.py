@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from ..comm.formats import AS_THEY_ARE, BoundaryFormats, Format, Parcel, pack, unpack
 from ..comm.shapes import Value, meta_of, tensors_of
 from ..comm.transport import Lane
 from .stage_runner import Live, StageRunner
+
+Received = TypeVar("Received")
 
 
 class Waits(Protocol):
     """Who books the time in which a rank has nothing to do."""
 
-    def wait(self, take: Callable[[], Value], number: int, chunk: int = 0) -> Value: ...
+    def wait(self, take: Callable[[], Received], number: int, chunk: int = 0) -> Received: ...
 
 
 class OwnMemory:
@@ -62,32 +65,63 @@ class Boundary:
         waits: books the time of a wait.
         own: gives gradients memory of their own; None: they have it.
         chunk: number of the stage among those of this rank.
+        formats: in which a training step's activations and gradients travel. An evaluation's travel as they are.
     """
 
     def __init__(
-        self, runner: StageRunner, lanes: Mapping[str, Lane], waits: Waits, own: OwnMemory | None, chunk: int = 0
+        self,
+        runner: StageRunner,
+        lanes: Mapping[str, Lane],
+        waits: Waits,
+        own: OwnMemory | None,
+        chunk: int = 0,
+        formats: BoundaryFormats = AS_THEY_ARE,
     ) -> None:
-        self._runner, self._waits, self._own, self._chunk = runner, waits, own, chunk
+        self._runner, self._waits, self._own, self._chunk, self._formats = runner, waits, own, chunk, formats
         self._activations_in, self._activations_out = lanes.get("activations_in"), lanes.get("activations_out")
         self._gradients_in, self._gradients_out = lanes.get("gradients_in"), lanes.get("gradients_out")
         self.doing: tuple[str, int] | None = None
         """The last operation and the other stage in it, for the error if the connection is lost."""
 
+    @property
+    def _forward_format(self) -> Format | None:
+        return self._formats.forward if torch.is_grad_enabled() else None
+
     def post_activation(self, live: Live, number: int) -> None:
         assert self._activations_in is not None
         self.doing = "receiving from", self._runner.stage - 1
-        self._activations_in.post(number, self._runner.activation_key(number))
+        self._activations_in.post(number, self._runner.activation_key(number), self._forward_format)
 
     def wait_activation(self, live: Live, number: int) -> None:
         lane = self._activations_in
         assert lane is not None
         self.doing = "receiving from", self._runner.stage - 1
-        self._runner.arrived(live, number, self._waits.wait(lambda: lane.take(number), number, self._chunk))
+        value = self._waits.wait(lambda: lane.receive(number), number, self._chunk)
+        if isinstance(value, Parcel):
+            live.arrived = value
+        else:
+            self._runner.arrived(live, number, value)
+
+    def unpack_activation(self, live: Live, number: int) -> None:
+        """Decode what has arrived: a part of the forward, whose time it takes."""
+        if live.arrived is not None:
+            self._runner.arrived(live, number, unpack(live.arrived))
+            live.arrived = None
+
+    def pack_activation(self, live: Live) -> None:
+        """Encode what will be sent: a part of the forward."""
+        format = self._forward_format
+        if format is not None and self._activations_out is not None:
+            live.leaving = pack(self._runner.leaving(live), format)
 
     def send_activation(self, live: Live, number: int) -> None:
         runner, lane = self._runner, self._activations_out
         assert lane is not None
         self.doing = "sending to", runner.stage + 1
+        if live.leaving is not None:
+            lane.send(number, runner.activation_key(number), live.leaving)
+            live.leaving = None
+            return
         value = runner.leaving(live)
         tensors_of(value, f"the last layer of stage {runner.stage}")  # refuses what cannot be sent
         if not (torch.is_grad_enabled() and runner.runs_backward):
@@ -101,7 +135,7 @@ class Boundary:
             return
         assert self._gradients_in is not None
         self.doing = "receiving from", self._runner.stage + 1
-        self._gradients_in.post(number, self._runner.gradient_meta(live))
+        self._gradients_in.post(number, self._runner.gradient_meta(live), self._formats.backward)
 
     def wait_gradient(self, live: Live, number: int) -> None:
         lane = self._gradients_in
@@ -109,18 +143,33 @@ class Boundary:
             return
         assert lane is not None
         self.doing = "receiving from", self._runner.stage + 1
-        live.gradients = self._waits.wait(lambda: lane.take(number), number, self._chunk)
+        live.gradients = self._waits.wait(lambda: lane.receive(number), number, self._chunk)
+
+    def unpack_gradient(self, live: Live) -> None:
+        """Decode what has arrived: a part of the backward."""
+        if isinstance(live.gradients, Parcel):
+            live.gradients = unpack(live.gradients)
+
+    def pack_gradient(self, live: Live) -> None:
+        """Encode what will be sent: a part of the backward."""
+        if self._formats.backward is not None and self._gradients_out is not None and self._runner.sends_gradients:
+            live.leaving = pack(self._own_gradients(live), self._formats.backward)
+
+    def _own_gradients(self, live: Live) -> Value:
+        value = self._runner.leaving_gradients(live)
+        return value if self._own is None else self._own.of(value)
 
     def send_gradient(self, live: Live, number: int) -> None:
         runner, lane = self._runner, self._gradients_out
         if runner.sends_gradients:
             assert lane is not None
             self.doing = "sending to", runner.stage - 1
-            value = runner.leaving_gradients(live)
-            if self._own is not None:
-                value = self._own.of(value)
-            lane.send(number, meta_of(value), value)
-        live.inputs = None
+            if live.leaving is not None:
+                lane.send(number, live.leaving.meta, live.leaving)
+            else:
+                value = self._own_gradients(live)
+                lane.send(number, meta_of(value), value)
+        live.inputs = live.leaving = None
 
 
 def detached(value: Value) -> Value:

@@ -198,7 +198,13 @@ class Executor:
 
     def _forward(self, chunk: int, live: Live, number: int) -> None:
         held = self.held[chunk]
-        self._meter.compute(FORWARD, number, lambda: held.runner.forward(live, number), chunk)
+
+        def run() -> None:
+            held.boundary.unpack_activation(live, number)
+            held.runner.forward(live, number)
+            held.boundary.pack_activation(live)
+
+        self._meter.compute(FORWARD, number, run, chunk)
         if held.next_chunk is not None:
             behind = self._live[held.next_chunk, number] = Live()
             self.held[held.next_chunk].runner.arrived(behind, number, detached(held.runner.leaving(live)))
@@ -211,8 +217,10 @@ class Executor:
 
         def run() -> None:
             if runner.runs_backward:
+                held.boundary.unpack_gradient(live)
                 # Gradients of weights are still to come after a backward of the inputs.
                 runner.backward(live, number, is_last and is_whole)
+                held.boundary.pack_gradient(live)
 
         def run_input() -> None:
             assert self._deferral is not None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from ..comm.shapes import Value
 from ..measure.clock import Clock
 from ..measure.layer_timer import LayerTimer
 from ..measure.recorder import Recorded, Recorder, SavedBytes
 from ..schedules.schedule import BACKWARD, FORWARD
 from .movable_layers import Layers
 from .rank_reports import WAIT, LayerReport
+
+Received = TypeVar("Received")
 
 
 class Meter:
@@ -72,7 +74,7 @@ class Meter:
         run()
         self.recorder.add(Recorded(kind, -1, start, self.clock.now()))
 
-    def wait(self, take: Callable[[], Value], number: int, chunk: int = 0) -> Value:
+    def wait(self, take: Callable[[], Received], number: int, chunk: int = 0) -> Received:
         """Book the time until a chunk's message is there as idle."""
         start = self.clock.now()
         value = take()

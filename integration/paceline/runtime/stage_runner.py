@@ -18,6 +18,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import Tensor
 
+from ..comm.formats import Parcel
 from ..comm.shapes import Meta, Value, meta_of
 from ..optim.linear_layers import Deferred
 from .reach import Reach
@@ -26,7 +27,7 @@ from .reach import Reach
 class Live:
     """A micro-batch in one of a rank's stages, from its first operation to its last: all that is kept of it."""
 
-    __slots__ = ("gradients", "inputs", "label_tokens", "labels", "outputs")
+    __slots__ = ("arrived", "gradients", "inputs", "label_tokens", "labels", "leaving", "outputs")
 
     def __init__(self) -> None:
         self.inputs: Any = None
@@ -36,6 +37,10 @@ class Live:
         self.outputs: Any = None
         self.gradients: Any = None
         """Gradients of the outputs, from the stage behind."""
+        self.arrived: Parcel | None = None
+        """Encoded activations from the stage before, until the forward begins."""
+        self.leaving: Parcel | None = None
+        """What the last computation has encoded, until it is sent."""
 
 
 @dataclass

@@ -1,0 +1,186 @@
+"""Formats of what passes between stages: fewer bytes for less precision. Encoded and decoded by whole tensors.
+
+Values of one block, the row of a token or a part of it, share a scale. On the wire lie the codes and the scales of a
+row behind each other, as bytes. A value that is not finite makes its block not finite: an overflow is not hidden.
+
+Sources: block-wise formats with a scale as in LLM.int8() (Dettmers et al. 2022) and the OCP formats; AC-SGD (Wang et
+al. 2022) for activations and their gradients between the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .shapes import Meta, Value, meta_of, tensors_of
+
+LEAST = 1e-35
+"""The smallest largest value of a block: below, all its codes are 0."""
+
+
+class Format(ABC):
+    """How tensors are encoded. A tensor of ``[..., n]`` becomes bytes of ``[..., num_bytes(n)]``."""
+
+    @abstractmethod
+    def num_bytes(self, size: int) -> int:
+        """Bytes of a row of ``size`` values."""
+
+    @abstractmethod
+    def encode(self, tensor: Tensor) -> Tensor:
+        """The bytes of ``tensor``, in memory of their own."""
+
+    @abstractmethod
+    def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """The values that :meth:`encode` was given, rounded."""
+
+
+class BFloat16(Format):
+    """The upper half of a float32: 8 bits of exponent, 8 of precision, no scale."""
+
+    def num_bytes(self, size: int) -> int:
+        return 2 * size
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(torch.bfloat16, copy=True).contiguous().view(torch.uint8)
+
+    def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return coded.view(torch.bfloat16).to(dtype, copy=True)
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """A whole number from -127 to 127 a value, a float32 scale a row."""
+
+    def num_bytes(self, size: int) -> int:
+        return size + 4
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        values = tensor.detach().float()
+        scale, codes = _scaled(values, 127.0)
+        return torch.cat([codes.round_().to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+    def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        codes, scale = coded[..., :size].view(torch.int8), coded[..., size:].contiguous().view(torch.float32)
+        return (codes * scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class Float8(Format):
+    """An e4m3 number a value (4 bits of exponent, 3 of mantissa), a float32 scale a row."""
+
+    def num_bytes(self, size: int) -> int:
+        return size + 4
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        scale, codes = _scaled(tensor.detach().float(), 448.0)
+        return torch.cat([codes.to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+    def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        codes = coded[..., :size].contiguous().view(torch.float8_e4m3fn).float()
+        return (codes * coded[..., size:].contiguous().view(torch.float32)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Int4(Format):
+    """A whole number from -7 to 7 a value, two in a byte; a bfloat16 scale for each ``block`` values of a row."""
+
+    block: int = 64
+
+    def num_bytes(self, size: int) -> int:
+        num_blocks = -(-size // self.block)
+        return num_blocks * (self.block // 2 + 2)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        values = tensor.detach().float()
+        values = pad(values, (0, -values.shape[-1] % self.block)).unflatten(-1, (-1, self.block))
+        largest = values.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
+        scale = (largest / 7.0).to(torch.bfloat16)
+        codes = (values / scale).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        halves = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        return torch.cat([halves.flatten(-2), scale.view(torch.uint8).flatten(-2)], dim=-1)
+
+    def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        num_blocks = -(-size // self.block)
+        halves = coded[..., : num_blocks * self.block // 2]
+        scale = coded[..., num_blocks * self.block // 2 :].contiguous().view(torch.bfloat16).float()
+        codes = torch.stack([halves & 15, halves >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
+        values = codes.unflatten(-1, (num_blocks, self.block)) * scale.unsqueeze(-1)
+        return values.flatten(-2)[..., :size].to(dtype)
+
+
+def _scaled(values: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:
+    """The scale of each row, and the values in units of it; of memory of their own."""
+    largest = values.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
+    return largest / largest_code, values * (largest_code / largest)
+
+
+FORMATS: Mapping[str, Format] = {"bf16": BFloat16(), "int8": Int8(), "fp8_e4m3": Float8(), "int4": Int4()}
+"""By their names in the JSON."""
+
+
+class BoundaryFormats(NamedTuple):
+    """Of activations and of their gradients; None: as they are."""
+
+    forward: Format | None = None
+    backward: Format | None = None
+
+
+AS_THEY_ARE = BoundaryFormats()
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message as it travels.
+
+    Args:
+        meta: of what it is made from.
+        tensors: each encoded, or as it was.
+        format: how.
+    """
+
+    meta: Meta
+    tensors: tuple[Tensor, ...]
+    format: Format
+
+
+def pack(value: Value, format: Format) -> Parcel:
+    """Encode what a stage passes on."""
+    meta = meta_of(value)
+    coded = (
+        format.encode(tensor) if _is_encoded(tuple(tensor.shape), tensor.dtype) else tensor.detach()
+        for tensor in tensors_of(value)
+    )
+    return Parcel(meta, tuple(coded), format)
+
+
+def unpack(parcel: Parcel) -> Value:
+    """The inverse of :func:`pack`, but for rounding."""
+    tensors = tuple(
+        parcel.format.decode(tensor, shape[-1], dtype) if _is_encoded(shape, dtype) else tensor
+        for tensor, (shape, dtype) in zip(parcel.tensors, parcel.meta.tensors, strict=True)
+    )
+    return tensors if parcel.meta.is_tuple else tensors[0]
+
+
+def on_the_wire(meta: Meta, format: Format | None) -> Meta:
+    """Shapes and dtypes of the tensors that travel."""
+    if format is None:
+        return meta
+    return Meta(
+        tuple(
+            ((*shape[:-1], format.num_bytes(shape[-1])), torch.uint8) if _is_encoded(shape, dtype) else (shape, dtype)
+            for shape, dtype in meta.tensors
+        ),
+        meta.is_tuple,
+    )
+
+
+def _is_encoded(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Rows of values are; side inputs (whole numbers) and sums over experts (a single row) are not."""
+    return dtype.is_floating_point and len(shape) > 1
