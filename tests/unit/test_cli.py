@@ -59,7 +59,7 @@ def test_check_config(ds_json, capsys):
     )
     shown = json.loads(out)
     assert shown["paceline"] == {
-        "pipeline": {"stages": 2, "partition": None, "schedule": None},
+        "pipeline": {"stages": 2, "partition": None, "schedule": None, "boundary": None},
         "moe": None,
         "natural_gradient": None,
         "max_change": None,
@@ -108,7 +108,7 @@ def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null}, '
+        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null, "boundary": null}, '
         '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
@@ -190,7 +190,11 @@ CLUSTER = ["--world-size", "4", "--num-layers", "8"]
     [
         ("[" * 100_000, [], "ds.json: too many brackets inside each other"),
         ('{"a": ' + "9" * 5000 + "}", [], "bring it near 1."),
-        ({"paceline": {"pipeline": {"x" * 5000: 1}}}, [], 'Valid keys of paceline.pipeline: "partition", "schedule", '),
+        (
+            {"paceline": {"pipeline": {"x" * 5000: 1}}},
+            [],
+            'Valid keys of paceline.pipeline: "boundary", "partition", "schedule", ',
+        ),
         ({"train_batch_size": "x" * 5000}, CLUSTER, "xxx…: it must be a whole number, at least 1; leave the key out"),
         ({"train_batch_size": 2**41}, CLUSTER, f"train_batch_size is {2**41}: it must be at most {2**40}; correct it"),
         ({"train_batch_size": 10**15}, CLUSTER, f"train_batch_size is {10**15}: it must be at most {2**40}; correct"),

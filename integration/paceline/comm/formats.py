@@ -1,7 +1,7 @@
 """Formats of what passes between stages: fewer bytes for less precision. Encoded and decoded by whole tensors.
 
-Values of one block, the row of a token or a part of it, share a scale. On the wire lie the codes and the scales of a
-row behind each other, as bytes. A value that is not finite makes its block not finite: an overflow is not hidden.
+Values of one block, the row of a token or a part of it, share a scale. On the wire a row is its scales, then its codes,
+as bytes. A value that is not finite makes its block not finite: an overflow is not hidden.
 
 Sources: block-wise formats with a scale as in LLM.int8() (Dettmers et al. 2022) and the OCP formats; AC-SGD (Wang et
 al. 2022) for activations and their gradients between the stages of a pipeline.
@@ -63,11 +63,10 @@ class Int8(Format):
     def encode(self, tensor: Tensor) -> Tensor:
         values = tensor.detach().float()
         scale, codes = _scaled(values, 127.0)
-        return torch.cat([codes.round_().to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+        return torch.cat([scale.view(torch.uint8), codes.round_().to(torch.int8).view(torch.uint8)], dim=-1)
 
     def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        codes, scale = coded[..., :size].view(torch.int8), coded[..., size:].contiguous().view(torch.float32)
-        return (codes * scale).to(dtype)
+        return (coded[..., 4:].view(torch.int8) * _scales(coded, 4, torch.float32)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,10 @@ class Float8(Format):
 
     def encode(self, tensor: Tensor) -> Tensor:
         scale, codes = _scaled(tensor.detach().float(), 448.0)
-        return torch.cat([codes.to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+        return torch.cat([scale.view(torch.uint8), codes.to(torch.float8_e4m3fn).view(torch.uint8)], dim=-1)
 
     def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        codes = coded[..., :size].contiguous().view(torch.float8_e4m3fn).float()
-        return (codes * coded[..., size:].contiguous().view(torch.float32)).to(dtype)
+        return (coded[..., 4:].view(torch.float8_e4m3fn).float() * _scales(coded, 4, torch.float32)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,11 @@ class Int4(Format):
         scale = (largest / 7.0).to(torch.bfloat16)
         codes = (values / scale).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
         halves = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        return torch.cat([halves.flatten(-2), scale.view(torch.uint8).flatten(-2)], dim=-1)
+        return torch.cat([scale.view(torch.uint8).flatten(-2), halves.flatten(-2)], dim=-1)
 
     def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         num_blocks = -(-size // self.block)
-        halves = coded[..., : num_blocks * self.block // 2]
-        scale = coded[..., num_blocks * self.block // 2 :].contiguous().view(torch.bfloat16).float()
+        halves, scale = coded[..., 2 * num_blocks :], _scales(coded, 2 * num_blocks, torch.bfloat16).float()
         codes = torch.stack([halves & 15, halves >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
         values = codes.unflatten(-1, (num_blocks, self.block)) * scale.unsqueeze(-1)
         return values.flatten(-2)[..., :size].to(dtype)
@@ -118,6 +115,11 @@ def _scaled(values: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:
     """The scale of each row, and the values in units of it; of memory of their own."""
     largest = values.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
     return largest / largest_code, values * (largest_code / largest)
+
+
+def _scales(coded: Tensor, num_bytes: int, dtype: torch.dtype) -> Tensor:
+    """The first bytes of each row, as numbers; copied, since a view needs strides that are multiples of its size."""
+    return coded[..., :num_bytes].clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 FORMATS: Mapping[str, Format] = {"bf16": BFloat16(), "int8": Int8(), "fp8_e4m3": Float8(), "int4": Int4()}

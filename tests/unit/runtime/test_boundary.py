@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.comm.formats import AS_THEY_ARE, FORMATS, BoundaryFormats, Format, Parcel, pack, unpack
 from paceline.runtime.boundary import Boundary, OwnMemory
 from paceline.runtime.stage_runner import Live
 
@@ -35,16 +36,17 @@ def test_gradients_that_share_memory_with_a_parameters_are_copied() -> None:
 class Lane:
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.next: Parcel | None = None
 
-    def post(self, number: int, key: Any) -> None:
-        self.calls.append(("post", number, key))
+    def post(self, number: int, key: Any, format: Format | None) -> None:
+        self.calls.append(("post", number, key) if format is None else ("post", number, key, format))
 
     def send(self, number: int, key: Any, value: Any) -> None:
         self.calls.append(("send", number, value))
 
-    def take(self, number: int) -> str:
-        self.calls.append(("take", number))
-        return f"value {number}"
+    def receive(self, number: int) -> Any:
+        self.calls.append(("receive", number))
+        return self.next or f"value {number}"
 
 
 class Waits:
@@ -52,7 +54,9 @@ class Waits:
         return take()
 
 
-def boundary(*, runs_backward: bool = True, sends_gradients: bool = True) -> tuple[Boundary, dict[str, Lane], Any]:
+def boundary(
+    *, runs_backward: bool = True, sends_gradients: bool = True, formats: BoundaryFormats = AS_THEY_ARE
+) -> tuple[Boundary, dict[str, Lane], Any]:
     lanes = {name: Lane() for name in ("activations_in", "activations_out", "gradients_in", "gradients_out")}
     runner = SimpleNamespace(
         stage=1,
@@ -64,7 +68,7 @@ def boundary(*, runs_backward: bool = True, sends_gradients: bool = True) -> tup
         leaving_gradients=lambda live: torch.ones(2),
         arrived=lambda live, number, value: setattr(live, "inputs", value),
     )
-    return Boundary(runner, lanes, Waits(), None), lanes, runner  # type: ignore[arg-type]
+    return Boundary(runner, lanes, Waits(), None, formats=formats), lanes, runner  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -90,8 +94,8 @@ def test_messages_arrive_where_they_belong() -> None:
     edge.post_gradient(live, 3)
     edge.wait_gradient(live, 3)
     assert (live.inputs, live.gradients) == ("value 3", "value 3")
-    assert lanes["activations_in"].calls == [("post", 3, "key 3"), ("take", 3)]
-    assert lanes["gradients_in"].calls == [("post", 3, "meta"), ("take", 3)]
+    assert lanes["activations_in"].calls == [("post", 3, "key 3"), ("receive", 3)]
+    assert lanes["gradients_in"].calls == [("post", 3, "meta"), ("receive", 3)]
     assert edge.doing == ("receiving from", 2)
     edge.send_gradient(live, 3)
     assert [call[:2] for call in lanes["gradients_out"].calls] == [("send", 3)]
@@ -106,3 +110,47 @@ def test_stages_that_no_backward_reaches_exchange_no_gradients(runs_backward: bo
     edge.wait_gradient(live, 0)
     edge.send_gradient(live, 0)
     assert (len(lanes["gradients_in"].calls), len(lanes["gradients_out"].calls)) == (received, sent)
+
+
+INT8 = FORMATS["int8"]
+
+
+def test_in_training_activations_and_gradients_travel_encoded() -> None:
+    edge, lanes, runner = boundary(formats=BoundaryFormats(INT8, FORMATS["bf16"]))
+    live, values = Live(), torch.tensor([[[1.0, -2.0, 127.0]]])
+    edge.post_activation(live, 3)
+    assert lanes["activations_in"].calls == [("post", 3, "key 3", INT8)]
+    lanes["activations_in"].next = pack(values, INT8)
+    edge.wait_activation(live, 3)
+    assert live.inputs is None, "it is decoded as a part of the forward"
+    edge.unpack_activation(live, 3)
+    assert torch.equal(live.inputs, values)
+    live.outputs = 2 * values
+    edge.pack_activation(live)
+    edge.send_activation(live, 3)
+    [(_, _, sent)] = lanes["activations_out"].calls
+    assert torch.equal(unpack(sent), 2 * values)
+    edge.post_gradient(live, 3)
+    assert lanes["gradients_in"].calls == [("post", 3, "meta", FORMATS["bf16"])]
+    lanes["gradients_in"].next = pack(values, FORMATS["bf16"])
+    edge.wait_gradient(live, 3)
+    edge.unpack_gradient(live)
+    assert torch.equal(live.gradients, values)
+    runner.leaving_gradients = lambda live: 3 * values
+    edge.pack_gradient(live)
+    edge.send_gradient(live, 3)
+    [(_, _, back)] = lanes["gradients_out"].calls
+    assert torch.equal(unpack(back), 3 * values)
+    assert (live.inputs, live.leaving) == (None, None)
+
+
+def test_an_evaluation_sends_its_activations_as_they_are() -> None:
+    edge, lanes, _ = boundary(formats=BoundaryFormats(INT8, INT8))
+    live = Live()
+    live.outputs = torch.ones(1, 2, 3)
+    with torch.no_grad():
+        edge.post_activation(live, 0)
+        edge.pack_activation(live)
+        edge.send_activation(live, 0)
+    assert lanes["activations_in"].calls == [("post", 0, "key 0")]
+    assert isinstance(lanes["activations_out"].calls[0][2], torch.Tensor)

@@ -92,13 +92,13 @@ class QueueLane:
     def __init__(self, queue: SimpleQueue[Any]) -> None:
         self.queue, self.posted, self.here = queue, set[int](), dict[int, Tensor]()
 
-    def post(self, number: int, key: Hashable) -> None:
+    def post(self, number: int, key: Hashable, format: None) -> None:
         self.posted.add(number)
 
     def send(self, number: int, key: Hashable, value: Tensor) -> None:
         self.queue.put((number, value.detach().clone()))
 
-    def take(self, number: int) -> Tensor:
+    def receive(self, number: int) -> Tensor:
         self.posted.remove(number)
         while number not in self.here:
             other, value = self.queue.get(timeout=60)

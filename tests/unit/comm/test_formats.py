@@ -1,0 +1,88 @@
+"""Formats of what passes between stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.comm.formats import FORMATS, on_the_wire, pack, unpack
+from paceline.comm.shapes import meta_of
+
+ROUNDING = {"bf16": 2**-8, "int8": 0.5 / 127, "fp8_e4m3": 2**-4, "int4": 0.5 / 7 + 2**-8}
+"""Of the largest value of a block (int8, int4), or of the value itself."""
+
+BITS = {"bf16": 16, "int8": 8 + 32 / 256, "fp8_e4m3": 8 + 32 / 256, "int4": 4 + 16 / 64}
+"""A value, of rows of 256."""
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Rows of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(shape, generator=generator)
+    return rows * 10.0 ** torch.randint(-6, 6, (*shape[:-1], 1), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_decoded_is_rounded(name: str, dtype: torch.dtype) -> None:
+    given = values(3, 5, 256).to(dtype)
+    parcel = pack(given, FORMATS[name])
+    found = unpack(parcel)
+    assert isinstance(found, torch.Tensor)
+    assert (found.shape, found.dtype) == (given.shape, dtype)
+    assert 8 * parcel.tensors[0].numel() == BITS[name] * given.numel()
+    blocks = given.float().unflatten(-1, (-1, 64 if name == "int4" else 256))
+    size = blocks.abs() if name == "bf16" else blocks.abs().amax(-1, keepdim=True).expand_as(blocks)
+    least = 2**-8 if dtype is torch.bfloat16 else 2**-22
+    limit = (ROUNDING[name] + least) * size.flatten(-2)
+    assert ((found.float() - given.float()).abs() <= limit).all()
+    assert torch.equal(unpack(pack(given, FORMATS[name])), found), "the same in, the same out"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_both_ends_know_what_travels(name: str) -> None:
+    """Rows of values are encoded; side inputs and sums over experts are not."""
+    sent = (values(2, 7, 97), torch.arange(14, dtype=torch.int32).view(1, 2, 7), torch.tensor([1e-9, 3.0]))
+    parcel = pack(sent, FORMATS[name])
+    assert on_the_wire(meta_of(sent), FORMATS[name]).tensors == meta_of(parcel.tensors).tensors
+    assert on_the_wire(meta_of(sent), None) == meta_of(sent)
+    hidden, side, sums = unpack(parcel)
+    assert hidden.shape == (2, 7, 97)
+    assert torch.equal(side, sent[1])
+    assert torch.equal(sums, sent[2])
+    assert parcel.tensors[0].dtype is torch.uint8
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 5), (2, 65), (1, 1, 129)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_any_size(name: str, shape: tuple[int, ...]) -> None:
+    given = values(*shape)
+    found = unpack(pack(given, FORMATS[name]))
+    assert isinstance(found, torch.Tensor)
+    largest = given.abs().amax(-1, keepdim=True)
+    assert ((found - given).abs() <= (ROUNDING[name] + 2**-22) * largest).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zeros_and_an_overflow_is_seen(name: str) -> None:
+    given = torch.ones(4, 8, 64)
+    given[0] = 0.0
+    given[1, 2, 3] = torch.inf
+    given[2, 4, 5] = torch.nan
+    found = unpack(pack(given, FORMATS[name]))
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found[0], given[0])
+    assert not found[1, 2].isfinite().all()
+    assert not found[2, 4].isfinite().all()
+    rest = torch.ones(4, 8, dtype=torch.bool)
+    rest[1, 2] = rest[2, 4] = False
+    torch.testing.assert_close(found[rest], given[rest], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_encoded_has_memory_of_its_own(name: str) -> None:
+    given = values(2, 3, 64).to(torch.bfloat16)
+    parcel = pack(given, FORMATS[name])
+    before = unpack(parcel)
+    given.zero_()
+    assert torch.equal(unpack(parcel), before)
