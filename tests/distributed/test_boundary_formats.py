@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.jobs import LAYERS, MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
 from support.ranks import run_ranks
 
 STEPS = 3
@@ -206,3 +207,18 @@ def test_layers_that_move_take_the_boundary_with_them() -> None:
     for (losses, state), (again, other) in run_ranks(moved, 2):
         assert again == losses
         assert all(torch.equal(other[name], tensor) for name, tensor in state.items())
+
+
+def test_the_job_reports_what_is_rounded_away(tmp_path: Path) -> None:
+    config, output = tmp_path / "ds.json", tmp_path / "model"
+    pipeline = {"stages": 2, "boundary": {"forward": "int8", "backward": "int4"}}
+    config.write_text(json.dumps({"gradient_accumulation_steps": 2, "paceline": {"pipeline": pipeline}}))
+    for code, errors in run_ranks(finetune, 2, flags(**TINY, deepspeed=config, output_dir=output)):
+        assert code == 0, errors
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    told = [line["boundary_error"] for line in lines if "boundary_error" in line]
+    assert len(told) == TINY["max_steps"] // TINY["logging_steps"]
+    for found in told:
+        (forward,), (backward,) = found["forward"], found["backward"]
+        assert 1e-3 < forward < 2e-2
+        assert 3e-2 < backward < 2e-1

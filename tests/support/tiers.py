@@ -41,6 +41,10 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_split_backward.py::test_families_give_every_bit_of_1f1b[zbh1-two stages]",
         "distributed/test_split_backward.py::test_families_give_every_bit_of_1f1b[zbv-two stages]",
     ),
+    "Compressed boundaries": (
+        "distributed/test_boundary_formats.py::test_a_step_is_that_of_one_process_that_rounds[int8-int8]",
+        "distributed/test_boundary_formats.py::test_nothing_is_rounded_unless_asked",
+    ),
     "No flush at the end of a step": (
         "distributed/test_asynchronous.py::test_follows_the_emulator_in_every_bit[two]",
         "distributed/test_asynchronous.py::test_follows_the_emulator_in_every_bit[one direction]",

@@ -45,6 +45,7 @@ from .model_support import Around
 from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
+from .rounding_errors import RoundingErrors
 from .state_owners import Mirrors, by_stage, over_directions, stage_of_parameters
 from .steps_ahead import StepsAhead
 from .surroundings import DeepSpeedSurroundings
@@ -89,6 +90,17 @@ def make_links(engine: PacelineEngine) -> Links:
     )
 
 
+def make_rounding_errors(engine: PacelineEngine) -> RoundingErrors | None:
+    """None where nothing is rounded."""
+    num_boundaries = len(engine.links.routes[0]) - 1
+    return RoundingErrors(num_boundaries) if num_boundaries and any(formats_of(engine)) else None
+
+
+def formats_of(engine: PacelineEngine) -> BoundaryFormats:
+    boundary = engine.plan.boundary
+    return BoundaryFormats(FORMATS.get(boundary.forward or ""), FORMATS.get(boundary.backward or ""))
+
+
 def make_stages(engine: PacelineEngine) -> list[HeldStage]:
     """The stages of this rank, by chunk."""
     chunks, held = engine.links.chunks, []
@@ -103,8 +115,7 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
     )
     # Beside the computation gradients lie in buckets, which share no memory with what is sent.
     own_memory = None if engine.plan.schedule.is_asynchronous else engine.own_memory
-    boundary = engine.plan.boundary
-    formats = BoundaryFormats(FORMATS.get(boundary.forward or ""), FORMATS.get(boundary.backward or ""))
+    formats, errors = formats_of(engine), engine.rounding_errors
     number_of = {chunk: number for number, chunk in enumerate(chunks)}
     for number, (direction, stage) in enumerate(chunks):
         runner = engine.support.make_runner(number, around)
@@ -112,7 +123,7 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
         held.append(
             HeldStage(
                 runner,
-                Boundary(runner, lanes, engine.meter, own_memory, number, formats),
+                Boundary(runner, lanes, engine.meter, own_memory, number, formats, errors),
                 engine.links.ranks_of_stages(direction),
                 next_chunk=number_of.get((direction, stage + 1)),
                 previous_chunk=number_of.get((direction, stage - 1)),

@@ -11,6 +11,7 @@ from torch import nn
 from ..comm.formats import AS_THEY_ARE, BoundaryFormats, Format, Parcel, pack, unpack
 from ..comm.shapes import Value, meta_of, tensors_of
 from ..comm.transport import Lane
+from .rounding_errors import RoundingErrors
 from .stage_runner import Live, StageRunner
 
 Received = TypeVar("Received")
@@ -66,6 +67,7 @@ class Boundary:
         own: gives gradients memory of their own; None: they have it.
         chunk: number of the stage among those of this rank.
         formats: in which a training step's activations and gradients travel. An evaluation's travel as they are.
+        errors: are told what the formats round away.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Boundary:
         own: OwnMemory | None,
         chunk: int = 0,
         formats: BoundaryFormats = AS_THEY_ARE,
+        errors: RoundingErrors | None = None,
     ) -> None:
-        self._runner, self._waits, self._own, self._chunk, self._formats = runner, waits, own, chunk, formats
+        self._runner, self._waits, self._own, self._chunk = runner, waits, own, chunk
+        self._formats, self._errors = formats, errors
         self._activations_in, self._activations_out = lanes.get("activations_in"), lanes.get("activations_out")
         self._gradients_in, self._gradients_out = lanes.get("gradients_in"), lanes.get("gradients_out")
         self.doing: tuple[str, int] | None = None
@@ -112,7 +116,7 @@ class Boundary:
         """Encode what will be sent: a part of the forward."""
         format = self._forward_format
         if format is not None and self._activations_out is not None:
-            live.leaving = pack(self._runner.leaving(live), format)
+            live.leaving = self._packed("forward", self._runner.stage, self._runner.leaving(live), format)
 
     def send_activation(self, live: Live, number: int) -> None:
         runner, lane = self._runner, self._activations_out
@@ -152,8 +156,15 @@ class Boundary:
 
     def pack_gradient(self, live: Live) -> None:
         """Encode what will be sent: a part of the backward."""
-        if self._formats.backward is not None and self._gradients_out is not None and self._runner.sends_gradients:
-            live.leaving = pack(self._own_gradients(live), self._formats.backward)
+        format = self._formats.backward
+        if format is not None and self._gradients_out is not None and self._runner.sends_gradients:
+            live.leaving = self._packed("backward", self._runner.stage - 1, self._own_gradients(live), format)
+
+    def _packed(self, kind: str, boundary: int, value: Value, format: Format) -> Parcel:
+        parcel = pack(value, format)
+        if self._errors is not None:
+            self._errors.see(kind, boundary, value, parcel)
+        return parcel
 
     def _own_gradients(self, live: Live) -> Value:
         value = self._runner.leaving_gradients(live)

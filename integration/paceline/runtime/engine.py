@@ -145,6 +145,7 @@ class PacelineEngine(PipelineEngine):
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
         self.own_random = OwnRandom(self.links.device_number, device) if len(self.support.routes) > 1 else None
         self.own_memory = OwnMemory(self.module.parameters())
+        self.rounding_errors = assembly.make_rounding_errors(self)
         self.held = assembly.make_stages(self)
         self._deferral = Deferral()
         self._splits = False

@@ -48,6 +48,8 @@ class MeasuredCosts:
     were split."""
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a boundary between stages."""
+    gradient_share: float = 1.0
+    """Bytes of a gradient's message, as a part of its activation's."""
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a stage."""
     deferred_bytes: dict[int, list[float]] = field(default_factory=dict)
@@ -287,13 +289,19 @@ class MeasuredCosts:
 
     def _take_sizes(self, steps: Sequence[StepTimes], seen: Sequence[Seen]) -> None:
         """Take in the sizes of training's messages; an evaluation's micro-batches may be of another size."""
-        found: dict[tuple[int, int], list[int]] = {}
+        found: dict[str, dict[tuple[int, int], list[int]]] = {"activation": {}, "gradient": {}}
         for one in seen:
             step = next((step for step in steps if step.begun_s <= one.record.done_s <= step.ended_s), None)
-            if step is not None and one.kind == "activation":
-                found.setdefault((step.key[1], one.lane.stage), []).append(one.record.num_bytes)
-        for (size, boundary), sizes in found.items():
-            self.message_bytes.setdefault(size, [0.0] * (self.num_stages - 1))[boundary] = median(sizes)
+            if step is not None:
+                boundary = one.lane.stage if one.kind == "activation" else one.lane.stage - 1
+                found[one.kind].setdefault((step.key[1], boundary), []).append(one.record.num_bytes)
+        shares = []
+        for (size, boundary), sizes in found["activation"].items():
+            self.message_bytes.setdefault(size, [0.0] * (self.num_stages - 1))[boundary] = typical = median(sizes)
+            if typical and (size, boundary) in found["gradient"]:
+                shares.append(median(found["gradient"][size, boundary]) / typical)
+        if shares:
+            self.gradient_share = median(shares)
 
     def _step(self, replicas: dict[int, list[Report]]) -> None:
         beside, whole = [], []
@@ -359,6 +367,7 @@ class MeasuredCosts:
             speeds=speeds,
             weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=bool(shares))),
             deferred_bytes=tuple(deferred),
+            gradient_share=self.gradient_share,
         )
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

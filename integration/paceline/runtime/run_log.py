@@ -38,6 +38,7 @@ from ..schedules.schedule import Schedule
 from .builder import dtype_of
 from .expert_part import Experts
 from .module import CausalLMPipeline
+from .rounding_errors import RoundingErrors
 
 logger = logging.getLogger("paceline")
 
@@ -61,6 +62,7 @@ class TrainingEngine(Protocol):
     monitor: Any
     averager: Averager | None
     experts: Experts
+    rounding_errors: RoundingErrors | None
 
     def grad_norm(self) -> float | None: ...
 
@@ -190,6 +192,7 @@ class RunLog:
             **({"loss_scale": engine.optimizer.loss_scale} if engine.fp16_enabled() else {}),
             **self._natural_gradient(),
             **self._rate_factor(),
+            **self._rounding(),
             "rank0": {name: times[name] for name in ("compute_s", "communication_s", "idle_s", "other_s")},
             "ran": self.step_log.take(),
         }
@@ -256,6 +259,16 @@ class RunLog:
             "at_floor": at_floor / max(updates, 1),
         }
         return told
+
+    def _rounding(self) -> dict[str, Any]:
+        """What formats of boundaries round away; none where nothing is rounded. Collective."""
+        errors = self.engine.rounding_errors
+        if errors is None:
+            return {}
+        found = errors.report(self.control)
+        if self.is_first:
+            errors.warn_of_growth(found)
+        return {"boundary_error": found}
 
     def _rate_factor(self) -> dict[str, float]:
         """Factor of the scheduled learning rate, where islands average and there is one."""

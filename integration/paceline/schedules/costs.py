@@ -23,6 +23,10 @@ class Link:
     latency_s: float = 0.0
 
 
+_NUMBERS = ("step_s", "gradient_share")
+"""Costs that are one number for all stages."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """What one step of a schedule of S stages costs.
@@ -34,7 +38,8 @@ class Costs:
     Args:
         forward_s: seconds of one micro-batch's forward, one a stage, on a rank of speed 1.
         backward_s: the same of its backward.
-        message_bytes: of an activation over each of the S−1 boundaries; its gradient has as many.
+        message_bytes: of an activation over each of the S−1 boundaries.
+        gradient_share: bytes of its gradient, as a part of them; in formats of their own, other than 1.
         down: links for activations, one a boundary. Empty: infinitely fast.
         up: links for gradients, one a boundary. Empty: infinitely fast.
         hosts: host of each rank. Empty: no two messages share anything but a link.
@@ -66,6 +71,7 @@ class Costs:
     speeds: tuple[float, ...] = ()
     weight_s: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
+    gradient_share: float = 1.0
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -105,6 +111,7 @@ class Costs:
         for host, value in enumerate(self.egress_bytes_per_s):
             _above_zero(f"egress_bytes_per_s[{host}]", value)
         _from_zero("step_s", self.step_s)
+        _from_zero("gradient_share", self.gradient_share)
 
     @cached_property
     def seconds(self) -> dict[str, tuple[float, ...]]:
@@ -192,9 +199,9 @@ class Costs:
                 value = [{"bytes_per_s": or_null(link.bytes_per_s), "latency_s": link.latency_s} for link in value]
             elif field.name == "egress_bytes_per_s":
                 value = [or_null(rate) for rate in value]
-            elif field.name != "step_s":
+            elif field.name not in _NUMBERS:
                 value = list(value)
-            if value:
+            if value and value != field.default:
                 values[field.name] = value
         return values
 
@@ -211,7 +218,7 @@ class Costs:
                 raise ValueError(f"{name} is missing: give a list of seconds, one number a stage.")
         given: dict[str, Any] = {}
         for name, value in values.items():
-            if name == "step_s":
+            if name in _NUMBERS:
                 given[name] = float(as_number(name, value))
                 continue
             items = [(f"{name}[{index}]", item) for index, item in enumerate(as_list(name, value))]

@@ -57,7 +57,8 @@ class Visits:
         }
         sizes = costs.message_bytes or (0.0,) * (num_stages - 1)
         free = (Link(),) * len(sizes)
-        self.num_bytes = [*sizes, 0.0, *reversed(sizes), 0.0] * num_directions
+        back = [costs.gradient_share * size for size in reversed(sizes)]
+        self.num_bytes = [*sizes, 0.0, *back, 0.0] * num_directions
         links = [*(costs.down or free), None, *reversed(costs.up or free), None] * num_directions
         here_and_next = zip(self.rank, [*self.rank[1:], -1], strict=True)
         self.link = [None if here == there else link for link, (here, there) in zip(links, here_and_next, strict=True)]

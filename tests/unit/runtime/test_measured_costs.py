@@ -67,6 +67,17 @@ def test_the_halves_of_split_backwards_are_told_apart() -> None:
     assert known(Run().reports()).costs(2).weight_s == ()
 
 
+def test_gradients_may_be_smaller_than_activations() -> None:
+    reports = Run().reports()
+    assert known(reports).costs(2).gradient_share == 1.0
+    for report in reports:
+        for key, records in report.records.items():
+            if key.name.startswith("gradients"):
+                report.records[key] = [record._replace(num_bytes=record.num_bytes // 4) for record in records]
+    costs = known(reports).costs(2)
+    assert (costs.message_bytes, costs.gradient_share) == ((4000.0,) * 2, 0.25)
+
+
 def test_clocks_that_differ_by_seconds_change_nothing() -> None:
     for hosts in (("a", "a", "a"), ("a", "b", "c")):
         alike = known(Run(hosts=hosts).reports())

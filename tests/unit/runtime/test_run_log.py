@@ -45,6 +45,7 @@ class Engine:
 
     device, stage_id, dp_world_size, cut = "cpu", 0, 1, 4
     global_steps = global_samples = skipped_steps = 0
+    rounding_errors = None
 
     def __init__(self) -> None:
         self.module = SimpleNamespace(

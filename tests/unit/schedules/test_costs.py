@@ -9,6 +9,8 @@ from math import inf, nan
 import pytest
 
 from paceline.schedules.costs import Costs, Link
+from paceline.schedules.families import one_f_one_b
+from paceline.schedules.simulate import simulate
 
 EVERYTHING = Costs(
     forward_s=(1.0, 2.0, 3.0),
@@ -135,3 +137,14 @@ def test_compute_is_needed(name):
     del values[name]
     with pytest.raises(ValueError, match=rf"{name} is missing: give a list of seconds, one number a stage"):
         Costs.from_dict(values)
+
+
+def test_gradients_of_fewer_bytes_are_sent_faster() -> None:
+    """1F1B of two stages and one micro-batch: forward, message, forward, backward, message, backward."""
+    slow = Costs.uniform(2, 1.0, 2.0, transfer_s=4.0)
+    fast = replace(slow, gradient_share=0.25)
+    schedule = one_f_one_b(2, 1)
+    assert simulate(schedule, slow).makespan_s == 1 + 4 + 1 + 2 + 4 + 2
+    assert simulate(schedule, fast).makespan_s == 1 + 4 + 1 + 2 + 1 + 2
+    assert Costs.from_dict(fast.to_dict()) == fast
+    assert "gradient_share" not in slow.to_dict()
