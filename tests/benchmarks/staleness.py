@@ -155,21 +155,26 @@ def _tree(path: Path) -> ast.Module:
 
 
 def base_command(args: argparse.Namespace) -> list[str]:
+    return job(args, "base", "code", {"stages": 1}, base_flags(args))
+
+
+def base_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a run from scratch."""
     size = args.hidden_size
     overrides = (
         f"hidden_size={size},intermediate_size={3 * size},num_hidden_layers={STAGES},num_attention_heads=4,"
         f"num_key_value_heads=4,max_position_embeddings={args.block_size},initializer_range=0.08"
     )
     flags = {"model_type": "llama", "config_overrides": overrides, "adam_beta2": 0.95, "seed": 0}
-    flags |= {"max_steps": args.base_steps, "learning_rate": args.base_learning_rate}
-    return _job(args, "base", "code", {"type": SYNCHRONOUS}, flags)
+    return flags | {"max_steps": args.base_steps, "learning_rate": args.base_learning_rate}
 
 
 def arm_command(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
     factor = float(arm.partition("@")[2] or 1)
     flags = {"model_name_or_path": "base", "seed": seed}
     flags |= {"max_steps": args.steps, "learning_rate": factor * args.learning_rate}
-    return _job(args, f"{arm}-{seed}", "docstrings", schedule(args, arm), flags)
+    pipeline = {"stages": 1 if arm.startswith(SYNCHRONOUS) else STAGES, "schedule": schedule(args, arm)}
+    return job(args, f"{arm}-{seed}", "docstrings", pipeline, flags)
 
 
 def schedule(args: argparse.Namespace, arm: str) -> dict[str, Any]:
@@ -182,11 +187,15 @@ def schedule(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     return {"type": kind, **own, **helps.get(help_with, {"correction": help_with})}
 
 
-def _job(args: argparse.Namespace, name: str, text: str, schedule: dict[str, Any], flags: dict[str, Any]) -> list[str]:
-    """To be run in the folder of the runs."""
-    num_stages = 1 if name.startswith(("base", SYNCHRONOUS)) else STAGES
+def job(args: argparse.Namespace, name: str, text: str, pipeline: dict[str, Any], flags: dict[str, Any]) -> list[str]:
+    """The main job, to be run in the folder of the runs.
+
+    Args:
+        name: of its folder, with ``-SEED`` at the end where there are several.
+        pipeline: the section of the configuration.
+    """
     config = json.loads((ROOT / "ds_configs" / "pp4.json").read_text())
-    config["paceline"]["pipeline"] |= {"stages": num_stages, "schedule": schedule}
+    config["paceline"]["pipeline"] |= pipeline
     (args.work / f"{name.rpartition('-')[0] or name}.json").write_text(json.dumps(config, indent=2) + "\n")
     flags = {
         "train_file": f"{text}_train.jsonl",
@@ -208,8 +217,8 @@ def _job(args: argparse.Namespace, name: str, text: str, schedule: dict[str, Any
         "deepspeed": f"{name.rpartition('-')[0] or name}.json",
         **flags,
     }
-    job = ["deepspeed", "--num_gpus", str(num_stages), "--module", "paceline.launch.finetune"]
-    return [*job, *(part for flag, value in flags.items() for part in (f"--{flag}", str(value)))]
+    start = ["deepspeed", "--num_gpus", str(pipeline["stages"]), "--module", "paceline.launch.finetune"]
+    return [*start, *(part for flag, value in flags.items() for part in (f"--{flag}", str(value)))]
 
 
 def run(work: Path, name: str, command: Sequence[str]) -> Path:
@@ -224,9 +233,9 @@ def run(work: Path, name: str, command: Sequence[str]) -> Path:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port), *command[1:]]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (work / f"{name}.log").open("a") as log:  # what went wrong earlier is kept
-        job = subprocess.run(launcher, cwd=work, env=environment, stdout=log, stderr=log, check=False)
-    if job.returncode:
-        sys.exit(f"{name} ended with {job.returncode}: see {log.name}")
+        ended = subprocess.run(launcher, cwd=work, env=environment, stdout=log, stderr=log, check=False)
+    if ended.returncode:
+        sys.exit(f"{name} ended with {ended.returncode}: see {log.name}")
     (folder / DONE).write_text(shlex.join(command))
     return folder
 
