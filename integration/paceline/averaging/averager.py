@@ -31,7 +31,7 @@ from .masters_by_name import Masters, state_kinds
 from .outer_step import OuterStep
 from .period_loss import PeriodLoss
 from .round_records import Exchange, News, Values, are_alike, log_round, news_of, numbers_of, settings_digest
-from .rounds import Islands, Outcome
+from .rounds import Islands, Outcome, Sent
 from .rules import (
     Report,
     is_no_round,
@@ -148,8 +148,8 @@ class Averager:
             if not self.settle():
                 break
             has_come_back = True
-        lacks_anchors = self._outer.has_optimizer and self._outer.num_anchors < len(self._names)
-        if self._outer.has_optimizer and self._messages.from_first(lacks_anchors):
+        lacks_anchors = self._outer.has_anchors and self._outer.num_anchors < len(self._names)
+        if self._outer.has_anchors and self._messages.from_first(lacks_anchors):
             self._outer.anchor(self._masters.gather(self._names) or ())
         every = self.section.every_tokens / len(self._parts)
         if has_come_back or self._next_tokens <= self.tokens:
@@ -253,19 +253,23 @@ class Averager:
         if not self.is_first:
             return
         assert sent is not None
-        checksum = math.fsum(tensor.double().sum().item() for tensor in sent) if not counts else 0.0
+        if counts:
+            checksum = self._outer.checksum(self._parts[part])
+        else:
+            checksum = math.fsum(tensor.double().sum().item() for tensor in sent)
         trained = self.tokens - self._trained_until.get(part, 0) if counts else 0
         period = min(1.0, trained / self.section.every_tokens) if is_early else 1.0
         digest = settings_digest(self.section, self.first_round, self._masters.numels(), self._kinds)
         report = Report(self.island, digest, checksum, loss, tokens, counts, self.round, trained, period)
         self._rounds.begin(report, partial(self._to_send, exchange))
 
-    def _to_send(self, exchange: Exchange, reports: Sequence[Report]) -> list[Tensor]:
+    def _to_send(self, exchange: Exchange, reports: Sequence[Report]) -> Sent:
         """Tensors of a round with these islands, on the first rank."""
         indices = self._indices_of(reports)
         sent = self._sent(exchange, indices)
         if are_alike(reports):
-            return [*sent, *exchange.states]
+            rounded = self._outer.rounded(reports, indices, sent, exchange.states) if exchange.counts else None
+            return rounded or [*sent, *exchange.states]
         tokens = torch.tensor([self.tokens_of_all], dtype=torch.float64)
         return [*sent, tokens, *self._outer.shared(indices, sent)]
 
@@ -302,9 +306,11 @@ class Averager:
         self.exchanges.append(numbers_of(outcome, exchange.tokens))
         del self.exchanges[:-KEPT_EXCHANGES]
         log_round(self.island, outcome)
-        averages, more = outcome.tensors, list[Tensor]()
-        if averages is not None:
-            averages, more = averages[: len(sent)], averages[len(sent) :]
+        averages: Sequence[Tensor] | None = None
+        more = list[Tensor]()
+        if outcome.tensors is not None:
+            averages = self._outer.averages(indices, outcome.tensors[: len(sent)], outcome.left)
+            more = outcome.tensors[len(sent) :]
         states = None
         if are_alike(outcome.reports):
             states = more or None

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..comm.formats import FORMATS, Format
 from ..config.averaging_keys import NESTEROV, AveragingConfig
-from .rules import OuterNesterov
+from .rounded_means import Left, Rounded
+from .rules import OuterNesterov, Report
 
 
 class OuterStep:
     """The outer optimizer and its anchors, which the first rank of an island has.
 
     Args:
-        nesterov: None: the average is taken as it is, and there are no anchors.
+        nesterov: None: the average is taken as it is.
+        format: in which islands send by how much they differ from the anchors; None: they send their values.
+
+    Without either there are no anchors.
     """
 
-    def __init__(self, nesterov: OuterNesterov | None) -> None:
-        self._nesterov = nesterov
+    def __init__(self, nesterov: OuterNesterov | None, format: Format | None = None) -> None:
+        self._nesterov, self._format = nesterov, format
         self._anchors: dict[int, Tensor] = {}
+        self._left: dict[str, dict[int, Tensor]] = {"changes": {}, "means": {}}
+        """What rounding has taken away and is still to be sent."""
 
     @staticmethod
     def of(section: AveragingConfig) -> OuterStep:
+        format = None if section.format is None else FORMATS[section.format]
         if section.outer != NESTEROV:
-            return OuterStep(None)
+            return OuterStep(None, format)
         rate, momentum = section.outer_learning_rate, section.outer_momentum
-        return OuterStep(OuterNesterov(0.7 if rate is None else rate, 0.9 if momentum is None else momentum))
+        return OuterStep(OuterNesterov(0.7 if rate is None else rate, 0.9 if momentum is None else momentum), format)
 
     @property
     def has_optimizer(self) -> bool:
         return self._nesterov is not None
+
+    @property
+    def has_anchors(self) -> bool:
+        """Whether it keeps what the last round made of the parameters."""
+        return self._nesterov is not None or self._format is not None
 
     @property
     def num_anchors(self) -> int:
@@ -55,21 +70,65 @@ class OuterStep:
             self._anchors.update(zip(indices, tensors[: len(indices)], strict=True))
             self._nesterov.load_buffers(tensors[len(indices) :], list(indices))
 
+    # -- in few bits
+
+    def checksum(self, indices: Sequence[int]) -> float:
+        """Of the anchors, which are the same on islands that can send by how much they differ; 0 without a format."""
+        if self._format is None:
+            return 0.0
+        if any(i not in self._anchors for i in indices):
+            return math.nan
+        return math.fsum(self._anchors[i].double().sum().item() for i in indices)
+
+    def rounded(
+        self, reports: Sequence[Report], indices: Sequence[int], values: Sequence[Tensor], exact: Sequence[Tensor]
+    ) -> Rounded | None:
+        """What is sent of ``values`` in a format; None where they go as they are: not all have the same anchors."""
+        checksums = {report.checksum for report in reports}
+        if self._format is None or len(checksums) > 1 or math.isnan(next(iter(checksums))):
+            return None
+        changes = [value.float() - self._anchors[i].float() for i, value in zip(indices, values, strict=True)]
+        of_changes, of_means = (
+            [left.get(i, torch.zeros_like(change)) for i, change in zip(indices, changes, strict=True)]
+            for left in self._left.values()
+        )
+        changes = [change + left for change, left in zip(changes, of_changes, strict=True)]
+        return Rounded(changes, of_means, self._format, exact)
+
+    def averages(self, indices: Sequence[int], means: Sequence[Tensor], left: Left | None) -> Sequence[Tensor]:
+        """Average values of parameters. ``left``: of a round in a format, whose ``means`` are changes."""
+        if left is None:
+            for of_kind in self._left.values():
+                for i in indices:
+                    of_kind.pop(i, None)
+            return means
+        self._left["changes"].update(zip(indices, left.of_changes, strict=True))
+        self._left["means"].update(zip(indices, left.of_means, strict=True))
+        anchors = (self._anchors[i] for i in indices)
+        return [(anchor.float() + mean).to(anchor.dtype) for anchor, mean in zip(anchors, means, strict=True)]
+
     def step(self, indices: Sequence[int], averages: Sequence[Tensor], period: float) -> Sequence[Tensor]:
         """New values of parameters. Without an optimizer it returns ``averages`` themselves."""
         if self._nesterov is None:
+            if self._format is not None:
+                self._anchors.update(zip(indices, (average.clone() for average in averages), strict=True))
             return averages
         new = self._nesterov.step([self._anchors[i] for i in indices], averages, list(indices), period)
         self._anchors.update(zip(indices, new, strict=True))
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        if self._nesterov is None:
-            return {}
-        return {"anchors": dict(self._anchors), "outer": self._nesterov.state_dict()}
+        state: dict[str, Any] = {"anchors": dict(self._anchors)} if self.has_anchors else {}
+        if self._nesterov is not None:
+            state["outer"] = self._nesterov.state_dict()
+        if self._format is not None:
+            state["left"] = {kind: dict(left) for kind, left in self._left.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a run with an outer optimizer, if this is one too."""
-        if self._nesterov is not None and "anchors" in state:
+        """Take the state of a run with anchors, if this is one too."""
+        if self.has_anchors and "anchors" in state and (self._nesterov is None or "outer" in state):
             self._anchors = dict(state["anchors"])
-            self._nesterov.load_state_dict(state["outer"])
+            if self._nesterov is not None:
+                self._nesterov.load_state_dict(state["outer"])
+            self._left = {kind: dict(state.get("left", {}).get(kind, {})) for kind in self._left}

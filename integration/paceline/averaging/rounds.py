@@ -20,12 +20,15 @@ from torch import Tensor
 
 from .addresses import is_loopback, split
 from .presence import CONNECT_S, Closed, Presence, report_of
+from .rounded_means import Left as LeftByRounding
+from .rounded_means import Rounded, rounded_mean
 from .rules import Report, is_no_round, island_weights, refusals
 from .weighted_sums import IslandGroup, weighted_mean
 
 logger = logging.getLogger("paceline")
 
-Tensors = Sequence[Tensor] | Callable[[Sequence[Report]], Sequence[Tensor]]
+Sent = Sequence[Tensor] | Rounded
+Tensors = Sequence[Tensor] | Callable[[Sequence[Report]], Sent]
 
 _STALL_S = 120.0
 _PAUSE_S = 1.0
@@ -49,9 +52,11 @@ class Outcome:
     transfer_s: float
     """Of the attempt that succeeded."""
     bytes_sent: int
-    """By this island in it, as a ring all-reduce sends them."""
+    """By this island in it; of what is not rounded, as a ring all-reduce sends them."""
     attempts: int
     """From asking who is there; the last one succeeded."""
+    left: LeftByRounding | None = None
+    """Where tensors were rounded, and are changes: what this took away."""
 
     @property
     def num_islands(self) -> int:
@@ -252,11 +257,11 @@ class Islands:
         begun = time.monotonic()
         inputs = tensors(reports) if callable(tensors) else tensors
         with self._connected(outcome, spent_s):
-            results, num_bytes = weighted_mean(group, inputs, weights, mine, stall_s)
+            results, left, num_bytes = _mean(group, inputs, weights, mine, stall_s)
             # Once all have everything, nobody has to do it again: without this one might, when others had gone on.
             group.meet(stall_s)
-        num_bytes = 2 * num_bytes * (len(reports) - 1) // len(reports)
-        return replace(outcome, tensors=results, transfer_s=time.monotonic() - begun, bytes_sent=num_bytes)
+        transfer_s = time.monotonic() - begun
+        return replace(outcome, tensors=results, transfer_s=transfer_s, bytes_sent=num_bytes, left=left)
 
     @contextmanager
     def _connected(self, outcome: Outcome, spent_s: float) -> Iterator[None]:
@@ -334,3 +339,16 @@ class Islands:
             self._group = IslandGroup(key, store, prefix, mine, len(members), self._presence.address)
         self._group.meet(min(CONNECT_S, self.timeout_s))
         return self._group
+
+
+def _mean(
+    group: IslandGroup, sent: Sent, weights: Sequence[float], mine: int, stall_s: float
+) -> tuple[list[Tensor], LeftByRounding | None, int]:
+    """The weighted mean of all tensors, what rounding took away, and bytes that this island sent."""
+    exact = sent.exact if isinstance(sent, Rounded) else sent
+    results, summed = weighted_mean(group, exact, weights, mine, stall_s)
+    num_bytes = 2 * summed * (group.size - 1) // group.size
+    if not isinstance(sent, Rounded):
+        return results, None, num_bytes
+    means, left, rounded_bytes = rounded_mean(group, sent, weights, mine, stall_s)
+    return [*means, *results], left, num_bytes + rounded_bytes

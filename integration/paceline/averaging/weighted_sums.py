@@ -46,6 +46,13 @@ class IslandGroup:
         options.timeout = timedelta(seconds=timeout_s)
         return self._backend.allreduce([values], options)
 
+    def exchange(self, values: Tensor, timeout_s: float) -> Tensor:
+        """Send ``values[i]`` to island i; what each has sent here, in their order."""
+        arrived, options = torch.empty_like(values), dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._backend.alltoall_base(arrived.view(-1), values.view(-1), [], [], options).wait()
+        return arrived
+
     def meet(self, timeout_s: float) -> None:
         """Until all have come here."""
         self.sum(torch.zeros(1), timeout_s).wait()

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from .boundary_keys import FormatName
 from .part import Part
 
 NESTEROV = "nesterov"
@@ -69,6 +70,12 @@ class AveragingConfig(Part):
     )
     overlap_steps: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Steps that training goes on while a part is under way. 0: it waits."
+    )
+    format: FormatName | None = Field(
+        default=None,
+        description="Format of what islands send each other: by how much their parameters have changed since the last "
+        'round, rounded, "int8" or "int4" for instance. What rounding takes away is sent with the next round. Left '
+        "out: the parameters themselves, exact.",
     )
     combine_rounds: Annotated[int, Field(ge=1)] = Field(
         default=1, description="Last rounds whose models are combined in the end, to the final model."
