@@ -1,6 +1,6 @@
 """Time to a loss over slow links: four hosts that reduce gradients every step, against four islands that average.
 
-    python tests/benchmarks/averaging.py [--mbit 50] [--steps 160] [--island-steps 480]
+    python tests/benchmarks/averaging.py [--mbit 50] [--steps 160] [--island-steps 480] [--contestants islands+int4]
 
 Needs root: every host is a network namespace with a limited sending side (tests/lab). Training is real: a small Llama
 learns the standard library's code, each host on its own share; four ranks share this machine's cores, so that computing
@@ -26,6 +26,7 @@ from facts import facts
 from natural_gradient import texts
 
 from lab.hosts import DEVICE, Hosts, available
+from paceline.comm.formats import FORMATS
 
 JOB = Path(__file__).resolve().parent.parent / "lab" / "islands.py"
 TESTS = JOB.parent.parent
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def config_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    natural = name.endswith("+ng")
+    natural = "+ng" in name
     rate = args.ng_learning_rate if natural else args.learning_rate
     section: dict[str, Any] = {"natural_gradient": {"alpha": 1.0}} if natural else {}
     if name.startswith("islands"):
@@ -77,6 +78,7 @@ def config_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
             "every_tokens": args.every_steps * args.batch_size * args.block_size,
             "outer": args.outer,
             "scale_learning_rate": False,
+            "format": next((part for part in name.split("+") if part in FORMATS), None),
         }
     return {
         "train_micro_batch_size_per_gpu": args.batch_size,
@@ -146,6 +148,16 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             "bytes_ratio": round(bytes_a_step[0] / bytes_a_step[1], 1),
             "islands_final_loss": islands["curve"][-1]["held_out_loss"],
         }
+    for name in (name for name in found if name.rpartition("+")[2] in FORMATS):
+        own, every, exact = found[name], found.get("all-reduce"), found.get("islands")
+        told[name] = {"final_loss": own["curve"][-1]["held_out_loss"]}
+        if every is not None:
+            told[name]["bytes_ratio"] = round(
+                sum(every["sent_bytes"]) / every["steps"] / (sum(own["sent_bytes"]) / own["steps"]), 1
+            )
+        if exact is not None:
+            losses = [of["curve"][-1]["held_out_loss"] for of in (own, exact)]
+            told[name]["above_exact_islands_percent"] = round(100 * (losses[0] / losses[1] - 1), 3)
     if "islands" in found and "islands+ng" in found:
         plain, natural = found["islands"]["curve"][-1], found["islands+ng"]["curve"]
         there = next((record for record in natural if record["held_out_loss"] <= plain["held_out_loss"]), None)

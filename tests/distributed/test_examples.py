@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
+import sys
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,13 @@ from typing import Any
 import pytest
 
 from support.archipelago import lighthouse
-from support.ranks import RANK_ENVIRONMENT, run_ranks
+from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 LOOPS = {
     "pipeline": [],
     "adaptive": [],
+    "compressed": [],
     "hetero": [],
     "asynchronous": [],
     "natural_gradient": [],
@@ -59,6 +63,23 @@ def test_an_island(tmp_path: Path) -> None:
         argv = [str(tmp_path / "islands.json")]
         losses = run_ranks(run_example, 2, "own_loop.py", argv, env={**RANK_ENVIRONMENT, "PACELINE_ISLAND": "0"})[0]
     assert len(losses) == 6
+
+
+@pytest.mark.launcher
+def test_a_plan_and_its_run() -> None:
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "PATH": search, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        ["bash", str(EXAMPLES / "plan.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "3 strategies" in run.stdout
+    assert "step 4/4: loss" in run.stdout + run.stderr
 
 
 def test_every_example_is_short_and_listed() -> None:
