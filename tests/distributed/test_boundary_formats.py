@@ -209,6 +209,33 @@ def test_layers_that_move_take_the_boundary_with_them() -> None:
         assert all(torch.equal(other[name], tensor) for name, tensor in state.items())
 
 
+def chosen() -> tuple[list[str], list[int], list[float]]:
+    """The first step of a run is in one format, the next in another, as the tuner would have it."""
+    from paceline.planning.candidates import Candidate
+
+    engine = make_engine({"allowed": ["int8", "int4"]}, {"type": "adaptive", "retune_every": 1000})
+    names, sizes, losses = [], [], []
+    for step, name in enumerate(("", "int8", "int4", "")):
+        engine.run_candidate(Candidate(2, boundary=name))
+        losses += steps_of(engine, step, step + 1)
+        names.append(engine.schedule.name)
+        lane = next(lane for name, lane in engine.links.transports[0].lanes().items() if name.startswith("activations"))
+        sizes.append(lane.records[-1].num_bytes)
+    return names, sizes, losses
+
+
+def test_a_format_may_be_chosen_between_steps() -> None:
+    rounded, exact = run_ranks(chosen, 2), run_ranks(trained, 2, {"boundary": None})[0][0]
+    for names, sizes, losses in rounded:
+        assert names == [
+            f"1f1b, micro-batch 2{more}" for more in ("", ", int8 between stages", ", int4 between stages", "")
+        ]
+        assert [size - 128 for size in sizes] == [4096, 1152, 1088, 4096]
+        assert losses[0] == exact["losses"][0]
+        assert losses[:STEPS] == pytest.approx(exact["losses"], rel=1e-2)
+        assert losses[1] != exact["losses"][1]
+
+
 def test_the_job_reports_what_is_rounded_away(tmp_path: Path) -> None:
     config, output = tmp_path / "ds.json", tmp_path / "model"
     pipeline = {"stages": 2, "boundary": {"forward": "int8", "backward": "int4"}}

@@ -47,6 +47,21 @@ def test_frozen():
             'paceline.pipeline: "boundary", "partition", "schedule", "stages".',
         ),
         (
+            {"pipeline": {"boundary": {"forward": "int3"}}},
+            "paceline.pipeline.boundary.forward is \"int3\": it must be 'bf16', 'int8', 'fp8_e4m3' or 'int4'; leave "
+            "the key out to have it chosen.",
+        ),
+        (
+            {"pipeline": {"schedule": "adaptive", "boundary": {"forward": "int8", "allowed": ["int8"]}}},
+            'paceline.pipeline.boundary.allowed is ["int8"]: it leaves the choice to "adaptive", and forward has made '
+            "it; drop one of them.",
+        ),
+        (
+            {"pipeline": {"schedule": "zbh1", "boundary": {"allowed": ["int8"]}}},
+            'paceline.pipeline.boundary is {"allowed": ["int8"]}: allowed is for the schedule "adaptive", which '
+            'chooses, and the schedule is "zbh1": write "forward" and "backward", or "schedule": "adaptive".',
+        ),
+        (
             {"pipline": {}},
             'paceline.pipline is not a key of this version of paceline; did you mean "pipeline"? Valid keys of '
             'paceline: "averaging", "max_change", "moe", "natural_gradient", "pipeline", "report".',

@@ -363,6 +363,25 @@ class PipelineConfig(Part):
         "number changes.",
     )
 
+    @field_validator("boundary")
+    @classmethod
+    def _is_chosen_by_adaptive(cls, value: BoundaryConfig | None, info: ValidationInfo) -> BoundaryConfig | None:
+        if value is None or value.allowed is None or "schedule" not in info.data:
+            return value
+        schedule: ScheduleConfig | None = info.data["schedule"]
+        kind = "1f1b" if schedule is None else schedule.type or "adaptive"
+        if schedule is None or kind != "adaptive":
+            raise ValueError(
+                f'allowed is for the schedule "adaptive", which chooses, and the schedule is "{kind}": write '
+                '"forward" and "backward", or "schedule": "adaptive".'
+            )
+        if schedule.late_gradients:
+            raise ValueError(
+                "allowed has the format change between two steps, and with late_gradients there is none without "
+                'micro-batches under way: write "forward" and "backward", or drop late_gradients.'
+            )
+        return value
+
 
 class ReportConfig(Part):
     """What a run tells about itself."""

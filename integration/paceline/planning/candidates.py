@@ -44,6 +44,7 @@ class Candidate(NamedTuple):
         is_late: 1F1B without a flush, whose gradients come late.
         family: an order of :data:`FAMILIES` instead of groups, or the name of ``made``.
         made: an order that was made for the costs of a run.
+        boundary: format of what passes between stages, in both directions; empty: as the JSON has it.
     """
 
     micro_batch_size: int
@@ -52,11 +53,12 @@ class Candidate(NamedTuple):
     is_late: bool = False
     family: str = ""
     made: Schedule | None = None
+    boundary: str = ""
 
     @property
-    def key(self) -> tuple[int, int, float, bool, str]:
+    def key(self) -> tuple[int, int, float, bool, str, str]:
         """For a fixed order of candidates."""
-        return self.micro_batch_size, self.k, self.slack, self.is_late, self.family
+        return self.micro_batch_size, self.k, self.slack, self.is_late, self.family, self.boundary
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ class Candidate(NamedTuple):
             order = f"eager slack={self.slack:g}" if self.slack else "1f1b"
         else:
             order = f"kfkb k={self.k}" + (f" slack={self.slack:g}" if self.slack else "")
-        return f"{order}, micro-batch {self.micro_batch_size}"
+        between = f", {self.boundary} between stages" if self.boundary else ""
+        return f"{order}, micro-batch {self.micro_batch_size}{between}"
 
     def schedule(self, num_stages: int, samples: int) -> Schedule | Stream:
         """The order of a step of so many samples (of one pipeline); a stream without a flush.

@@ -12,10 +12,13 @@ from ..schedules.simulate import simulate
 from ..schedules.steady import steady
 from ..schedules.stream import Stream
 from .candidates import Candidate
+from .format_costs import AS_IT_IS, FormatCosts, with_format
 from .switching import Decision, SwitchRule
 
 # Two predictions this close (relatively) are equal: sums in another order differ by rounding.
 TIE = 1e-9
+
+NO_FORMATS: Mapping[str, FormatCosts] = {"": AS_IT_IS}
 
 MADE = 0.01
 """Share of a step that an order made for the costs must save to be chosen: they will not be so again."""
@@ -67,14 +70,23 @@ class Planner:
         num_stages: of the pipeline.
         samples: of a step of one pipeline.
         before: with other candidates, whose schedules are kept.
+        formats: by name, costs of what candidates may send in, and of nothing (``""``).
     """
 
     def __init__(
-        self, candidates: Iterable[Candidate], num_stages: int, samples: int, before: Planner | None = None
+        self,
+        candidates: Iterable[Candidate],
+        num_stages: int,
+        samples: int,
+        before: Planner | None = None,
+        formats: Mapping[str, FormatCosts] = NO_FORMATS,
     ) -> None:
         self.candidates = tuple(candidates)
         self.num_stages = num_stages
         self.samples = samples
+        self._formats = formats
+        self.running_format = ""
+        """With which costs were measured."""
         self._schedules: dict[Candidate, Schedule | Stream] = {}
         if before is not None and (before.num_stages, before.samples) == (num_stages, samples):
             self._schedules = {c: before._schedules[c] for c in self.candidates if c in before._schedules}
@@ -88,6 +100,7 @@ class Planner:
     def predict(self, candidate: Candidate, costs: Costs) -> Prediction:
         """A step with ``candidate`` at these costs (of one micro-batch of its size)."""
         order = self.schedule(candidate)
+        costs = with_format(costs, self._formats[self.running_format], self._formats[candidate.boundary])
         if isinstance(order, Stream):
             found = steady(order, costs)
             return Prediction(candidate, found.period_s, max(found.peak_bytes, default=0.0))
@@ -100,7 +113,7 @@ class Planner:
         """Predict all candidates and decide whether to switch to the best.
 
         A candidate whose micro-batch size has no costs yet is skipped. Among equally fast ones what runs is the best,
-        then what is never late, then what needs the least memory.
+        then what is never late and not rounded, then what needs the least memory.
 
         Args:
             costs: by micro-batch size, those of one micro-batch.
@@ -117,6 +130,7 @@ class Planner:
                 f"there are no costs for the running micro-batch size {current.micro_batch_size} (there are "
                 f"{sorted(costs)}): measure a step before a choice."
             )
+        self.running_format = current.boundary
         known = [c for c in dict.fromkeys((current, *self.candidates)) if c.micro_batch_size in costs]
         predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
         now = predictions[0]
@@ -132,7 +146,7 @@ class Planner:
         candidate = prediction.candidate
         # Where activations were not measured, samples alive stand for their bytes.
         alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
-        return candidate.is_late, prediction.peak_bytes, alive, candidate.key
+        return candidate.is_late or bool(candidate.boundary), prediction.peak_bytes, alive, candidate.key
 
 
 def _claimed_s(prediction: Prediction, current: Candidate) -> float:

@@ -25,6 +25,7 @@ from ..hf.weights import is_pretrained
 from ..moe.moving import states_of
 from ..moe.stage_agreement import Stages
 from ..optim.sharded import ShardedOptimizer
+from ..planning.format_costs import FormatCosts
 from ..schedules.asynchronous import one_direction
 from ..schedules.lower import FREE
 from ..schedules.windows import StreamProgram
@@ -32,6 +33,7 @@ from ..state.named import is_copy, names_of, tied_weights
 from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, SchedulerState
 from .asynchronous_run import AsynchronousRun
 from .boundary import Boundary
+from .builder import dtype_of
 from .causal_lm_runner import CausalLMRunner
 from .causal_lm_steps import CausalLMSteps, Replicas
 from .causal_lm_support import CausalLMSupport
@@ -39,6 +41,7 @@ from .checkpointer import Checkpointer
 from .evaluation import Evaluation
 from .executor import HeldStage
 from .expert_part import Experts
+from .format_times import format_costs
 from .late_losses import LateLosses
 from .migration import Migrator, Seat, StageParameters
 from .model_support import Around
@@ -93,12 +96,26 @@ def make_links(engine: PacelineEngine) -> Links:
 def make_rounding_errors(engine: PacelineEngine) -> RoundingErrors | None:
     """None where nothing is rounded."""
     num_boundaries = len(engine.links.routes[0]) - 1
-    return RoundingErrors(num_boundaries) if num_boundaries and any(formats_of(engine)) else None
+    rounds = any(formats_of(engine)) or engine.plan.boundary.allowed is not None
+    return RoundingErrors(num_boundaries) if num_boundaries and rounds else None
 
 
 def formats_of(engine: PacelineEngine) -> BoundaryFormats:
     boundary = engine.plan.boundary
     return BoundaryFormats(FORMATS.get(boundary.forward or ""), FORMATS.get(boundary.backward or ""))
+
+
+def format_choices(engine: PacelineEngine) -> dict[str, FormatCosts]:
+    """What formats that may be chosen cost on this device."""
+    names = engine.plan.boundary.allowed or ()
+    return format_costs(names, dtype_of(engine.plan.ds_config), torch.device(engine.device))
+
+
+def choose_format(engine: PacelineEngine, name: str) -> None:
+    """Send in a format that was chosen, from the next step on; empty: as things are."""
+    if engine.plan.boundary.allowed is not None:
+        for stage in engine.held:
+            stage.boundary.formats = BoundaryFormats(FORMATS.get(name), FORMATS.get(name))
 
 
 def make_stages(engine: PacelineEngine) -> list[HeldStage]:

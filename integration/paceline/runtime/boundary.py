@@ -81,7 +81,9 @@ class Boundary:
         errors: RoundingErrors | None = None,
     ) -> None:
         self._runner, self._waits, self._own, self._chunk = runner, waits, own, chunk
-        self._formats, self._errors = formats, errors
+        self.formats = formats
+        """Of the next step; both ends of a boundary have the same."""
+        self._errors = errors
         self._activations_in, self._activations_out = lanes.get("activations_in"), lanes.get("activations_out")
         self._gradients_in, self._gradients_out = lanes.get("gradients_in"), lanes.get("gradients_out")
         self.doing: tuple[str, int] | None = None
@@ -89,7 +91,7 @@ class Boundary:
 
     @property
     def _forward_format(self) -> Format | None:
-        return self._formats.forward if torch.is_grad_enabled() else None
+        return self.formats.forward if torch.is_grad_enabled() else None
 
     def post_activation(self, live: Live, number: int) -> None:
         assert self._activations_in is not None
@@ -139,7 +141,7 @@ class Boundary:
             return
         assert self._gradients_in is not None
         self.doing = "receiving from", self._runner.stage + 1
-        self._gradients_in.post(number, self._runner.gradient_meta(live), self._formats.backward)
+        self._gradients_in.post(number, self._runner.gradient_meta(live), self.formats.backward)
 
     def wait_gradient(self, live: Live, number: int) -> None:
         lane = self._gradients_in
@@ -156,7 +158,7 @@ class Boundary:
 
     def pack_gradient(self, live: Live) -> None:
         """Encode what will be sent: a part of the backward."""
-        format = self._formats.backward
+        format = self.formats.backward
         if format is not None and self._gradients_out is not None and self._runner.sends_gradients:
             live.leaving = self._packed("backward", self._runner.stage - 1, self._own_gradients(live), format)
 

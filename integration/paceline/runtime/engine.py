@@ -234,6 +234,7 @@ class PacelineEngine(PipelineEngine):
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),
             recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
+            formats=assembly.format_choices(self),
         )
 
     def _make_tracer(self, every: int) -> Tracer:
@@ -294,6 +295,7 @@ class PacelineEngine(PipelineEngine):
     def run_candidate(self, candidate: Candidate) -> None:
         """Run what the tuner has chosen from the next step on. Collective."""
         self.cut = candidate.micro_batch_size
+        assembly.choose_format(self, candidate.boundary)
         order = candidate.schedule(self.num_stages, self.micro_batches * self.micro_batch_size)
         if self.asynchronous is not None:
             self.asynchronous.follow(order if isinstance(order, Stream) else flushed(order))

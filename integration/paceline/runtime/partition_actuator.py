@@ -242,5 +242,5 @@ class PartitionActuator:
         return DecisionRecord(PARTITION, step, bool(has_moved), decision, decision.best_s, figures)
 
 
-def _by_seconds(found: tuple[float, Candidate]) -> tuple[float, tuple[int, int, float, bool, str]]:
+def _by_seconds(found: tuple[float, Candidate]) -> tuple[float, tuple[int, int, float, bool, str, str]]:
     return found[0], found[1].key

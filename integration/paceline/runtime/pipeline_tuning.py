@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from ..comm.control import ControlPlane
 from ..config.partitions import PartitionChoice
 from ..config.schedules import ScheduleChoice
+from ..planning.choose import NO_FORMATS
+from ..planning.format_costs import FormatCosts
 from ..planning.tuning import DecisionLog, TuningInterval
 from .controller import Actuator, Controller
 from .measured_costs import MeasuredCosts
@@ -36,6 +39,7 @@ def pipeline_controller(
     routes: Routes,
     *,
     recomputes: bool = False,
+    formats: Mapping[str, FormatCosts] = NO_FORMATS,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -45,6 +49,7 @@ def pipeline_controller(
         log: gets the decisions.
         routes: device of each stage, one route a direction.
         recomputes: whether backwards compute activations anew.
+        formats: by name, costs of formats that stages may send in.
 
     Returns:
         None if schedule and partition stay as they are.
@@ -56,7 +61,7 @@ def pipeline_controller(
     agreement = JobAgreement(control)
     recomputes = agreement.from_first(recomputes)  # ranks that try other schedules would wait for each other
     costs = MeasuredCosts(routes, has_flush=not schedule.is_asynchronous, parts=tuple(layers.parts))
-    schedules = ScheduleActuator(pipeline, costs, agreement, schedule)
+    schedules = ScheduleActuator(pipeline, costs, agreement, schedule, formats)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
         trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size, recomputes=recomputes)

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from ..config.schedules import ScheduleChoice
 from ..planning.candidates import IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
-from ..planning.choose import Choice, Planner
+from ..planning.choose import NO_FORMATS, Choice, Planner
+from ..planning.format_costs import FormatCosts
 from ..planning.repartition import Layout
 from ..planning.shared_devices import live_of, whole_schedule
 from ..planning.switching import SwitchRule
@@ -104,6 +105,7 @@ class ScheduleActuator:
     Args:
         costs: measured so far, on the rank that decides.
         choice: of the JSON: which schedules there are to choose from, and how often.
+        formats: by name, costs of formats that stages may send in.
 
     Attributes:
         current: what runs.
@@ -117,8 +119,10 @@ class ScheduleActuator:
         costs: MeasuredCosts,
         agreement: Agreement,
         choice: ScheduleChoice,
+        formats: Mapping[str, FormatCosts] = NO_FORMATS,
     ) -> None:
         self._pipeline, self._costs, self._agreement, self._choice = pipeline, costs, agreement, choice
+        self._formats = formats
         self._rule = SwitchRule(choice.retune_every or 1)
         self.current = self.next = first_candidate(choice, pipeline.micro_batch_size)
         self.planner: Planner | None = None
@@ -149,7 +153,7 @@ class ScheduleActuator:
         return self._pipeline.order if self.planner is None else self.planner.schedule(candidate)
 
     def that_fit(self, layout: Layout, parts: tuple[int, ...], *, makes: bool = True) -> Iterator[Candidate]:
-        """Candidates that were measured and fit with other boundaries.
+        """Candidates that were measured and fit with other boundaries, in the format that runs.
 
         Args:
             makes: whether an order that is made for those is among them.
@@ -159,8 +163,8 @@ class ScheduleActuator:
         costs = {size: layout.costs(self._costs.costs(size), parts) for size in self._costs.sizes()}
         split = {size: each for size, each in costs.items() if each.weight_s and size in self._costs.saved_bytes}
         made = self._made(self.planner.samples, split) if makes else ()
-        for other in (*self.planner.candidates, *made):
-            if other.micro_batch_size in costs:
+        for other in (*self.planner.candidates, *(each._replace(boundary=self.next.boundary) for each in made)):
+            if other.micro_batch_size in costs and other.boundary == self.next.boundary:
                 whole = whole_schedule(self.order(other))
                 live = [live_of(whole, device) for device in range(whole.num_ranks)]
                 if layout.fits(self._costs.costs(other.micro_batch_size), parts, live):
@@ -174,11 +178,16 @@ class ScheduleActuator:
         configured, num_stages = pipeline.micro_batch_size, pipeline.num_stages
         samples = configured * pipeline.micro_batches
         costs = {size: known.costs(size) for size in known.sizes()}
-        found = tuple(self._candidates(sizes, samples, costs))
+        found = tuple(
+            candidate._replace(boundary=name)
+            for candidate in self._candidates(sizes, samples, costs)
+            for name in self._formats
+        )
         if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
-            self.planner = Planner(found, num_stages, samples, self.planner)
+            self.planner = Planner(found, num_stages, samples, self.planner, self._formats)
         # A candidate that no longer fits, or turned out not to, gives way to the smallest, whatever that costs.
-        running, least = self.current, least_candidate(self._choice, configured)
+        running = self.current
+        least = least_candidate(self._choice, configured)._replace(boundary=running.boundary)
         if running != least and not self._fits(running, samples):
             logger.warning("step %d: %s does not fit in memory as measured now", pipeline.global_steps, running.name)
             running = least

@@ -9,9 +9,11 @@ import pytest
 
 from paceline.config.schedules import ScheduleChoice
 from paceline.planning.candidates import FAMILIES, IN_V, SPLIT_IN_LINE, Candidate
+from paceline.planning.choose import NO_FORMATS
+from paceline.planning.format_costs import AS_IT_IS, FormatCosts, with_format
 from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.schedule_actuator import ScheduleActuator, trials
-from paceline.schedules.costs import Costs
+from paceline.schedules.costs import Costs, Link
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import peak_bytes, simulate
 from support.reports import simulated
@@ -24,18 +26,21 @@ class Pipeline:
 
     num_stages, micro_batch_size, micro_batches, cut, global_steps = DEVICES, SIZE, MICRO_BATCHES, SIZE, 4
 
-    def __init__(self, truth: Costs, choice: ScheduleChoice, room_bytes: float = ROOMY) -> None:
-        self.truth, self.room_bytes, self.decides = truth, room_bytes, True
+    def __init__(self, truth: Costs, choice: ScheduleChoice, room_bytes: float = ROOMY, formats: Any = None) -> None:
+        self.exact = self.truth = truth
+        self.room_bytes, self.decides = room_bytes, True
         self.order: Any = choice.first(DEVICES, MICRO_BATCHES)
         self.costs = MeasuredCosts(choice.routes(DEVICES))
         part: Any = self
-        self.actuator = ScheduleActuator(part, self.costs, part, choice)
+        self.actuator = ScheduleActuator(part, self.costs, part, choice, formats or NO_FORMATS)
+        self.formats = formats or NO_FORMATS
         for trial in trials(choice, DEVICES, SIZE):
             self.actuator.apply(trial)
             self.measure()
 
     def run_candidate(self, candidate: Candidate) -> None:
         self.order = candidate.schedule(DEVICES, SIZE * MICRO_BATCHES)
+        self.truth = with_format(self.exact, self.formats[""], self.formats[candidate.boundary])
 
     def measure(self) -> None:
         def of_chunks(device: int, num_bytes: float) -> dict[int, dict[int, float]]:
@@ -160,3 +165,39 @@ def test_the_first_trial_is_what_a_run_begins_with(name: str) -> None:
     begun = choice.first(DEVICES, MICRO_BATCHES)
     assert isinstance(first, Schedule)
     assert first.orders == begun.orders
+
+
+FORMATS = {"": AS_IT_IS, "bf16": FormatCosts(0.5, 1e-10, 1e-10), "int8": FormatCosts(0.25, 1e-9, 1e-9)}
+
+
+def on_links(bytes_per_s: float) -> Costs:
+    """Messages of a million bytes."""
+    links = (Link(bytes_per_s),) * (DEVICES - 1)
+    return replace(in_line(), message_bytes=(1e6,) * (DEVICES - 1), down=links, up=links)
+
+
+def test_a_format_is_chosen_where_messages_are_slow_and_left_where_they_are_fast() -> None:
+    pipeline = Pipeline(on_links(1e7), ADAPTIVE, formats=FORMATS)
+    slow_s = pipeline.seconds(pipeline.order)
+    chosen = pipeline.choose()
+    assert chosen.boundary == "int8"
+    assert "int8 between stages" in pipeline.order.name
+    assert pipeline.seconds(pipeline.order) < slow_s / 2
+    assert pipeline.choose().boundary == "int8", "what was measured with the format tells what it is without"
+    fast = Pipeline(on_links(1e12), ADAPTIVE, formats=FORMATS)
+    assert fast.choose().boundary == "", "encoding takes time, and rounding has a price"
+
+
+def test_without_formats_none_is_chosen() -> None:
+    assert Pipeline(on_links(1e7), ADAPTIVE).choose().boundary == ""
+
+
+def test_costs_with_a_format_and_back_are_the_same() -> None:
+    costs = replace(on_links(1e7), backward_s=(0.03, 0.02, 0.02, 0.04))
+    rounded = with_format(costs, FORMATS[""], FORMATS["int8"])
+    assert rounded.message_bytes == (2.5e5,) * 3
+    assert rounded.forward_s == pytest.approx([0.011, 0.012, 0.012, 0.011])
+    assert rounded.backward_s == pytest.approx([0.031, 0.022, 0.022, 0.041])
+    back = with_format(rounded, FORMATS["int8"], FORMATS[""])
+    assert back.forward_s == pytest.approx(costs.forward_s)
+    assert back.message_bytes == pytest.approx(costs.message_bytes)
