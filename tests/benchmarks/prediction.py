@@ -1,9 +1,11 @@
 """How well a step is predicted: simulated against measured seconds, on emulated hosts.
 
-    python tests/benchmarks/prediction.py [--parallel 2] [--steps 5] [--split]
+    python tests/benchmarks/prediction.py [--parallel 2] [--steps 5] [--split | --formats]
 
 Needs root (tests/lab). Each setting is a number of hosts, of micro-batches, a schedule and a rate. With ``--split``
-schedules are those whose backwards are split, in which half of a backward is that of the weights. Nothing is fitted to
+schedules are those whose backwards are split, in which half of a backward is that of the weights. With ``--formats``
+activations and gradients travel in one; how long that takes to encode and decode is measured beforehand, by itself, as
+"adaptive" does it. Nothing is fitted to
 the steps: compute is what the layers sleep, and what a limited host can send is its rate times the share of payload in
 the bytes on the wire; one plain TCP transfer a rate is measured and shown beside that rule, and stands for the network
 without a limit. A host's sending side is shared by all that it sends: activations to the next stage, gradients to the
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
 from facts import facts
 
 from lab.contestants import label_of, num_chunks_of
@@ -30,6 +33,9 @@ from lab.emulation import Emulation
 from lab.hosts import BURST_BYTES, Hosts, available
 from lab.training import median_step_s, train
 from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s
+from paceline.comm.formats import FORMATS
+from paceline.planning.format_costs import AS_IT_IS, with_format
+from paceline.runtime.format_times import format_costs
 from paceline.schedules.costs import Costs
 from paceline.schedules.families import kfkb
 from paceline.schedules.schedule import Schedule
@@ -48,9 +54,14 @@ class Setting:
     micro_batches: int
     schedule: int | str
     mbit: float | None
+    format: str = ""
 
     @property
     def contestant(self) -> str:
+        if self.format:
+            kind = {"type": "kfkb", "k": self.schedule} if isinstance(self.schedule, int) else {"type": self.schedule}
+            boundary = {"forward": self.format, "backward": self.format}
+            return f"{self.format}={json.dumps({'schedule': kind, 'boundary': boundary})}"
         if isinstance(self.schedule, int):
             return f"kfkb{self.schedule}={json.dumps({'type': 'kfkb', 'k': self.schedule})}"
         return "our-dualpipev-split" if self.schedule == DUALPIPEV_SPLIT else self.schedule
@@ -95,6 +106,17 @@ SPLIT_SETTINGS = [
     Setting(4, 16, "vmin", None),
 ]
 
+FORMAT_SETTINGS = [
+    Setting(2, 8, 1, 100, "int8"),
+    Setting(2, 16, 2, 50, "int4"),
+    Setting(3, 8, "zbh1", 100, "int8"),
+    Setting(3, 16, 1, 100, "bf16"),
+    Setting(4, 8, 1, 50, "int8"),
+    Setting(4, 8, 2, 100, "fp8_e4m3"),
+    Setting(4, 16, "zbh2", 100, "int8"),
+    Setting(4, 16, 1, 50, "int4"),
+]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -105,13 +127,18 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4], help="only settings with so many")
     parser.add_argument("--parallel", type=int, default=1, help="settings that run side by side")
     parser.add_argument("--split", action="store_true", help="schedules with split backwards")
+    parser.add_argument("--formats", action="store_true", help="what passes between stages is encoded")
     parser.add_argument("--output", type=Path, help="default: beside this file")
     args = parser.parse_args()
-    name = "prediction_split_emulated.json" if args.split else "prediction.json"
+    name, chosen = "prediction.json", SETTINGS
+    if args.split:
+        name, chosen = "prediction_split_emulated.json", SPLIT_SETTINGS
+    elif args.formats:
+        name, chosen = "prediction_formats.json", FORMAT_SETTINGS
     output = args.output or Path(__file__).with_name(name)
     if reason := available():
         sys.exit(reason)
-    settings = [setting for setting in (SPLIT_SETTINGS if args.split else SETTINGS) if setting.stages in args.stages]
+    settings = [setting for setting in chosen if setting.stages in args.stages]
     goodput = {rate: measured_goodput(rate) for rate in dict.fromkeys(setting.mbit for setting in settings)}
     with ThreadPoolExecutor(args.parallel) as pool, ExitStack() as labs:
         runs = []
@@ -163,11 +190,16 @@ def compare(hosts: Hosts, setting: Setting, goodput: float, args: argparse.Names
         hosts=tuple(range(setting.stages)),
         egress_bytes_per_s=(sent,) * setting.stages,
     )
+    if setting.format:
+        seconds = format_costs([setting.format], torch.float32, torch.device("cpu"))[setting.format]
+        share = FORMATS[setting.format].num_bytes(message_bytes // 4) / message_bytes
+        costs = with_format(costs, AS_IT_IS, seconds._replace(share=share))
     simulated = simulate(schedule, costs).makespan_s
     return {
         "stages": setting.stages,
         "micro_batches": setting.micro_batches,
         "schedule": schedule.name,
+        **({"format": setting.format} if setting.format else {}),
         "mbit": setting.mbit,
         "measured_s": round(measured, 4),
         "simulated_s": round(simulated, 4),
