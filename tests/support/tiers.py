@@ -61,6 +61,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_expert_engine.py::test_moves_change_nothing[mixtral-1-2-2-1-layer1]",
         "distributed/test_expert_replicas.py::test_copies_train_as_one_expert[mixtral-0-2-2-2-even]",
         "distributed/test_rebalancer.py::test_hot_experts_are_spread_and_no_number_changes",
+        "unit/moe/test_rebalancer.py",
+        "unit/moe/test_replica_sync.py",
     ),
     "Natural gradients": (
         "distributed/test_natural_gradient.py::test_pipelines_are_as_by_hand[2-1]",
@@ -74,6 +76,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_averaging.py::test_a_round_is_the_mean_whatever_the_islands_shapes[shapes0-changes0]",
         "distributed/test_averaging_rules.py::test_a_rule_is_what_it_is_by_hand[nesterov]",
         "distributed/test_islands.py::test_one_is_killed_and_comes_back",
+        "unit/averaging/test_weighted_sums.py",
     ),
     "A parallelism plan for a cluster": (
         "distributed/test_plan.py::test_it_starts[llama-tp1_pp2_dp1_ep1]",
@@ -113,6 +116,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "accidents": (
         "distributed/test_failures.py::test_an_accident_of_one_rank_ends_all_and_is_told_once[is killed-0]",
         "distributed/test_wrong_input.py::test_error_on_one_rank_stops_all",
+        "distributed/test_wrong_input.py::test_ends_of_a_pipeline_that_see_different_data_are_told",
         "distributed/test_doctor.py::test_ranks_that_are_well",
     ),
     "algorithms": ("unit/schedules", "unit/comm", "unit/state"),

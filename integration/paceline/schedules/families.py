@@ -96,7 +96,7 @@ def eager(num_stages: int, num_micro_batches: int, slack: float) -> Schedule:
     check_size(num_stages, num_micro_batches)
     if not (isfinite(slack) and slack >= 0):
         raise ValueError(f"slack={slack} must be a number from 0 upwards: 0 is 1F1B, 1 doubles the warm-up.")
-    # The small number undoes rounding: 10 · 1.1 is a little more than 11.
+    # The small number undoes rounding: 25 · 2.2 is a little more than 55.
     warmup = [ceil(min(later * (1 + slack), num_micro_batches) - 1e-9) for later in range(num_stages - 1, -1, -1)]
     return grouped(num_stages, num_micro_batches, 1, warmup, f"eager slack={slack:g}")
 

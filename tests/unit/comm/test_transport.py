@@ -157,7 +157,7 @@ def test_other_shapes_for_a_key_are_refused(ends: list[Lane]) -> None:
 @pytest.mark.parametrize("order", ["free", "paired"])
 def test_shapes_that_no_key_tells_are_announced_each_time(order: str, wire: Wire) -> None:
     sender, receiver = lane(True, order, announces=True), lane(False, order, announces=True)
-    values: list[Value] = [torch.rand(2), torch.rand(0, 3), torch.rand(2), (torch.rand(4, 1), torch.tensor(True))]
+    values: list[Value] = [torch.rand(2), torch.rand(0, 3), (torch.rand(2),), (torch.rand(4, 1), torch.tensor(True))]
     try:
         assert_equal(carried(sender, receiver, values, [0] * 4), values)
     finally:

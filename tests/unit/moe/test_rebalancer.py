@@ -36,21 +36,21 @@ class Group:
 
     ReduceOp = torch.distributed.ReduceOp
 
-    def __init__(self, bytes_per_s: float = 1e9, latency_s: float = 1e-3) -> None:
-        self.bytes_per_s, self.latency_s, self.now_s = bytes_per_s, latency_s, 0.0
+    def __init__(self, bytes_per_s: float = 1e9, latency_s: float = 1e-3, size: int = 2) -> None:
+        self.bytes_per_s, self.latency_s, self.now_s, self.size = bytes_per_s, latency_s, 0.0, size
 
     def get_rank(self, group: Any) -> int:
         return 0
 
     def get_world_size(self, group: Any) -> int:
-        return 2
+        return self.size
 
     def all_gather(self, gathered: list[torch.Tensor], value: torch.Tensor, group: Any) -> None:
         for place in gathered:
             place.copy_(value)
 
     def all_gather_object(self, told: list[Any], value: Any, group: Any) -> None:
-        told[:] = [value, []]
+        told[:] = [value, *[[]] * (self.size - 1)]
 
     def broadcast_object_list(self, values: list[Any], **_: Any) -> None:
         pass
@@ -62,7 +62,7 @@ class Group:
         assert op == self.ReduceOp.MAX
 
     def all_to_all_single(self, arrived: Any, sent: torch.Tensor, received: Any, counts: Any, group: Any) -> None:
-        assert counts == [0, sent.numel()], "to the next rank"
+        assert counts == [0, sent.numel(), *[0] * (self.size - 2)], "to the next rank"
         self.now_s += self.latency_s + sent.numel() / self.bytes_per_s
 
 
@@ -142,6 +142,13 @@ def test_a_move_that_pays_within_the_horizon_is_made(run: Any) -> None:
     assert decision["predicted_now_s"] == pytest.approx(NOW_S)
     assert decision["predicted_best_s"] == pytest.approx(NOW_S - gain(layer.placement))
     assert decision["switch_s"] == pytest.approx(price(1e9, layer.placement))
+
+
+def test_tokens_of_other_replicas_are_no_load_of_this_one(run: Any) -> None:
+    """Four ranks, of which two and two have the same experts: twice the tokens, and as many for each rank."""
+    (two,), (four,) = (run(EVERY, Group(size=size))[1] for size in (2, 4))
+    assert four["predicted_now_s"] == pytest.approx(two["predicted_now_s"])
+    assert four["predicted_best_s"] == pytest.approx(two["predicted_best_s"])
 
 
 def test_the_horizon_is_until_the_next_look(run: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts of an optimizer's step, each with small stand-ins for what it uses: no process group, no engine."""
+"""Parts of an optimizer's step, most with small stand-ins for what they use; no engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from paceline.optim.gradient_buckets import GradientBuckets
 from paceline.optim.max_change import Limits
 from paceline.optim.owned_rows import OwnedRows
 from paceline.optim.parameter_layout import ParameterLayout
+from paceline.optim.sharded import ShardedOptimizer
 from paceline.optim.step_options import StepOptions
 from paceline.optim.step_outcome import MOST_SKIPPED, StepOutcome
 from paceline.optim.step_sums import GradientNorm, ShardedMaxChange
 from paceline.optim.task_queue import TaskQueue
+from support.ranks import run_ranks
 
 NUM_RANKS, RANK = 2, 1
 
@@ -237,6 +239,25 @@ def test_masters_with_memory_of_their_own_are_kept(dtype: torch.dtype) -> None:
     basic.param_groups[0]["params"] = list(module.parameters())
     for one in OwnedRows(layout, basic, kept).owned:
         assert (one.master is masters[one.name]) is (dtype != torch.float32)
+
+
+def stepped(sent: torch.dtype | None) -> list[float]:
+    """A parameter of zeros after a step of 1 along the sum of the ranks' gradients, 1 and 2."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    parameter = nn.Parameter(torch.zeros(4, 2))
+    options = StepOptions(dist.group.WORLD, communication_dtype=sent)
+    optimizer = ShardedOptimizer(torch.optim.SGD([parameter], lr=1.0), {parameter: "weight"}, options)
+    (parameter * (1 + dist.get_rank())).sum().backward()
+    optimizer.reduce_gradients()
+    optimizer.step()
+    return parameter.flatten().tolist()
+
+
+@pytest.mark.parametrize("sent", [None, torch.bfloat16])
+def test_gradients_are_summed_in_whatever_dtype_they_travel(sent: torch.dtype | None) -> None:
+    assert run_ranks(stepped, 2, sent) == [[-3.0] * 8] * 2
 
 
 # -- sums and outcome ------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def _held_beside_weights(sharded: ShardedOptimizer) -> int:
 
 ITEMS = (
     ItemMemory("embedding", 100, 10, 8),
-    ItemMemory("layers.0", 50, 30, 8, 5),
+    ItemMemory("layers.0", 50, 30, 12, 5),
     ItemMemory("layers.1", 50, 30, 8, 5),
     ItemMemory("layers.2", 60, 40, 8, 6),
     ItemMemory("head", 110, 70, 0, 90),
@@ -112,10 +112,10 @@ def test_stages() -> None:
         stage_memory(ITEMS, [0, 2, 3, 5], stage, States(), live) for stage, live in enumerate((3, 2, 1))
     )
     assert (first.weights, first.moments, first.states) == (600, 1200, 2400)
-    assert first.activations == 3 * (10 + 30 + 8)
-    assert (first.working, first.transport) == (5, 8)
+    assert first.activations == 3 * (10 + 30 + 12)
+    assert (first.working, first.transport) == (5, 12)
     assert middle.activations == 2 * (30 + 8)
-    assert (middle.working, middle.transport) == (5, 2 * 8 + 8)
+    assert (middle.working, middle.transport) == (5, 2 * 12 + 8)
     assert last.activations == 40 + 70  # what it puts out is the loss
     assert (last.working, last.transport) == (90, 2 * 8)
     assert last.total == 170 * 16 + 110 + 90 + 16

@@ -257,6 +257,23 @@ def test_what_cannot_move_stays_on_all_ranks(what: str, message: str) -> None:
         assert same
 
 
+def finds_room() -> list[str]:
+    """A layer of 64 bytes, with three times as many of gradients and moments."""
+    rank, found = Rank(), []
+    rank.train()
+    for memory_bytes in (3 * 64, 5 * 64):
+        try:
+            rank.migrator.migrate(NEW, memory_bytes)
+            found.append("moved")
+        except ValueError:
+            found.append("stayed")
+    return found
+
+
+def test_a_layer_needs_room_for_its_states_too() -> None:
+    assert run_ranks(finds_room, 2) == [["stayed", "moved"]] * 2
+
+
 def test_layers_that_were_made_are_let_go_where_another_cannot_be() -> None:
     assert [unmade for _, _, unmade, _ in run_ranks(fails, 2, "make second")] == [[1], []]
 
