@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,8 +33,8 @@ def small_model(family: str) -> PretrainedConfig:
 
 
 def micro_batches(replica: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless; ranks of one pipeline read the same ones."""
-    generator = torch.Generator().manual_seed(replica)
+    """Endless; ranks of one pipeline read the same ones, other replicas and islands others."""
+    generator = torch.Generator().manual_seed(1000 * int(os.environ.get("PACELINE_ISLAND", "0")) + replica)
     while True:
         ids = torch.randint(3, 128, (2, 16), generator=generator)
         yield {"input_ids": ids, "labels": ids}
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     args = parser.parse_args(argv)
     engine, *_ = paceline.initialize(model=small_model(args.family), config=json.loads(args.config.read_text()))
     batches = micro_batches(engine.grid.data_parallel_id)
-    return [engine.train_batch(batches).item() for _ in range(args.steps)]
+    losses = [engine.train_batch(batches).item() for _ in range(args.steps)]
+    engine.finish_averaging()  # for islands; elsewhere it does nothing
+    return losses
 
 
 if __name__ == "__main__":
