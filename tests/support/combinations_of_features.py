@@ -62,6 +62,7 @@ def _schedule(kind: str, **keys: Any) -> dict[str, Any]:
 
 
 HETERO = {"method": "hetero", "repartition_every": 1}
+INT8 = {"forward": "int8", "backward": "int8"}
 MIXTRAL = {"router_aux_loss_coef": 0.0, "output_router_logits": False}
 FEATURES: dict[str, Feature] = {
     "kfkb": Feature(_schedule("kfkb")),
@@ -74,6 +75,7 @@ FEATURES: dict[str, Feature] = {
     "multidirection": Feature(_schedule("multidirection", staleness=1), is_exact=False),
     "multidirection, staleness 0": Feature(_schedule("multidirection", staleness=0)),
     "one_direction": Feature(_schedule("one_direction"), is_exact=False),
+    "int8 boundaries": Feature({"paceline": {"pipeline": {"boundary": INT8}}}, is_exact=False),
     "hetero, layers move": Feature({"paceline": {"pipeline": {"partition": HETERO}}}),
     "ZeRO 1": Feature({"zero_optimization": {"stage": 1}}),
     "bf16": Feature({"bf16": {"enabled": True}}, changes_numbers=True, is_exact=False),
@@ -317,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--write-readme", action="store_true", help="of what was found last, without measuring")
-    parser.add_argument("--only", nargs="*", help="features")
+    parser.add_argument("--only", nargs="*", help="features; of the others what is written stays")
     args = parser.parse_args()
     if args.write_readme:
         write(json.loads(GOLDEN.read_text()))
@@ -327,7 +329,8 @@ def main() -> None:
     for name, cell in found.items():
         print(f"{cell['outcome']:12s} {name}: {cell.get('message', '')}")
     if args.write:
-        write(found)
+        known = json.loads(GOLDEN.read_text()) if args.only is not None else {}
+        write({name_of(cell): (known | found)[name_of(cell)] for cell in cells()})
 
 
 if __name__ == "__main__":
