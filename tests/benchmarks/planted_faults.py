@@ -158,7 +158,7 @@ def main() -> int:
         found = look(runs, fault, tests, which, args.limit_s)
         entry = told.setdefault(fault.name, {"name": fault.name, "file": fault.file, "breaks": fault.breaks})
         before = entry.get(args.tier)
-        if before and before["by"] is None and before["tests"] != NEAREST:
+        if before and before["by"] is None and which != WHOLE:
             entry.setdefault(f"{args.tier}_at_first", before)
         entry[args.tier] = asdict(found)
         by = found.by or f"not by {which}"
