@@ -110,7 +110,8 @@ def _pytest(folder: str, arguments: list[str], output: str) -> int:
     sys.argv = ["pytest", *arguments]
     import pytest
 
-    status = int(pytest.main(arguments))
+    # Plugins of others are imported by now, which says nothing about the tests.
+    status = int(pytest.main(["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning", *arguments]))
     sys.stdout.flush()
     sys.stderr.flush()
     place = getattr(sys.modules.get("paceline"), "__file__", None) or f"{source}/"
