@@ -163,9 +163,16 @@ def warn_of_changes(overrides: Iterable[Override]) -> None:
             logger.warning("%s", problem)
 
 
-@cache
 def fingerprint(function: Any) -> str:
     """First 12 hex digits of the SHA-256 of a function's or class's source, which is read once."""
+    try:
+        return _fingerprint(function)
+    except TypeError:  # it cannot be remembered
+        return _fingerprint.__wrapped__(function)
+
+
+@cache
+def _fingerprint(function: Any) -> str:
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:

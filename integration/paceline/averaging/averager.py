@@ -267,9 +267,11 @@ class Averager:
         """Tensors of a round with these islands, on the first rank."""
         indices = self._indices_of(reports)
         sent = self._sent(exchange, indices)
-        if are_alike(reports):
-            rounded = self._outer.rounded(reports, indices, sent, exchange.states) if exchange.counts else None
+        if self._are_alike(reports):
+            rounded = self._outer.rounded(indices, sent, exchange.states) if exchange.counts else None
             return rounded or [*sent, *exchange.states]
+        if are_alike(reports):
+            logger.info("island %d: islands differ in what the last round has made: this one is exact", self.island)
         tokens = torch.tensor([self.tokens_of_all], dtype=torch.float64)
         return [*sent, tokens, *self._outer.shared(indices, sent)]
 
@@ -309,10 +311,10 @@ class Averager:
         averages: Sequence[Tensor] | None = None
         more = list[Tensor]()
         if outcome.tensors is not None:
-            averages = self._outer.averages(indices, outcome.tensors[: len(sent)], outcome.left)
+            averages = self._outer.averages(indices, outcome.tensors[: len(sent)], outcome.residuals)
             more = outcome.tensors[len(sent) :]
         states = None
-        if are_alike(outcome.reports):
+        if self._are_alike(outcome.reports):
             states = more or None
         elif more:
             self.tokens_of_all = round(more[0].item())
@@ -358,6 +360,10 @@ class Averager:
             self._to_take = max(self._to_take - 1, 0)
             self._loss.forget()
         return True
+
+    def _are_alike(self, reports: Sequence[Report]) -> bool:
+        """Whether these islands have all in common that a round needs; else they tell each other."""
+        return are_alike(reports) and (not reports[0].counts or self._outer.agrees(reports))
 
     def _is_called(self) -> bool:
         """Whether others have come to the next round, and waited for this island as long as they do."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.formats import FORMATS, Format
 from ..config.averaging_keys import NESTEROV, AveragingConfig
-from .rounded_means import Left, Rounded
+from .rounded_means import Residuals, Rounded
 from .rules import OuterNesterov, Report
 
 
@@ -73,39 +73,54 @@ class OuterStep:
     # -- in few bits
 
     def checksum(self, indices: Sequence[int]) -> float:
-        """Of the anchors, which are the same on islands that can send by how much they differ; 0 without a format."""
+        """Sum of the anchors' bits, the same on all machines; NaN where some are missing, 0 without a format."""
         if self._format is None:
             return 0.0
         if any(i not in self._anchors for i in indices):
             return math.nan
-        return math.fsum(self._anchors[i].double().sum().item() for i in indices)
+        return float(sum(_bits(self._anchors[i]) for i in indices) % 2**53)
 
-    def rounded(
-        self, reports: Sequence[Report], indices: Sequence[int], values: Sequence[Tensor], exact: Sequence[Tensor]
-    ) -> Rounded | None:
-        """What is sent of ``values`` in a format; None where they go as they are: not all have the same anchors."""
-        checksums = {report.checksum for report in reports}
-        if self._format is None or len(checksums) > 1 or math.isnan(next(iter(checksums))):
+    def agrees(self, reports: Sequence[Report]) -> bool:
+        """Whether islands that count have the same anchors; without a format nobody asks."""
+        return self._format is None or (
+            len({report.checksum.hex() for report in reports}) == 1 and not math.isnan(reports[0].checksum)
+        )
+
+    def rounded(self, indices: Sequence[int], values: Sequence[Tensor], exact: Sequence[Tensor]) -> Rounded | None:
+        """``values`` as they are sent in a format; None without one.
+
+        Args:
+            exact: further tensors, which are not rounded.
+        """
+        if self._format is None:
             return None
         changes = [value.float() - self._anchors[i].float() for i, value in zip(indices, values, strict=True)]
-        of_changes, of_means = (
+        residuals = (
             [left.get(i, torch.zeros_like(change)) for i, change in zip(indices, changes, strict=True)]
             for left in self._left.values()
         )
-        changes = [change + left for change, left in zip(changes, of_changes, strict=True)]
-        return Rounded(changes, of_means, self._format, exact)
+        return Rounded(changes, Residuals(*residuals), self._format, exact)
 
-    def averages(self, indices: Sequence[int], means: Sequence[Tensor], left: Left | None) -> Sequence[Tensor]:
-        """Average values of parameters. ``left``: of a round in a format, whose ``means`` are changes."""
-        if left is None:
+    def averages(
+        self, indices: Sequence[int], means: Sequence[Tensor], residuals: Residuals | None
+    ) -> Sequence[Tensor]:
+        """Average values of parameters.
+
+        Args:
+            means: of a round; where it was rounded, of changes.
+            residuals: of a round that was rounded. After one that was not, nothing is left to be sent.
+        """
+        if residuals is None:
             for of_kind in self._left.values():
                 for i in indices:
                     of_kind.pop(i, None)
             return means
-        self._left["changes"].update(zip(indices, left.of_changes, strict=True))
-        self._left["means"].update(zip(indices, left.of_means, strict=True))
+        for of_kind, found in zip(self._left.values(), residuals, strict=True):
+            of_kind.update(zip(indices, found, strict=True))
         anchors = (self._anchors[i] for i in indices)
-        return [(anchor.float() + mean).to(anchor.dtype) for anchor, mean in zip(anchors, means, strict=True)]
+        return [
+            (anchor.to(_sum_dtype(anchor)) + mean).to(anchor.dtype) for anchor, mean in zip(anchors, means, strict=True)
+        ]
 
     def step(self, indices: Sequence[int], averages: Sequence[Tensor], period: float) -> Sequence[Tensor]:
         """New values of parameters. Without an optimizer it returns ``averages`` themselves."""
@@ -132,3 +147,12 @@ class OuterStep:
             if self._nesterov is not None:
                 self._nesterov.load_state_dict(state["outer"])
             self._left = {kind: dict(state.get("left", {}).get(kind, {})) for kind in self._left}
+
+
+def _bits(tensor: Tensor) -> int:
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

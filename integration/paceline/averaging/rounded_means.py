@@ -36,61 +36,64 @@ class Exchanges(Protocol):
 
 @dataclass(frozen=True)
 class Rounded:
-    """What an island sends of itself, and how.
+    """Tensors of an island that are sent in a format.
 
     Args:
-        changes: by how much each tensor differs from what all islands have in common, flat, float32; with what earlier
-            rounds have left of it.
-        left_of_means: what this island, as the owner of means, has left of them; like ``changes``.
+        changes: by how much each tensor differs from what all islands have in common, float32.
+        residuals: of earlier rounds.
         exact: further tensors, whose mean is not rounded.
     """
 
     changes: Sequence[Tensor]
-    left_of_means: Sequence[Tensor]
+    residuals: Residuals
     format: Format
     exact: Sequence[Tensor] = ()
 
 
-class Left(NamedTuple):
-    """What rounding took away in one round: of this island's changes, and of the means that it owns."""
+class Residuals(NamedTuple):
+    """Rests that rounding has left: of this island's changes, and of the means that it owns. Like the changes."""
 
-    of_changes: list[Tensor]
-    of_means: list[Tensor]
+    of_changes: Sequence[Tensor]
+    of_means: Sequence[Tensor]
 
 
 def rounded_mean(
     group: Exchanges, sent: Rounded, weights: Sequence[float], mine: int, timeout_s: float
-) -> tuple[list[Tensor], Left, int]:
-    """The weighted mean of the islands' changes, of each tensor; what is left; bytes that this island sent.
+) -> tuple[list[Tensor], Residuals, int]:
+    """The weighted mean of the islands' changes, of each tensor; new residuals; bytes that this island sent.
 
-    Islands without weight send zeros, whatever they hold, and keep what is left as it is.
+    Islands without weight send zeros: their changes are dropped, and their residuals stay.
     """
-    own, of_means = _flat(sent.changes), _flat(sent.left_of_means)
-    means, left, left_of_means = torch.empty_like(own), own.clone(), of_means.clone()
+    own, left_of_means = _flat(sent.residuals.of_changes), _flat(sent.residuals.of_means)
     counts, num_bytes = weights[mine] > 0, 0
+    left = own
+    if counts:
+        own, left = own + _flat(sent.changes), torch.empty_like(own)
+    means = torch.empty_like(own)
     for start in range(0, own.numel(), CHUNK):
         stop = min(start + CHUNK, own.numel())
         rows = -(-(stop - start) // (group.size * ROW))
         shape = (group.size, rows, ROW)
         coded = sent.format.encode(_shards(own[start:stop], shape) if counts else torch.zeros(shape))
         if counts:
-            left[start:stop] -= sent.format.decode(coded, ROW, torch.float32).view(-1)[: stop - start]
+            rest = own[start:stop] - sent.format.decode(coded, ROW, torch.float32).view(-1)[: stop - start]
+            left[start:stop] = torch.nan_to_num(rest, 0.0, 0.0, 0.0)
         # This island's part of the elements, of every island.
         arrived = sent.format.decode(group.exchange(coded, timeout_s), ROW, torch.float32)
-        mean = _shards(of_means[start:stop], shape)[mine]
+        mean = _shards(left_of_means[start:stop], shape)[mine]
         for weight, part in zip(weights, arrived, strict=True):
             if weight > 0:
                 mean = mean + weight * part
         coded_mean = sent.format.encode(mean)
         own_part = slice(start + mine * rows * ROW, min(start + (mine + 1) * rows * ROW, stop))
         if own_part.start < stop:
-            rest = mean - sent.format.decode(coded_mean, ROW, torch.float32)
-            left_of_means[own_part] = rest.view(-1)[: own_part.stop - own_part.start]
+            rest = (mean - sent.format.decode(coded_mean, ROW, torch.float32)).view(-1)
+            left_of_means[own_part] = torch.nan_to_num(rest[: own_part.stop - own_part.start], 0.0, 0.0, 0.0)
         told = group.exchange(coded_mean.expand(group.size, *coded_mean.shape).contiguous(), timeout_s)
         means[start:stop] = sent.format.decode(told, ROW, torch.float32).view(-1)[: stop - start]
         num_bytes += 2 * (group.size - 1) * coded_mean.nbytes
     found = [_like(flat, sent.changes) for flat in (means, left, left_of_means)]
-    return found[0], Left(found[1], found[2]), num_bytes
+    return found[0], Residuals(found[1], found[2]), num_bytes
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -105,4 +108,4 @@ def _shards(flat: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.clone().view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

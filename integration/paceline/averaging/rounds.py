@@ -20,8 +20,7 @@ from torch import Tensor
 
 from .addresses import is_loopback, split
 from .presence import CONNECT_S, Closed, Presence, report_of
-from .rounded_means import Left as LeftByRounding
-from .rounded_means import Rounded, rounded_mean
+from .rounded_means import Residuals, Rounded, rounded_mean
 from .rules import Report, is_no_round, island_weights, refusals
 from .weighted_sums import IslandGroup, weighted_mean
 
@@ -55,8 +54,8 @@ class Outcome:
     """By this island in it; of what is not rounded, as a ring all-reduce sends them."""
     attempts: int
     """From asking who is there; the last one succeeded."""
-    left: LeftByRounding | None = None
-    """Where tensors were rounded, and are changes: what this took away."""
+    residuals: Residuals | None = None
+    """Where tensors were rounded, and are changes."""
 
     @property
     def num_islands(self) -> int:
@@ -257,11 +256,11 @@ class Islands:
         begun = time.monotonic()
         inputs = tensors(reports) if callable(tensors) else tensors
         with self._connected(outcome, spent_s):
-            results, left, num_bytes = _mean(group, inputs, weights, mine, stall_s)
+            results, residuals, num_bytes = _mean(group, inputs, weights, mine, stall_s)
             # Once all have everything, nobody has to do it again: without this one might, when others had gone on.
             group.meet(stall_s)
         transfer_s = time.monotonic() - begun
-        return replace(outcome, tensors=results, transfer_s=transfer_s, bytes_sent=num_bytes, left=left)
+        return replace(outcome, tensors=results, transfer_s=transfer_s, bytes_sent=num_bytes, residuals=residuals)
 
     @contextmanager
     def _connected(self, outcome: Outcome, spent_s: float) -> Iterator[None]:
@@ -343,12 +342,12 @@ class Islands:
 
 def _mean(
     group: IslandGroup, sent: Sent, weights: Sequence[float], mine: int, stall_s: float
-) -> tuple[list[Tensor], LeftByRounding | None, int]:
-    """The weighted mean of all tensors, what rounding took away, and bytes that this island sent."""
+) -> tuple[list[Tensor], Residuals | None, int]:
+    """The weighted mean of all tensors, new residuals, and bytes that this island sent."""
     exact = sent.exact if isinstance(sent, Rounded) else sent
     results, summed = weighted_mean(group, exact, weights, mine, stall_s)
     num_bytes = 2 * summed * (group.size - 1) // group.size
     if not isinstance(sent, Rounded):
         return results, None, num_bytes
-    means, left, rounded_bytes = rounded_mean(group, sent, weights, mine, stall_s)
-    return [*means, *results], left, num_bytes + rounded_bytes
+    means, residuals, rounded_bytes = rounded_mean(group, sent, weights, mine, stall_s)
+    return [*means, *results], residuals, num_bytes + rounded_bytes

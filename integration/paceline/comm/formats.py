@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from .shapes import Meta, Value, meta_of, tensors_of
 
 LEAST = 1e-35
-"""The smallest largest value of a block: below, all its codes are 0."""
+"""Blocks whose largest value is smaller are scaled as if it were this: nothing is divided by 0."""
 
 
 class Format(ABC):
@@ -127,7 +127,7 @@ FORMATS: Mapping[str, Format] = {"bf16": BFloat16(), "int8": Int8(), "fp8_e4m3":
 
 
 class BoundaryFormats(NamedTuple):
-    """Of activations and of their gradients; None: as they are."""
+    """Formats of activations and of their gradients; None: as they are."""
 
     forward: Format | None = None
     backward: Format | None = None

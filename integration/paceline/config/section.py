@@ -375,6 +375,17 @@ class PipelineConfig(Part):
                 f'allowed is for the schedule "adaptive", which chooses, and the schedule is "{kind}": write '
                 '"forward" and "backward", or "schedule": "adaptive".'
             )
+        if schedule.micro_batch_sizes is not None:
+            raise ValueError(
+                "allowed has the format chosen for one micro-batch size, and micro_batch_sizes names others: drop one "
+                "of them."
+            )
+        partition: PartitionConfig | None = info.data.get("partition")
+        if partition is not None and (partition.method == HETERO or partition.repartition_every):
+            raise ValueError(
+                'allowed has the format chosen for the partition that there is, and layers move: write "forward" and '
+                '"backward", or "repartition_every": 0 with another method than "hetero".'
+            )
         if schedule.late_gradients:
             raise ValueError(
                 "allowed has the format change between two steps, and with late_gradients there is none without "

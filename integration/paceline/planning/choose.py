@@ -23,6 +23,9 @@ NO_FORMATS: Mapping[str, FormatCosts] = {"": AS_IT_IS}
 MADE = 0.01
 """Share of a step that an order made for the costs must save to be chosen: they will not be so again."""
 
+ROUNDS = 0.02
+"""Share of a step that a format must save to be chosen: it costs precision."""
+
 
 class Prediction(NamedTuple):
     """A predicted step with one candidate.
@@ -150,6 +153,8 @@ class Planner:
 
 
 def _claimed_s(prediction: Prediction, current: Candidate) -> float:
+    """A step as it counts in a comparison: what is new and has a price must save more than others."""
     candidate = prediction.candidate
-    is_new = candidate.made is not None and candidate != current
-    return prediction.step_s * (1 + MADE) if is_new else prediction.step_s
+    is_made = candidate.made is not None and candidate.made != current.made
+    rounds = bool(candidate.boundary) and candidate.boundary != current.boundary
+    return prediction.step_s * (1 + MADE * is_made + ROUNDS * rounds)

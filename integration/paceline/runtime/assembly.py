@@ -106,16 +106,20 @@ def formats_of(engine: PacelineEngine) -> BoundaryFormats:
 
 
 def format_choices(engine: PacelineEngine) -> dict[str, FormatCosts]:
-    """What formats that may be chosen cost on this device."""
+    """Costs on this device of the formats that may be chosen."""
     names = engine.plan.boundary.allowed or ()
     return format_costs(names, dtype_of(engine.plan.ds_config), torch.device(engine.device))
 
 
 def choose_format(engine: PacelineEngine, name: str) -> None:
     """Send in a format that was chosen, from the next step on; empty: as things are."""
-    if engine.plan.boundary.allowed is not None:
-        for stage in engine.held:
-            stage.boundary.formats = BoundaryFormats(FORMATS.get(name), FORMATS.get(name))
+    formats = BoundaryFormats(FORMATS.get(name), FORMATS.get(name))
+    if engine.plan.boundary.allowed is None or engine.held[0].boundary.formats == formats:
+        return
+    for stage in engine.held:
+        stage.boundary.formats = formats
+    if engine.rounding_errors is not None:
+        engine.rounding_errors.forget()
 
 
 def make_stages(engine: PacelineEngine) -> list[HeldStage]:

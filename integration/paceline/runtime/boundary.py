@@ -104,33 +104,38 @@ class Boundary:
         self.doing = "receiving from", self._runner.stage - 1
         value = self._waits.wait(lambda: lane.receive(number), number, self._chunk)
         if isinstance(value, Parcel):
-            live.arrived = value
+            live.incoming = value
         else:
             self._runner.arrived(live, number, value)
 
     def unpack_activation(self, live: Live, number: int) -> None:
         """Decode what has arrived: a part of the forward, whose time it takes."""
-        if live.arrived is not None:
-            self._runner.arrived(live, number, unpack(live.arrived))
-            live.arrived = None
+        if live.incoming is not None:
+            self._runner.arrived(live, number, unpack(live.incoming))
+            live.incoming = None
 
     def pack_activation(self, live: Live) -> None:
         """Encode what will be sent: a part of the forward."""
         format = self._forward_format
         if format is not None and self._activations_out is not None:
-            live.leaving = self._packed("forward", self._runner.stage, self._runner.leaving(live), format)
+            value = self._runner.leaving(live)
+            tensors_of(value, f"the last layer of stage {self._runner.stage}")  # refuses what cannot be sent
+            live.outgoing = self._packed("forward", self._runner.stage, value, format)
 
     def send_activation(self, live: Live, number: int) -> None:
         runner, lane = self._runner, self._activations_out
         assert lane is not None
         self.doing = "sending to", runner.stage + 1
-        if live.leaving is not None:
-            lane.send(number, runner.activation_key(number), live.leaving)
-            live.leaving = None
+        keeps = torch.is_grad_enabled() and runner.runs_backward
+        if live.outgoing is not None:
+            lane.send(number, runner.activation_key(number), live.outgoing)
+            live.outgoing = None
+            if not keeps:
+                live.inputs = live.outputs = None
             return
         value = runner.leaving(live)
         tensors_of(value, f"the last layer of stage {runner.stage}")  # refuses what cannot be sent
-        if not (torch.is_grad_enabled() and runner.runs_backward):
+        if not keeps:
             # A layer may give out the same memory again, which then has yet to be sent.
             value = tuple(tensor.clone() for tensor in value) if isinstance(value, tuple) else value.clone()
             live.inputs = live.outputs = None
@@ -160,7 +165,7 @@ class Boundary:
         """Encode what will be sent: a part of the backward."""
         format = self.formats.backward
         if format is not None and self._gradients_out is not None and self._runner.sends_gradients:
-            live.leaving = self._packed("backward", self._runner.stage - 1, self._own_gradients(live), format)
+            live.outgoing = self._packed("backward", self._runner.stage - 1, self._own_gradients(live), format)
 
     def _packed(self, kind: str, boundary: int, value: Value, format: Format) -> Parcel:
         parcel = pack(value, format)
@@ -177,12 +182,12 @@ class Boundary:
         if runner.sends_gradients:
             assert lane is not None
             self.doing = "sending to", runner.stage - 1
-            if live.leaving is not None:
-                lane.send(number, live.leaving.meta, live.leaving)
+            if live.outgoing is not None:
+                lane.send(number, live.outgoing.meta, live.outgoing)
             else:
                 value = self._own_gradients(live)
                 lane.send(number, meta_of(value), value)
-        live.inputs = live.leaving = None
+        live.inputs = live.outgoing = None
 
 
 def detached(value: Value) -> Value:

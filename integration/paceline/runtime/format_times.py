@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from ..comm.formats import FORMATS, Format
 from ..planning.format_costs import AS_IT_IS, FormatCosts
 
-ROWS, WIDTH = 256, 1024
+ROWS, WIDTH = 1024, 1024
 TRIES = 5
 
 

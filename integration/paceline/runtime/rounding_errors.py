@@ -1,4 +1,4 @@
-"""What formats of boundaries round away: measured on one micro-batch for each report."""
+"""Rounding errors of the formats in which activations and gradients travel, of one micro-batch for each report."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ class RoundingErrors:
         sent, arrives = tensors_of(value)[0].detach().float(), tensors_of(unpack(parcel))[0].float()
         self._seen[kind, boundary] = torch.stack([(sent - arrives).square().sum(), sent.square().sum()])
 
+    def forget(self) -> None:
+        """Another format begins: what was lost at first tells nothing of it."""
+        self._seen.clear()
+        self._first.clear()
+
     def report(self, control: Sums) -> dict[str, list[float | None]]:
         """Relative error of each boundary, by kind; None where nothing was rounded. Collective.
 
@@ -53,7 +58,8 @@ class RoundingErrors:
         """
         table = torch.zeros(len(KINDS), self._num_boundaries, 2, dtype=torch.float64)
         for (kind, boundary), sums in self._seen.items():
-            table[KINDS.index(kind), boundary] = sums.double().cpu()
+            if sums.isfinite().all():  # an overflow is the loss scaler's to tell
+                table[KINDS.index(kind), boundary] = sums.double().cpu()
         self._seen.clear()
         lost, sent = control.sum(table).unbind(-1)
         found = {}
@@ -67,9 +73,9 @@ class RoundingErrors:
         for kind, errors in found.items():
             first = self._first.setdefault(kind, list(errors))
             for boundary, error in enumerate(errors):
-                if first[boundary] is None:
+                if not first[boundary]:  # none yet, or nothing that was lost
                     first[boundary] = error
-                elif error is not None and not error <= GROWTH * first[boundary]:
+                elif error is not None and error > GROWTH * first[boundary]:
                     what = "activations" if kind == "forward" else "gradients"
                     logger.warning(
                         "%s between the stages %d and %d lose %.2g of their size by rounding, and %.2g at first: "

@@ -228,8 +228,9 @@ class ScheduleActuator:
                 order = generated({tuple(self._costs.routes[0]): each}, samples // size, self._costs.room_bytes)
             except ValueError:  # nothing fits
                 continue
-            is_known = self.current.made is not None and order.orders == self.current.made.orders
-            if not is_known and not order.name.startswith(f"{GENERATED} as "):
+            if self.current.made is not None and order.orders == self.current.made.orders:
+                yield self.current._replace(boundary="")
+            elif not order.name.startswith(f"{GENERATED} as "):
                 self._num_made += 1
                 yield Candidate(size, family=f"{GENERATED} {self._num_made}", made=replace(order, name=GENERATED))
 

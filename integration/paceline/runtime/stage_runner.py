@@ -27,7 +27,7 @@ from .reach import Reach
 class Live:
     """A micro-batch in one of a rank's stages, from its first operation to its last: all that is kept of it."""
 
-    __slots__ = ("arrived", "gradients", "inputs", "label_tokens", "labels", "leaving", "outputs")
+    __slots__ = ("gradients", "incoming", "inputs", "label_tokens", "labels", "outgoing", "outputs")
 
     def __init__(self) -> None:
         self.inputs: Any = None
@@ -37,9 +37,9 @@ class Live:
         self.outputs: Any = None
         self.gradients: Any = None
         """Gradients of the outputs, from the stage behind."""
-        self.arrived: Parcel | None = None
+        self.incoming: Parcel | None = None
         """Encoded activations from the stage before, until the forward begins."""
-        self.leaving: Parcel | None = None
+        self.outgoing: Parcel | None = None
         """What the last computation has encoded, until it is sent."""
 
 

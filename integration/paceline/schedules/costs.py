@@ -201,7 +201,7 @@ class Costs:
                 value = [or_null(rate) for rate in value]
             elif field.name not in _NUMBERS:
                 value = list(value)
-            if value and value != field.default:
+            if value != field.default and value != []:
                 values[field.name] = value
         return values
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.averaging import rounded_means
-from paceline.averaging.rounded_means import ROW, Left, Rounded, rounded_mean
+from paceline.averaging.rounded_means import ROW, Residuals, Rounded, rounded_mean
 from paceline.comm.formats import FORMATS
 
 SHAPES = ((3, 700), (5,), (2500,))
@@ -63,11 +63,15 @@ def zeros() -> list[Tensor]:
     return [torch.zeros(shape) for shape in SHAPES]
 
 
+def nothing() -> Residuals:
+    return Residuals(zeros(), zeros())
+
+
 def one_round(
-    size: int, weights: Sequence[float], name: str, changes: list[list[Tensor]], of_means: list[list[Tensor]]
-) -> list[tuple[list[Tensor], Left, int]]:
+    size: int, weights: Sequence[float], name: str, changes: list[list[Tensor]], residuals: list[Residuals]
+) -> list[tuple[list[Tensor], Residuals, int]]:
     def act(mine: int, group: Any) -> Any:
-        return rounded_mean(group, Rounded(changes[mine], of_means[mine], FORMATS[name]), weights, mine, 1.0)
+        return rounded_mean(group, Rounded(changes[mine], residuals[mine], FORMATS[name]), weights, mine, 1.0)
 
     return together(size, act)
 
@@ -80,7 +84,7 @@ def test_all_have_the_same_mean_and_nothing_is_lost(
     """The mean of what was sent is what arrives, and what islands and owners have left."""
     monkeypatch.setattr(rounded_means, "CHUNK", chunk)
     changes = [changes_of(island) for island in range(size)]
-    found = one_round(size, weights, "int4", changes, [zeros() for _ in range(size)])
+    found = one_round(size, weights, "int4", changes, [nothing() for _ in range(size)])
     for index in range(len(SHAPES)):
         mean = found[0][0][index]
         assert all(torch.equal(means[index], mean) for means, _, _ in found)
@@ -90,21 +94,20 @@ def test_all_have_the_same_mean_and_nothing_is_lost(
         kept = sum(weight * left.of_changes[index] for weight, (_, left, _) in zip(weights, found, strict=True))
         kept = kept + sum(left.of_means[index] for _, left, _ in found)
         torch.testing.assert_close(mean + kept, exact, rtol=1e-5, atol=1e-6)
-    for weight, own, (_, left, _) in zip(weights, changes, found, strict=True):
-        if not weight:  # it keeps what it has not sent
-            assert all(torch.equal(a, b) for a, b in zip(left.of_changes, own, strict=True))
+    for weight, (_, left, _) in zip(weights, found, strict=True):
+        if not weight:  # its change is dropped
+            assert not any(tensor.any() for tensor in left.of_changes)
 
 
 def test_what_is_left_is_sent_the_next_time() -> None:
     """Over many rounds the sum of the means is the sum of what was to be sent, but for the last round's rest."""
     size, weights, count = 3, (0.5, 0.25, 0.25), 20
-    left = [Left(zeros(), zeros()) for _ in range(size)]
+    left = [nothing() for _ in range(size)]
     got, wanted = zeros(), zeros()
     for number in range(count):
         own = [changes_of(island, number) for island in range(size)]
         wanted = [total + sum(w * own[i][index] for i, w in enumerate(weights)) for index, total in enumerate(wanted)]
-        sent = [[a + b for a, b in zip(own[i], left[i].of_changes, strict=True)] for i in range(size)]
-        found = one_round(size, weights, "int4", sent, [each.of_means for each in left])
+        found = one_round(size, weights, "int4", own, left)
         left = [each for _, each, _ in found]
         got = [total + mean for total, mean in zip(got, found[0][0], strict=True)]
     for all_got, all_wanted in zip(got, wanted, strict=True):
@@ -114,11 +117,12 @@ def test_what_is_left_is_sent_the_next_time() -> None:
 def test_bytes_are_those_of_the_format() -> None:
     """Half a byte a value, there and back, and a scale for 64: an eighth of what a ring sends of float32."""
     rows, size = 8, 4
+    one, none = [torch.ones(size * rows * ROW)], [torch.zeros(size * rows * ROW)]
     [(_, _, num_bytes), *_] = together(
         size,
         lambda mine, group: rounded_mean(
             group,
-            Rounded([torch.ones(size * rows * ROW)], [torch.zeros(size * rows * ROW)], FORMATS["int4"]),
+            Rounded(one, Residuals(none, none), FORMATS["int4"]),
             [1 / size] * size,
             mine,
             1.0,
@@ -130,7 +134,12 @@ def test_bytes_are_those_of_the_format() -> None:
 def test_an_island_that_has_failed_spoils_nothing() -> None:
     broken = [torch.full(shape, torch.nan) for shape in SHAPES]
     own = changes_of(0)
-    (means, _, _), (others, _, _) = one_round(2, (1.0, 0.0), "int8", [own, broken], [zeros(), zeros()])
+    (means, mine, _), (others, its, _) = one_round(2, (1.0, 0.0), "int8", [own, broken], [nothing(), nothing()])
     for mean, other, value in zip(means, others, own, strict=True):
         assert torch.equal(mean, other)
         torch.testing.assert_close(mean, value, rtol=0, atol=0.05)
+    found = one_round(2, (0.5, 0.5), "int8", [own, own], [mine, its])
+    for means, left, _ in found:
+        for mean, value in zip(means, own, strict=True):
+            torch.testing.assert_close(mean, value, rtol=0, atol=0.05)
+        assert all(tensor.isfinite().all() for tensors in left for tensor in tensors)

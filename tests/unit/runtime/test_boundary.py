@@ -141,7 +141,7 @@ def test_in_training_activations_and_gradients_travel_encoded() -> None:
     edge.send_gradient(live, 3)
     [(_, _, back)] = lanes["gradients_out"].calls
     assert torch.equal(unpack(back), -values)
-    assert (live.inputs, live.leaving) == (None, None)
+    assert (live.inputs, live.outgoing) == (None, None)
 
 
 def test_an_evaluation_sends_its_activations_as_they_are() -> None:
@@ -154,3 +154,12 @@ def test_an_evaluation_sends_its_activations_as_they_are() -> None:
         edge.send_activation(live, 0)
     assert lanes["activations_in"].calls == [("post", 0, "key 0")]
     assert isinstance(lanes["activations_out"].calls[0][2], torch.Tensor)
+
+
+def test_a_stage_without_a_backward_keeps_nothing_of_what_it_has_sent() -> None:
+    edge, _, _ = boundary(runs_backward=False, sends_gradients=False, formats=BoundaryFormats(INT8, INT8))
+    live = Live()
+    live.inputs = live.outputs = torch.ones(1, 2, 3)
+    edge.pack_activation(live)
+    edge.send_activation(live, 0)
+    assert (live.inputs, live.outputs, live.outgoing) == (None, None, None)

@@ -35,6 +35,9 @@ def test_each_boundary_has_its_error() -> None:
     assert errors.report(OneRank()) == {}
     seen(errors, "backward", 1, 0.0)
     assert errors.report(OneRank()) == {"backward": [None, 0.0, None]}
+    overflow = torch.full((1, 2, 64), torch.inf)
+    errors.see("forward", 0, overflow, pack(overflow, FORMATS["int8"]))
+    assert errors.report(OneRank()) == {}
 
 
 def test_an_error_that_grows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
