@@ -185,7 +185,6 @@ def _write(args: argparse.Namespace, told: dict[str, dict[str, Any]]) -> None:
     report = {
         **facts(args, "resume", "only", "tests", "tier", "nearest"),
         "num_faults": len(ordered),
-        "found_by_fast_tier_at_first": sum(f"{FAST}_at_first" not in told[name] for name in by_fast),
         "found_by_fast_tier": len(by_fast),
         "found_by_all_tests": len(by_any),
         "missed_by_fast_tier": [entry["name"] for entry in ordered if entry["name"] not in by_fast],

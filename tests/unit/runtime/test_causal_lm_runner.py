@@ -1,0 +1,36 @@
+"""The share of a micro-batch in the loss of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.runtime.causal_lm_runner import CausalLMRunner
+
+
+def test_micro_batches_of_all_replicas_share_the_routers_loss_and_what_only_fills_a_step_has_none() -> None:
+    shares: list[float] = []
+
+    def loss(logits: Tensor, labels: Any, routing: Any, num_items: int, router_share: float) -> Tensor:
+        assert num_items == 16, "label tokens of all replicas"
+        shares.append(router_share)
+        return torch.tensor(0.5)
+
+    losses = SimpleNamespace(of_forwards=[], total=None)
+    runner: Any = SimpleNamespace(
+        _book=SimpleNamespace(shapes=[SimpleNamespace(tokens=count) for count in (3, 0, 5)], label_tokens=16),
+        _losses=losses,
+        _stage=SimpleNamespace(loss=loss),
+        _num_replicas=2,
+        _wants_logits=lambda: False,
+        own_loss=None,
+    )
+    for number in range(3):
+        CausalLMRunner._loss(runner, SimpleNamespace(labels=None), number, torch.zeros(1), None)  # type: ignore[arg-type]
+    assert shares == pytest.approx([1 / 4, 0.0, 1 / 4])
+    assert [value.item() for value in losses.of_forwards] == [0.5 * 3 * 2] * 3
+    assert losses.total.item() == 1.5
