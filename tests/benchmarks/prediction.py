@@ -107,14 +107,14 @@ SPLIT_SETTINGS = [
 ]
 
 FORMAT_SETTINGS = [
-    Setting(2, 8, 1, 100, "int8"),
-    Setting(2, 16, 2, 50, "int4"),
-    Setting(3, 8, "zbh1", 100, "int8"),
-    Setting(3, 16, 1, 100, "bf16"),
-    Setting(4, 8, 1, 50, "int8"),
-    Setting(4, 8, 2, 100, "fp8_e4m3"),
-    Setting(4, 16, "zbh2", 100, "int8"),
-    Setting(4, 16, 1, 50, "int4"),
+    Setting(2, 8, 1, 400, "int8"),
+    Setting(2, 16, 2, 200, "int4"),
+    Setting(3, 8, "zbh1", 400, "int8"),
+    Setting(3, 16, 1, 400, "bf16"),
+    Setting(4, 8, 1, 200, "int8"),
+    Setting(4, 8, 2, 400, "fp8_e4m3"),
+    Setting(4, 16, "zbh2", 400, "int8"),
+    Setting(4, 16, 1, 200, "int4"),
 ]
 
 
