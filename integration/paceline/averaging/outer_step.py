@@ -29,7 +29,7 @@ class OuterStep:
         self._nesterov, self._format = nesterov, format
         self._anchors: dict[int, Tensor] = {}
         self._left: dict[str, dict[int, Tensor]] = {"changes": {}, "means": {}}
-        """What rounding has taken away and is still to be sent."""
+        """Residuals of rounding that are still to be sent."""
 
     @staticmethod
     def of(section: AveragingConfig) -> OuterStep:
@@ -45,7 +45,7 @@ class OuterStep:
 
     @property
     def has_anchors(self) -> bool:
-        """Whether it keeps what the last round made of the parameters."""
+        """Whether the parameters of the last round are kept."""
         return self._nesterov is not None or self._format is not None
 
     @property

@@ -66,7 +66,7 @@ class _Message:
     ready: list[Callable[[], None]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     meta: Meta = NOTHING
-    """Of what is received, before it was encoded."""
+    """Shapes and dtypes of a message that is received, before it was encoded."""
     format: Format | None = None
     is_announced: bool = False
     error: BaseException | None = None

@@ -22,7 +22,7 @@ Row = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 """The samples in a row, each as token ids and labels of one length; one array is both where all tokens have a loss."""
 
 DIGESTED_SAMPLES = 64
-"""Of a data set, evenly spread: their digest says whose it is, independent of its place and cache."""
+"""Rows of a data set, evenly spread, whose digest identifies it wherever it lies and however it is cached."""
 
 
 @dataclass(frozen=True)

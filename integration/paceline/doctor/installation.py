@@ -32,7 +32,7 @@ VARIABLES = (
     *("TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR", "TRANSFORMERS_OFFLINE", "WORLD_SIZE"),
 )
 PREFIXES = ("CUDA_", "DEEPSPEED_", "GLOO_", "NCCL_", "PACELINE_", "TORCH_NCCL_", "UCX_")
-"""Of further variables of the environment that change what a job does."""
+"""Beginnings of further environment variables that change how a job runs."""
 
 GIB = 2**30
 PLACES = {

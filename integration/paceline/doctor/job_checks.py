@@ -220,7 +220,7 @@ def _compared(links: Sequence[Mapping[str, Any]], where: str) -> Finding:
 
 
 def _rate(link: Mapping[str, Any]) -> float | None:
-    """That of the slower way; None: too high to tell."""
+    """Bytes per second of the slower direction; None: too high to tell."""
     return min((link[key] for key in ("bytes_per_s", "back_bytes_per_s") if link[key] is not None), default=None)
 
 

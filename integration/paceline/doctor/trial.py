@@ -164,7 +164,7 @@ def _measure(control: ControlPlane, group: Any, device: torch.device, peer: int,
     is_right = True
 
     def trip_s(there: int, back: int) -> float:
-        """Of a message and its answer, as the rank that asks has it, on both."""
+        """Seconds of a message and its answer, measured by the rank that asks, returned on both."""
         nonlocal is_right
         own = float(control.rank) if is_right else float("nan")  # which the other end finds wrong, too
         sent = torch.full((there if asks else back,), own, device=device)

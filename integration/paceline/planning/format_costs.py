@@ -1,4 +1,4 @@
-"""What it costs to send activations and gradients in a format: fewer bytes, time to encode and to decode."""
+"""Costs of sending activations and gradients in a format: fewer bytes, time to encode and to decode."""
 
 from __future__ import annotations
 
