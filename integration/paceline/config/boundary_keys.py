@@ -21,7 +21,7 @@ class BoundaryConfig(Part):
     forward: FormatName | None = Field(
         default=None,
         description='Format of activations between stages, in training: "bf16"; "int8" and "fp8_e4m3": a byte a value, '
-        'a scale for each token; "int4": half a byte, a scale for 64 values. Left out: as they are.',
+        'a scale for each token; "int4": half a byte, a scale for 16 values. Left out: as they are.',
     )
     backward: FormatName | None = Field(default=None, description="The same of their gradients. Left out: as they are.")
     allowed: Annotated[tuple[FormatName, ...] | None, BeforeValidator(_tuple), Field(min_length=1)] = Field(

@@ -115,7 +115,7 @@ def test_what_is_left_is_sent_the_next_time() -> None:
 
 
 def test_bytes_are_those_of_the_format() -> None:
-    """Half a byte a value, there and back, and a scale for 64: an eighth of what a ring sends of float32."""
+    """Half a byte a value, there and back, and a scale for 16: a seventh of what a ring sends of float32."""
     rows, size = 8, 4
     one, none = [torch.ones(size * rows * ROW)], [torch.zeros(size * rows * ROW)]
     [(_, _, num_bytes), *_] = together(
@@ -128,7 +128,7 @@ def test_bytes_are_those_of_the_format() -> None:
             1.0,
         ),
     )
-    assert num_bytes == 2 * (size - 1) * rows * (ROW // 2 + 2 * ROW // 64)
+    assert num_bytes == 2 * (size - 1) * rows * (ROW // 2 + ROW // 16 + 4)
 
 
 def test_an_island_that_has_failed_spoils_nothing() -> None:

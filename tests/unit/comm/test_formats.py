@@ -8,10 +8,10 @@ import torch
 from paceline.comm.formats import FORMATS, on_the_wire, pack, unpack
 from paceline.comm.shapes import meta_of
 
-ROUNDING = {"bf16": 2**-8, "int8": 0.5 / 127, "fp8_e4m3": 2**-4, "int4": 0.5 / 7 + 2**-8}
+ROUNDING = {"bf16": 2**-8, "int8": 0.5 / 127, "fp8_e4m3": 2**-4, "int4": 0.5 / 7 * (1 + 2**-4)}
 """Of the largest value of a block (int8, int4), or of the value itself."""
 
-BITS = {"bf16": 16, "int8": 8 + 32 / 256, "fp8_e4m3": 8 + 32 / 256, "int4": 4 + 16 / 64}
+BITS = {"bf16": 16, "int8": 8 + 32 / 256, "fp8_e4m3": 8 + 32 / 256, "int4": 4 + 8 / 16 + 32 / 256}
 """A value, of rows of 256."""
 
 
@@ -31,7 +31,7 @@ def test_what_is_decoded_is_rounded(name: str, dtype: torch.dtype) -> None:
     assert isinstance(found, torch.Tensor)
     assert (found.shape, found.dtype) == (given.shape, dtype)
     assert 8 * parcel.tensors[0].numel() == BITS[name] * given.numel()
-    blocks = given.float().unflatten(-1, (-1, 64 if name == "int4" else 256))
+    blocks = given.float().unflatten(-1, (-1, 16 if name == "int4" else 256))
     size = blocks.abs() if name == "bf16" else blocks.abs().amax(-1, keepdim=True).expand_as(blocks)
     least = 2**-8 if dtype is torch.bfloat16 else 2**-22
     limit = (ROUNDING[name] + least) * size.flatten(-2)
@@ -61,6 +61,19 @@ def test_rows_of_any_size(name: str, shape: tuple[int, ...]) -> None:
     assert isinstance(found, torch.Tensor)
     largest = given.abs().amax(-1, keepdim=True)
     assert ((found - given).abs() <= (ROUNDING[name] + 2**-22) * largest).all()
+
+
+def test_small_blocks_of_a_row_keep_their_precision() -> None:
+    """Blocks have scales of their own, down to a few millionths of the row's largest value."""
+    sizes = 10.0 ** -torch.arange(8.0)
+    given = torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(0)) * sizes[:, None]
+    found = unpack(pack(given.flatten(-2), FORMATS["int4"]))
+    assert isinstance(found, torch.Tensor)
+    largest = given.abs().amax(-1, keepdim=True)
+    error = (found.view_as(given) - given).abs()
+    assert (error <= torch.maximum(ROUNDING["int4"] * largest, 2**-10 / 448 * largest[:, :1])).all()
+    assert (error[:, :5] <= ROUNDING["int4"] * largest[:, :5]).all()
+    assert (found.view_as(given)[:, 7] == 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
