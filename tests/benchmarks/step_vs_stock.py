@@ -13,62 +13,24 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from facts import facts
-from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paceline
+from lab import stock_llama
 from paceline.hf.stage import Cut
 from paceline.hf.weights import load_stage
 from paceline.runtime.initialize import start_distributed
-
-
-class Embedding(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.embed_tokens = model.model.embed_tokens
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embed_tokens(ids)
-
-
-class Layer(nn.Module):
-    """A decoder layer of the model with its rotary tables kept between calls."""
-
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __init__(self, model: nn.Module, index: int) -> None:
-        super().__init__()
-        self.layer = model.model.layers[index]
-        self.rotary = (LlamaRotaryEmbedding(model.config),)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if Layer.tables is None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            Layer.tables = self.rotary[0].to(hidden.device)(hidden, positions)
-        return self.layer(hidden, attention_mask=None, position_embeddings=Layer.tables)
-
-
-class Head(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.lm_head = model.model.norm, model.lm_head
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(hidden))
-
-
-def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
 def main() -> None:
@@ -117,14 +79,13 @@ def main() -> None:
         model=config, config={**ds_config, "paceline": {"pipeline": {"stages": stages, "partition": cuts}}}
     )
     model = load_stage(None, config, Cut.whole(args.layers)).model
-    layers = [Embedding(model), *(Layer(model, i) for i in range(args.layers)), Head(model)]
 
     class Stock(PipelineModule):
         def _partition_layers(self, method: str = "") -> None:
             self.parts = cuts
             self._set_bounds(cuts[self.stage_id], cuts[self.stage_id + 1])
 
-    net = Stock(layers=layers, num_stages=stages, loss_fn=loss)
+    net = Stock(layers=stock_llama.layers(model), num_stages=stages, loss_fn=stock_llama.loss)
     stock, *_ = deepspeed.initialize(
         model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=ds_config
     )

@@ -24,7 +24,7 @@ from support.ranks import RANK_ENVIRONMENT
 
 DEVICE = "eth0"
 BURST_BYTES = 128 * 1024
-"""What a limited host may send at once after a pause."""
+"""What a limited host may send at once after a pause, if nothing else is said."""
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _TAIL_LINES = 60
@@ -62,6 +62,7 @@ class Hosts:
     Args:
         num_hosts: at most 200.
         mbit: limit of every host's sending side in Mbit/s of bytes on the wire; None: no limit.
+        burst_bytes: what a limited host may send at once after a pause.
 
     Example::
 
@@ -70,12 +71,12 @@ class Hosts:
             outputs = hosts.run([sys.executable, "train.py"])
     """
 
-    def __init__(self, num_hosts: int, mbit: float | None = None) -> None:
+    def __init__(self, num_hosts: int, mbit: float | None = None, burst_bytes: int = BURST_BYTES) -> None:
         if not 1 <= num_hosts <= 200:
             raise ValueError(f"num_hosts is {num_hosts}: one address range has room for 1 to 200 hosts")
         self.addresses = [f"10.77.0.{host + 1}" for host in range(num_hosts)]
         self.rates: list[float | None] = [None] * num_hosts
-        self._mbit = mbit
+        self._mbit, self._burst_bytes = mbit, burst_bytes
         self._num_jobs = 0
         self._switch = _Namespace()
         self._hosts = [_Namespace() for _ in self.addresses]
@@ -120,7 +121,7 @@ class Hosts:
         if mbit is not None and not mbit > 0:
             raise ValueError(f"rate {mbit} Mbit/s of host {host}: it must be positive, or None for no limit")
         if mbit is not None:
-            self._hosts[host].call(*_limiting(mbit))
+            self._hosts[host].call(*_limiting(mbit, self._burst_bytes))
         elif self.rates[host] is not None:
             self._hosts[host].call("tc", *f"qdisc del dev {DEVICE} root".split())
         self.rates[host] = mbit
@@ -145,7 +146,13 @@ class Hosts:
         self._started = [one for one in self._started if one.returncode is None] + [process]
         return process
 
-    def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 120.0) -> list[str]:
+    def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+        are_islands: bool = False,
+    ) -> list[str]:
         """Run ``command`` as one rank on every host; what each wrote, in order of hosts.
 
         Ranks find RANK, WORLD_SIZE, MASTER_ADDR and the like, and what the CPU ranks of other tests find.
@@ -153,6 +160,7 @@ class Hosts:
         Args:
             env: variables beside, or instead of, those.
             timeout: seconds until all ranks are killed.
+            are_islands: every host is a world of its own, and an island of this number.
 
         Raises:
             HostError: a rank failed; the others are killed. The message has the end of what the first one wrote.
@@ -177,6 +185,9 @@ class Hosts:
             stack.callback(_kill, processes)
             for host, file in enumerate(files):
                 rank = {**job, "RANK": str(host), **(env or {})}
+                if are_islands:
+                    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": self.addresses[host]}
+                    rank |= alone | {"PACELINE_ISLAND": str(host)}
                 processes.append(self.popen(host, command, rank, stack.enter_context(file.open("w"))))
             _wait(processes, files, timeout)
             return [file.read_text(errors="replace") for file in files]
@@ -187,8 +198,8 @@ def set_own_rate(mbit: float) -> None:
     subprocess.run(_limiting(mbit), check=True)
 
 
-def _limiting(mbit: float) -> list[str]:
-    limiter = f"tbf rate {round(mbit * 1e6)}bit burst {BURST_BYTES} latency 100ms"
+def _limiting(mbit: float, burst_bytes: int = BURST_BYTES) -> list[str]:
+    limiter = f"tbf rate {round(mbit * 1e6)}bit burst {burst_bytes} latency 100ms"
     return ["tc", *f"qdisc replace dev {DEVICE} root {limiter}".split()]
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     batch = config["train_micro_batch_size_per_gpu"]
     tells = int(os.environ.get("PACELINE_ISLAND", os.environ["RANK"])) == 0
     out = args.output.open("w")
-    sent = _sent_bytes()
+    sent = sent_bytes()
     seconds, begun = 0.0, time.monotonic()
     for step in range(1, args.steps + 1):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -76,7 +76,7 @@ def main() -> None:
             os.kill(os.getpid(), 9)
         if step % args.eval_every == 0 or step == args.steps:
             seconds += time.monotonic() - begun
-            record = {"step": step, "seconds": round(seconds, 2), "sent_bytes": _sent_bytes() - sent}
+            record = {"step": step, "seconds": round(seconds, 2), "sent_bytes": sent_bytes() - sent}
             record["loss"] = round(loss.item(), 4)
             if tells:
                 with torch.no_grad():
@@ -89,7 +89,7 @@ def main() -> None:
             begun = time.monotonic()
 
 
-def _sent_bytes() -> int:
+def sent_bytes() -> int:
     """Of this network namespace, since it was made."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (counters,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{DEVICE}:"))
