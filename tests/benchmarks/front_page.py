@@ -1,4 +1,5 @@
-"""The picture on the README's first screen: how many times as fast as stock DeepSpeed, from the results beside it.
+"""The pictures on the README's first screens, from the results beside them: how many times as fast as stock DeepSpeed,
+and what a step takes over slow links.
 
     python tests/benchmarks/front_page.py
 
@@ -15,6 +16,16 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 COLOUR, STOCK = "#0072b2", "#888888"
+SLOW_LINKS = {
+    "zero3": "DeepSpeed ZeRO-3",
+    "fsdp2": "FSDP2",
+    "zero1": "DeepSpeed ZeRO-1",
+    "stock-pipeline": "DeepSpeed pipeline",
+    "paceline": "Paceline, exact",
+    "paceline+int8": "Paceline, int8 boundaries",
+    "islands+int8": "Paceline, islands",
+}
+LINKS = {"100 Mbit/s": "100 Mbit/s", "1000 Mbit/s": "1 Gbit/s", "10000 Mbit/s": "10 Gbit/s"}
 
 
 class Bar(NamedTuple):
@@ -82,11 +93,45 @@ def draw(path: Path) -> None:
         figure.savefig(path, format="svg", metadata=metadata)
 
 
+def draw_slow_links(path: Path) -> None:
+    """Seconds a step of every contestant, a panel for each link, on one logarithmic scale."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = _result("against_zero3")["full"]
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.hashsalt": "paceline", "svg.fonttype": "none", "font.size": 9})
+        figure = Figure(figsize=(8.2, 2.9))
+        panels = figure.subplots(1, len(LINKS), sharex=True, sharey=True)
+        figure.subplots_adjust(left=0.2, right=0.985, top=0.86, bottom=0.15, wspace=0.06)
+        places = range(len(SLOW_LINKS))[::-1]
+        for axes, (link, title) in zip(panels, LINKS.items(), strict=True):
+            seconds = [found[link][name]["step_s"] for name in SLOW_LINKS]
+            colours = [COLOUR if label.startswith("Paceline") else STOCK for label in SLOW_LINKS.values()]
+            axes.barh(places, seconds, color=colours, height=0.62)
+            for place, second in zip(places, seconds, strict=True):
+                text = f"{second:.3g} s" if second < 100 else f"{second:.0f} s"
+                axes.annotate(text, (second, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.set_title(f"links of {title}", fontsize=9)
+            axes.set_xscale("log")
+            axes.set_xlim(0.5, 12000)
+            axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+            axes.minorticks_off()
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].set_yticks(places, list(SLOW_LINKS.values()))
+        panels[1].set_xlabel("seconds a step, logarithmic: less is better", fontsize=8)
+        metadata: dict[str, Any] = {"Date": None, "Creator": None}
+        figure.savefig(path, format="svg", metadata=metadata)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".svg"))
+    parser.add_argument("--slow-links", type=Path, default=HERE / "against_zero3.svg")
     args = parser.parse_args()
     draw(args.output)
+    draw_slow_links(args.slow_links)
     for bar in bars():
         print(f"{bar.times:.2f}  {bar.setting}: {bar.what}")
 
