@@ -104,7 +104,7 @@ def draw_slow_links(path: Path) -> None:
         matplotlib.rcParams.update({"svg.hashsalt": "paceline", "svg.fonttype": "none", "font.size": 9})
         figure = Figure(figsize=(8.2, 2.9))
         panels = figure.subplots(1, len(LINKS), sharex=True, sharey=True)
-        figure.subplots_adjust(left=0.2, right=0.985, top=0.86, bottom=0.15, wspace=0.06)
+        figure.subplots_adjust(left=0.225, right=0.985, top=0.86, bottom=0.15, wspace=0.06)
         places = range(len(SLOW_LINKS))[::-1]
         for axes, (link, title) in zip(panels, LINKS.items(), strict=True):
             seconds = [found[link][name]["step_s"] for name in SLOW_LINKS]
