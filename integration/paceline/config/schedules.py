@@ -43,6 +43,7 @@ class ScheduleChoice:
         correction: of late gradients: ``"nesterov"``, ``"error_feedback"`` or ``None``; see
             :class:`~paceline.optim.corrections.Corrections`.
         late_gradients: whether the tuner may choose ``"one_direction"``.
+        risk: the quantile of a step by which the tuner compares where messages vary; ``None``: the mean.
     """
 
     type: ScheduleType
@@ -59,6 +60,7 @@ class ScheduleChoice:
     warm_in_steps: int | None = None
     correction: str | None = None
     late_gradients: bool | None = None
+    risk: float | None = None
 
     @property
     def is_tuned(self) -> bool:
@@ -182,7 +184,12 @@ def resolve_schedule(
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
         chunks = _check_chunks(schedule, schedule.chunks)
         choice = ScheduleChoice(
-            kind, retune_every=every, micro_batch_sizes=sizes, memory_bytes=memory_bytes, chunks=chunks
+            kind,
+            retune_every=every,
+            micro_batch_sizes=sizes,
+            memory_bytes=memory_bytes,
+            chunks=chunks,
+            risk=None if schedule.risk == "mean" else schedule.risk,
         )
         if not schedule.late_gradients:
             _check_synchronous(schedule, "no late_gradients", "true for late_gradients")

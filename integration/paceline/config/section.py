@@ -68,6 +68,7 @@ _TYPES_OF: dict[str, tuple[ScheduleType, ...]] = {
     "warm_in_steps": ("multidirection", "one_direction", "adaptive"),
     "correction": ("multidirection", "one_direction", "adaptive"),
     "late_gradients": ("adaptive",),
+    "risk": ("adaptive",),
 }
 
 _SHORT_METHODS: list[dict[str, Any]] = [
@@ -296,6 +297,12 @@ class ScheduleConfig(Part):
         '"nesterov": by that times the optimizer\'s momentum. Left out: nothing.',
     )
 
+    risk: Literal["mean"] | Annotated[float, Field(ge=0.5, lt=1)] | None = Field(
+        default=None,
+        description="adaptive: where the times of messages vary, schedules are compared by this quantile of their step "
+        "(0.9: what nine of ten steps stay below), replayed over the times that were measured. Left out: by the "
+        '"mean".',
+    )
     late_gradients: bool | None = Field(
         default=None,
         description='adaptive: it may also choose "one_direction", whose gradients come late: losses and weights then '

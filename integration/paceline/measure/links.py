@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 from typing import NamedTuple, TypeVar
 
 Key = TypeVar("Key")
@@ -36,6 +37,60 @@ def rate(messages: Iterable[Message], latency_s: float = 0.0) -> float:
     return total / busy if total and busy > 0 else math.inf
 
 
+STEADY = 0.15
+"""Links whose messages deviate by less than this share (standard deviation) count as if all took the same."""
+
+FEWEST = 8
+"""Messages of a link that tell how they vary."""
+
+LEAST, MOST = 0.05, 50.0
+"""Multiples of what a message usually takes that count as what they are: beyond, clocks and pauses play a part."""
+
+
+def variation(
+    messages: Iterable[Message], latency_s: Mapping[tuple[int, int], float]
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    """What successive messages took from stage to stage, as multiples of what they take in the mean by their bytes.
+
+    Args:
+        messages: that share a sender, or a link. While several are under way each gets a part: what counts for one is
+            the rate of all of them, as long as it was under way.
+
+    Returns:
+        Nothing for edges that are steady, or of which little is known.
+    """
+    ordered = sorted(messages, key=lambda message: message.begun_s)
+    ends = [max(m.done_s - latency_s.get((m.source, m.target), 0.0), m.begun_s) for m in ordered]
+    found: dict[tuple[int, int], list[float]] = {}
+    under_way: list[int] = []
+    rates = [m.num_bytes / (end - m.begun_s) if end > m.begun_s else 0.0 for m, end in zip(ordered, ends, strict=True)]
+    passed = [0.0] * len(ordered)
+    """Bytes of all messages while this one was under way."""
+    for number, message in enumerate(ordered):
+        under_way = [other for other in under_way if ends[other] > message.begun_s]
+        for other in under_way:
+            both_s = min(ends[other], ends[number]) - message.begun_s
+            passed[number] += both_s * rates[other]
+            passed[other] += both_s * rates[number]
+        passed[number] += message.num_bytes if rates[number] else 0.0
+        under_way.append(number)
+    for number, message in enumerate(ordered):
+        if passed[number]:
+            seconds_a_byte = (ends[number] - message.begun_s) / passed[number]
+            found.setdefault((message.source, message.target), []).append(seconds_a_byte)
+    return {edge: multiples for edge, each in found.items() if (multiples := _multiples(each))}
+
+
+def _multiples(each: Sequence[float]) -> tuple[float, ...]:
+    if len(each) < FEWEST:
+        return ()
+    mean = fmean(each)
+    kept = [min(max(one / mean, LEAST), MOST) for one in each]
+    mean = fmean(kept)
+    kept = [one / mean for one in kept]
+    return tuple(kept) if pstdev(kept) >= STEADY else ()
+
+
 @dataclass
 class Links:
     """What is known of the links of a pipeline: an exponentially weighted mean of what every look at them found.
@@ -51,6 +106,8 @@ class Links:
     """Seconds per byte from stage to stage, where both are on one host."""
     egress: dict[int, float] = field(default_factory=dict)
     """Seconds per byte of each host."""
+    variation: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+    """What successive messages of the newest look took, as multiples of the mean; of edges that are not steady."""
 
     def update(self, messages: Iterable[Message], latency_s: Mapping[tuple[int, int], float] | None = None) -> None:
         """Take in the messages since the last look."""
@@ -63,6 +120,9 @@ class Links:
             else:
                 of_edge.setdefault((message.source, message.target), []).append(message)
         latency = latency_s or {}
+        if of_edge or of_host:
+            together = [variation(found, latency) for found in (*of_edge.values(), *of_host.values())]
+            self.variation = {edge: multiples for each in together for edge, multiples in each.items()}
         for edge, found in of_edge.items():
             self._mix(self.edges, edge, rate(found, latency.get(edge, 0.0)))
         for host, found in of_host.items():

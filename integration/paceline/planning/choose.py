@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..schedules.costs import Costs
+from ..schedules.costs import Costs, Link
 from ..schedules.schedule import Schedule
-from ..schedules.simulate import simulate
+from ..schedules.simulate import peak_bytes, simulate
 from ..schedules.steady import steady
 from ..schedules.stream import Stream
+from ..schedules.variation import expected, phases, resampled_s, varies
 from .candidates import Candidate
 from .format_costs import AS_IT_IS, FormatCosts, with_format
 from .switching import Decision, SwitchRule
@@ -26,13 +27,25 @@ MADE = 0.01
 ROUNDS = 0.02
 """Share of a step that a format must save to be chosen: it costs precision."""
 
+FIRST, FINAL = 8, 32
+"""Replays of a step where messages vary: of all candidates, and of the :data:`FINALISTS` and what runs."""
+
+FINALISTS = 8
+
+MOST_REPLAYED = 2**20
+"""Forwards and backwards of the replays of a planning, about: a second."""
+
+SLOW, SLOW_SHARE, NEAR = 4.0, 0.01, 0.01
+"""Among candidates that differ by less than ``NEAR``, one step in a hundred counts as if messages took four times as
+long in it: what network is shared gets slower at times, and a longer warm-up costs memory only."""
+
 
 class Prediction(NamedTuple):
     """A predicted step with one candidate.
 
     Args:
         candidate: which.
-        step_s: seconds of the step.
+        step_s: seconds of the step; where messages vary their mean, or the quantile that was asked for.
         peak_bytes: in memory on the fullest device: live activations and all else.
     """
 
@@ -74,6 +87,7 @@ class Planner:
         samples: of a step of one pipeline.
         before: with other candidates, whose schedules are kept.
         formats: by name, costs of what candidates may send in, and of nothing (``""``).
+        risk: where messages vary, candidates are compared by this quantile of their steps; None: by the mean.
     """
 
     def __init__(
@@ -83,8 +97,10 @@ class Planner:
         samples: int,
         before: Planner | None = None,
         formats: Mapping[str, FormatCosts] = NO_FORMATS,
+        risk: float | None = None,
     ) -> None:
         self.candidates = tuple(candidates)
+        self._risk = risk
         self.num_stages = num_stages
         self.samples = samples
         self._formats = formats
@@ -100,23 +116,35 @@ class Planner:
             self._schedules[candidate] = candidate.schedule(self.num_stages, self.samples)
         return self._schedules[candidate]
 
-    def predict(self, candidate: Candidate, costs: Costs) -> Prediction:
-        """A step with ``candidate`` at these costs (of one micro-batch of its size)."""
+    def predict(self, candidate: Candidate, costs: Costs, replays: int = FINAL) -> Prediction:
+        """A step with ``candidate`` at these costs (of one micro-batch of its size).
+
+        Args:
+            replays: where messages vary, over how many beginnings in their variation.
+        """
         order = self.schedule(candidate)
         costs = with_format(costs, self._formats[self.running_format], self._formats[candidate.boundary])
+        if varies(costs):
+            seconds = resampled_s(order, costs, phases(replays))
+            return Prediction(candidate, expected(seconds, self._risk), self._peak_bytes(order, costs))
         if isinstance(order, Stream):
             found = steady(order, costs)
             return Prediction(candidate, found.period_s, max(found.peak_bytes, default=0.0))
         simulation = simulate(order, costs)
         return Prediction(candidate, simulation.makespan_s, max(simulation.peak_bytes, default=0.0))
 
+    def _peak_bytes(self, order: Schedule | Stream, costs: Costs) -> float:
+        found = peak_bytes(order, costs) if isinstance(order, Schedule) else steady(order, costs).peak_bytes
+        return max(found, default=0.0)
+
     def choose(
         self, costs: Mapping[int, Costs], current: Candidate, rule: SwitchRule, *, switch_s: float, steps: int
     ) -> Choice:
         """Predict all candidates and decide whether to switch to the best.
 
-        A candidate whose micro-batch size has no costs yet is skipped. Among equally fast ones what runs is the best,
-        then what is never late and not rounded, then what needs the least memory.
+        A candidate whose micro-batch size has no costs yet is skipped. Among those that are nearly as fast the best is
+        what slower messages would harm least. Among equally good ones what runs is the best, then what is never late
+        and not rounded, then what needs the least memory.
 
         Args:
             costs: by micro-batch size, those of one micro-batch.
@@ -135,21 +163,71 @@ class Planner:
             )
         self.running_format = current.boundary
         known = [c for c in dict.fromkeys((current, *self.candidates)) if c.micro_batch_size in costs]
-        predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
+        predictions, finalists = self._predictions(known, costs)
         now = predictions[0]
-        shortest = min(_claimed_s(p, current) for p in predictions)
-        ties = [p for p in predictions if _claimed_s(p, current) <= shortest * (1 + TIE)]
+        shortest = min(_claimed_s(p, current) for p in finalists)
+        near = [p for p in finalists if p is now or _claimed_s(p, current) <= shortest * (1 + NEAR)]
+        weighed_s = {p.candidate: self._weighed_s(p, costs[p.candidate.micro_batch_size]) for p in near}
+
+        def counts_s(prediction: Prediction) -> float:
+            return _claimed_s(prediction._replace(step_s=weighed_s[prediction.candidate]), current)
+
+        least = min(map(counts_s, near))
+        ties = [p for p in near if counts_s(p) <= least * (1 + TIE)]
         best = now if now in ties else min(ties, key=self._rank)
-        decision = rule.consider(now.step_s, best.step_s, switch_s, steps)
+        decision = rule.consider(weighed_s[now.candidate], weighed_s[best.candidate], switch_s, steps)
+        decision = replace(decision, now_s=now.step_s, best_s=best.step_s)
+        if best.step_s >= now.step_s and best is not now:
+            decision = replace(decision, why=f"{decision.why}; it suffers less where messages get slower")
         return Choice(
             best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate.key))), decision
         )
+
+    def _predictions(
+        self, known: Sequence[Candidate], costs: Mapping[int, Costs]
+    ) -> tuple[list[Prediction], list[Prediction]]:
+        """Of all candidates, that of the first one first, and of those that may be the best."""
+        if not any(varies(each) for each in costs.values()):
+            predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
+            return predictions, predictions
+        actions = 2 * self.num_stages * self.samples // min(costs)
+        first, final = (max(2, min(n, MOST_REPLAYED // (actions * many))) for n, many in self._replays(known))
+        predictions = [self.predict(candidate, costs[candidate.micro_batch_size], first) for candidate in known]
+        others = sorted(predictions[1:], key=lambda p: (_claimed_s(p, known[0]), self._rank(p)))
+        chosen = [predictions[0], *others[:FINALISTS]]
+        again = {
+            p.candidate: self.predict(p.candidate, costs[p.candidate.micro_batch_size], max(first, final))
+            for p in chosen
+        }
+        return [again.get(p.candidate, p) for p in predictions], list(again.values())
+
+    @staticmethod
+    def _replays(known: Sequence[Candidate]) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (FIRST, len(known)), (FINAL, FINALISTS)
+
+    def _weighed_s(self, prediction: Prediction, costs: Costs) -> float:
+        """A step, of which a share counts as if messages took longer."""
+        if not costs.message_bytes:
+            return prediction.step_s
+        same, slow = (_without_variation(costs, factor) for factor in (1.0, SLOW))
+        longer_s = self.predict(prediction.candidate, slow).step_s - self.predict(prediction.candidate, same).step_s
+        return prediction.step_s + SLOW_SHARE * longer_s
 
     def _rank(self, prediction: Prediction) -> tuple[bool, float, int, tuple[Any, ...]]:
         candidate = prediction.candidate
         # Where activations were not measured, samples alive stand for their bytes.
         alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
         return candidate.is_late or bool(candidate.boundary), prediction.peak_bytes, alive, candidate.key
+
+
+def _without_variation(costs: Costs, factor: float) -> Costs:
+    """With messages that all take ``factor`` times as long as they do in the mean."""
+    return replace(
+        costs,
+        down=tuple(Link(link.bytes_per_s / factor, link.latency_s) for link in costs.down),
+        up=tuple(Link(link.bytes_per_s / factor, link.latency_s) for link in costs.up),
+        egress_bytes_per_s=tuple(rate / factor for rate in costs.egress_bytes_per_s),
+    )
 
 
 def _claimed_s(prediction: Prediction, current: Candidate) -> float:

@@ -345,8 +345,8 @@ class MeasuredCosts:
         for boundary in range(self.num_stages - 1):
             ways = [(route[boundary], route[boundary + 1]) for route in self.routes]
             latency = max(self._latency_s.get(way, 0.0) for way in ways)
-            down.append(Link(min(self._edge(a, b) for a, b in ways), latency))
-            up.append(Link(min(self._edge(b, a) for a, b in ways), latency))
+            down.append(Link(min(self._edge(a, b) for a, b in ways), latency, self._variation(ways)))
+            up.append(Link(min(self._edge(b, a) for a, b in ways), latency, self._variation([w[::-1] for w in ways])))
         for host in set(hosts):
             egress[host] = min(_rate(links.egress.get(host)) for links in self._links.values())
         forward_s, backward_s, speeds = self._per_stage(size)
@@ -390,6 +390,11 @@ class MeasuredCosts:
 
     def _edge(self, source: int, target: int) -> float:
         return min((_rate(links.edges.get((source, target))) for links in self._links.values()), default=inf)
+
+    def _variation(self, ways: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Of the replica and direction in which messages vary most."""
+        found = [links.variation.get(way, ()) for links in self._links.values() for way in ways]
+        return max(found, key=lambda multiples: max(multiples, default=0.0), default=())
 
     def _message_bytes(self, size: int) -> tuple[float, ...]:
         if size in self.message_bytes:

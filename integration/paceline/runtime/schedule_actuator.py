@@ -184,7 +184,7 @@ class ScheduleActuator:
             for name in self._formats
         )
         if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
-            self.planner = Planner(found, num_stages, samples, self.planner, self._formats)
+            self.planner = Planner(found, num_stages, samples, self.planner, self._formats, self._choice.risk)
         # A candidate that no longer fits, or turned out not to, gives way to the smallest, whatever that costs.
         running = self.current
         least = least_candidate(self._choice, configured)._replace(boundary=running.boundary)

@@ -17,10 +17,14 @@ from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 class Link:
     """One direction between two neighbouring stages. A message occupies it for bytes / ``bytes_per_s`` and arrives
     ``latency_s`` later; the next message starts when the link is free again.
+
+    Args:
+        variation: what successive messages took, as multiples of that time. Empty: all take the same.
     """
 
     bytes_per_s: float = inf
     latency_s: float = 0.0
+    variation: tuple[float, ...] = ()
 
 
 _NUMBERS = ("step_s", "gradient_share")
@@ -106,6 +110,8 @@ class Costs:
             for index, link in enumerate(getattr(self, name)):
                 _above_zero(f"{name}[{index}].bytes_per_s", link.bytes_per_s)
                 _from_zero(f"{name}[{index}].latency_s", link.latency_s)
+                for number, multiple in enumerate(link.variation):
+                    _from_zero(f"{name}[{index}].variation[{number}]", multiple)
         for rank, speed in enumerate(self.speeds):
             _above_zero(f"speeds[{rank}]", speed)
         for host, value in enumerate(self.egress_bytes_per_s):
@@ -196,7 +202,7 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("down", "up"):
-                value = [{"bytes_per_s": or_null(link.bytes_per_s), "latency_s": link.latency_s} for link in value]
+                value = [_link_to_dict(link) for link in value]
             elif field.name == "egress_bytes_per_s":
                 value = [or_null(rate) for rate in value]
             elif field.name not in _NUMBERS:
@@ -239,18 +245,26 @@ def _way(down: Sequence[Link], up: Sequence[Link], here: int, there: int) -> tup
         return Link(), Link()
     if abs(here - there) > 1:
         links = (*down, *up)
-        worst = Link(min(link.bytes_per_s for link in links), max(link.latency_s for link in links))
+        slowest = min(links, key=lambda link: link.bytes_per_s)
+        worst = replace(slowest, latency_s=max(link.latency_s for link in links))
         return worst, worst
     boundary = min(here, there)
     return (down[boundary], up[boundary]) if here < there else (up[boundary], down[boundary])
 
 
 def _link(label: str, value: Any) -> Link:
-    link = as_object(label, value, ("bytes_per_s", "latency_s"))
+    link = as_object(label, value, ("bytes_per_s", "latency_s", "variation"))
+    multiples = as_list(f"{label}.variation", link.get("variation", []))
     return Link(
         float(as_rate(f"{label}.bytes_per_s", link.get("bytes_per_s"))),
         float(as_number(f"{label}.latency_s", link.get("latency_s", 0.0))),
+        tuple(float(as_number(f"{label}.variation[{number}]", each)) for number, each in enumerate(multiples)),
     )
+
+
+def _link_to_dict(link: Link) -> dict[str, Any]:
+    values = {"bytes_per_s": or_null(link.bytes_per_s), "latency_s": link.latency_s}
+    return values | ({"variation": list(link.variation)} if link.variation else {})
 
 
 def _from_zero(label: str, value: float) -> None:

@@ -83,7 +83,7 @@ class Replay(NamedTuple):
     end_s: float
 
 
-def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
+def replay(schedule: Schedule, costs: Costs, visits: Visits, phase: float | None = None) -> Replay:
     """Run every rank's actions in order, each as soon as its input is there; sends never hold up compute.
 
     That is one event an action, and one or two more for a message that shares a host's sending side.
@@ -92,6 +92,8 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
         schedule: a complete one.
         costs: that fit it.
         visits: of both.
+        phase: where in the links' variation the step begins, from 0 to 1, the same for all links: successive messages
+            take successive times of it, from the beginning again after its end. None: all take the same.
 
     Raises:
         ValueError: the schedule cannot be executed.
@@ -101,6 +103,7 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
     rank_of, num_bytes = visits.rank, visits.num_bytes
     occupied_s = [size / link.bytes_per_s if link else 0.0 for size, link in zip(num_bytes, visits.link, strict=True)]
     latency_s = [link.latency_s if link else 0.0 for link in visits.link]
+    multiples = _multiples(visits, num_micro_batches, phase)
     link_free_s = [0.0] * len(rank_of)
     sides, side_of = _sending_sides(costs, visits)
     arrived_s = visits.table("d", -1.0, num_micro_batches)
@@ -131,10 +134,17 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
                 arrival = link_free_s[visit]
                 if arrival < now:
                     arrival = now
-                link_free_s[visit] = arrival = arrival + occupied_s[visit]
+                taken_s = occupied_s[visit]
+                if multiples and multiples[visit]:
+                    taken_s *= multiples[visit][micro_batch]
+                link_free_s[visit] = arrival = arrival + taken_s
                 arrival += latency_s[visit]
-            elif host >= 0 and sides[host].send(now, visit, micro_batch, num_bytes[visit]):
-                heappush(events, (sides[host].done_s, num_ranks + host, sides[host].version, 0))
+            elif host >= 0:
+                size = num_bytes[visit]
+                if multiples and multiples[visit]:
+                    size *= multiples[visit][micro_batch]
+                if sides[host].send(now, visit, micro_batch, size):
+                    heappush(events, (sides[host].done_s, num_ranks + host, sides[host].version, 0))
         if arrival >= 0:
             visit += 1
             arrived_s[visit][micro_batch] = arrival
@@ -163,6 +173,18 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits) -> Replay:
         unit_starts(schedule)  # tells which rank waits at which action for whom
         raise AssertionError("the replay of dependencies ends and the replay of events does not")
     return Replay(arrived_s, end_s)
+
+
+def _multiples(visits: Visits, num_micro_batches: int, phase: float | None) -> list[list[float]]:
+    """Of each visit's message, by micro-batch: the multiple of its time that it takes. Empty where none varies."""
+    if phase is None:
+        return []
+    found = []
+    for link in visits.link:
+        known = link.variation if link else ()
+        first = int(phase * len(known))
+        found.append([known[(first + number) % len(known)] for number in range(num_micro_batches)] if known else [])
+    return found
 
 
 def _sending_sides(costs: Costs, visits: Visits) -> tuple[list[Egress], list[int]]:
