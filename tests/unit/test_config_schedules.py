@@ -37,6 +37,7 @@ KEYS = {
     "warm_in_steps": ((*BOTH, "adaptive"), 20),
     "correction": ((*BOTH, "adaptive"), "nesterov"),
     "late_gradients": (("adaptive",), True),
+    "risk": (("adaptive",), 0.9),
 }
 
 
@@ -87,8 +88,8 @@ def test_a_key_belongs_to_its_types(key, kind):
         (4, " is 4: it must be an object; leave it out or write {}."),
         ({"type": "kfkb", "K": 2}, '.K is not a key of this version of paceline. Valid keys of '
          'paceline.pipeline.schedule: "chunks", "correction", "directions", "k", "late_gradients", "memory_gib", '
-         '"micro_batch_sizes", "optimizer_owners", "retune_every", "slack", "staleness", "type", "warm_in_steps", '
-         '"warmup".'),
+         '"micro_batch_sizes", "optimizer_owners", "retune_every", "risk", "slack", "staleness", "type", '
+         '"warm_in_steps", "warmup".'),
         ({"type": "kfkb", "k": 0}, ".k is 0: it must be greater than or equal to 1; leave the key out to have it "
          "chosen."),
         ({"type": "kfkb", "k": 2.0}, ".k is 2.0: it must be a valid integer; leave the key out to have it chosen."),
@@ -118,7 +119,7 @@ def test_a_key_belongs_to_its_types(key, kind):
          "'error_feedback'; leave the key out to have it chosen."),
         ({"type": "multidirection", "stale": 1}, '.stale is not a key of this version of paceline; did you mean '
          '"staleness"? Valid keys of paceline.pipeline.schedule: "chunks", "correction", "directions", "k", '
-         '"late_gradients", "memory_gib", "micro_batch_sizes", "optimizer_owners", "retune_every", "slack", '
+         '"late_gradients", "memory_gib", "micro_batch_sizes", "optimizer_owners", "retune_every", "risk", "slack", '
          '"staleness", "type", "warm_in_steps", "warmup".'),
     ],
 )  # fmt: skip
@@ -268,6 +269,10 @@ def accepts(schema, value, defs):
                 return value <= rule
             case "exclusiveMinimum":
                 return value > rule
+            case "const":
+                return value == rule
+            case "exclusiveMaximum":
+                return value < rule
             case "items":
                 return all(accepts(rule, item, defs) for item in value)
             case "properties":
@@ -288,7 +293,7 @@ def accepts(schema, value, defs):
 @pytest.mark.parametrize("key", KEYS)
 def test_schema_and_validator_agree(key):
     schema = PacelineConfig.model_json_schema()["$defs"]
-    values = [None, -1, 0, 1, 2, 1.5, True, "nesterov", "direction", [1], [0], [-1], [2, 1], {}, KEYS[key][1]]
+    values = [None, -1, 0, 1, 2, 1.5, True, "nesterov", "direction", "mean", [1], [0], [-1], [2, 1], {}, KEYS[key][1]]
     kinds = [*({"type": kind} for kind in (*TYPES, None, "1f2b")), {}]
     seen = set()
     for schedule in ({**kind, key: value} for kind in kinds for value in values):

@@ -129,6 +129,12 @@ class Links:
             least = min((latency.get((m.source, m.target), 0.0) for m in found), default=0.0)
             self._mix(self.egress, host, rate(found, least))
 
+    def forget(self) -> None:
+        """The next look counts alone."""
+        self.edges.clear()
+        self.egress.clear()
+        self.variation.clear()
+
     def _mix(self, known: dict[Key, float], key: Key, bytes_per_s: float) -> None:
         now = 1 / bytes_per_s
         known[key] = now if key not in known else self.weight * now + (1 - self.weight) * known[key]

@@ -116,6 +116,8 @@ class CausalLMSteps:
         self._is_pipe_parallel = is_pipe_parallel
         self.is_stopping = False
         """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
+        self.notices_change = self.change_is_noticed = False
+        """As of :class:`~paceline.runtime.model_support.Steps`."""
 
     @property
     def reads(self) -> bool:
@@ -140,15 +142,15 @@ class CausalLMSteps:
         loaded, own, error = self.read(num_micro_batches, cut=cut, partial=partial)
         # Every reader puts its table down; every rank of the pipeline sees all.
         width, readers = 1 + (cut.num_micro_batches if cut else num_micro_batches) * COLUMNS, self.readers
-        header = torch.zeros(readers.size * width + 2, dtype=torch.int64)
-        tables, flags = header[:-2].view(readers.size, width), header[-2:]
+        header = torch.zeros(readers.size * width + 3, dtype=torch.int64)
+        tables, flags = header[:-3].view(readers.size, width), header[-3:]
         if readers.number is not None:
             tables[readers.number, : len(own)] = torch.tensor(own, dtype=torch.int64)
         WATCH.doing("agreeing on the step", EVERYONE)
-        flags += torch.tensor([error is not None, current().requested])
+        flags += torch.tensor([error is not None, current().requested, self.notices_change])
         if self._is_pipe_parallel:
             control.sum_over_stages(header)
-        failed, stopping = (bool(flag) for flag in flags)
+        failed, stopping, has_changed = (bool(flag) for flag in flags)
         step = self._reader.global_steps
         if not failed and bool((tables != tables[:1]).any()):
             failed = True
@@ -161,11 +163,11 @@ class CausalLMSteps:
         loads = [0] * self._replicas.size
         loads[self._replicas.number] = len(shapes)
         tokens = sum(shape.tokens for shape in shapes)
-        totals = [book.own_label_tokens, tokens, int(failed), int(stopping), *loads]
+        totals = [book.own_label_tokens, tokens, int(failed), int(stopping), int(has_changed), *loads]
         if self._replicas.size > 1:
             totals = control.sum(torch.tensor(totals) * self.readers.speaks).tolist()
-        label_tokens, tokens, failures, stops, *loads = totals
-        self.is_stopping = stops > 0
+        label_tokens, tokens, failures, stops, notices, *loads = totals
+        self.is_stopping, self.change_is_noticed = stops > 0, notices > 0
         if failures:
             with self.raises():
                 control.raise_shared(error, f"beginning step {step}")

@@ -71,6 +71,19 @@ class Agreement(Protocol):
         """Gather the records of all who decide in this job on its first rank. Collective."""
 
 
+class Changes(Protocol):
+    """Notices that steps have become shorter or longer."""
+
+    def step_took(self, seconds: float) -> None:
+        """A step is over, which took so long on this rank's host."""
+
+    def planned(self, *, switched: bool) -> None:
+        """A planning is over."""
+
+    def planning_by(self, done: int, next_planning: int) -> int:
+        """When the next planning is to be, after ``done`` steps. The same on all ranks."""
+
+
 class Controller:
     """Runs the loop. Every rank has one, and calls :meth:`before_step` or :meth:`after_step` at each step.
 
@@ -79,6 +92,7 @@ class Controller:
         log: gets the decisions.
         settle: called on all ranks of the job that plan now, with whether the agreement's are about to change
             something: finishes steps under way where any are.
+        changes: after which planning comes soon; None: it comes at the ends of intervals only.
     """
 
     def __init__(
@@ -88,7 +102,9 @@ class Controller:
         agreement: Agreement,
         log: DecisionLog,
         settle: Callable[[bool], None] = lambda switches: None,
+        changes: Changes | None = None,
     ) -> None:
+        self._changes = changes
         self.measurements, self.log, self._settle = measurements, log, settle
         self._actuators, self._agreement = actuators, agreement
         self._done = 0
@@ -114,6 +130,11 @@ class Controller:
         self._done += 1
         self._between_steps()
 
+    def step_took(self, seconds: float) -> None:
+        """A step is over, which took so long on this rank's host."""
+        if self._changes is not None:
+            self._changes.step_took(seconds)
+
     def go_on(self, done: int) -> None:
         """Count from ``done`` steps: the run was resumed there."""
         self._done = done
@@ -123,6 +144,11 @@ class Controller:
 
     def _between_steps(self) -> None:
         self.measurements.end_step(self._done)
+        if self._changes is not None:
+            soonest = min(interval.next for interval in self._actuators.values())
+            planning = self._changes.planning_by(self._done, soonest)
+            for interval in self._actuators.values() if planning < soonest else ():
+                interval.next = planning
         if self.measurements.is_complete(self._done):
             planned = {a: interval.steps_if_due(self._done) for a, interval in self._actuators.items()}
             if due := {actuator: steps for actuator, steps in planned.items() if steps is not None}:
@@ -145,3 +171,5 @@ class Controller:
         ]
         own = [p.record(outcome) for p, outcome in zip(proposals, outcomes, strict=True) if p is not None]
         self.log.add(self._agreement.records(own))
+        if self._changes is not None:
+            self._changes.planned(switched=switches)

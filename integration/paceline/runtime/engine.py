@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -235,6 +236,7 @@ class PacelineEngine(PipelineEngine):
             *(self.control, self.decisions, self.timelines, self.support.routes),
             recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
             formats=assembly.format_choices(self),
+            notice=self.steps,
         )
 
     def _make_tracer(self, every: int) -> Tracer:
@@ -332,6 +334,7 @@ class PacelineEngine(PipelineEngine):
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
         gc.disable()
+        begun_s = time.perf_counter()
         try:
             yield
         except BaseException:
@@ -342,6 +345,8 @@ class PacelineEngine(PipelineEngine):
             if collects:
                 gc.enable()
         recorder.end()
+        if self.controller is not None:
+            self.controller.step_took(time.perf_counter() - begun_s)
         if self.tracer is not None:
             self.tracer.after_step()
 

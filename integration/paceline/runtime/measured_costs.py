@@ -334,6 +334,11 @@ class MeasuredCosts:
         if beside:
             self.step_s, self.measured_s = recurring_mean(beside), recurring_mean(whole)
 
+    def forget_links(self) -> None:
+        """What links did before counts no more."""
+        for links in self._links.values():
+            links.forget()
+
     def sizes(self) -> list[int]:
         """Micro-batch sizes whose steps were measured."""
         return sorted(size for size in self.forward_s if size in self.backward_s)

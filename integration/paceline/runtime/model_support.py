@@ -46,6 +46,12 @@ class Steps(Protocol):
     is_stopping: bool
     """Whether any rank had been asked to stop when the last step began; the same on all ranks."""
 
+    notices_change: bool
+    """Whether this rank has noticed that steps are not what they were."""
+
+    change_is_noticed: bool
+    """Whether any rank had, when the last step began; the same on all ranks."""
+
     @property
     def reads(self) -> bool:
         """Whether this rank reads data."""
@@ -163,7 +169,7 @@ _Raises = Callable[[], AbstractContextManager[None]]
 class PlainSteps:
     """Reads the steps of any ``PipelineModule``: what its first and last stage take is anything."""
 
-    is_stopping = False
+    is_stopping = notices_change = change_is_noticed = False
     tokens = None
 
     def __init__(self, reader: Reader, control: ControlPlane, raises: _Raises, *, reads: bool) -> None:
@@ -181,7 +187,11 @@ class PlainSteps:
             except Exception as caught:
                 error = caught
         with self._raises():
-            self._control.settle(error, f"beginning step {self._reader.global_steps}")
+            told = self._control.sum(torch.tensor([error is not None, self.notices_change], dtype=torch.int64))
+            failures, notices = told.tolist()
+            if failures:
+                self._control.raise_shared(error, f"beginning step {self._reader.global_steps}")
+        self.change_is_noticed = notices > 0
         return num_micro_batches
 
     def batch(self, number: int) -> Any:

@@ -121,6 +121,12 @@ class PipelineMeasurements:
             self._untried.remove(trial)
         return True
 
+    def forget(self) -> None:
+        """Drop steps and messages since the last planning, and what is known of links."""
+        self._meter.recorder.forget()
+        self._gatherer.skip_messages(self._after)
+        self.costs.forget_links()
+
     def gather(self) -> None:
         """Bring the reports of all ranks together, into :attr:`costs` on the first one. Collective."""
         parts = tuple(self._layers.parts)

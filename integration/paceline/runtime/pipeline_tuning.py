@@ -19,6 +19,7 @@ from .partition_actuator import MovesLayers, PartitionActuator
 from .pipeline_measurements import JobAgreement, PipelineMeasurements
 from .rank_reports import ReportGatherer, Routes
 from .schedule_actuator import RunsSchedules, ScheduleActuator, trials
+from .step_changes import Notice, StepChanges
 from .tracer import TimelineWriter
 
 
@@ -40,6 +41,7 @@ def pipeline_controller(
     *,
     recomputes: bool = False,
     formats: Mapping[str, FormatCosts] = NO_FORMATS,
+    notice: Notice | None = None,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -50,6 +52,7 @@ def pipeline_controller(
         routes: device of each stage, one route a direction.
         recomputes: whether backwards compute activations anew.
         formats: by name, costs of formats that stages may send in.
+        notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
 
     Returns:
         None if schedule and partition stay as they are.
@@ -82,4 +85,10 @@ def pipeline_controller(
                 memory_bytes=partition.memory_bytes,
             )
         ] = TuningInterval(partition.repartition_every)
-    return Controller(measurements, actuators, agreement, log)
+    # Steps without a flush run into each other: the host's time tells nothing of a single one.
+    changes = (
+        None
+        if notice is None or schedule.is_asynchronous
+        else StepChanges(notice, measurements.forget, decides=agreement.decides)
+    )
+    return Controller(measurements, actuators, agreement, log, changes=changes)

@@ -219,6 +219,10 @@ class ReportGatherer:
         reports: list[Report] = self._control.gather_at_first(report)
         return reports
 
+    def skip_messages(self, after: dict[LaneKey, int]) -> None:
+        """Report none of the messages that are there now; ``after`` as of :meth:`gather`."""
+        self._messages(after)
+
     def _messages(self, after: dict[LaneKey, int]) -> dict[LaneKey, list[Record]]:
         """Messages of this rank's lanes beyond ``after``, in seconds of the host's clock."""
         records = {}

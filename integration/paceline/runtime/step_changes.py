@@ -1,0 +1,55 @@
+"""Steps that have become shorter or longer: the first rank notices, and all ranks plan soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..planning.step_watch import StepWatch
+
+MEASURED = 2
+"""Steps that are measured after a change was noticed, before a planning."""
+
+
+class Notice(Protocol):
+    """What the ranks tell each other at the beginning of each step anyway."""
+
+    notices_change: bool
+    """Whether this rank has noticed that steps are not what they were."""
+
+    change_is_noticed: bool
+    """Whether any rank had, when the last step began; the same on all ranks."""
+
+
+class StepChanges:
+    """Compares the steps between two plannings. Every rank has one; only the one that decides looks at its clock.
+
+    Args:
+        forget: drops, on all ranks, what was measured since the last planning.
+    """
+
+    def __init__(self, notice: Notice, forget: Callable[[], None], *, decides: bool) -> None:
+        self._notice, self._forget, self._decides = notice, forget, decides
+        self._watch = StepWatch()
+        self._has_planned = False
+
+    def step_took(self, seconds: float) -> None:
+        """A step is over, which took so long on this rank's host."""
+        if self._has_planned and self._decides:
+            self._watch.add(seconds)
+            self._notice.notices_change = self._watch.has_changed
+
+    def planned(self, *, switched: bool) -> None:
+        """A planning is over: what steps take from now on is usual."""
+        self._has_planned = True
+        self._watch.planned(switched=switched)
+        self._notice.notices_change = False
+
+    def planning_by(self, done: int, next_planning: int) -> int:
+        """When the next planning is to be, after ``done`` steps: when it would be, or sooner. The same on all ranks."""
+        is_noticed, self._notice.change_is_noticed = self._notice.change_is_noticed, False
+        if not is_noticed or next_planning <= done + MEASURED:
+            return next_planning
+        self._notice.notices_change = False
+        self._forget()
+        return done + MEASURED

@@ -1,0 +1,53 @@
+"""Changes of steps are noticed by one rank, and all of them plan soon."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from paceline.runtime.step_changes import MEASURED, StepChanges
+
+
+class Rank:
+    def __init__(self, *, decides: bool) -> None:
+        self.notice = SimpleNamespace(notices_change=False, change_is_noticed=False)
+        self.forgot = 0
+        self.changes = StepChanges(self.notice, self.forget, decides=decides)
+
+    def forget(self) -> None:
+        self.forgot += 1
+
+
+def run(seconds: list[float], next_planning: int = 1000) -> list[tuple[list[int], list[int]]]:
+    """Of two ranks, when they were to plan, by steps done, and how often they had forgotten by then."""
+    ranks = [Rank(decides=True), Rank(decides=False)]
+    told: list[tuple[list[int], list[int]]] = []
+    for done, each in enumerate(seconds):
+        plannings = [rank.changes.planning_by(done, next_planning) for rank in ranks]
+        told.append((plannings, [rank.forgot for rank in ranks]))
+        noticed = any(rank.notice.notices_change for rank in ranks)  # as they tell each other when a step begins
+        for rank in ranks:
+            rank.notice.change_is_noticed = noticed
+            rank.changes.step_took(each)
+        if done == 0:
+            for rank in ranks:
+                rank.changes.planned(switched=False)
+    return told
+
+
+def test_all_ranks_plan_after_two_steps_that_are_measured_anew() -> None:
+    told = run([1.0] * 8 + [2.0] * 4)
+    assert told[10] == ([1000, 1000], [0, 0])
+    assert told[11] == ([11 + MEASURED] * 2, [1, 1]), "after two longer steps, and one that began with the notice"
+    assert all(plannings == [1000, 1000] for plannings, _ in told[:11])
+
+
+def test_a_planning_that_is_near_comes_when_it_would() -> None:
+    told = run([1.0] * 8 + [2.0] * 4, next_planning=12)
+    assert all(found == ([12, 12], [0, 0]) for found in told)
+
+
+def test_before_the_first_planning_nothing_is_usual() -> None:
+    rank = Rank(decides=True)
+    for each in [1.0] * 6 + [2.0] * 6:
+        rank.changes.step_took(each)
+    assert not rank.notice.notices_change
