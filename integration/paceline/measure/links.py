@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import NamedTuple, TypeVar
 
 Key = TypeVar("Key")
@@ -44,7 +44,7 @@ FEWEST = 8
 """Messages of a link that tell how they vary."""
 
 LEAST, MOST = 0.05, 50.0
-"""Multiples of what a message usually takes that count as what they are: beyond, clocks and pauses play a part."""
+"""Multiples of the median that count as what they are: beyond, clocks and pauses play a part."""
 
 
 def variation(
@@ -52,40 +52,59 @@ def variation(
 ) -> dict[tuple[int, int], tuple[float, ...]]:
     """What successive messages took from stage to stage, as multiples of what they take in the mean by their bytes.
 
+    On its way between two stages a message waits for the one before it. Those to different stages that share a sender
+    each get a part: what counts for one is the rate of all of them, as long as it was under way.
+
     Args:
-        messages: that share a sender, or a link. While several are under way each gets a part: what counts for one is
-            the rate of all of them, as long as it was under way.
+        messages: that share a sender, or a link.
 
     Returns:
         Nothing for edges that are steady, or of which little is known.
     """
-    ordered = sorted(messages, key=lambda message: message.begun_s)
-    ends = [max(m.done_s - latency_s.get((m.source, m.target), 0.0), m.begun_s) for m in ordered]
-    found: dict[tuple[int, int], list[float]] = {}
-    under_way: list[int] = []
-    rates = [m.num_bytes / (end - m.begun_s) if end > m.begun_s else 0.0 for m, end in zip(ordered, ends, strict=True)]
-    passed = [0.0] * len(ordered)
+    spans: list[_Span] = []
+    free_s: dict[tuple[int, int], float] = {}
+    for message in sorted(messages, key=lambda message: message.begun_s):
+        edge = (message.source, message.target)
+        begun_s, done_s = message.begun_s, message.done_s - latency_s.get(edge, 0.0)
+        begun_s = max(begun_s, free_s.get(edge, begun_s))
+        if done_s > begun_s and message.num_bytes:
+            free_s[edge] = done_s
+            spans.append(_Span(edge, begun_s, done_s, message.num_bytes))
+    spans.sort(key=lambda span: span.begun_s)
+    passed = [float(span.num_bytes) for span in spans]
     """Bytes of all messages while this one was under way."""
-    for number, message in enumerate(ordered):
-        under_way = [other for other in under_way if ends[other] > message.begun_s]
+    under_way: list[int] = []
+    for number, span in enumerate(spans):
+        under_way = [other for other in under_way if spans[other].done_s > span.begun_s]
         for other in under_way:
-            both_s = min(ends[other], ends[number]) - message.begun_s
-            passed[number] += both_s * rates[other]
-            passed[other] += both_s * rates[number]
-        passed[number] += message.num_bytes if rates[number] else 0.0
+            both_s = min(spans[other].done_s, span.done_s) - span.begun_s
+            passed[number] += both_s * spans[other].bytes_per_s
+            passed[other] += both_s * span.bytes_per_s
         under_way.append(number)
-    for number, message in enumerate(ordered):
-        if passed[number]:
-            seconds_a_byte = (ends[number] - message.begun_s) / passed[number]
-            found.setdefault((message.source, message.target), []).append(seconds_a_byte)
+    found: dict[tuple[int, int], list[float]] = {}
+    for span, num_bytes in zip(spans, passed, strict=True):
+        found.setdefault(span.edge, []).append((span.done_s - span.begun_s) / num_bytes)
     return {edge: multiples for edge, each in found.items() if (multiples := _multiples(each))}
+
+
+class _Span(NamedTuple):
+    """A message on its link."""
+
+    edge: tuple[int, int]
+    begun_s: float
+    done_s: float
+    num_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / (self.done_s - self.begun_s)
 
 
 def _multiples(each: Sequence[float]) -> tuple[float, ...]:
     if len(each) < FEWEST:
         return ()
-    mean = fmean(each)
-    kept = [min(max(one / mean, LEAST), MOST) for one in each]
+    usual = median(each)
+    kept = [min(max(one / usual, LEAST), MOST) for one in each]
     mean = fmean(kept)
     kept = [one / mean for one in kept]
     return tuple(kept) if pstdev(kept) >= STEADY else ()

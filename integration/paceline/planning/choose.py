@@ -32,8 +32,9 @@ FIRST, FINAL = 8, 32
 
 FINALISTS = 8
 
-MOST_REPLAYED = 2**20
-"""Forwards and backwards of the replays of a planning, about: a second."""
+REPLAY_SHARE, ACTION_S = 0.01, 2e-6
+"""Replays take at most this share of the time until the next planning, at so many seconds a forward or backward: fewer
+of them where plannings are frequent or steps short."""
 
 SLOW, SLOW_SHARE, NEAR = 4.0, 0.01, 0.01
 """Among candidates that differ by less than ``NEAR``, one step in a hundred counts as if messages took four times as
@@ -163,10 +164,11 @@ class Planner:
             )
         self.running_format = current.boundary
         known = [c for c in dict.fromkeys((current, *self.candidates)) if c.micro_batch_size in costs]
-        predictions, finalists = self._predictions(known, costs)
+        predictions, finalists = self._predictions(known, costs, rule.horizon_steps)
         now = predictions[0]
         shortest = min(_claimed_s(p, current) for p in finalists)
-        near = [p for p in finalists if p is now or _claimed_s(p, current) <= shortest * (1 + NEAR)]
+        near = [p for p in finalists if p is not now and _claimed_s(p, current) <= shortest * (1 + NEAR)]
+        near = [now, *sorted(near, key=lambda p: (_claimed_s(p, current), self._rank(p)))[:FINALISTS]]
         weighed_s = {p.candidate: self._weighed_s(p, costs[p.candidate.micro_batch_size]) for p in near}
 
         def counts_s(prediction: Prediction) -> float:
@@ -184,14 +186,22 @@ class Planner:
         )
 
     def _predictions(
-        self, known: Sequence[Candidate], costs: Mapping[int, Costs]
+        self, known: Sequence[Candidate], costs: Mapping[int, Costs], steps: int
     ) -> tuple[list[Prediction], list[Prediction]]:
-        """Of all candidates, that of the first one first, and of those that may be the best."""
+        """Of all candidates, that of the first one first, and of those that may be the best.
+
+        Args:
+            steps: until the next planning.
+        """
         if not any(varies(each) for each in costs.values()):
             predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
             return predictions, predictions
+        now_s = self.predict(known[0], costs[known[0].micro_batch_size], 1).step_s
         actions = 2 * self.num_stages * self.samples // min(costs)
-        first, final = (max(2, min(n, MOST_REPLAYED // (actions * many))) for n, many in self._replays(known))
+        most = int(REPLAY_SHARE * steps * now_s / (2 * ACTION_S * actions))
+        first, final = (
+            max(1, min(count, most // many)) for count, many in ((FIRST, len(known)), (FINAL, FINALISTS + 1))
+        )
         predictions = [self.predict(candidate, costs[candidate.micro_batch_size], first) for candidate in known]
         others = sorted(predictions[1:], key=lambda p: (_claimed_s(p, known[0]), self._rank(p)))
         chosen = [predictions[0], *others[:FINALISTS]]
@@ -201,17 +211,13 @@ class Planner:
         }
         return [again.get(p.candidate, p) for p in predictions], list(again.values())
 
-    @staticmethod
-    def _replays(known: Sequence[Candidate]) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (FIRST, len(known)), (FINAL, FINALISTS)
-
     def _weighed_s(self, prediction: Prediction, costs: Costs) -> float:
         """A step, of which a share counts as if messages took longer."""
         if not costs.message_bytes:
             return prediction.step_s
-        same, slow = (_without_variation(costs, factor) for factor in (1.0, SLOW))
-        longer_s = self.predict(prediction.candidate, slow).step_s - self.predict(prediction.candidate, same).step_s
-        return prediction.step_s + SLOW_SHARE * longer_s
+        slow = self.predict(prediction.candidate, _slower(costs, SLOW))
+        same = self.predict(prediction.candidate, _slower(costs, 1.0)) if varies(costs) else prediction
+        return prediction.step_s + SLOW_SHARE * (slow.step_s - same.step_s)
 
     def _rank(self, prediction: Prediction) -> tuple[bool, float, int, tuple[Any, ...]]:
         candidate = prediction.candidate
@@ -220,7 +226,7 @@ class Planner:
         return candidate.is_late or bool(candidate.boundary), prediction.peak_bytes, alive, candidate.key
 
 
-def _without_variation(costs: Costs, factor: float) -> Costs:
+def _slower(costs: Costs, factor: float) -> Costs:
     """With messages that all take ``factor`` times as long as they do in the mean."""
     return replace(
         costs,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.measure.links import Links, Message, rate
+from paceline.measure.links import Links, Message, rate, variation
 
 
 def message(num_bytes: int, begun_s: float, done_s: float, source: int = 0, target: int = 1) -> Message:
@@ -94,3 +94,44 @@ def test_no_message_makes_a_rate_that_is_none(messages: list[Message], latency_s
     links = Links([0, 0, 2, 2])
     links.update(messages, {(0, 2): latency_s})
     assert all(0 <= seconds < inf for seconds in links.egress.values())
+
+
+def taken(edge: tuple[int, int], *seconds: float, queued: bool = False) -> list[Message]:
+    """Messages of 100 bytes, one after another, that are sent when the one before has arrived, or all at once."""
+    found, now = [], 0.0
+    for each in seconds:
+        found.append(Message(*edge, 100, 0.0 if queued else now, now + each))
+        now += each
+    return found
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_multiples_are_those_of_successive_messages(queued: bool) -> None:
+    seconds = [1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 4.0, 4.0, 2.0]
+    found = variation(taken((0, 1), *seconds, queued=queued), {})
+    assert found == {(0, 1): pytest.approx([each / 2.0 for each in seconds])}
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_two_links_that_share_a_steady_sender_do_not_vary(queued: bool) -> None:
+    """Each takes twice as long while the other one sends as well."""
+    both = taken((1, 0), *[2.0] * 10, queued=queued) + taken((1, 2), *[2.0] * 10, queued=queued)
+    alone = [Message(1, 2, 100, 20.0 + number, 21.0 + number) for number in range(10)]
+    assert variation([*both, *alone], {}) == {}
+
+
+def test_a_few_messages_tell_nothing_and_pauses_count_for_little() -> None:
+    assert variation(taken((0, 1), 1.0, 5.0, 1.0), {}) == {}
+    (multiples,) = variation(taken((0, 1), *[1.0] * 99, 1e6), {}).values()
+    assert max(multiples) == pytest.approx(50 / (149 / 100))
+
+
+def test_the_newest_look_counts_until_it_is_forgotten() -> None:
+    links = Links([0, 1])
+    links.update(taken((0, 1), *[1.0, 4.0] * 8))
+    assert set(links.variation) == {(0, 1)}
+    links.update(taken((0, 1), *[1.0] * 16))
+    assert links.variation == {}
+    links.update(taken((0, 1), *[1.0, 4.0] * 8))
+    links.forget()
+    assert (links.egress, links.variation) == ({}, {})
