@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from math import fsum
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from paceline.json_values import read_json, read_text
@@ -33,10 +35,13 @@ MOST_ACTIONS = 2**20
 """Forwards and backwards of all schedules that are simulated: more would take minutes."""
 
 MOST_DRAWN = 2**16
+_MESSAGES, _REPLAYS = 1024, 32
+"""Times of messages that are drawn for a link, and replays of a step in which they vary."""
+
 _TRIED = 24
 """Times that a generated schedule takes what 1F1B takes."""
 
-_SECONDS = ("forward", "backward", "weight", "transfer", "latency")
+_SECONDS = ("forward", "backward", "weight", "transfer", "transfer_samples", "latency")
 _COSTS = (*_SECONDS, "activation_bytes")
 
 
@@ -97,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_numbers,
         metavar="C",
         help="what an activation, or a gradient, occupies its link for; one a boundary (default 0)",
+    )
+    costs.add_argument(
+        "--transfer-samples",
+        type=_numbers,
+        metavar="C",
+        help="instead of --transfer, what single messages took, such as 0.1,0.1,0.1,0.1,4: every message takes one of "
+        "these, and mean_s and p90_s are of replayed steps (makespan_s is that of messages which all take the mean)",
     )
     costs.add_argument(
         "--latency", type=_numbers, metavar="L", help="how much later it arrives; one a boundary (default 0)"
@@ -198,17 +210,32 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
                 what = "seconds" if name in _SECONDS else "bytes"
                 raise ValueError(f"--{name.replace('_', '-')} {value:g} is no number of {what} from 0 upwards.")
     transfers, latencies = (spread(name, num_stages - 1, "boundary") for name in ("transfer", "latency"))
+    variation: tuple[float, ...] = ()
+    if args.transfer_samples:
+        if args.transfer is not None:
+            raise ValueError("--transfer-samples says what --transfer would say: give one or the other.")
+        mean = fsum(args.transfer_samples) / len(args.transfer_samples)
+        transfers = (mean,) * (num_stages - 1)
+        variation = tuple(seconds / mean for seconds in args.transfer_samples) if mean else ()
     # A message of as many bytes as it takes seconds, over one byte a second.
-    links = tuple(Link(1.0, latency) for latency in latencies)
+    down, up = (
+        tuple(Link(1.0, latency, _drawn(variation, 2 * boundary + back)) for boundary, latency in enumerate(latencies))
+        for back in (0, 1)
+    )
     return Costs(
         forward_s=spread("forward", num_stages, "stage"),
         backward_s=spread("backward", num_stages, "stage"),
         message_bytes=transfers,
-        down=links,
-        up=links,
+        down=down,
+        up=up,
         weight_s=() if args.weight is None else spread("weight", num_stages, "stage"),
         activation_bytes=() if args.activation_bytes is None else spread("activation_bytes", num_stages, "stage"),
     )
+
+
+def _drawn(multiples: tuple[float, ...], seed: int) -> tuple[float, ...]:
+    """What a link's messages take, one after another: each draws one of these, the same at each call."""
+    return tuple(Random(seed).choices(multiples, k=_MESSAGES)) if multiples else ()
 
 
 def _schedules(args: argparse.Namespace, costs: Costs | None) -> tuple[list[Schedule | Stream], Costs]:
@@ -318,6 +345,7 @@ def _facts(schedule: Schedule | Stream, costs: Costs) -> dict[str, Any]:
         "stages": _num_stages(schedule),
         "micro_batches": schedule.num_micro_batches,
         **own,
+        **_replayed(schedule, costs),
         "bubble_fraction": step.bubble_fraction,
         "peak_activations": step.peak_activations,
         **_kept(schedule, step),
@@ -325,6 +353,16 @@ def _facts(schedule: Schedule | Stream, costs: Costs) -> dict[str, Any]:
         "busy_s": step.busy_s,
         "idle_s": step.idle_s,
     }
+
+
+def _replayed(schedule: Schedule | Stream, costs: Costs) -> dict[str, float]:
+    """Of steps in which messages take different times: the mean, and what nine of ten stay below."""
+    from paceline.schedules.variation import expected, phases, resampled_s, varies
+
+    if not varies(costs):
+        return {}
+    seconds = resampled_s(schedule, costs, phases(_REPLAYS))
+    return {"mean_s": expected(seconds), "p90_s": expected(seconds, 0.9)}
 
 
 def _kept(schedule: Schedule | Stream, step: Simulation | Steady) -> dict[str, Any]:
@@ -361,6 +399,8 @@ def _text(facts: dict[str, Any]) -> str:
             f"mismatch:      by stage {' '.join(map(str, facts['mismatch']))} (most updates from forward to backward)",
         ]
     else:
+        if "mean_s" in facts:
+            step += f" ({facts['mean_s']:.6g} s in the mean over messages, p90 {facts['p90_s']:.6g} s)"
         critical = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in facts["critical_path_s"].items() if seconds)
         lines += [f"{step}, of which {bubble}", f"critical path: {critical or 'nothing'}"]
     lines.append(
@@ -377,12 +417,19 @@ def _comparison(rows: list[dict[str, Any]]) -> str:
     titles = (
         f"{'step_s':>12} {'speed-up':>9} {'bubble':>7} {'peak activations':>17} {'peak stages':>12} {'peak_bytes':>12}"
     )
+    varies = any("mean_s" in row for row in rows)
+    if varies:
+        titles = f"{'mean_s':>12} {'p90_s':>12} {titles}"
     lines = [f"{'schedule':<{width}} {titles}"]
-    first = rows[0]["makespan_s"]
+    what = "mean_s" if varies else "makespan_s"
+    first = rows[0][what]
     for row in rows:
-        ratio = first / row["makespan_s"] if row["makespan_s"] else 1.0
+        ratio = first / row[what] if row[what] else 1.0
+        name = f"{row['schedule']:<{width}}"
+        if varies:
+            name += f" {row['mean_s']:>12.6g} {row['p90_s']:>12.6g}"
         lines.append(
-            f"{row['schedule']:<{width}} {row['makespan_s']:>12.6g} {ratio:>9.3f} {row['bubble_fraction']:>7.1%}"
+            f"{name} {row['makespan_s']:>12.6g} {ratio:>9.3f} {row['bubble_fraction']:>7.1%}"
             f" {max(row['peak_activations']):>17} {max(row['peak_stages']):>12.6g} {max(row['peak_bytes']):>12.6g}"
         )
     return "\n".join(lines)

@@ -101,6 +101,27 @@ def test_compare(capsys):
     assert len({len(line) for line in lines}) == 1
 
 
+def test_messages_that_take_different_times(capsys):
+    """The stochastic case of specs/schedules.md: with the mean for all messages, most schedules look the same."""
+    given = ["--stages", "8", "--micro-batches", "32", "--forward", "1", "--backward", "2"]
+    samples = ["--transfer-samples", "0.1,0.1,0.1,0.1,4"]
+    rows = {row["schedule"]: row for row in answer(capsys, *given, *samples, "--compare")}
+    flat = {row["schedule"]: row for row in answer(capsys, *given, "--transfer", "0.88", "--compare")}
+    assert {name: row["makespan_s"] for name, row in rows.items()} == pytest.approx(
+        {name: row["makespan_s"] for name, row in flat.items()}
+    )
+    assert rows["eager slack=1"]["makespan_s"] == pytest.approx(rows["eager slack=2"]["makespan_s"])
+    assert rows["eager slack=1"]["mean_s"] > 1.08 * rows["eager slack=2"]["mean_s"]
+    assert all(row["makespan_s"] < row["mean_s"] < row["p90_s"] for row in rows.values())
+    assert "mean_s" not in flat["1f1b"]
+    assert main(["simulate", *given, *samples, "--compare"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["schedule", "mean_s", "p90_s", "step_s"]
+    assert len({len(line) for line in lines}) == 1
+    assert main(["simulate", *given, *samples]) == 0
+    assert "in the mean over messages, p90" in capsys.readouterr().out
+
+
 def test_compare_without_a_flush(capsys):
     """By hand without transfers: the flushes cost 9, 3 + 4 and nothing, multidirection 1 a round."""
     rows = answer(capsys, "--stages", "4", "--micro-batches", "16", "--compare", "--forward", "1", "--backward", "2")
@@ -250,6 +271,10 @@ def test_pictures_and_traces(tmp_path, capsys):
         ([*SHAPE, "--forward", "1,2", "--backward", "2"], "--forward has 2 numbers: give one, or 4, one a stage."),
         ([*SHAPE, *SECONDS, "--transfer", "1,2"], "--transfer has 2 numbers: give one, or 3, one a boundary."),
         ([*SHAPE, *SECONDS, "--latency", "-1"], "--latency -1 is no number of seconds from 0 upwards."),
+        ([*SHAPE, *SECONDS, "--transfer", "1", "--transfer-samples", "1,2"],
+         "--transfer-samples says what --transfer would say: give one or the other."),
+        ([*SHAPE, *SECONDS, "--transfer-samples", "1,-2"],
+         "--transfer-samples -2 is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--transfer", "inf"], "--transfer inf is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--schedule", "kfbk"],
          "schedule type 'kfbk' is unknown: choose one of 1f1b, gpipe, kfkb, eager, interleaved, dualpipev, zbh1, "
