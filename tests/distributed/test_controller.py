@@ -124,8 +124,8 @@ def test_decisions_carry_the_numbers(fixed_and_adaptive: list[Any]) -> None:
         }
         assert decision["switched"] == (decision["from"] != decision["to"])
         assert decision["predicted_s"][decision["from"]] == decision["predicted_now_s"]
-        # An order that was made anew must save a hundredth.
-        assert decision["predicted_best_s"] <= 1.0101 * min(decision["predicted_s"].values())
+        # An order that was made anew must save a hundredth, and so much may be given for less harm by slow messages.
+        assert decision["predicted_best_s"] <= 1.0202 * min(decision["predicted_s"].values())
         assert decision["measured_s"] > MICRO_BATCHES * SLOW_S
         assert decision["switch_s"] > 0
     switched = next(decision for decision in decisions if decision["switched"])
@@ -151,6 +151,39 @@ def test_where_no_memory_is_left_1f1b_stays(fixed_and_adaptive: list[Any]) -> No
     for decision in run["decisions"]:
         assert list(decision["predicted_s"]) == [f"1f1b, micro-batch {BATCH}"]
         assert not decision["switched"]
+
+
+USUAL_STEPS = 10
+"""The first planning is after the sixth; the others tell what is usual."""
+
+
+def run_a_stage_that_becomes_slow() -> list[Any]:
+    fixed = train(make_engine(None), 2 * USUAL_STEPS)
+    engine = make_engine({"type": "adaptive", "retune_every": 1000})
+    delay_s = SLOW_S
+    if engine.stage_id == SLOW_STAGE:
+        forward = engine.module.forward
+
+        def slow(*args: Any) -> Any:
+            time.sleep(delay_s)
+            return forward(*args)
+
+        engine.module.forward = slow
+    usual = train(engine, USUAL_STEPS)
+    delay_s = 8 * SLOW_S
+    steps = [step_batches(step, "padded") for step in range(USUAL_STEPS, 2 * USUAL_STEPS)]
+    usual["losses"] += [engine.train_batch(iter(batches)).item() for batches in steps]
+    return [fixed, {**usual, "decisions": engine.controller.decisions}]
+
+
+def test_a_change_is_planned_for_at_once() -> None:
+    """Long before the interval ends, on all ranks, and no number changes."""
+    found = run_ranks(run_a_stage_that_becomes_slow, STAGES)
+    for fixed, adaptive in found:
+        assert adaptive["losses"] == fixed["losses"]
+    planned = [decision["step"] for decision in found[0][1]["decisions"]]
+    assert planned[0] == 6
+    assert any(USUAL_STEPS + 1 < step <= USUAL_STEPS + 8 for step in planned[1:]), planned
 
 
 def shift_clock(engine: Any) -> None:
