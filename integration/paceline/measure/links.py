@@ -40,8 +40,8 @@ def rate(messages: Iterable[Message], latency_s: float = 0.0) -> float:
 STEADY = 0.15
 """Links whose messages deviate by less than this share (standard deviation) count as if all took the same."""
 
-FEWEST = 8
-"""Messages of a link that tell how they vary."""
+FEWEST, KEPT = 8, 128
+"""Messages of a link that tell how they vary, and of which it is remembered, the newest: they are logged as well."""
 
 LEAST, MOST = 0.05, 50.0
 """Multiples of the median that count as what they are: beyond, clocks and pauses play a part."""
@@ -104,9 +104,9 @@ def _multiples(each: Sequence[float]) -> tuple[float, ...]:
     if len(each) < FEWEST:
         return ()
     usual = median(each)
-    kept = [min(max(one / usual, LEAST), MOST) for one in each]
+    kept = [min(max(one / usual, LEAST), MOST) for one in each[-KEPT:]]
     mean = fmean(kept)
-    kept = [one / mean for one in kept]
+    kept = [round(one / mean, 3) for one in kept]
     return tuple(kept) if pstdev(kept) >= STEADY else ()
 
 
