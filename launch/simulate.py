@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from math import fsum
+from math import ceil, fsum
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -234,8 +234,10 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
 
 
 def _drawn(multiples: tuple[float, ...], seed: int) -> tuple[float, ...]:
-    """What a link's messages take, one after another: each draws one of these, the same at each call."""
-    return tuple(Random(seed).choices(multiples, k=_MESSAGES)) if multiples else ()
+    """What a link's messages take, one after another: each of these as often, shuffled, the same at each call."""
+    found = [*multiples] * (ceil(_MESSAGES / len(multiples)) if multiples else 0)
+    Random(seed).shuffle(found)
+    return tuple(found)
 
 
 def _schedules(args: argparse.Namespace, costs: Costs | None) -> tuple[list[Schedule | Stream], Costs]:
@@ -284,6 +286,8 @@ def _check_size(args: argparse.Namespace, num_stages: int) -> None:
         actions *= _TRIED
     elif args.schedule in asynchronous.STREAMS:
         actions = steady
+    if args.transfer_samples:
+        actions *= _REPLAYS
     most = MOST_DRAWN if args.draw or args.trace else MOST_ACTIONS
     if actions > most:
         raise ValueError(
@@ -421,13 +425,13 @@ def _comparison(rows: list[dict[str, Any]]) -> str:
     if varies:
         titles = f"{'mean_s':>12} {'p90_s':>12} {titles}"
     lines = [f"{'schedule':<{width}} {titles}"]
-    what = "mean_s" if varies else "makespan_s"
-    first = rows[0][what]
+    first = rows[0].get("mean_s", rows[0]["makespan_s"])
     for row in rows:
-        ratio = first / row[what] if row[what] else 1.0
+        mean_s = row.get("mean_s", row["makespan_s"])
+        ratio = first / mean_s if mean_s else 1.0
         name = f"{row['schedule']:<{width}}"
         if varies:
-            name += f" {row['mean_s']:>12.6g} {row['p90_s']:>12.6g}"
+            name += f" {mean_s:>12.6g} {row.get('p90_s', mean_s):>12.6g}"
         lines.append(
             f"{name} {row['makespan_s']:>12.6g} {ratio:>9.3f} {row['bubble_fraction']:>7.1%}"
             f" {max(row['peak_activations']):>17} {max(row['peak_stages']):>12.6g} {max(row['peak_bytes']):>12.6g}"

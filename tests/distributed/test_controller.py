@@ -124,8 +124,9 @@ def test_decisions_carry_the_numbers(fixed_and_adaptive: list[Any]) -> None:
         }
         assert decision["switched"] == (decision["from"] != decision["to"])
         assert decision["predicted_s"][decision["from"]] == decision["predicted_now_s"]
-        # An order that was made anew must save a hundredth, and so much may be given for less harm by slow messages.
-        assert decision["predicted_best_s"] <= 1.0202 * min(decision["predicted_s"].values())
+        # An order that was made anew must save a hundredth, and so much may be given for less harm by slow messages;
+        # where messages vary, those that fell behind early were replayed less.
+        assert decision["predicted_best_s"] <= 1.1 * min(decision["predicted_s"].values())
         assert decision["measured_s"] > MICRO_BATCHES * SLOW_S
         assert decision["switch_s"] > 0
     switched = next(decision for decision in decisions if decision["switched"])
@@ -153,27 +154,22 @@ def test_where_no_memory_is_left_1f1b_stays(fixed_and_adaptive: list[Any]) -> No
         assert not decision["switched"]
 
 
-USUAL_STEPS = 10
-"""The first planning is after the sixth; the others tell what is usual."""
+USUAL_STEPS, CHANGED_STEPS = 10, 14
 
 
 def run_a_stage_that_becomes_slow() -> list[Any]:
-    fixed = train(make_engine(None), 2 * USUAL_STEPS)
+    """By the clock that the watch is told, which does not depend on this machine."""
+    steps = USUAL_STEPS + CHANGED_STEPS
+    fixed = train(make_engine(None), steps)
     engine = make_engine({"type": "adaptive", "retune_every": 1000})
-    delay_s = SLOW_S
-    if engine.stage_id == SLOW_STAGE:
-        forward = engine.module.forward
+    step_took, told = engine.controller.step_took, []
 
-        def slow(*args: Any) -> Any:
-            time.sleep(delay_s)
-            return forward(*args)
+    def tell(seconds: float, size: float) -> None:
+        told.append((seconds, size))
+        step_took(1.0 if len(told) <= USUAL_STEPS else 2.0, 1.0)
 
-        engine.module.forward = slow
-    usual = train(engine, USUAL_STEPS)
-    delay_s = 8 * SLOW_S
-    steps = [step_batches(step, "padded") for step in range(USUAL_STEPS, 2 * USUAL_STEPS)]
-    usual["losses"] += [engine.train_batch(iter(batches)).item() for batches in steps]
-    return [fixed, {**usual, "decisions": engine.controller.decisions}]
+    engine.controller.step_took = tell
+    return [fixed, {**train(engine, steps), "told": told}]
 
 
 def test_a_change_is_planned_for_at_once() -> None:
@@ -181,9 +177,9 @@ def test_a_change_is_planned_for_at_once() -> None:
     found = run_ranks(run_a_stage_that_becomes_slow, STAGES)
     for fixed, adaptive in found:
         assert adaptive["losses"] == fixed["losses"]
-    planned = [decision["step"] for decision in found[0][1]["decisions"]]
-    assert planned[0] == 6
-    assert any(USUAL_STEPS + 1 < step <= USUAL_STEPS + 8 for step in planned[1:]), planned
+        assert all(seconds > 0 and size > 0 for seconds, size in adaptive["told"])
+    # Two longer steps, one that begins with the notice, two that are measured.
+    assert [decision["step"] for decision in found[0][1]["decisions"]] == [6, USUAL_STEPS + 2 + 1 + 2]
 
 
 def shift_clock(engine: Any) -> None:

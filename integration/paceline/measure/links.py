@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 from typing import NamedTuple, TypeVar
@@ -20,6 +20,8 @@ class Message(NamedTuple):
     begun_s: float
     """When it was sent, or, if that was later, when its receiver was ready for it."""
     done_s: float
+    lane: Hashable = None
+    """On one lane messages follow one another."""
 
 
 def rate(messages: Iterable[Message], latency_s: float = 0.0) -> float:
@@ -52,8 +54,8 @@ def variation(
 ) -> dict[tuple[int, int], tuple[float, ...]]:
     """What successive messages took from stage to stage, as multiples of what they take in the mean by their bytes.
 
-    On its way between two stages a message waits for the one before it. Those to different stages that share a sender
-    each get a part: what counts for one is the rate of all of them, as long as it was under way.
+    On its lane a message waits for the one before it. Those on different lanes that share a sender each get a part:
+    what counts for one is the rate of all of them, as long as it was under way.
 
     Args:
         messages: that share a sender, or a link.
@@ -62,13 +64,13 @@ def variation(
         Nothing for edges that are steady, or of which little is known.
     """
     spans: list[_Span] = []
-    free_s: dict[tuple[int, int], float] = {}
+    free_s: dict[Hashable, float] = {}
     for message in sorted(messages, key=lambda message: message.begun_s):
         edge = (message.source, message.target)
-        begun_s, done_s = message.begun_s, message.done_s - latency_s.get(edge, 0.0)
-        begun_s = max(begun_s, free_s.get(edge, begun_s))
-        if done_s > begun_s and message.num_bytes:
-            free_s[edge] = done_s
+        lane, done_s = (edge, message.lane), message.done_s - latency_s.get(edge, 0.0)
+        begun_s = max(message.begun_s, free_s.get(lane, message.begun_s))
+        if message.num_bytes:
+            free_s[lane] = done_s = max(begun_s, done_s)
             spans.append(_Span(edge, begun_s, done_s, message.num_bytes))
     spans.sort(key=lambda span: span.begun_s)
     passed = [float(span.num_bytes) for span in spans]
@@ -97,13 +99,17 @@ class _Span(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        return self.num_bytes / (self.done_s - self.begun_s)
+        """0 where it took no time that could be measured."""
+        seconds = self.done_s - self.begun_s
+        return self.num_bytes / seconds if seconds > 0 else 0.0
 
 
 def _multiples(each: Sequence[float]) -> tuple[float, ...]:
     if len(each) < FEWEST:
         return ()
     usual = median(each)
+    if usual <= 0:
+        return ()
     kept = [min(max(one / usual, LEAST), MOST) for one in each[-KEPT:]]
     mean = fmean(kept)
     kept = [round(one / mean, 3) for one in kept]
@@ -127,6 +133,8 @@ class Links:
     """Seconds per byte of each host."""
     variation: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
     """What successive messages of the newest look took, as multiples of the mean; of edges that are not steady."""
+    _counts_alone: bool = False
+    """Whether the next look does."""
 
     def update(self, messages: Iterable[Message], latency_s: Mapping[tuple[int, int], float] | None = None) -> None:
         """Take in the messages since the last look."""
@@ -147,13 +155,14 @@ class Links:
         for host, found in of_host.items():
             least = min((latency.get((m.source, m.target), 0.0) for m in found), default=0.0)
             self._mix(self.egress, host, rate(found, least))
+        if of_edge or of_host:
+            self._counts_alone = False
 
     def forget(self) -> None:
-        """The next look counts alone."""
-        self.edges.clear()
-        self.egress.clear()
-        self.variation.clear()
+        """The next look counts alone; until then what is known holds."""
+        self._counts_alone = True
 
     def _mix(self, known: dict[Key, float], key: Key, bytes_per_s: float) -> None:
         now = 1 / bytes_per_s
-        known[key] = now if key not in known else self.weight * now + (1 - self.weight) * known[key]
+        weight = 1.0 if key not in known or self._counts_alone else self.weight
+        known[key] = weight * now + (1 - weight) * known.get(key, 0.0)

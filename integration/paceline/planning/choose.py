@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..schedules.costs import Costs, Link
+from ..schedules.costs import Costs
+from ..schedules.events import Visits, replay
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import peak_bytes, simulate
 from ..schedules.steady import steady
 from ..schedules.stream import Stream
-from ..schedules.variation import expected, phases, resampled_s, varies
+from ..schedules.variation import expected, phases, resampled_s, varies, without_variation
 from .candidates import Candidate
 from .format_costs import AS_IT_IS, FormatCosts, with_format
 from .switching import Decision, SwitchRule
@@ -32,13 +33,16 @@ FIRST, FINAL = 8, 32
 
 FINALISTS = 8
 
-REPLAY_SHARE, ACTION_S = 0.01, 2e-6
+QUANTILE = 10
+"""Replays at least that a quantile is taken of."""
+
+REPLAY_SHARE, ACTION_S = 0.01, 5e-6
 """Replays take at most this share of the time until the next planning, at so many seconds a forward or backward: fewer
 of them where plannings are frequent or steps short."""
 
 SLOW, SLOW_SHARE, NEAR = 4.0, 0.01, 0.01
 """Among candidates that differ by less than ``NEAR``, one step in a hundred counts as if messages took four times as
-long in it: what network is shared gets slower at times, and a longer warm-up costs memory only."""
+long in it: a network that is shared gets slower at times, and a longer warm-up costs memory only."""
 
 
 class Prediction(NamedTuple):
@@ -167,20 +171,24 @@ class Planner:
         predictions, finalists = self._predictions(known, costs, rule.horizon_steps)
         now = predictions[0]
         shortest = min(_claimed_s(p, current) for p in finalists)
-        near = [p for p in finalists if p is not now and _claimed_s(p, current) <= shortest * (1 + NEAR)]
-        near = [now, *sorted(near, key=lambda p: (_claimed_s(p, current), self._rank(p)))[:FINALISTS]]
-        weighed_s = {p.candidate: self._weighed_s(p, costs[p.candidate.micro_batch_size]) for p in near}
+        near = [p for p in finalists if _claimed_s(p, current) <= shortest * (1 + NEAR)]
+        looked_at = {p.candidate: p for p in (*sorted(near, key=self._roomiest)[:FINALISTS], min(near, key=self._rank))}
+        looked_at |= {p.candidate: p for p in near if p is now}
+        near = [*looked_at.values()]
+        slow_s = {p.candidate: self._slow_s(p, costs[p.candidate.micro_batch_size]) for p in near}
 
         def counts_s(prediction: Prediction) -> float:
-            return _claimed_s(prediction._replace(step_s=weighed_s[prediction.candidate]), current)
+            return _claimed_s(prediction, current) + SLOW_SHARE * slow_s[prediction.candidate]
 
         least = min(map(counts_s, near))
         ties = [p for p in near if counts_s(p) <= least * (1 + TIE)]
         best = now if now in ties else min(ties, key=self._rank)
-        decision = rule.consider(weighed_s[now.candidate], weighed_s[best.candidate], switch_s, steps)
-        decision = replace(decision, now_s=now.step_s, best_s=best.step_s)
-        if best.step_s >= now.step_s and best is not now:
-            decision = replace(decision, why=f"{decision.why}; it suffers less where messages get slower")
+        decision = rule.consider(now.step_s, best.step_s, switch_s, steps)
+        if best is not now and now in near and not decision.switch:
+            spared_s = slow_s[now.candidate] - slow_s[best.candidate]
+            if (counts_s(now) - counts_s(best)) * rule.horizon_steps > switch_s:
+                why = f"as fast, and {spared_s:.4g} s shorter where messages take {SLOW:g} times as long"
+                decision = replace(decision, switch=True, why=why)
         return Choice(
             best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate.key))), decision
         )
@@ -199,41 +207,36 @@ class Planner:
         now_s = self.predict(known[0], costs[known[0].micro_batch_size], 1).step_s
         actions = 2 * self.num_stages * self.samples // min(costs)
         most = int(REPLAY_SHARE * steps * now_s / (2 * ACTION_S * actions))
-        first, final = (
-            max(1, min(count, most // many)) for count, many in ((FIRST, len(known)), (FINAL, FINALISTS + 1))
-        )
+        first = max(1, min(FIRST, most // len(known)))
+        final = max(1 if self._risk is None else QUANTILE, min(FINAL, most // (FINALISTS + 1)))
         predictions = [self.predict(candidate, costs[candidate.micro_batch_size], first) for candidate in known]
+        if final <= first:
+            return predictions, predictions
         others = sorted(predictions[1:], key=lambda p: (_claimed_s(p, known[0]), self._rank(p)))
-        chosen = [predictions[0], *others[:FINALISTS]]
-        again = {
-            p.candidate: self.predict(p.candidate, costs[p.candidate.micro_batch_size], max(first, final))
-            for p in chosen
-        }
+        chosen = [p.candidate for p in (predictions[0], *others[:FINALISTS])]
+        again = {candidate: self.predict(candidate, costs[candidate.micro_batch_size], final) for candidate in chosen}
         return [again.get(p.candidate, p) for p in predictions], list(again.values())
 
-    def _weighed_s(self, prediction: Prediction, costs: Costs) -> float:
-        """A step, of which a share counts as if messages took longer."""
-        if not costs.message_bytes:
+    def _roomiest(self, prediction: Prediction) -> tuple[float, int]:
+        """The shortest first, of equals the one with the longest warm-up."""
+        candidate = prediction.candidate
+        alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
+        return float(f"{prediction.step_s:.6g}"), -alive
+
+    def _slow_s(self, prediction: Prediction, costs: Costs) -> float:
+        """Seconds of a step whose messages all take :data:`SLOW` times as long; without a flush, as it is."""
+        order = self.schedule(prediction.candidate)
+        if isinstance(order, Stream) or not costs.message_bytes:
             return prediction.step_s
-        slow = self.predict(prediction.candidate, _slower(costs, SLOW))
-        same = self.predict(prediction.candidate, _slower(costs, 1.0)) if varies(costs) else prediction
-        return prediction.step_s + SLOW_SHARE * (slow.step_s - same.step_s)
+        boundary = self._formats[prediction.candidate.boundary]
+        slow = without_variation(with_format(costs, self._formats[self.running_format], boundary), SLOW)
+        return replay(order, slow, Visits(order, slow)).end_s + slow.step_s
 
     def _rank(self, prediction: Prediction) -> tuple[bool, float, int, tuple[Any, ...]]:
         candidate = prediction.candidate
         # Where activations were not measured, samples alive stand for their bytes.
         alive = sum(candidate.peak_activations(self.num_stages, self.samples)) * candidate.micro_batch_size
         return candidate.is_late or bool(candidate.boundary), prediction.peak_bytes, alive, candidate.key
-
-
-def _slower(costs: Costs, factor: float) -> Costs:
-    """With messages that all take ``factor`` times as long as they do in the mean."""
-    return replace(
-        costs,
-        down=tuple(Link(link.bytes_per_s / factor, link.latency_s) for link in costs.down),
-        up=tuple(Link(link.bytes_per_s / factor, link.latency_s) for link in costs.up),
-        egress_bytes_per_s=tuple(rate / factor for rate in costs.egress_bytes_per_s),
-    )
 
 
 def _claimed_s(prediction: Prediction, current: Candidate) -> float:

@@ -74,14 +74,14 @@ class Agreement(Protocol):
 class Changes(Protocol):
     """Notices that steps have become shorter or longer."""
 
-    def step_took(self, seconds: float) -> None:
-        """A step is over, which took so long on this rank's host."""
+    def step_took(self, seconds: float, size: float) -> None:
+        """A step of ``size`` tokens, or samples, is over, which took so long on this rank's host."""
 
     def planned(self, *, switched: bool) -> None:
         """A planning is over."""
 
-    def planning_by(self, done: int, next_planning: int) -> int:
-        """When the next planning is to be, after ``done`` steps. The same on all ranks."""
+    def planning_by(self, done: int, next_planning: int) -> int | None:
+        """When all actuators are to plan, after ``done`` steps, if steps have changed. The same on all ranks."""
 
 
 class Controller:
@@ -130,10 +130,10 @@ class Controller:
         self._done += 1
         self._between_steps()
 
-    def step_took(self, seconds: float) -> None:
-        """A step is over, which took so long on this rank's host."""
+    def step_took(self, seconds: float, size: float) -> None:
+        """A step of ``size`` tokens, or samples, is over, which took so long on this rank's host."""
         if self._changes is not None:
-            self._changes.step_took(seconds)
+            self._changes.step_took(seconds, size)
 
     def go_on(self, done: int) -> None:
         """Count from ``done`` steps: the run was resumed there."""
@@ -147,8 +147,9 @@ class Controller:
         if self._changes is not None:
             soonest = min(interval.next for interval in self._actuators.values())
             planning = self._changes.planning_by(self._done, soonest)
-            for interval in self._actuators.values() if planning < soonest else ():
-                interval.next = planning
+            if planning is not None:
+                for interval in self._actuators.values():
+                    interval.next = min(interval.next, planning)
         if self.measurements.is_complete(self._done):
             planned = {a: interval.steps_if_due(self._done) for a, interval in self._actuators.items()}
             if due := {actuator: steps for actuator, steps in planned.items() if steps is not None}:

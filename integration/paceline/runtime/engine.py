@@ -142,6 +142,8 @@ class PacelineEngine(PipelineEngine):
         self.cut = self._configured_cut()
         self.links = assembly.make_links(self)
         num_sharing = self.shared_experts.groups.size
+        self._computed_s = 0.0
+        """Of the last step, by the host's clock, reading of data left out."""
         self.steps = self.support.make_steps(self, self.control, device, self._reported, num_sharing)
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
         self.own_random = OwnRandom(self.links.device_number, device) if len(self.support.routes) > 1 else None
@@ -334,7 +336,6 @@ class PacelineEngine(PipelineEngine):
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
         gc.disable()
-        begun_s = time.perf_counter()
         try:
             yield
         except BaseException:
@@ -346,7 +347,7 @@ class PacelineEngine(PipelineEngine):
                 gc.enable()
         recorder.end()
         if self.controller is not None:
-            self.controller.step_took(time.perf_counter() - begun_s)
+            self.controller.step_took(self._computed_s, self.step_tokens or 1)
         if self.tracer is not None:
             self.tracer.after_step()
 
@@ -523,7 +524,9 @@ class PacelineEngine(PipelineEngine):
                 else:
                     is_cut = self.cut != self.micro_batch_size
                     self.steps.open(self.micro_batches, cut=Cut(self.cut, self.run_micro_batches) if is_cut else None)
+                    begun_s = time.perf_counter()
                     loss = super().train_batch()
+                    self._computed_s = time.perf_counter() - begun_s
             if self.steps_per_print() is None:  # nobody reads it, and it keeps two events a step until somebody does
                 self.timers(TRAIN_BATCH_TIMER).reset()
             if self.averager is not None:

@@ -283,7 +283,8 @@ class MeasuredCosts:
         for edge, seconds in latency.items():
             self._latency_s[edge] = max(self._latency_s.get(edge, 0.0), seconds)
         links.update(
-            (Message(s.source, s.target, s.record.num_bytes, s.record.begun_s, s.record.done_s) for s in seen), latency
+            (Message(s.source, s.target, s.record.num_bytes, s.record.begun_s, s.record.done_s, s.lane) for s in seen),
+            latency,
         )
         self._take_sizes(pipe[0].steps, seen)
 

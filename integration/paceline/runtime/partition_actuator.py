@@ -17,6 +17,7 @@ from ..planning.switching import Decision, SwitchRule
 from ..planning.tuning import PARTITION, DecisionRecord, Proposal
 from ..schedules.steady import drained_s
 from ..schedules.stream import Stream
+from ..schedules.variation import varies
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .migration import Migration
@@ -156,17 +157,22 @@ class PartitionActuator:
 
     def _starts(self, candidate: Candidate, layout: Layout) -> list[Candidate]:
         """Schedules to begin a search with: an order made for the layers as they lie suits no other partition."""
-        if candidate.made is None or not self._follows_schedules:
+        if candidate.made is None or not self._may_choose_schedules(candidate):
             return [candidate]
         others = self._schedules.that_fit(layout, layout.parts, makes=False)
         tried = [(self._step_s(other, layout)(layout.parts), other) for other in others if other.made is None]
         return [candidate, *(other for _, other in sorted(tried, key=_by_seconds)[:1])]
 
+    def _may_choose_schedules(self, candidate: Candidate) -> bool:
+        """Where messages vary the schedule is chosen over replays, and no other by a single one here."""
+        return self._follows_schedules and not varies(self._measurements.costs.costs(candidate.micro_batch_size))
+
     def _best_from(self, start: Candidate, layout: Layout) -> tuple[float, tuple[int, ...], Candidate]:
         """Seconds of a step, boundaries and schedule that a search comes to."""
         best = start
         parts, best_s = self._search(layout, start)
-        while self._follows_schedules:  # another partition may suit another schedule, and that one another partition
+        # Another partition may suit another schedule, and that one another partition.
+        while self._may_choose_schedules(start):
             tried = [(self._step_s(other, layout)(parts), other) for other in self._schedules.that_fit(layout, parts)]
             seconds, other = min(tried, default=(best_s, best), key=_by_seconds)
             if seconds > best_s * (1 - TIE):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from ..comm.control import ControlPlane
 from ..planning.candidates import Candidate
 from ..planning.tuning import DecisionLog, DecisionRecord
+from ..schedules.variation import without_variation
 from ..supervise.watch import EVERYONE, WATCH
 from .controller import Agreement
 from .measured_costs import MeasuredCosts
@@ -157,7 +158,7 @@ class PipelineMeasurements:
                     "routes": [list(route) for route in self.costs.routes],
                     "measured_s": self.costs.measured_s,
                     "room_bytes": list(self.costs.room_bytes),
-                    **self.costs.costs(size).to_dict(),
+                    **without_variation(self.costs.costs(size)).to_dict(),
                 }
             )
             is_near_switch = self._timelines.records_switches and (switches or self._has_switched)

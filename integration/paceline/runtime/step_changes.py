@@ -33,10 +33,10 @@ class StepChanges:
         self._watch = StepWatch()
         self._has_planned = False
 
-    def step_took(self, seconds: float) -> None:
-        """A step is over, which took so long on this rank's host."""
+    def step_took(self, seconds: float, size: float = 1.0) -> None:
+        """A step of ``size`` tokens, or samples, is over, which took so long on this rank's host."""
         if self._has_planned and self._decides:
-            self._watch.add(seconds)
+            self._watch.add(seconds, size)
             self._notice.notices_change = self._watch.has_changed
 
     def planned(self, *, switched: bool) -> None:
@@ -45,11 +45,16 @@ class StepChanges:
         self._watch.planned(switched=switched)
         self._notice.notices_change = False
 
-    def planning_by(self, done: int, next_planning: int) -> int:
-        """When the next planning is to be, after ``done`` steps: when it would be, or sooner. The same on all ranks."""
+    def planning_by(self, done: int, next_planning: int) -> int | None:
+        """When everything is to be planned anew, after ``done`` steps, if a change was noticed. The same on all ranks.
+
+        Args:
+            next_planning: when the next planning of anything is to be. One that is near enough counts for all.
+        """
         is_noticed, self._notice.change_is_noticed = self._notice.change_is_noticed, False
-        if not is_noticed or next_planning <= done + MEASURED:
-            return next_planning
+        if not is_noticed:
+            return None
         self._notice.notices_change = False
-        self._forget()
-        return done + MEASURED
+        if next_planning > done + MEASURED:
+            self._forget()
+        return min(next_planning, done + MEASURED)

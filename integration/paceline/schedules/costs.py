@@ -19,12 +19,21 @@ class Link:
     ``latency_s`` later; the next message starts when the link is free again.
 
     Args:
-        variation: what successive messages took, as multiples of that time. Empty: all take the same.
+        variation: what successive messages took, as multiples of that time. Empty: all take the same. In a replay
+            micro-batches take them by their numbers.
+
+    Raises:
+        ValueError: a multiple is negative or not finite.
     """
 
     bytes_per_s: float = inf
     latency_s: float = 0.0
     variation: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(0 <= multiple < inf for multiple in self.variation):
+            wrong = next(multiple for multiple in self.variation if not 0 <= multiple < inf)
+            raise ValueError(f"a multiple in a link's variation is {wrong}: give numbers from 0 upwards.")
 
 
 _NUMBERS = ("step_s", "gradient_share")
@@ -110,8 +119,6 @@ class Costs:
             for index, link in enumerate(getattr(self, name)):
                 _above_zero(f"{name}[{index}].bytes_per_s", link.bytes_per_s)
                 _from_zero(f"{name}[{index}].latency_s", link.latency_s)
-                for number, multiple in enumerate(link.variation):
-                    _from_zero(f"{name}[{index}].variation[{number}]", multiple)
         for rank, speed in enumerate(self.speeds):
             _above_zero(f"speeds[{rank}]", speed)
         for host, value in enumerate(self.egress_bytes_per_s):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from statistics import fmean
 
-from .costs import Costs
+from .costs import Costs, Link
 from .events import Visits, replay
 from .schedule import Schedule
 from .stream import Stream
 
 _STEPS = 6
 """Of a stream, from the first one's end on."""
+
+_OF_STREAM = 4
+"""Beginnings of a stream."""
 
 _MATTERS = 0.01
 """Share of a forward that a message must take, at its slowest, for its variation to be looked at."""
@@ -26,6 +30,16 @@ def varies(costs: Costs) -> bool:
         max(link.variation) * size > least_s * _bytes_per_s(costs, link.bytes_per_s)
         for size, link in links
         if link.variation and min(link.variation) < max(link.variation)
+    )
+
+
+def without_variation(costs: Costs, factor: float = 1.0) -> Costs:
+    """With messages that all take ``factor`` times as long as they do in the mean."""
+    return replace(
+        costs,
+        down=tuple(Link(link.bytes_per_s / factor, link.latency_s) for link in costs.down),
+        up=tuple(Link(link.bytes_per_s / factor, link.latency_s) for link in costs.up),
+        egress_bytes_per_s=tuple(rate / factor for rate in costs.egress_bytes_per_s),
     )
 
 
@@ -53,7 +67,7 @@ def _reversed_bits(number: int) -> float:
 def resampled_s(order: Schedule | Stream, costs: Costs, beginnings: Sequence[float]) -> list[float]:
     """Seconds of a step that begins at each of these phases of the links' variation; ``step_s`` included.
 
-    Of a stream it is the mean of the steps after the first one.
+    Of a stream it is the mean of some steps after the first one; of the first few beginnings, since that takes longer.
     """
     if isinstance(order, Schedule):
         visits = Visits(order, costs)
@@ -62,7 +76,7 @@ def resampled_s(order: Schedule | Stream, costs: Costs, beginnings: Sequence[flo
     of_first, of_run = Visits(first, costs), Visits(run, costs)
     return [
         (replay(run, costs, of_run, phase).end_s - replay(first, costs, of_first, phase).end_s) / _STEPS + costs.step_s
-        for phase in beginnings
+        for phase in beginnings[:_OF_STREAM]
     ]
 
 

@@ -85,7 +85,8 @@ MOMENTS = st.floats(-1e6, 1e6)
 
 @given(
     st.lists(
-        st.builds(Message, st.integers(0, 1), st.integers(2, 3), st.integers(0, 10**12), MOMENTS, MOMENTS), max_size=8
+        st.builds(Message, st.integers(0, 1), st.integers(2, 3), st.integers(0, 10**12), MOMENTS, MOMENTS, st.none()),
+        max_size=8,
     ),
     st.floats(0, 10),
 )
@@ -120,6 +121,18 @@ def test_two_links_that_share_a_steady_sender_do_not_vary(queued: bool) -> None:
     assert variation([*both, *alone], {}) == {}
 
 
+def test_two_lanes_between_the_same_stages_share_what_there_is() -> None:
+    """As with two stages a rank; also where a batch ends as one."""
+    lanes = [[message._replace(lane=lane) for message in taken((0, 1), *[2.0] * 10)] for lane in "ab"]
+    alone = [Message(0, 1, 100, 20.0 + number, 21.0 + number, "a") for number in range(10)]
+    assert variation([*lanes[0], *lanes[1], *alone], {}) == {}
+
+
+def test_messages_that_took_no_measurable_time_are_fast() -> None:
+    (multiples,) = variation(taken((0, 1), *[1.5, 1.5, 1.5, 1.0] * 8), {(0, 1): 1.0}).values()
+    assert max(multiples) > 1 > min(multiples)
+
+
 def test_a_few_messages_tell_nothing_and_pauses_count_for_little() -> None:
     assert variation(taken((0, 1), 1.0, 5.0, 1.0), {}) == {}
     (multiples,) = variation(taken((0, 1), *[1.0] * 99, 1e6), {}).values()
@@ -133,5 +146,10 @@ def test_the_newest_look_counts_until_it_is_forgotten() -> None:
     links.update(taken((0, 1), *[1.0] * 16))
     assert links.variation == {}
     links.update(taken((0, 1), *[1.0, 4.0] * 8))
+    before = links.egress[0]
     links.forget()
-    assert (links.egress, links.variation) == ({}, {})
+    assert links.egress == {0: before}, "until there is something newer"
+    links.update(taken((0, 1), *[1.0] * 16))
+    assert links.egress == {0: 1 / 100}
+    links.update(taken((0, 1), *[2.0] * 16))
+    assert links.egress[0] == pytest.approx((0.7 * 2 + 0.3) / 100)

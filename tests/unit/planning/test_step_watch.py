@@ -31,6 +31,36 @@ def test_neither_single_steps_nor_noise_nor_milliseconds() -> None:
     assert not watched(1e-3, 1e-3, 1e-3, 1e-3, 5e-3, 5e-3, 5e-3).has_changed
 
 
+def test_noise_of_any_size_seldom_looks_like_a_change() -> None:
+    for deviation in (0.1, 0.2, 0.3):
+        chance, watch, alarms = random.Random(1), StepWatch(), 0
+        for step in range(1000):
+            watch.add(max(0.05, chance.gauss(1.0, deviation)))
+            if watch.has_changed or step % 100 == 99:
+                alarms += watch.has_changed
+                watch.planned(switched=False)
+        assert alarms <= 5, deviation
+
+
+def test_steps_of_other_sizes_take_times_in_proportion() -> None:
+    watch = StepWatch()
+    for step in range(40):
+        size = 1000 * (1 + step % 3)
+        watch.add(1e-3 * size, size)
+    assert not watch.has_changed
+    watch.add(3.0, 2000)
+    watch.add(1.5, 1000)
+    assert watch.has_changed
+
+
+def test_a_planning_that_changes_nothing_leaves_what_is_usual() -> None:
+    watch = watched(1.0, 1.0, 1.0, 1.0)
+    watch.planned(switched=False)
+    watch.add(2.0)
+    watch.add(2.0)
+    assert watch.has_changed, "although there were no four steps since"
+
+
 def test_a_slow_drift_is_usual() -> None:
     assert not watched(*(1 + 0.005 * step for step in range(200))).has_changed
 

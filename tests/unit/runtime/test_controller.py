@@ -655,6 +655,39 @@ def test_a_rank_that_does_not_decide_applies_what_the_first_one_says_and_records
     assert controller.decisions == []
 
 
+class Noticed:
+    """Changes that are noticed before some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.took, self.plannings = steps, 0, 0
+
+    def step_took(self, seconds: float, size: float) -> None:
+        self.took += 1
+
+    def planned(self, *, switched: bool) -> None:
+        self.plannings += 1
+
+    def planning_by(self, done: int, next_planning: int) -> int | None:
+        return min(next_planning, done + 2) if done in self.steps else None
+
+
+def test_after_a_change_everything_is_planned_soon() -> None:
+    """Also what would have had its turn much later, when another turn is near."""
+    told: list[Any] = []
+    often, seldom, changes = Book(told, "often"), Book(told, "seldom"), Noticed(5, 19)
+    intervals = {often: TuningInterval(10, first=1), seldom: TuningInterval(100, first=1)}
+    controller = Controller(Book(told), intervals, Book(told), DecisionLog(), changes=changes)
+    proposed: list[tuple[int, str]] = []
+    for step in range(1, 31):
+        told.clear()
+        controller.after_step()
+        controller.step_took(1.0, 1.0)
+        proposed += [(step, entry[0]) for entry in told if "proposes after" in entry]
+    both = ("often", "seldom")
+    assert proposed == [*((step, name) for step in (1, 7) for name in both), (17, "often"), *((21, n) for n in both)]
+    assert (changes.took, changes.plannings) == (30, 4)
+
+
 def test_a_run_that_goes_on_counts_from_its_step() -> None:
     told: list[Any] = []
     moves = Book(told, "moves")
