@@ -18,7 +18,7 @@ class PartitionChoice:
     Args:
         method: a name, weights by regular expressions over class names, or boundaries over the pipeline's items;
             ``None``: the pipeline stays as it was built.
-        repartition_every: interval in steps at which a better partition is searched; 0: never.
+        repartition_every: interval in steps, at most, at which a better partition is searched; 0: never.
         profile: path of a profile file to take the layers' times from; ``None``: they are measured.
         memory_bytes: of each device that a partition may count on; ``None``: what is free.
     """

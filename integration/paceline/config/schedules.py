@@ -31,7 +31,7 @@ class ScheduleChoice:
         k: micro-batches of a group.
         slack: stage ``s`` of ``S`` begins with ``ceil((S - 1 - s) * (1 + slack))`` forwards; ``None`` with a warm-up.
         warmup: forwards that each stage begins with.
-        retune_every: steps from one choice of the tuner to the next.
+        retune_every: steps from one choice of the tuner to the next, at most.
         micro_batch_sizes: that the tuner may choose from, rising, the configured one among them.
         memory_bytes: what live activations may take on each device; ``None``: what is free.
         chunks: stages that each rank holds.

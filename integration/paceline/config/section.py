@@ -250,7 +250,9 @@ class ScheduleConfig(Part):
         default=None, description="eager: how many forwards each stage begins with, instead of slack; never increasing."
     )
     retune_every: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="adaptive, generated: steps from one choice to the next. Left out: 100."
+        default=None,
+        description="adaptive, generated: steps from one choice to the next, at most; it comes at once if steps get "
+        "shorter or longer. Left out: 100.",
     )
     micro_batch_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_tuple)] = Field(
         default=None,
