@@ -86,11 +86,11 @@ class Float8(Format):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """A whole number from -7 to 7 a value, two in a byte; an e4m3 scale for each ``block`` values, in units of a float32
-    scale of the row.
+    """A whole number from -7 to 7 a value, two in a byte; an e4m3 scale for each ``block`` values, in units of a
+    float32 scale of the row.
 
     Small blocks, scaled in two levels, as in NVFP4: with one scale for 64 values the held-out loss of training from
-    scratch rose three times as much. Stochastic rounding, of gradients, made it worse.
+    scratch rose two to three times as much. Stochastic rounding, of gradients, made it worse.
     """
 
     block: int = 16
