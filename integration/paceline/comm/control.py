@@ -115,14 +115,18 @@ class ControlPlane:
                 dist.broadcast(leaf, src=source, group=self.pipe)
         return own
 
-    def settle(self, error: BaseException | None, doing: str) -> None:
+    def settle(self, error: BaseException | None, doing: str, *, notices: bool = False) -> bool:
         """Raise on every rank if any rank failed; call it on all ranks, with the local error or None.
 
         A :class:`ValueError` (wrong input) that every failing rank shares is raised as it is everywhere.
+
+        Returns:
+            Whether any rank gave notice.
         """
-        failed = self.sum(torch.tensor([int(error is not None)]))
-        if failed.item():
+        failed, noticed = self.sum(torch.tensor([error is not None, notices], dtype=torch.int64)).tolist()
+        if failed:
             self.raise_shared(error, doing)
+        return bool(noticed)
 
     def raise_shared(self, error: BaseException | None, doing: str) -> None:
         """The raising half of :meth:`settle`, for callers that have already counted failures."""

@@ -187,11 +187,8 @@ class PlainSteps:
             except Exception as caught:
                 error = caught
         with self._raises():
-            told = self._control.sum(torch.tensor([error is not None, self.notices_change], dtype=torch.int64))
-            failures, notices = told.tolist()
-            if failures:
-                self._control.raise_shared(error, f"beginning step {self._reader.global_steps}")
-        self.change_is_noticed = notices > 0
+            doing = f"beginning step {self._reader.global_steps}"
+            self.change_is_noticed = self._control.settle(error, doing, notices=self.notices_change)
         return num_micro_batches
 
     def batch(self, number: int) -> Any:

@@ -53,10 +53,11 @@ class Reader:
 
 
 def steps_of(reader: Reader, told: list[Any], reads: bool = True) -> PlainSteps:
-    def settle(error: BaseException | None, doing: str) -> None:
+    def settle(error: BaseException | None, doing: str, *, notices: bool) -> bool:
         told.append((type(error), doing))
         if error is not None:
             raise error
+        return notices
 
     control: Any = SimpleNamespace(settle=settle)
     return PlainSteps(reader, control, nullcontext, reads=reads)
@@ -70,6 +71,16 @@ def test_a_micro_batch_is_handed_out_as_often_as_a_rank_needs_it() -> None:
     steps.open(2)
     assert steps.batch(0) == "c"
     assert told == [(type(None), "beginning step 3")] * 2
+
+
+def test_a_change_that_a_rank_has_noticed_is_told_when_a_step_begins() -> None:
+    steps = steps_of(Reader("abcd"), [])
+    steps.notices_change = True
+    steps.open(2)
+    assert steps.change_is_noticed
+    steps.notices_change = False
+    steps.open(2)
+    assert not steps.change_is_noticed
 
 
 def test_data_that_ends_stops_all_before_anything_runs() -> None:
