@@ -26,11 +26,11 @@ SIZES = [1, BATCH, 4]
 ADAPTIVE = {"type": "adaptive", "retune_every": RETUNE_EVERY}
 
 
-def make_engine(schedule: Any) -> Any:
+def make_engine(schedule: Any, stages: int = STAGES) -> Any:
     """A causal LM without tied weights, clipping or dropout: then no order of work changes a bit."""
     import paceline
 
-    section = {"pipeline": {"stages": STAGES, **({} if schedule is None else {"schedule": schedule})}}
+    section = {"pipeline": {"stages": stages, **({} if schedule is None else {"schedule": schedule})}}
     config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section)
     engine, *_ = paceline.initialize(model=model_config(tie_word_embeddings=False), config=config)
     return engine
@@ -157,11 +157,11 @@ def test_where_no_memory_is_left_1f1b_stays(fixed_and_adaptive: list[Any]) -> No
 USUAL_STEPS, CHANGED_STEPS = 10, 14
 
 
-def run_a_stage_that_becomes_slow() -> list[Any]:
+def run_steps_that_become_longer(stages: int) -> list[Any]:
     """By the clock that the watch is told, which does not depend on this machine."""
     steps = USUAL_STEPS + CHANGED_STEPS
-    fixed = train(make_engine(None), steps)
-    engine = make_engine({"type": "adaptive", "retune_every": 1000})
+    fixed = train(make_engine(None, stages), steps)
+    engine = make_engine({"type": "adaptive", "retune_every": 1000}, stages)
     step_took, told = engine.controller.step_took, []
 
     def tell(seconds: float, size: float) -> None:
@@ -172,9 +172,10 @@ def run_a_stage_that_becomes_slow() -> list[Any]:
     return [fixed, {**train(engine, steps), "told": told}]
 
 
-def test_a_change_is_planned_for_at_once() -> None:
+@pytest.mark.parametrize(("ranks", "stages"), [(STAGES, STAGES), (4, 2)], ids=["one pipeline", "two replicas"])
+def test_a_change_is_planned_for_at_once(ranks: int, stages: int) -> None:
     """Long before the interval ends, on all ranks, and no number changes."""
-    found = run_ranks(run_a_stage_that_becomes_slow, STAGES)
+    found = run_ranks(run_steps_that_become_longer, ranks, stages)
     for fixed, adaptive in found:
         assert adaptive["losses"] == fixed["losses"]
         assert all(seconds > 0 and size > 0 for seconds, size in adaptive["told"])
