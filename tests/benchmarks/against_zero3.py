@@ -60,7 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--links", type=float, nargs="+", default=list(PACES), help="Mbit/s that the lab stands for")
     parser.add_argument("--pace", type=float, help="instead of 10, 1 and 0.5 for links of 0.1, 1 and 10 Gbit/s")
-    parser.add_argument("--lora", action="store_true", help="train adapters that stand for rank 16")
+    parser.add_argument("--lora", action="store_true", help="train adapters that stand for rank 14")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--steps", type=int, help="instead of each contestant's own number")

@@ -39,8 +39,8 @@ Step = Callable[[Tensor], float]
 """Trains on the rows of a step, of all ranks; the loss of this rank's rows."""
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
-"""Layers that LoRA adapts: with rank 1 as large a share of the parameters as rank 16 of all linear layers of the 3B
-model, whose hidden size is 24 times the lab's."""
+"""Layers that LoRA adapts. With rank 1, that is as large a share of the parameters as rank 14 of all linear layers of
+the 3B model."""
 
 OF_A_WIDTH = {"stage3_param_persistence_threshold": 128 / 3072}
 """What DeepSpeed counts in parameters of one tensor is scaled as the hidden size is: norms stay where they are."""
