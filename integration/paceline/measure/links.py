@@ -52,7 +52,7 @@ LEAST, MOST = 0.05, 50.0
 def variation(
     messages: Iterable[Message], latency_s: Mapping[tuple[int, int], float]
 ) -> dict[tuple[int, int], tuple[float, ...]]:
-    """What successive messages took from stage to stage, as multiples of what they take in the mean by their bytes.
+    """Measure how messages from stage to stage vary: seconds of each as a multiple of the mean for its bytes.
 
     On its lane a message waits for the one before it. Those on different lanes that share a sender each get a part:
     what counts for one is the rate of all of them, as long as it was under way.
@@ -132,7 +132,7 @@ class Links:
     egress: dict[int, float] = field(default_factory=dict)
     """Seconds per byte of each host."""
     variation: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
-    """What successive messages of the newest look took, as multiples of the mean; of edges that are not steady."""
+    """Multiples of the mean that successive messages of the newest look took, on edges that are not steady."""
     _counts_alone: bool = False
     """Whether the next look does."""
 

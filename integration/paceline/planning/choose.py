@@ -196,7 +196,7 @@ class Planner:
     def _predictions(
         self, known: Sequence[Candidate], costs: Mapping[int, Costs], steps: int
     ) -> tuple[list[Prediction], list[Prediction]]:
-        """Of all candidates, that of the first one first, and of those that may be the best.
+        """Predict all candidates, the first one first, and again those that may be the best.
 
         Args:
             steps: until the next planning.

@@ -143,7 +143,7 @@ class PacelineEngine(PipelineEngine):
         self.links = assembly.make_links(self)
         num_sharing = self.shared_experts.groups.size
         self._computed_s = 0.0
-        """Of the last step, by the host's clock, reading of data left out."""
+        """Seconds of the last step by the host's clock, reading of data left out."""
         self.steps = self.support.make_steps(self, self.control, device, self._reported, num_sharing)
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
         self.own_random = OwnRandom(self.links.device_number, device) if len(self.support.routes) > 1 else None

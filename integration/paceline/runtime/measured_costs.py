@@ -336,7 +336,7 @@ class MeasuredCosts:
             self.step_s, self.measured_s = recurring_mean(beside), recurring_mean(whole)
 
     def forget_links(self) -> None:
-        """What links did before counts no more."""
+        """Let the next look at the links count alone."""
         for links in self._links.values():
             links.forget()
 
@@ -398,7 +398,7 @@ class MeasuredCosts:
         return min((_rate(links.edges.get((source, target))) for links in self._links.values()), default=inf)
 
     def _variation(self, ways: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-        """Of the replica and direction in which messages vary most."""
+        """Multiples of the replica and direction in which messages vary most."""
         found = [links.variation.get(way, ()) for links in self._links.values() for way in ways]
         return max(found, key=lambda multiples: max(multiples, default=0.0), default=())
 

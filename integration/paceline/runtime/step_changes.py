@@ -12,7 +12,7 @@ MEASURED = 2
 
 
 class Notice(Protocol):
-    """What the ranks tell each other at the beginning of each step anyway."""
+    """Flags that go along with what the ranks tell each other when a step begins."""
 
     notices_change: bool
     """Whether this rank has noticed that steps are not what they were."""

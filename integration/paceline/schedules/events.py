@@ -176,7 +176,7 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits, phase: float | None
 
 
 def _multiples(visits: Visits, num_micro_batches: int, phase: float | None) -> list[list[float]]:
-    """Of each visit's message, by micro-batch: the multiple of its time that it takes. Empty where none varies."""
+    """Multiples of its time that each visit's message takes, by micro-batch. Empty where none varies."""
     if phase is None:
         return []
     found = []
