@@ -201,7 +201,8 @@ class _Job:
         Args:
             why: this rank cannot; empty: it can.
         """
-        causes = self._exchange(store, "joined", why, self.args.timeout + _SPARE_S)
+        # Gloo's side that connects is refused at once, the side that listens waits until its deadline in `_try`.
+        causes = self._exchange(store, "joined", why, self.args.timeout + 2 * _SPARE_S)
         found = []
         if silent := [rank for rank in range(self.place.size) if rank not in causes]:
             shown = finding.show_ranks(silent)
