@@ -1,6 +1,7 @@
 """Training on a network whose rates keep moving: stock DeepSpeed, each fixed schedule, and the one that follows.
 
     python tests/benchmarks/preemption.py [--minutes 10] [--parallel 4] [--contestants stock kfkb2 adaptive] [--seed 0]
+    python tests/benchmarks/preemption.py --seed 1 --hold-s 1 4 --mbit 50 1000 off --output fast.json
 
 Needs root (tests/lab). Every contestant trains alone, for the same time, on hosts of its own, to which the same trace
 of rates is played: other tenants come and go, and leave each host between 100 Mbit/s and all of its network. Compute is
@@ -26,8 +27,8 @@ from facts import facts
 from lab.contestants import label_of
 from lab.emulation import Emulation
 from lab.hosts import Hosts, available
-from lab.rates import preemption_trace, read_trace, write_trace
-from lab.training import train
+from lab.rates import LEVELS, preemption_trace, read_trace, write_trace
+from lab.training import mbit, train
 
 FIXED = ["1f1b", "kfkb2", "kfkb4", "gpipe", "eager1", "eager2"]
 
@@ -41,6 +42,8 @@ def main() -> None:
     parser.add_argument("--write-trace", type=Path, help="where to write the trace that is played")
     parser.add_argument("--records", type=Path, help="a folder for the steps of each contestant, as JSON lines")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hold-s", type=float, nargs=2, default=[4.0, 16.0], help="range of stays at a rate")
+    parser.add_argument("--mbit", nargs="+", type=mbit, default=list(LEVELS), help="its rates: numbers, or off")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--forward-s", type=float, nargs="+", default=[0.02], help="one value, or one a host")
     parser.add_argument("--backward-s", type=float, nargs="+", default=[0.04], help="one value, or one a host")
@@ -52,7 +55,11 @@ def main() -> None:
     if reason := available():
         sys.exit(reason)
     seconds = 60 * args.minutes
-    trace = read_trace(args.trace) if args.trace else preemption_trace(args.hosts, seconds, args.seed)
+    trace = (
+        read_trace(args.trace)
+        if args.trace
+        else preemption_trace(args.hosts, seconds, args.seed, tuple(args.hold_s), args.mbit)
+    )
     if args.write_trace:
         write_trace(args.write_trace, trace)
     emulation = Emulation.of(args.hosts, args.forward_s, args.backward_s, args.message_kib * 1024, args.micro_batches)
