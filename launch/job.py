@@ -22,18 +22,19 @@ from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets
 from paceline.data.batch_plan import BatchPlan
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
-from paceline.hf.peft import lora_config
+from paceline.hf.peft import lora_config, trained_share
 from paceline.hf.quantised import quantised_loading
 from paceline.hf.quiet_transformers import quiet
+from paceline.hf.weights import skeleton
 from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume
 from paceline.launch.inputs import read_inputs
 from paceline.launch.job_trainer import JobTrainer, Run
 from paceline.launch.trackers import Trackers
 from paceline.report.metrics import table
-from paceline.runtime.builder import build_pipeline, dtype_of
+from paceline.runtime.builder import build_pipeline
 from paceline.runtime.model_export import export
 from paceline.runtime.module import CausalLMPipeline
-from paceline.runtime.startup import plan_for
+from paceline.runtime.startup import dtype_of, plan_for
 from paceline.supervise.output_lock import Claim
 from paceline.supervise.watch import WATCH
 
@@ -91,10 +92,13 @@ class Job:
                 self.inputs.config,
                 ds_config,
                 self.section,
+                self.control,
                 args=self.args,
                 given=self.given,
                 num_steps=self._num_steps,
-                has_adapters=self.model_args.use_peft,
+                trained=self._trained_share if self.model_args.use_peft else None,
+                sequence_length=self.inputs.data.block_size,
+                gradient_checkpointing=self.args.gradient_checkpointing,
             )
             self._plan(resolved)  # there is data for a step
             fault = combining_fault(self.section, self.inputs.data.held_out is not None, NO_HELD_OUT)
@@ -167,6 +171,12 @@ class Job:
         steps_per_epoch = self._plan(resolved).steps_per_epoch
         assert steps_per_epoch is not None, "a stream needs --max_steps, parse() has seen to it"
         return math.ceil(self.args.num_train_epochs * steps_per_epoch)
+
+    def _trained_share(self) -> float:
+        """Share of the parameters that the adapters of the flags are."""
+        from peft import get_peft_model
+
+        return trained_share(get_peft_model(skeleton(self.inputs.config), lora_config(self.model_args)))
 
     def _check_state_to_resume(self, resolved: RunPlan) -> None:
         """Refuse, before the model is loaded, a checkpoint of other data, another seed or another batch size."""

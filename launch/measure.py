@@ -80,6 +80,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     from deepspeed.accelerator import get_accelerator
 
     from paceline.hf.layer_profile import fingerprint, profile_items
+    from paceline.measure.cluster import measure_cluster, ranks_of_node
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
 
@@ -92,62 +93,15 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
         replace(item, forward_s=forward_s, backward_s=backward_s)
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     ]
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    per_node = ranks_of_node()
     here = device_profile(device, per_node if device.type == "cpu" else 1)
-    cluster = _cluster(device, per_node, here.free_bytes)
+    cluster = measure_cluster(device, per_node, here.free_bytes)
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
         profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
         profile.save(output / PROFILE)
         (output / CLUSTER).write_text(json.dumps(cluster.to_dict(), indent=2) + "\n")
     dist.barrier()
-
-
-def _cluster(device: Any, per_node: int, memory_bytes: float) -> Any:
-    """The links inside the first node, and those between the first ranks of all nodes."""
-    import torch.distributed as dist
-
-    from paceline.measure.collectives import measure_fabric
-    from paceline.planning.cluster import Cluster, Fabric
-
-    size = dist.get_world_size()
-    states = _state_bytes_per_s(device)
-    found = []
-    for ranks in (range(min(per_node, size)), range(0, size, per_node)):
-        group = dist.new_group(list(ranks))
-        mine: list[Any] = [None]
-        if len(ranks) > 1 and dist.get_rank() in ranks:
-            mine = [measure_fabric(group, device)]
-        dist.broadcast_object_list(mine, src=0)
-        found.append(mine[0] or Fabric())
-    return Cluster(
-        size,
-        per_node,
-        memory_bytes=memory_bytes,
-        state_bytes_per_s=states,
-        inside=found[0],
-        across=found[1],
-    )
-
-
-def _state_bytes_per_s(device: Any) -> float:
-    """Bytes a second at which all ranks at once take the norm of gradients and step AdamW's states; the slowest's."""
-    import torch
-    import torch.distributed as dist
-
-    from paceline.measure.collectives import BUCKET_NUMEL, slowest_s
-    from paceline.optim.max_change import sum_of_squares
-    from paceline.planning.strategy_costs import state_bytes_per_parameter
-
-    parameter = torch.nn.Parameter(torch.randn(BUCKET_NUMEL // 1024, 1024, device=device))
-    gradient = parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-
-    def step() -> None:
-        sum_of_squares([gradient], device)
-        optimizer.step()
-
-    return state_bytes_per_parameter() * parameter.numel() / slowest_s(step, dist.group.WORLD, device)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage (default 1)")
     step.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
     step.add_argument(
+        "--adaptive", action="store_true", help='pipelines with the fastest of the schedules of "adaptive", not 1F1B'
+    )
+    step.add_argument(
         "--late-gradients",
         action="store_true",
         help="pipelines also without a flush (one_direction, multidirection), whose gradients are some updates late",
@@ -111,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from paceline.hf.activations import check_shape
     from paceline.hf.sources import model_config_at
+    from paceline.planning.stage_choice import with_best_schedules
     from paceline.planning.strategy import search
 
     for flag in ("top", "train_batch_size", "micro_batch_size"):
@@ -130,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     shape = _shape(args, config, profile)
     workload = _workload(args, config, shape, cluster, profile)
     ranking = search(workload, cluster, _late(args, shape))
+    if args.adaptive:
+        ranking = with_best_schedules(ranking, workload, cluster)
     shown = facts(args, config, shape, cluster, ranking)
     if args.write is not None:
         write(Path(args.write), shown, args, shape)

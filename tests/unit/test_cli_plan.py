@@ -451,3 +451,20 @@ def test_sizes_that_no_model_has(
     assert err.startswith("paceline: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_pipelines_with_the_schedules_of_adaptive(plan: Any, tmp_path: Path) -> None:
+    """On a slow link a step is shorter than with 1F1B, and the JSON says so; without a pipeline nothing changes."""
+    slow = ["--devices", "4", "--devices-per-node", "1", "--flops-per-s", "2e10", "--inter-node-bytes-per-s", "2e7"]
+    argv = [*slow, "--inter-node-latency-s", "1e-3", *STEP, "--json"]
+    usual, _ = plan("llama", *argv)
+    tuned, _ = plan("llama", *argv, "--adaptive", "--write", str(tmp_path / "plans"))
+    before = {found["name"]: found["step_s"] for found in usual["plans"]}
+    after = {found["name"]: found["step_s"] for found in tuned["plans"]}
+    assert after["tp1_pp4_dp1_ep1"] < 0.95 * before["tp1_pp4_dp1_ep1"]
+    assert after["tp1_pp1_dp4_ep1"] == before["tp1_pp1_dp4_ep1"]
+    assert list(after.values()) == sorted(after.values())
+    written = json.loads((tmp_path / "plans" / "tp1_pp4_dp1_ep1.json").read_text())
+    assert PacelineConfig.of(written).pipeline.schedule.type == "adaptive"
+    for found in tuned["plans"]:
+        assert found["step_s"] == pytest.approx(sum(found["terms"].values()))

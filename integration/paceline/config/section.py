@@ -354,7 +354,9 @@ class PipelineConfig(Part):
     """How the model is cut into stages, and in which order they compute."""
 
     stages: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Number of pipeline stages; it divides the number of ranks. Left out: chosen."
+        default=None,
+        description="Number of pipeline stages; it divides the number of ranks. Left out: chosen, by measuring the "
+        "cluster where the samples of a step do not depend on it.",
     )
     partition: Annotated[PartitionConfig | None, BeforeValidator(_long_form)] = Field(
         default=None,
@@ -363,7 +365,8 @@ class PipelineConfig(Part):
     )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
         default=None,
-        description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed.',
+        description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed, or '
+        '"adaptive" where the number of stages is chosen by measuring.',
         json_schema_extra=_allow_short_form,
     )
     boundary: BoundaryConfig | None = Field(

@@ -72,6 +72,12 @@ def is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
+def trained_share(model: nn.Module) -> float:
+    """Share of the parameters that is trained, by their number."""
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(count for count, is_trained in counts if is_trained) / sum(count for count, _ in counts)
+
+
 def unwrapped(model: Any) -> Any:
     """The transformers model inside PEFT's wrapper, with the adapters in their places; anything else as it is.
 

@@ -31,6 +31,7 @@ class States:
         beside: updates are made beside the computation: masters have memory of their own whatever the weights are.
         gradient_sets: steps whose gradients are kept at a time.
         owned: share of the masters and moments that is here, before it is spread over the data-parallel ranks.
+        trained: share of the parameters that is trained: with adapters only they have gradients, masters and moments.
     """
 
     weight_bytes: int = MASTER_BYTES
@@ -41,6 +42,7 @@ class States:
     beside: bool = False
     gradient_sets: int = 1
     owned: float = 1.0
+    trained: float = 1.0
 
     @classmethod
     def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
@@ -63,17 +65,18 @@ class States:
         )
 
     def of(self, num_parameters: int) -> tuple[float, float, float, float]:
-        """Bytes of (weights, gradients, masters, moments) for so many trained parameters, on each rank.
+        """Bytes of (weights, gradients, masters, moments) for so many parameters, on each rank.
 
         Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter
         that a rank owns are whole, so a rank may have a little more or less than its share.
         """
-        owned = self.owned * num_parameters / (self.data_parallel if self.shard else 1)
+        trained = self.trained * num_parameters
+        owned = self.owned * trained / (self.data_parallel if self.shard else 1)
         has_masters = self.beside or self.weight_bytes < MASTER_BYTES
         masters = MASTER_BYTES * owned if has_masters else 0.0
         return (
             float(self.weight_bytes * num_parameters),
-            float((self.gradient_bytes or MASTER_BYTES) * num_parameters * self.gradient_sets),
+            float((self.gradient_bytes or MASTER_BYTES) * trained * self.gradient_sets),
             masters,
             self.num_moments * MASTER_BYTES * owned,
         )

@@ -152,11 +152,12 @@ def _after(
     states, found = share.dense, []
     gradient_bytes = states.gradient_bytes or MASTER_BYTES
     moved = gradient_bytes if not states.shard else (gradient_bytes + states.weight_bytes) / 2
-    tied = workload.tied_parameters if strategy.pipeline > 1 else 0
+    tied = workload.tied_parameters * states.trained if strategy.pipeline > 1 else 0
     fabric = cluster.link(0, strategy.num_devices - 1)
     for own in held:
-        sizes = [share.parameters(boundaries[stage], boundaries[stage + 1]) for stage in own]
-        dense, experts = map(sum, zip(*sizes, strict=True))
+        counts = [share.parameters(boundaries[stage], boundaries[stage + 1]) for stage in own]
+        sizes = [(states.trained * of_dense, states.trained * of_experts) for of_dense, of_experts in counts]
+        dense, experts = sum(each for each, _ in sizes), sum(each for _, each in sizes)
         dense_s = cluster.all_reduce_s(moved * dense, strategy.data, strategy.tensor)
         copies = Cluster(len(own), len(own), inside=fabric)
         dense_s += copies.all_reduce_s(moved * (dense + experts) / strategy.data, len(own), 1)

@@ -33,7 +33,6 @@ from ..state.named import is_copy, names_of, tied_weights
 from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, SchedulerState
 from .asynchronous_run import AsynchronousRun
 from .boundary import Boundary
-from .builder import dtype_of
 from .causal_lm_runner import CausalLMRunner
 from .causal_lm_steps import CausalLMSteps, Replicas
 from .causal_lm_support import CausalLMSupport
@@ -49,6 +48,7 @@ from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
 from .rounding_errors import RoundingErrors
+from .startup import dtype_of
 from .state_owners import Mirrors, by_stage, over_directions, stage_of_parameters
 from .steps_ahead import StepsAhead
 from .surroundings import DeepSpeedSurroundings

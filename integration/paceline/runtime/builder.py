@@ -6,13 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
 from ..config import RunPlan
 from .module import CausalLMPipeline
-from .startup import first_partition
+from .startup import dtype_of, first_partition
 
 
 def build_pipeline(
@@ -64,11 +63,3 @@ def build_pipeline(
     )
     pipeline.planned(profile)
     return pipeline
-
-
-def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
-    """The dtype that DeepSpeed will train in."""
-    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if ds_config.get(name, {}).get("enabled"):
-            return dtype
-    return torch.float32

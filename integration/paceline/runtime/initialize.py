@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
@@ -30,7 +32,7 @@ from ..config.exclusions import LAYERS, NO_FLUSH, RECOMPUTED
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
-from ..hf.peft import is_peft_model
+from ..hf.peft import is_peft_model, trained_share
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
@@ -219,5 +221,6 @@ def _pipeline(
     with control.together("reading the model's config"):
         hf_config = config_of(model)
         require_supported(hf_config)
-    plan = plan_for(hf_config, ds_config, section, has_adapters=is_peft_model(model))
+    trained = partial(trained_share, model) if is_peft_model(model) and isinstance(model, Module) else None
+    plan = plan_for(hf_config, ds_config, section, control, trained=trained)
     return build_pipeline(model, hf_config, plan, control), plan

@@ -35,10 +35,10 @@ from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
 from ..report.running import Running, StepLog
 from ..report.tally import Loss, Tally
 from ..schedules.schedule import Schedule
-from .builder import dtype_of
 from .expert_part import Experts
 from .module import CausalLMPipeline
 from .rounding_errors import RoundingErrors
+from .startup import dtype_of
 
 logger = logging.getLogger("paceline")
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
 from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
+from ..config.batch_sizes import TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
-from ..config.section import HETERO, WORK, value_at
+from ..config.section import HETERO, WORK, ScheduleConfig, value_at
+from ..config.stage_counts import is_planned
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
@@ -27,11 +30,13 @@ from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import experts_of
 from ..planning.blocks import Device, DoesNotFit
+from ..planning.divisors import divisors
 from ..planning.memory import ItemMemory, States
 from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
 from .hetero import Shape, hetero_boundaries
 from .module import CausalLMPipeline, Item, items_of, partition_items
+from .plan_at_start import plan_stages
 
 logger = logging.getLogger("paceline")
 
@@ -46,20 +51,25 @@ def plan_for(
     hf_config: PretrainedConfig,
     ds_config: Mapping[str, Any],
     section: PacelineConfig,
+    control: ControlPlane,
     *,
     args: Any = None,
     given: Iterable[str] = (),
     num_steps: Callable[[RunPlan], int] | None = None,
-    has_adapters: bool = False,
+    trained: Callable[[], float] | None = None,
+    sequence_length: int | None = None,
+    gradient_checkpointing: bool = False,
 ) -> RunPlan:
-    """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once.
+    """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once. Collective.
 
     Args:
         section: of ``ds_config``.
         args: the command line that fills ``"auto"`` values, see :func:`paceline.config.fill_auto`.
         given: names in ``args`` that the user gave.
         num_steps: optimizer steps of the run, once the batch sizes are known.
-        has_adapters: the weights themselves are frozen.
+        trained: share of the parameters that is trained, where the weights themselves are frozen.
+        sequence_length: tokens of a sample, where they are known.
+        gradient_checkpointing: layers are computed again in the backward.
 
     Raises:
         ValueError: stages, batch sizes and world do not fit.
@@ -72,16 +82,16 @@ def plan_for(
     room: dict[str, Any] = {
         "world_size": world_size,
         "num_layers": num_layers,
-        "state_bytes": (FROZEN_BYTES if has_adapters else STATE_BYTES) * _parameters_of_rank(model, ds_config),
+        "state_bytes": (STATE_BYTES if trained is None else FROZEN_BYTES) * _parameters_of_rank(model, ds_config),
         "device_bytes": available_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
     least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     room["device_bytes"] = int(least)
-    stages, _ = resolve_stages(section, ds_config, **room)
 
-    def filled(config: Mapping[str, Any], max_steps: int | None) -> RunPlan:
+    def filled(config: Mapping[str, Any], max_steps: int | None, section: PacelineConfig = section) -> RunPlan:
+        stages, _ = resolve_stages(section, config, **room)
         complete = fill_auto(
             config,
             args,
@@ -93,13 +103,62 @@ def plan_for(
         return resolve(complete, num_items=num_layers + 2, section=section, **room)
 
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
-    max_steps = num_steps(filled(without_schedule, None)) if num_steps is not None else None
-    resolved = filled(ds_config, max_steps)
+    usual = filled(without_schedule, None)
+    planned = None
+    if is_planned(section, ds_config) and world_size > 1:
+        options = _options(without_schedule, usual, section, filled, divisors(world_size))
+        shape = Shape(
+            dtype_of(usual.ds_config),
+            usual.micro_batch_size,
+            tokens_of_sample(sequence_length, hf_config),
+            gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval")),
+        )
+        planned = plan_stages(hf_config, control, options, usual, shape, room["device_bytes"], trained)
+    if planned is not None:
+        section, ds_config = planned.section, {**ds_config, TRAIN_BATCH: usual.train_batch_size}
+        usual = planned
+    max_steps = num_steps(usual) if num_steps is not None else None
+    resolved = filled(ds_config, max_steps, section)
+    if planned is not None:
+        resolved.chosen.update(planned.chosen)
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
     return resolved
+
+
+def _options(
+    ds_config: Mapping[str, Any],
+    usual: RunPlan,
+    section: PacelineConfig,
+    filled: Callable[[Mapping[str, Any], int | None, PacelineConfig], RunPlan],
+    stages: Iterable[int],
+) -> dict[int, RunPlan]:
+    """Plans with each number of stages that trains on the same samples a step, by that number.
+
+    A schedule that is left out is ``"adaptive"``, where nothing excludes it.
+    """
+    same = {**ds_config, TRAIN_BATCH: usual.train_batch_size}
+    found = {}
+    for count in stages:
+        for kind in ("adaptive", None) if section.pipeline.schedule is None and count > 1 else (None,):
+            update: dict[str, Any] = {"stages": count}
+            if kind is not None:
+                update["schedule"] = ScheduleConfig(type=kind)
+            written = section.model_copy(update={"pipeline": section.pipeline.model_copy(update=update)})
+            with suppress(ValueError):
+                found[count] = filled(same, None, written)
+                break
+    return found
+
+
+def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+    """The dtype that DeepSpeed will train in."""
+    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if ds_config.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
 
 
 def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> int:

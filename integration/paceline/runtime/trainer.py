@@ -31,7 +31,7 @@ from ..config import PacelineConfig, RunPlan, read_ds_config
 from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
-from ..hf.peft import is_peft_model, unwrapped
+from ..hf.peft import is_peft_model, trained_share, unwrapped
 from ..patches.registry import warn_of_changes
 from ..patches.repairs import repair_deepspeed
 from ..patches.transformers_trainer import OVERRIDES
@@ -130,14 +130,17 @@ class PipelineTraining(_Trainer):
                 require_packable(hf_config, "packing or padding_free", "leave them out")
         data, args = self.train_dataset, self.args
         steps = None if data is None else partial(_count_steps, args, data)
+        recomputes = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
         resolved = plan_for(
             hf_config,
             ds_config,
             section,
+            control,
             args=self.args,
             given=_given(self.args),
             num_steps=steps,
-            has_adapters=is_peft_model(model),
+            trained=partial(trained_share, model) if is_peft_model(model) else None,
+            gradient_checkpointing=bool(recomputes),
         )
         if resolved.micro_batches != self.args.gradient_accumulation_steps:
             raise ValueError(
@@ -151,7 +154,6 @@ class PipelineTraining(_Trainer):
         whole = unwrapped(model)
         if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
-        recomputes = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
         self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
         grid = self.pipeline._grid
         group = grid.get_data_parallel_group()

@@ -1,0 +1,194 @@
+"""Number of stages, schedule and partition where the JSON leaves them out, by what this cluster is measured to do.
+
+Layers, links and the optimizer are measured on the ranks that are to train. For each number of stages the step is
+predicted as ``paceline plan`` predicts it, and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import PretrainedConfig
+
+from ..comm.control import ControlPlane
+from ..comm.staging import ranks_sharing
+from ..config import RunPlan
+from ..config.run_plan import Choice
+from ..config.schedules import SCHEDULE
+from ..config.section import HETERO, PartitionConfig
+from ..config.stage_counts import PARTITION, STAGES
+from ..hf.layer_profile import fingerprint, profile_items
+from ..hf.model_workload import Shape as WorkloadShape
+from ..hf.model_workload import workload_of
+from ..measure.cluster import measure_cluster, ranks_of_node
+from ..measure.collectives import agreed
+from ..measure.profile_file import Profile, device_profile
+from ..planning.cluster import Cluster
+from ..planning.memory import States
+from ..planning.stage_choice import Option, choose, predicted, scaled, slowdown
+from .hetero import Shape
+
+logger = logging.getLogger("paceline")
+
+UNEQUAL = 1.25
+"""Seconds of the slowest rank by those of the fastest, from which on stages get layers by speed."""
+
+
+class Measured(NamedTuple):
+    """What planning stands on.
+
+    Args:
+        rank_s: seconds that each rank takes for a forward and backward of all layers.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    rank_s: tuple[float, ...]
+
+    @property
+    def is_unequal(self) -> bool:
+        """Whether some devices are clearly faster than others."""
+        return max(self.rank_s) > UNEQUAL * min(self.rank_s)
+
+
+def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape, memory_bytes: int) -> Measured:
+    """Time the layers on all ranks at once, and what connects them. Collective, and the same on all ranks.
+
+    Args:
+        memory_bytes: that each rank may take.
+
+    Raises:
+        ValueError: the model's layers cannot be run by themselves, or sizes that it cannot have.
+    """
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    dist.barrier()
+    with control.together("measuring the layers"):
+        items = profile_items(hf_config, device=device, **shape._asdict())
+    own_s = sum(item.forward_s + item.backward_s for item in items)
+    seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
+    together = tuple(
+        replace(item, forward_s=forward_s, backward_s=backward_s)
+        for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
+    )
+    rank_s: list[float] = control.gather(own_s)
+    cluster = measure_cluster(device, ranks_of_node(), memory_bytes)
+    profile = Profile(
+        fingerprint(hf_config),
+        str(shape.dtype).removeprefix("torch."),
+        shape.micro_batch_size,
+        shape.sequence_length,
+        shape.gradient_checkpointing,
+        items=together,
+        devices=(device_profile(device, ranks_sharing(device)),),
+    )
+    return Measured(profile, cluster, tuple(rank_s))
+
+
+def plan_stages(
+    hf_config: PretrainedConfig,
+    control: ControlPlane,
+    options: Mapping[int, RunPlan],
+    usual: RunPlan,
+    shape: Shape,
+    memory_bytes: int,
+    trained: Callable[[], float] | None,
+) -> RunPlan | None:
+    """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
+
+    Collective, and the same on all ranks.
+
+    Args:
+        options: by number of stages, all of the same samples a step.
+        usual: the one that is taken where others are no faster.
+        shape: of a micro-batch, to measure with.
+        memory_bytes: that each rank may take.
+        trained: share of the parameters that is trained; None: all.
+    """
+    if len(options) < 2:
+        logger.info("plan: nothing to choose: with other numbers of stages a step would have other samples")
+        return None
+    begun = time.perf_counter()
+    try:
+        measured = measure(hf_config, control, shape, memory_bytes)
+    except ValueError as error:  # all ranks have it
+        logger.info("plan: the fewest stages that fit, since the layers cannot be measured by themselves: %s", error)
+        return None
+    chosen: RunPlan | None = None
+    with control.together("planning the stages"):
+        if control.rank == 0:
+            share = 1.0 if trained is None else trained()
+            found = predictions(hf_config, options, measured, trained=share)
+            best = choose(found, usual.stages)
+            _tell(measured, found, time.perf_counter() - begun)
+            chosen = None if best is None else _with_reasons(options[best.stages], best, found, measured)
+    result: RunPlan | None = control.from_first(chosen)
+    return result
+
+
+def predictions(
+    hf_config: PretrainedConfig, options: Mapping[int, RunPlan], measured: Measured, *, trained: float
+) -> list[Option]:
+    """All options with what is predicted of them.
+
+    Args:
+        trained: share of the parameters that is trained.
+    """
+    profile, found = measured.profile, []
+    for stages, plan in options.items():
+        option = Option(stages, plan.data_parallel, plan.micro_batch_size, plan.micro_batches)
+        states = replace(States.from_config(plan.ds_config, 1), trained=trained)
+        sizes = WorkloadShape(
+            getattr(torch, profile.dtype),
+            plan.micro_batch_size,
+            profile.sequence_length,
+            plan.train_batch_size,
+            profile.gradient_checkpointing,
+        )
+        workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
+        follows = _follows_speed(plan, measured)
+        workload = scaled(workload, slowdown(measured.rank_s, stages, follows_speed=follows))
+        is_tuned = plan.schedule.is_tuned
+        found.append(predicted(option, workload, measured.cluster, expert=plan.expert_parallel, tuned=is_tuned))
+    return found
+
+
+def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
+    """Whether the stages of a plan get layers by the speed of their devices."""
+    return plan.partition_choice.method == HETERO or (measured.is_unequal and plan.section.pipeline.partition is None)
+
+
+def _with_reasons(plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured) -> RunPlan:
+    others = [f"{other.step_s:.4g} with {other.stages}" for other in options if other != best and not other.why_not]
+    why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
+    chosen = {STAGES: Choice(best.stages, why)}
+    section = plan.section
+    if best.stages > 1 and _follows_speed(plan, measured) and section.pipeline.partition is None:
+        partition = PartitionConfig(method=HETERO)
+        section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
+        times = max(measured.rank_s) / min(measured.rank_s)
+        chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")
+    if plan.schedule.is_tuned:
+        chosen[f"{SCHEDULE}.type"] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
+    return replace(plan, section=section, chosen=chosen)
+
+
+def _tell(measured: Measured, options: Sequence[Option], seconds: float) -> None:
+    cluster = measured.cluster
+    fabric = cluster.across if cluster.num_devices > cluster.devices_per_node else cluster.inside
+    logger.info(
+        "plan: measured in %.1f s: %.4g s a micro-batch, %.3g GB/s between neighbours, all-reduce %.3g GB/s",
+        seconds,
+        sum(measured.rank_s) / len(measured.rank_s),
+        fabric.bytes_per_s / 1e9,
+        fabric.reduction_bytes_per_s / 1e9,
+    )
+    for option in sorted(options, key=lambda option: (bool(option.why_not), option.step_s)):
+        logger.info("plan: %s", option.text)

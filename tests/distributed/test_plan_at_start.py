@@ -1,0 +1,152 @@
+"""A JSON without stages: the run measures its cluster and takes the fastest number; what it learns stays the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.hosts import Hosts, available
+from support import ranks as runner
+from support.jobs import TINY, finetune, flags, model_config, step_batches
+from support.ranks import run_ranks
+
+SAMPLES = 16
+"""Of a step, in eight batches of two."""
+
+
+def trained(pipeline: dict[str, Any], layers: int = 4, lora: bool = False, **changes: Any) -> dict[str, Any]:
+    """On every rank: what was planned, and the losses of two steps."""
+    import torch
+
+    import paceline
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    logging.getLogger("paceline").setLevel(logging.INFO)
+    config = {
+        "train_batch_size": SAMPLES,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+        "paceline": {"pipeline": pipeline},
+        **changes,
+    }
+    model: Any = model_config(num_hidden_layers=layers)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        model = get_peft_model(AutoModelForCausalLM.from_config(model), LoraConfig(target_modules="all-linear"))
+    engine, *_ = paceline.initialize(model=model, config=config)
+    plan, losses = engine.plan, []
+    for step in range(2):
+        samples = [
+            {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            for batch in step_batches(step)
+            for row in range(2)
+        ]
+        own = samples[engine.grid.data_parallel_id :: plan.data_parallel]
+        size = plan.micro_batch_size
+        batches = [
+            {name: torch.cat([each[name] for each in own[first : first + size]]) for name in own[0]}
+            for first in range(0, len(own), size)
+        ]
+        losses.append(engine.train_batch(iter(batches)).item())
+    return {
+        "shape": (plan.stages, plan.data_parallel),
+        "samples": plan.train_batch_size,
+        "schedule": plan.schedule.type,
+        "method": plan.partition_choice.method,
+        "chosen": {key: choice.value for key, choice in plan.chosen.items()},
+        "losses": losses,
+        "lines": [line for line in lines if line.startswith("plan: ")],
+    }
+
+
+def same(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks have; rank 0's lines."""
+    first = found[0]
+    for other in found[1:]:
+        assert {**other, "lines": None} == {**first, "lines": None}
+    return first
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_losses_are_those_of_any_number_of_stages(lora: bool) -> None:
+    planned = same(run_ranks(trained, 2, {}, lora=lora))
+    assert planned["chosen"]["paceline.pipeline.stages"] == planned["shape"][0]
+    assert any(line.startswith("plan: measured in") for line in planned["lines"])
+    assert sum(" s a step of " in line for line in planned["lines"]) == 2
+    assert planned["schedule"] == ("1f1b" if planned["shape"][0] == 1 else "adaptive")
+    for stages in (1, 2):
+        given = same(run_ranks(trained, 2, {"stages": stages}, lora=lora))
+        assert given["lines"] == []
+        assert given["samples"] == planned["samples"] == SAMPLES
+        assert planned["losses"] == pytest.approx(given["losses"], rel=1e-6)
+
+
+def test_what_the_json_says_is_not_chosen() -> None:
+    planned = same(run_ranks(trained, 2, {"schedule": "kfkb", "partition": "uniform"}))
+    assert any("measured" in line for line in planned["lines"])
+    assert (planned["schedule"], planned["method"]) == ("kfkb", "uniform")
+    for pipeline in ({"partition": [0, 3, 6]}, {"schedule": "zbv"}, {"schedule": "one_direction"}):
+        told = same(run_ranks(trained, 2, pipeline))
+        assert told["lines"] == []
+        assert told["shape"] == (2, 1)
+
+
+def test_samples_of_a_step_go_before_speed() -> None:
+    """With the micro-batches of a pipeline given, another number of replicas would have other samples."""
+    sizes = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
+    found = same(run_ranks(trained, 2, {}, **sizes))
+    assert found["shape"] == (2, 1)
+    assert found["lines"] == ["plan: nothing to choose: with other numbers of stages a step would have other samples"]
+
+
+def test_a_job_without_a_json_is_planned(tmp_path: Path) -> None:
+    values = {name: value for name, value in TINY.items() if name != "gradient_accumulation_steps"}
+    for code, errors in run_ranks(finetune, 2, flags(**values, output_dir=tmp_path / "model")):
+        assert code == 0, errors
+    run = json.loads((tmp_path / "model" / "report.json").read_text())["run"]
+    assert run["stages"] in (1, 2)
+
+
+SCRIPT = """
+import json, sys
+import deepspeed, torch
+import paceline
+from support.jobs import model_config
+
+sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
+config = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+          "zero_optimization": {"stage": 1}, "paceline": {"pipeline": {}}}
+engine, *_ = paceline.initialize(model=model_config(num_hidden_layers=3, max_position_embeddings=64, **sizes),
+                                 config=config)
+ids = torch.zeros(engine.plan.micro_batch_size, 64, dtype=torch.int64)
+engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * engine.plan.micro_batches))
+print("planned " + json.dumps([engine.plan.stages, engine.plan.data_parallel]), flush=True)
+"""
+
+
+@pytest.mark.skipif(bool(available()), reason=available())
+def test_links_decide(tmp_path: Path) -> None:
+    """Three layers over two stages are uneven, so replicas are faster, unless gradients take seconds to be summed."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    support = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    shapes = []
+    for mbit in (None, 10):
+        with Hosts(2, mbit=mbit) as hosts:
+            outputs = hosts.run([sys.executable, str(script)], env=support, timeout=runner.PATIENCE_S)
+        told = {line for output in outputs for line in output.splitlines() if line.startswith("planned ")}
+        (line,) = told
+        shapes.append(json.loads(line.removeprefix("planned ")))
+    assert shapes == [[1, 2], [2, 1]]
