@@ -80,7 +80,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     from deepspeed.accelerator import get_accelerator
 
     from paceline.hf.layer_profile import fingerprint, profile_items
-    from paceline.measure.cluster import measure_cluster, ranks_of_node
+    from paceline.runtime.measured_cluster import measure_cluster, ranks_of_node
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
 

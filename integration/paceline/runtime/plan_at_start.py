@@ -28,13 +28,13 @@ from ..config.stage_counts import PARTITION, STAGES
 from ..hf.layer_profile import fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
-from ..measure.cluster import measure_cluster, ranks_of_node
 from ..measure.collectives import agreed
 from ..measure.profile_file import Profile, device_profile
 from ..planning.cluster import Cluster
 from ..planning.memory import States
 from ..planning.stage_choice import Option, choose, predicted, scaled, slowdown
 from .hetero import Shape
+from .measured_cluster import measure_cluster, ranks_of_node
 
 logger = logging.getLogger("paceline")
 

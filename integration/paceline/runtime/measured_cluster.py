@@ -7,10 +7,10 @@ import os
 import torch
 import torch.distributed as dist
 
+from ..measure.collectives import BUCKET_NUMEL, measure_fabric, slowest_s
 from ..optim.max_change import sum_of_squares
 from ..planning.cluster import Cluster, Fabric
 from ..planning.strategy_costs import state_bytes_per_parameter
-from .collectives import BUCKET_NUMEL, measure_fabric, slowest_s
 
 
 def ranks_of_node() -> int:
