@@ -80,6 +80,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     ),
     "A parallelism plan for a cluster": (
         "distributed/test_plan.py::test_it_starts[llama-tp1_pp2_dp1_ep1]",
+        "distributed/test_plan_at_start.py::test_the_losses_are_those_of_any_number_of_stages[False]",
         "unit/test_cli_plan.py",
         "unit/planning",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .averaging_keys import AveragingConfig
 from .boundary_keys import BoundaryConfig
@@ -14,6 +14,9 @@ from .partitions import PartitionChoice, resolve_partition
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, ReportConfig
 from .stage_counts import resolve_method
+
+if TYPE_CHECKING:
+    from ..planning.stage_pool import StagePool
 
 
 class Choice(NamedTuple):
@@ -35,6 +38,7 @@ class RunPlan:
         ds_config: the dict for DeepSpeed.
         chosen: by path, every value that was chosen automatically.
         expert_parallel: ranks of a stage that share its experts.
+        pool: other numbers of stages, where the run chose between some by measuring.
     """
 
     section: PacelineConfig
@@ -48,6 +52,7 @@ class RunPlan:
     ds_config: dict[str, Any]
     chosen: dict[str, Choice] = field(default_factory=dict)
     expert_parallel: int = 1
+    pool: StagePool | None = None
 
     @property
     def partition(self) -> str | list[int] | dict[str, float]:

@@ -20,6 +20,9 @@ BUCKET_NUMEL = 1 << 22
 
 REPEATS = 7
 
+PROBE_NUMEL, AT_MOST_S = 1 << 16, 0.25
+"""A smaller message, and how long the whole one may take by it."""
+
 ENOUGH_S = 2.0
 """What is repeated takes no longer together, on a slow link."""
 
@@ -29,7 +32,7 @@ def measure_fabric(group: Any, device: torch.device) -> Fabric:
     ranks = dist.get_process_group_ranks(group)
     size, rank = len(ranks), dist.get_rank(group)
     buffer, small = torch.zeros(BUCKET_NUMEL, device=device), torch.zeros(1, device=device)
-    message, received = buffer[:MESSAGE_NUMEL], torch.zeros(BUCKET_NUMEL, device=device)
+    received = torch.zeros(BUCKET_NUMEL, device=device)
 
     def there_and_back(values: torch.Tensor) -> None:
         if rank == 0:
@@ -40,13 +43,18 @@ def measure_fabric(group: Any, device: torch.device) -> Fabric:
             dist.send(values, ranks[0], group=group)
 
     latency_s = slowest_s(lambda: there_and_back(small), group, device) / 2
+    probe_s = slowest_s(lambda: there_and_back(buffer[:PROBE_NUMEL]), group, device) / 2
+    # Over a slow link less is sent, or measuring would take minutes.
+    share = min(1.0, AT_MOST_S * PROBE_NUMEL / probe_s / MESSAGE_NUMEL)
+    message = buffer[: max(PROBE_NUMEL, int(share * MESSAGE_NUMEL))]
+    buffer = buffer[: max(size * PROBE_NUMEL, int(share * BUCKET_NUMEL))]
     message_s = slowest_s(lambda: there_and_back(message), group, device) / 2 - latency_s
     reduce_s = slowest_s(lambda: dist.all_reduce(buffer, group=group), group, device)
-    share = buffer[: BUCKET_NUMEL // size * size]
-    exchange_s = slowest_s(lambda: dist.all_to_all_single(received[: len(share)], share, group=group), group, device)
-    num_bytes = buffer.element_size() * BUCKET_NUMEL
+    shares = buffer[: len(buffer) // size * size]
+    exchange_s = slowest_s(lambda: dist.all_to_all_single(received[: len(shares)], shares, group=group), group, device)
+    num_bytes = buffer.element_size() * len(buffer)
     return Fabric(
-        bytes_per_s=message.element_size() * MESSAGE_NUMEL / max(message_s, 1e-9),
+        bytes_per_s=message.element_size() * len(message) / max(message_s, 1e-9),
         latency_s=latency_s,
         all_reduce_bytes_per_s=2 * (size - 1) / size * num_bytes / reduce_s,
         all_to_all_bytes_per_s=(size - 1) / size * num_bytes / exchange_s,

@@ -238,6 +238,7 @@ class PacelineEngine(PipelineEngine):
             *(self.control, self.decisions, self.timelines, self.support.routes),
             recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
             formats=assembly.format_choices(self),
+            pool=self.plan.pool,
             notice=self.steps,
         )
 

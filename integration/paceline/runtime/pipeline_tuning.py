@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Protocol
+
+import psutil
 
 from ..comm.control import ControlPlane
 from ..config.partitions import PartitionChoice
 from ..config.schedules import ScheduleChoice
 from ..planning.choose import NO_FORMATS
 from ..planning.format_costs import FormatCosts
+from ..planning.stage_pool import StagePool
 from ..planning.tuning import DecisionLog, TuningInterval
 from .controller import Actuator, Controller
 from .measured_costs import MeasuredCosts
 from .meter import Meter
 from .movable_layers import Layers
+from .other_plans import OtherPlans
 from .partition_actuator import MovesLayers, PartitionActuator
 from .pipeline_measurements import JobAgreement, PipelineMeasurements
 from .rank_reports import ReportGatherer, Routes
@@ -42,6 +47,7 @@ def pipeline_controller(
     recomputes: bool = False,
     formats: Mapping[str, FormatCosts] = NO_FORMATS,
     notice: Notice | None = None,
+    pool: StagePool | None = None,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -53,6 +59,7 @@ def pipeline_controller(
         recomputes: whether backwards compute activations anew.
         formats: by name, costs of formats that stages may send in.
         notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
+        pool: other numbers of stages, where the run chose between some.
 
     Returns:
         None if schedule and partition stay as they are.
@@ -85,6 +92,11 @@ def pipeline_controller(
                 memory_bytes=partition.memory_bytes,
             )
         ] = TuningInterval(partition.repartition_every)
+    if pool is not None:
+        restart_s = time.time() - psutil.Process().create_time()
+        actuators[OtherPlans(pool, costs, agreement, restart_s)] = TuningInterval(
+            min(interval.every for interval in actuators.values())
+        )
     # Steps without a flush run into each other: the host's time tells nothing of a single one.
     changes = (
         None

@@ -32,7 +32,8 @@ from ..measure.collectives import agreed
 from ..measure.profile_file import Profile, device_profile
 from ..planning.cluster import Cluster
 from ..planning.memory import States
-from ..planning.stage_choice import Option, choose, predicted, scaled, slowdown
+from ..planning.stage_choice import Option, choose, scaled, slowdown
+from ..planning.stage_pool import Entry, StagePool
 from .hetero import Shape
 from .measured_cluster import measure_cluster, ranks_of_node
 
@@ -125,18 +126,21 @@ def plan_stages(
     with control.together("planning the stages"):
         if control.rank == 0:
             share = 1.0 if trained is None else trained()
-            found = predictions(hf_config, options, measured, trained=share)
+            pool = entries(hf_config, options, measured, trained=share)
+            found = [entry.predicted(measured.cluster) for entry in pool]
             best = choose(found, usual.stages)
             _tell(measured, found, time.perf_counter() - begun)
-            chosen = None if best is None else _with_reasons(options[best.stages], best, found, measured)
+            if best is not None:
+                chosen = _with_reasons(options[best.stages], best, found, measured)
+                chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, best.stages))
     result: RunPlan | None = control.from_first(chosen)
     return result
 
 
-def predictions(
+def entries(
     hf_config: PretrainedConfig, options: Mapping[int, RunPlan], measured: Measured, *, trained: float
-) -> list[Option]:
-    """All options with what is predicted of them.
+) -> list[Entry]:
+    """All options, with what their steps are predicted from.
 
     Args:
         trained: share of the parameters that is trained.
@@ -155,8 +159,7 @@ def predictions(
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
         follows = _follows_speed(plan, measured)
         workload = scaled(workload, slowdown(measured.rank_s, stages, follows_speed=follows))
-        is_tuned = plan.schedule.is_tuned
-        found.append(predicted(option, workload, measured.cluster, expert=plan.expert_parallel, tuned=is_tuned))
+        found.append(Entry(option, workload, plan.expert_parallel, plan.schedule.is_tuned))
     return found
 
 

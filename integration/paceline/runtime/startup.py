@@ -120,7 +120,7 @@ def plan_for(
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
     if planned is not None:
-        resolved.chosen.update(planned.chosen)
+        resolved = replace(resolved, chosen=resolved.chosen | planned.chosen, pool=planned.pool)
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)

@@ -1,0 +1,107 @@
+"""The numbers of stages that a run did not take, compared again by what it measures while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, isfinite
+from statistics import median
+
+from ..schedules.costs import Costs
+from .cluster import Cluster, Fabric
+from .stage_choice import Option, choose, predicted, scaled
+from .workload import Workload
+
+WORTH_A_RESTART = 0.2
+"""Share of a step that another number of stages must save: predictions of different pipelines err by half as much."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An option, and what it was predicted from.
+
+    Args:
+        workload: on the devices as they were.
+        tuned: its schedule is chosen; otherwise it is 1F1B.
+    """
+
+    option: Option
+    workload: Workload
+    expert: int = 1
+    tuned: bool = False
+
+    def predicted(self, cluster: Cluster, slowness: float = 1.0) -> Option:
+        """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
+        workload = scaled(self.workload, slowness)
+        return predicted(self.option, workload, cluster, expert=self.expert, tuned=self.tuned)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Another number of stages would be so much faster that a restart pays.
+
+    Args:
+        now: what runs, as predicted for the present rates.
+        better: what would be the fastest.
+        steps: after which the restart has paid.
+    """
+
+    now: Option
+    better: Option
+    steps: int
+
+
+@dataclass(frozen=True)
+class StagePool:
+    """All options of a run's start that can be.
+
+    Args:
+        cluster: as it was measured at the start.
+        stages: that the run has.
+    """
+
+    entries: tuple[Entry, ...]
+    cluster: Cluster
+    stages: int
+
+    def advice(self, rate: float, slowness: float, restart_s: float) -> Advice | None:
+        """Compare all options again; None where no other one is :data:`WORTH_A_RESTART`.
+
+        Args:
+            rate: of the links, by that at the start.
+            slowness: seconds of the devices, likewise.
+            restart_s: seconds until a restarted run trains.
+        """
+        where = replace(
+            self.cluster, inside=_faster(self.cluster.inside, rate), across=_faster(self.cluster.across, rate)
+        )
+        found = [entry.predicted(where, slowness) for entry in self.entries]
+        best = choose(found, self.stages)
+        now = next(option for option in found if option.stages == self.stages)
+        if best is None or best.stages == self.stages or best.step_s > (1 - WORTH_A_RESTART) * now.step_s:
+            return None
+        steps = ceil(restart_s / (now.step_s - best.step_s)) if isfinite(now.step_s) else 0
+        return Advice(now, best, steps)
+
+
+def _faster(fabric: Fabric, rate: float) -> Fabric:
+    def times(bytes_per_s: float | None) -> float | None:
+        return None if bytes_per_s is None else bytes_per_s * rate
+
+    return replace(
+        fabric,
+        bytes_per_s=fabric.bytes_per_s * rate,
+        all_reduce_bytes_per_s=times(fabric.all_reduce_bytes_per_s),
+        all_to_all_bytes_per_s=times(fabric.all_to_all_bytes_per_s),
+    )
+
+
+def rate_of(costs: Costs) -> float | None:
+    """Bytes a second of a link in the middle, among those that were measured; None: none was."""
+    rates = [link.bytes_per_s for link in (*costs.down, *costs.up)] + [*costs.egress_bytes_per_s]
+    known = [rate for rate in rates if isfinite(rate)]
+    return median(known) if known else None
+
+
+def seconds_of(costs: Costs) -> float:
+    """Seconds of a micro-batch's forward and backward through all stages."""
+    return sum(costs.forward_s) + sum(costs.backward_s)

@@ -1,0 +1,70 @@
+"""A word to the user when another number of stages would be so much faster that a restart pays."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from ..planning.stage_pool import StagePool, rate_of, seconds_of
+from ..planning.tuning import Proposal
+from ..schedules.costs import Costs
+from .controller import Agreement
+
+logger = logging.getLogger("paceline")
+
+
+class KnowsCosts(Protocol):
+    """Measured costs of micro-batches."""
+
+    def sizes(self) -> list[int]:
+        """Sizes of micro-batches that were measured."""
+
+    def costs(self, size: int) -> Costs:
+        """Costs of one micro-batch."""
+
+
+class OtherPlans:
+    """Compares the pool of a run's start again at each planning; changes nothing, as that needs a restart.
+
+    What a run measures of links and devices is not measured as it was at the start. So the first planning stands for
+    the start, and later ones count by how much they differ from it.
+
+    Args:
+        restart_s: seconds that this run took until it trained.
+    """
+
+    def __init__(self, pool: StagePool, costs: KnowsCosts, agreement: Agreement, restart_s: float) -> None:
+        self._pool, self._costs, self._agreement, self._restart_s = pool, costs, agreement, restart_s
+        self._first: tuple[float, float] | None = None
+        self._told: int | None = None
+        """Stages of the last advice."""
+
+    def propose(self, steps: int) -> Proposal[Any, Any] | None:
+        """Log what a restart would bring, once for each number of stages."""
+        if not self._agreement.decides or not self._costs.sizes():
+            return None
+        costs = self._costs.costs(self._costs.sizes()[0])
+        rate, seconds = rate_of(costs), seconds_of(costs)
+        if rate is None or not seconds:
+            return None
+        if self._first is None:
+            self._first = rate, seconds
+            return None
+        faster, slower = rate / self._first[0], seconds / self._first[1]
+        logger.debug(
+            "plan: links %.3g times as fast as at first, a micro-batch takes %.3g times as long", faster, slower
+        )
+        advice = self._pool.advice(faster, slower, self._restart_s)
+        if advice is not None and advice.better.stages != self._told:
+            logger.info(
+                "plan: links are %.3g times as fast as at first, a micro-batch takes %.3g times as long. Now the "
+                "fastest is %s; as it runs, %s. A restart from the last checkpoint, which plans anew, pays after %d "
+                "steps",
+                *(faster, slower, advice.better.text, advice.now.text, advice.steps),
+            )
+        self._told = None if advice is None else advice.better.stages
+        return None
+
+    def apply(self, change: Any) -> Any:
+        """Never called: nothing is proposed."""
+        raise AssertionError(f"no change is proposed, and {change} is to be applied")
