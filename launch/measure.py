@@ -79,6 +79,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
+    from paceline.comm.control import ControlPlane
     from paceline.hf.layer_profile import fingerprint, profile_items
     from paceline.runtime.measured_cluster import measure_cluster, ranks_of_node
     from paceline.measure.collectives import agreed
@@ -93,7 +94,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
         replace(item, forward_s=forward_s, backward_s=backward_s)
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     ]
-    per_node = ranks_of_node()
+    per_node = ranks_of_node(ControlPlane.create())
     here = device_profile(device, per_node if device.type == "cpu" else 1)
     cluster = measure_cluster(device, per_node, here.free_bytes)
     if dist.get_rank() == 0:

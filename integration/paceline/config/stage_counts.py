@@ -7,7 +7,7 @@ from typing import Any
 
 from ..planning.divisors import divisors
 from ..schedules import families
-from ..schedules.asynchronous import MULTIDIRECTION, STREAMS
+from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
 from ..schedules.generator import GENERATED
 from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
@@ -83,13 +83,13 @@ def resolve_stages(
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any]) -> bool:
     """Whether a run chooses its number of stages by what it measures at the start: nothing says or implies one.
 
-    Without a flush, and where ranks hold several stages, the fewest that fit are taken.
+    Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
     """
     theirs = _deepspeeds(ds_config).get("stages")
     method, _ = resolve_method(section, ds_config)
     kind = schedule_type(section)
     says = section.pipeline.stages is not None or theirs not in (None, "auto") or isinstance(method, tuple)
-    return not says and stages_a_rank(section) == 1 and kind not in STREAMS and not may_be_late(section)
+    return not says and stages_a_rank(section) == 1 and kind in ("1f1b", "adaptive") and not may_be_late(section)
 
 
 def schedule_type(section: PacelineConfig) -> ScheduleType:

@@ -27,11 +27,16 @@ ENOUGH_S = 2.0
 """What is repeated takes no longer together, on a slow link."""
 
 
-def measure_fabric(group: Any, device: torch.device) -> Fabric:
-    """Between the ranks of ``group``, two at least: all call it, and all get the same answer."""
+def measure_fabric(group: Any, device: torch.device, messages_on: torch.device | None = None) -> Fabric:
+    """Between the ranks of ``group``, two at least: all call it, and all get the same answer.
+
+    Args:
+        messages_on: where messages come from; None: ``device``, on which collectives are.
+    """
     ranks = dist.get_process_group_ranks(group)
     size, rank = len(ranks), dist.get_rank(group)
-    buffer, small = torch.zeros(BUCKET_NUMEL, device=device), torch.zeros(1, device=device)
+    buffer = torch.zeros(BUCKET_NUMEL, device=device)
+    messages = buffer if messages_on is None else buffer.to(messages_on)
     received = torch.zeros(BUCKET_NUMEL, device=device)
 
     def there_and_back(values: torch.Tensor) -> None:
@@ -42,11 +47,11 @@ def measure_fabric(group: Any, device: torch.device) -> Fabric:
             dist.recv(values, ranks[0], group=group)
             dist.send(values, ranks[0], group=group)
 
-    latency_s = slowest_s(lambda: there_and_back(small), group, device) / 2
-    probe_s = slowest_s(lambda: there_and_back(buffer[:PROBE_NUMEL]), group, device) / 2
+    latency_s = slowest_s(lambda: there_and_back(messages[:1]), group, device) / 2
+    probe_s = slowest_s(lambda: there_and_back(messages[:PROBE_NUMEL]), group, device) / 2
     # Over a slow link less is sent, or measuring would take minutes.
     share = min(1.0, AT_MOST_S * PROBE_NUMEL / probe_s / MESSAGE_NUMEL)
-    message = buffer[: max(PROBE_NUMEL, int(share * MESSAGE_NUMEL))]
+    message = messages[: max(PROBE_NUMEL, int(share * MESSAGE_NUMEL))]
     buffer = buffer[: max(size * PROBE_NUMEL, int(share * BUCKET_NUMEL))]
     message_s = slowest_s(lambda: there_and_back(message), group, device) / 2 - latency_s
     reduce_s = slowest_s(lambda: dist.all_reduce(buffer, group=group), group, device)

@@ -24,6 +24,8 @@ from ..schedules.stream import Stream
 from ..schedules.verify import peaks
 
 SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
+FEW = 512
+"""Up to so many stages times micro-batches times sizes every warm-up is tried: a replay grows with all three."""
 # Every group size up to here is tried, beyond it one per doubling.
 ALL_GROUPS_TO = 8
 FAMILIES: Mapping[str, Callable[[int, int], Schedule]] = {**SPLIT_FAMILIES, DUALPIPEV: dualpipev}

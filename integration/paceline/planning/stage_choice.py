@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from .candidates import Candidate, candidates
+from .candidates import FEW, SLACKS, Candidate, candidates
 from .choose import Planner
 from .cluster import Cluster
 from .strategy import Dropped, Plan, Ranking, plan_of
@@ -95,13 +95,18 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
     live = live_micro_batches(stages, count)
     each = [need.activations / number for need, number in zip(plan.memory, live, strict=True)]
     room = [cluster.memory_bytes - (need.total - need.activations) for need in plan.memory]
-    known = candidates(stages, count * size, [size], {size: each}, room, configured=size)
+    slacks = SLACKS if stages * count <= FEW else (0.0, 1.0)
+    known = candidates(stages, count * size, [size], {size: each}, room, configured=size, slacks=slacks)
     planner = Planner(known, stages, count * size)
     first_s = planner.predict(Candidate(size), costs).step_s
     best = min((planner.predict(candidate, costs) for candidate in known), key=lambda found: found.step_s)
     terms: Mapping[str, float] = {**plan.terms, "bubble": max(plan.terms["bubble"] + best.step_s - first_s, 0.0)}
+    peaks = best.candidate.peak_activations(stages, count * size)
+    memory = tuple(
+        replace(need, activations=own * peak) for need, own, peak in zip(plan.memory, each, peaks, strict=True)
+    )
     name = best.candidate.name.partition(",")[0]
-    return replace(plan, terms=terms, schedule=PipelineSchedule(ADAPTIVE)), name
+    return replace(plan, terms=terms, memory=memory, schedule=PipelineSchedule(ADAPTIVE)), name
 
 
 def with_best_schedules(ranking: Ranking, workload: Workload, cluster: Cluster) -> Ranking:

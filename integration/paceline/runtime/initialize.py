@@ -222,5 +222,6 @@ def _pipeline(
         hf_config = config_of(model)
         require_supported(hf_config)
     trained = partial(trained_share, model) if is_peft_model(model) and isinstance(model, Module) else None
-    plan = plan_for(hf_config, ds_config, section, control, trained=trained)
+    recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
+    plan = plan_for(hf_config, ds_config, section, control, trained=trained, gradient_checkpointing=recomputes)
     return build_pipeline(model, hf_config, plan, control), plan

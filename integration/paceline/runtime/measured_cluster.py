@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 
+from ..comm.control import ControlPlane
+from ..comm.staging import staging_for
 from ..measure.collectives import BUCKET_NUMEL, measure_fabric, slowest_s
 from ..optim.max_change import sum_of_squares
 from ..planning.cluster import Cluster, Fabric
 from ..planning.strategy_costs import state_bytes_per_parameter
+from .rank_reports import host_name
 
 
-def ranks_of_node() -> int:
-    """Ranks on each node, as the launcher says; without one all are on this node."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(told) if told else dist.get_world_size()
+def ranks_of_node(control: ControlPlane) -> int:
+    """Ranks on each host, on the one with fewest where hosts differ. Collective, and the same on all ranks."""
+    return min(Counter(control.gather(host_name())).values())
 
 
 def measure_cluster(device: torch.device, per_node: int, memory_bytes: float) -> Cluster:
@@ -26,7 +28,7 @@ def measure_cluster(device: torch.device, per_node: int, memory_bytes: float) ->
 
     Args:
         device: of this rank.
-        per_node: ranks on each node.
+        per_node: ranks on each node, the same on all ranks.
         memory_bytes: that each rank may take.
     """
     size = dist.get_world_size()
@@ -36,8 +38,11 @@ def measure_cluster(device: torch.device, per_node: int, memory_bytes: float) ->
         group = dist.new_group(list(ranks))
         mine: list[Fabric | None] = [None]
         if len(ranks) > 1 and dist.get_rank() in ranks:
-            mine = [measure_fabric(group, device)]
+            staged = torch.device("cpu") if staging_for(device, group) is not None else None
+            mine = [measure_fabric(group, device, staged)]
         dist.broadcast_object_list(mine, src=0)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
         found.append(mine[0] or Fabric())
     return Cluster(
         size,

@@ -8,9 +8,14 @@ from typing import Any, Protocol
 from ..planning.stage_pool import StagePool, rate_of, seconds_of
 from ..planning.tuning import Proposal
 from ..schedules.costs import Costs
+from ..supervise.watch import WATCH
 from .controller import Agreement
 
 logger = logging.getLogger("paceline")
+
+
+CHANGED = 1.25
+"""Links or devices that changed by less (relatively) are not looked at: a comparison simulates many steps."""
 
 
 class KnowsCosts(Protocol):
@@ -36,6 +41,8 @@ class OtherPlans:
     def __init__(self, pool: StagePool, costs: KnowsCosts, agreement: Agreement, restart_s: float) -> None:
         self._pool, self._costs, self._agreement, self._restart_s = pool, costs, agreement, restart_s
         self._first: tuple[float, float] | None = None
+        self._last: tuple[float, float] = 1.0, 1.0
+        """Changes at the last comparison."""
         self._told: int | None = None
         """Stages of the last advice."""
 
@@ -51,9 +58,10 @@ class OtherPlans:
             self._first = rate, seconds
             return None
         faster, slower = rate / self._first[0], seconds / self._first[1]
-        logger.debug(
-            "plan: links %.3g times as fast as at first, a micro-batch takes %.3g times as long", faster, slower
-        )
+        if all(1 / CHANGED < now / then < CHANGED for now, then in zip((faster, slower), self._last, strict=True)):
+            return None
+        self._last = faster, slower
+        WATCH.doing("comparing other numbers of stages")
         advice = self._pool.advice(faster, slower, self._restart_s)
         if advice is not None and advice.better.stages != self._told:
             logger.info(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import PretrainedConfig
 
-from ..comm.control import ControlPlane
+from ..comm.control import ControlPlane, is_shared
 from ..comm.staging import ranks_sharing
 from ..config import RunPlan
 from ..config.run_plan import Choice
@@ -39,6 +39,9 @@ from .measured_cluster import measure_cluster, ranks_of_node
 
 logger = logging.getLogger("paceline")
 
+MOST_TOKENS = 4096
+"""Of the micro-batch that is measured: a larger one takes proportionally longer, and what it needs may not be free."""
+
 UNEQUAL = 1.25
 """Seconds of the slowest rank by those of the fastest, from which on stages get layers by speed."""
 
@@ -48,11 +51,14 @@ class Measured(NamedTuple):
 
     Args:
         rank_s: seconds that each rank takes for a forward and backward of all layers.
+        may_move: whether layers may move between devices unasked: not where adapters are trained, and weights may be
+            quantised.
     """
 
     profile: Profile
     cluster: Cluster
     rank_s: tuple[float, ...]
+    may_move: bool = True
 
     @property
     def is_unequal(self) -> bool:
@@ -60,19 +66,22 @@ class Measured(NamedTuple):
         return max(self.rank_s) > UNEQUAL * min(self.rank_s)
 
 
-def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape, memory_bytes: int) -> Measured:
+def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) -> Measured:
     """Time the layers on all ranks at once, and what connects them. Collective, and the same on all ranks.
 
-    Args:
-        memory_bytes: that each rank may take.
+    A large micro-batch is measured by a smaller one. Random numbers that are drawn later are as without it.
 
     Raises:
         ValueError: the model's layers cannot be run by themselves, or sizes that it cannot have.
     """
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
-    dist.barrier()
-    with control.together("measuring the layers"):
-        items = profile_items(hf_config, device=device, **shape._asdict())
+    own = device_profile(device, ranks_sharing(device))
+    shape = shape._replace(micro_batch_size=max(1, min(shape.micro_batch_size, MOST_TOKENS // shape.sequence_length)))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        dist.barrier()
+        with control.together("measuring the layers"):
+            items = profile_items(hf_config, device=device, **shape._asdict())
+        cluster = measure_cluster(device, ranks_of_node(control), min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)
     seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
     together = tuple(
@@ -80,7 +89,6 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape, me
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     )
     rank_s: list[float] = control.gather(own_s)
-    cluster = measure_cluster(device, ranks_of_node(), memory_bytes)
     profile = Profile(
         fingerprint(hf_config),
         str(shape.dtype).removeprefix("torch."),
@@ -88,7 +96,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape, me
         shape.sequence_length,
         shape.gradient_checkpointing,
         items=together,
-        devices=(device_profile(device, ranks_sharing(device)),),
+        devices=(own,),
     )
     return Measured(profile, cluster, tuple(rank_s))
 
@@ -99,7 +107,6 @@ def plan_stages(
     options: Mapping[int, RunPlan],
     usual: RunPlan,
     shape: Shape,
-    memory_bytes: int,
     trained: Callable[[], float] | None,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
@@ -110,18 +117,29 @@ def plan_stages(
         options: by number of stages, all of the same samples a step.
         usual: the one that is taken where others are no faster.
         shape: of a micro-batch, to measure with.
-        memory_bytes: that each rank may take.
         trained: share of the parameters that is trained; None: all.
     """
-    if len(options) < 2:
-        logger.info("plan: nothing to choose: with other numbers of stages a step would have other samples")
-        return None
     begun = time.perf_counter()
     try:
-        measured = measure(hf_config, control, shape, memory_bytes)
-    except ValueError as error:  # all ranks have it
-        logger.info("plan: the fewest stages that fit, since the layers cannot be measured by themselves: %s", error)
+        measured = measure(hf_config, control, shape)._replace(may_move=trained is None)
+        chosen = _chosen(hf_config, control, options, usual, measured, trained, begun)
+    except Exception as error:
+        if not is_shared(error):
+            raise
+        logger.info("plan: the fewest stages that fit are taken, since steps cannot be predicted: %s", error)
         return None
+    return chosen
+
+
+def _chosen(
+    hf_config: PretrainedConfig,
+    control: ControlPlane,
+    options: Mapping[int, RunPlan],
+    usual: RunPlan,
+    measured: Measured,
+    trained: Callable[[], float] | None,
+    begun: float,
+) -> RunPlan | None:
     chosen: RunPlan | None = None
     with control.together("planning the stages"):
         if control.rank == 0:
@@ -164,8 +182,12 @@ def entries(
 
 
 def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
-    """Whether the stages of a plan get layers by the speed of their devices."""
-    return plan.partition_choice.method == HETERO or (measured.is_unequal and plan.section.pipeline.partition is None)
+    """Whether the stages of a plan get layers by the speed of their devices: as asked, or where nothing is asked.
+
+    Unasked, layers do not move where experts are spread or messages have a format that is chosen.
+    """
+    is_free = PARTITION in plan.chosen and plan.expert_parallel == 1 and plan.section.pipeline.boundary is None
+    return plan.partition_choice.method == HETERO or (measured.is_unequal and measured.may_move and is_free)
 
 
 def _with_reasons(plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured) -> RunPlan:
@@ -173,8 +195,8 @@ def _with_reasons(plan: RunPlan, best: Option, options: Sequence[Option], measur
     why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
     chosen = {STAGES: Choice(best.stages, why)}
     section = plan.section
-    if best.stages > 1 and _follows_speed(plan, measured) and section.pipeline.partition is None:
-        partition = PartitionConfig(method=HETERO)
+    if best.stages > 1 and _follows_speed(plan, measured) and plan.partition_choice.method != HETERO:
+        partition = (section.pipeline.partition or PartitionConfig()).model_copy(update={"method": HETERO})
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
         times = max(measured.rank_s) / min(measured.rank_s)
         chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")

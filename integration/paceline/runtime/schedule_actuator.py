@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from ..config.schedules import ScheduleChoice
-from ..planning.candidates import IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
+from ..planning.candidates import FEW, IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
 from ..planning.choose import NO_FORMATS, Choice, Planner
 from ..planning.format_costs import FormatCosts
 from ..planning.repartition import Layout
@@ -28,9 +28,6 @@ from .controller import Agreement
 from .measured_costs import MeasuredCosts
 
 logger = logging.getLogger("paceline")
-
-FEW = 512
-"""Up to so many stages times micro-batches times sizes every warm-up is tried: a replay grows with all three."""
 
 GENERATED_UP_TO = 2048
 """Up to so many stages times micro-batches an order is made anew at each planning: it takes a second there."""

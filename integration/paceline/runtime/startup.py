@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -104,23 +103,27 @@ def plan_for(
 
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
     usual = filled(without_schedule, None)
-    planned = None
-    if is_planned(section, ds_config) and world_size > 1:
+    planned, samples = None, usual.chosen.get(TRAIN_BATCH)
+    is_quantised = getattr(hf_config, "quantization_config", None) is not None
+    options: dict[int, RunPlan] = {}
+    if is_planned(section, ds_config) and world_size > 1 and not is_quantised:
         options = _options(without_schedule, usual, section, filled, divisors(world_size))
+    if len(options) > 1:
         shape = Shape(
             dtype_of(usual.ds_config),
             usual.micro_batch_size,
             tokens_of_sample(sequence_length, hf_config),
             gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval")),
         )
-        planned = plan_stages(hf_config, control, options, usual, shape, room["device_bytes"], trained)
+        planned = plan_stages(hf_config, control, options, usual, shape, trained)
     if planned is not None:
         section, ds_config = planned.section, {**ds_config, TRAIN_BATCH: usual.train_batch_size}
         usual = planned
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
     if planned is not None:
-        resolved = replace(resolved, chosen=resolved.chosen | planned.chosen, pool=planned.pool)
+        of_batch = {} if samples is None else {TRAIN_BATCH: samples}
+        resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen, pool=planned.pool)
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
@@ -140,16 +143,22 @@ def _options(
     A schedule that is left out is ``"adaptive"``, where nothing excludes it.
     """
     same = {**ds_config, TRAIN_BATCH: usual.train_batch_size}
-    found = {}
+    found: dict[int, RunPlan] = {}
+    refused: dict[int, str] = {}
     for count in stages:
         for kind in ("adaptive", None) if section.pipeline.schedule is None and count > 1 else (None,):
             update: dict[str, Any] = {"stages": count}
             if kind is not None:
                 update["schedule"] = ScheduleConfig(type=kind)
             written = section.model_copy(update={"pipeline": section.pipeline.model_copy(update=update)})
-            with suppress(ValueError):
+            try:
                 found[count] = filled(same, None, written)
                 break
+            except ValueError as error:
+                refused[count] = str(error)
+    if len(found) < 2:
+        others = {count: why for count, why in refused.items() if count not in found}
+        logger.info("plan: no other number of stages has the same samples in a step: %s", "; ".join(others.values()))
     return found
 
 

@@ -108,6 +108,11 @@ def test_the_best_schedule_is_that_of_the_tuners_candidates() -> None:
     assert found.step_s == pytest.approx(plan.step_s - first + shortest)
     assert steps[f"{name}, micro-batch 1"] == pytest.approx(shortest)
     assert found.schedule.to_dict() == {"type": "adaptive"}
+    # What it keeps alive is in its memory.
+    peaks = next(each for each in known if each.name == f"{name}, micro-batch 1").peak_activations(4, 16)
+    for need, before, peak, live in zip(found.memory, plan.memory, peaks, (4, 3, 2, 1), strict=True):
+        assert need.activations == pytest.approx(before.activations / live * peak)
+        assert need.states == before.states
     # Room for two micro-batches more than 1F1B has: longer warm-ups are out.
     tight = max(need.total for need in plan.memory) * 1.01
     squeezed = replace(where, memory_bytes=tight)
