@@ -1,0 +1,136 @@
+"""Is the number of stages that a run chooses at its start the fastest one? Planned, then trained with each of them.
+
+    python tests/benchmarks/plan_at_start.py [--hosts 4 2] [--mbit 100 1000 off] [--rounds 2] [--steps 4]
+
+Needs root (tests/lab). In each world (hosts, their links, all weights or LoRA) one run plans; then runs with each
+number of stages train on the same samples, in turns. Computing and sockets are real; ranks share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from facts import facts
+
+from lab.hosts import Hosts, available
+from lab.training import mbit
+
+LENGTH, MICRO_BATCH, SAMPLES, PATIENCE_S = 64, 2, 32, 600.0
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 2])
+    parser.add_argument("--mbit", type=mbit, nargs="+", default=[100.0, 1000.0, None], help="of every host, or off")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a run, behind eight that do not count")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        train(json.loads(args.child))
+        return
+    if reason := available():
+        sys.exit(reason)
+    worlds = []
+    for num_hosts, rate, lora in product(args.hosts, args.mbit, (False, True)):
+        world = {"layers": args.layers, "lora": lora, "steps": args.steps}
+        worlds.append({"hosts": num_hosts, "mbit": rate, "lora": lora, **look_at(num_hosts, rate, world, args.rounds)})
+        print(json.dumps(worlds[-1]), flush=True)
+    behind = [world["behind_fastest"] for world in worlds]
+    result = {
+        "emulated_compute": False,
+        "within_5_percent": sum(share <= 0.05 for share in behind),
+        "num_worlds": len(worlds),
+        "worlds": worlds,
+        **facts(args, "child"),
+    }
+    args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def look_at(num_hosts: int, rate: float | None, world: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """One world: what is planned, and seconds of a step with each number of stages."""
+    seconds: dict[int, list[float]] = {stages: [] for stages in (1, 2, 4) if stages <= num_hosts}
+    with Hosts(num_hosts, mbit=rate) as hosts:
+
+        def run(**more: Any) -> dict[str, Any]:
+            command = [sys.executable, __file__, "--child", json.dumps({**world, **more})]
+            lines = hosts.run(command, timeout=PATIENCE_S)[0].splitlines()
+            (line,) = [line for line in lines if line.startswith("found ")]
+            found: dict[str, Any] = json.loads(line.removeprefix("found "))
+            return found
+
+        planned = run(steps=1)
+        for _ in range(rounds):
+            for stages, known in seconds.items():
+                known.extend(run(stages=stages)["seconds"])
+    measured = {stages: statistics.median(known) for stages, known in seconds.items()}
+    fastest = min(measured, key=measured.__getitem__)
+    return {
+        "planned": planned["stages"],
+        "fastest": fastest,
+        "behind_fastest": round(measured[planned["stages"]] / measured[fastest] - 1, 4),
+        "measured_s": {str(stages): round(value, 4) for stages, value in measured.items()},
+        "predicted": planned["lines"],
+    }
+
+
+def train(world: dict[str, Any]) -> None:
+    """Runs on every host: plan, or take the stages that are told, and train."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import paceline
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    logging.getLogger("paceline").setLevel(logging.INFO)
+    model: Any = LlamaConfig(
+        **SIZES, num_hidden_layers=world["layers"], vocab_size=1024, max_position_embeddings=LENGTH
+    )
+    if world["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        model = get_peft_model(AutoModelForCausalLM.from_config(model), LoraConfig(target_modules="all-linear"))
+    pipeline = {"schedule": "adaptive"} | ({"stages": world["stages"]} if "stages" in world else {})
+    config = {
+        "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+        "paceline": {"pipeline": pipeline},
+    }
+    engine, *_ = paceline.initialize(model=model, config=config)
+    ids = torch.randint(1024, (MICRO_BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(8 + world["steps"]):
+        begun = time.perf_counter()
+        engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * engine.plan.micro_batches))
+        seconds.append(time.perf_counter() - begun)
+    found = {
+        "stages": engine.plan.stages,
+        "seconds": seconds[8:],
+        "lines": [line.removeprefix("plan: ") for line in lines if line.startswith("plan: ")],
+    }
+    if os.environ["RANK"] == "0":
+        print("found " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
