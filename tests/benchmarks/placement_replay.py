@@ -6,7 +6,8 @@ The loads are those of a real run (tests/golden/README.md): 300 samples, 10 iter
 experts. Every so many iterations experts are placed anew by the sample before; each sample is measured with the
 placement that it finds. Results are max/mean load of the devices, averaged over samples and layers:
 
-- ``static``: blocks of neighbouring experts, ``greedy``: without copies, ``bound``: what no such placement gets below,
+- ``static``: blocks of neighbouring experts, ``greedy``: without copies, ``swaps``: likewise, by exchanges from where
+  experts are, ``bound``: what no such placement gets below,
 - ``copies``: with replicas and even splitting, ``copies_keep_owners``: where only copies move,
 - ``copies_split``: tokens split over the copies by the loads of the sample itself; ``copies_old_split``: by those that
   the placement was made from.
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from paceline.planning.placement import Placement, greedy, imbalance, lower_bound, moved, replicated, split
+from paceline.planning.swaps import swapped
 
 TRACE = Path(__file__).parents[1] / "golden" / "moe_trace.npz"
 ITERATIONS = 10
@@ -38,10 +40,10 @@ def replay(layers: Sequence[Sequence[Sequence[float]]], devices: int, every: int
     """One row of the result; ``layers`` are loads by layer, sample and expert."""
     found: dict[str, list[float]] = defaultdict(list)
     gone: dict[str, list[int]] = defaultdict(list)
-    plan_s, split_s = [], []
+    plan_s, split_s, swap_s = [], [], []
     for samples in layers:
         static = Placement.contiguous(len(samples[0]), devices)
-        placed = copies = kept = static
+        placed = exchanged = copies = kept = static
         old_shares = split(copies, samples[0])
         for index, loads in enumerate(samples):
             if index and index * ITERATIONS % every == 0:
@@ -50,6 +52,11 @@ def replay(layers: Sequence[Sequence[Sequence[float]]], devices: int, every: int
                 new = new if imbalance(new, known) < imbalance(placed, known) else placed
                 gone["greedy"].append(moved(placed, new))
                 placed = new
+                begin = time.process_time()
+                new = swapped(known, exchanged)
+                swap_s.append(time.process_time() - begin)
+                gone["swaps"].append(moved(exchanged, new))
+                exchanged = new
                 begin = time.process_time()
                 new = replicated(known, devices, None, replicas, copies)
                 plan_s.append(time.process_time() - begin)
@@ -63,6 +70,7 @@ def replay(layers: Sequence[Sequence[Sequence[float]]], devices: int, every: int
             split_s.append(time.process_time() - begin)
             found["static"].append(imbalance(static, loads))
             found["greedy"].append(imbalance(placed, loads))
+            found["swaps"].append(imbalance(exchanged, loads))
             found["bound"].append(lower_bound(loads, devices) * devices / sum(loads))
             found["copies"].append(imbalance(copies, loads))
             found["copies_keep_owners"].append(imbalance(kept, loads))
@@ -76,6 +84,7 @@ def replay(layers: Sequence[Sequence[Sequence[float]]], devices: int, every: int
         "moved": {name: round(statistics.fmean(values), 2) for name, values in gone.items()},
         "plan_s": _seconds(plan_s),
         "split_s": _seconds(split_s),
+        "swap_s": _seconds(swap_s),
     }
 
 
@@ -98,7 +107,7 @@ def _seconds(values: Sequence[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--every", type=int, nargs="+", default=[10, 100], help="iterations between placements")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=10, help="of each planning time")

@@ -9,6 +9,7 @@ from .experts import Placement, device_loads
 from .placement import greedy, lower_bound
 from .replicas import replicated
 from .splitting import split
+from .swaps import swapped
 
 LEAST_GAIN = 0.02
 """Experts stay for less than this part of what they take: loads change by as much from window to window."""
@@ -193,7 +194,11 @@ def candidates(layer: LayerLoad, *, num_replicas: int = 0, evens_out: bool = Fal
     current, num_devices = layer.placement, layer.placement.num_devices
     num_slots = max(current.owned)
     if not num_replicas:
-        return [greedy(layer.loads, num_devices, num_slots, current, nodes=nodes)]
+        # A few exchanges mostly do as well as a placement from nothing; where they do not, the gain decides.
+        return [
+            swapped(layer.loads, current, num_slots, nodes=nodes),
+            greedy(layer.loads, num_devices, num_slots, current, nodes=nodes),
+        ]
     return [
         replicated(layer.loads, num_devices, num_slots, num_replicas, current, keep_owners=keep, nodes=nodes)
         for keep in (True, False)
