@@ -81,9 +81,9 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
 
     from paceline.comm.control import ControlPlane
     from paceline.hf.layer_profile import fingerprint, profile_items
-    from paceline.runtime.measured_cluster import measure_cluster, ranks_of_node
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
+    from paceline.runtime.measured_cluster import measure_cluster, ranks_of_node
 
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
