@@ -148,6 +148,7 @@ def _positive(text: str) -> int:
 
 def _check_config(args: argparse.Namespace) -> int:
     from paceline.config import check_ds_config, open_autos, read_ds_config, resolve
+    from paceline.config.stage_counts import is_planned
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
@@ -177,6 +178,8 @@ def _check_config(args: argparse.Namespace) -> int:
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
         shown["resolved"]["repartition_every"] = resolved.partition_choice.repartition_every
         shown["resolved"]["schedule"] = resolved.schedule.to_dict()
+        if is_planned(section, config) and args.world_size > 1:
+            print("paceline: stages: a run measures its cluster, and may take another number.", file=sys.stderr)
         shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
     print(json.dumps(shown, indent=2) if args.json else _config_text(shown))
     return OK

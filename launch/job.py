@@ -87,7 +87,7 @@ class Job:
                 if (os.environ["LOCAL_RANK"] == "0") == turn:
                     progress = self.rank == 0 and not self.args.disable_tqdm
                     self.inputs = read_inputs(self.model_args, self.data_args, self.args, progress=progress)
-        with self.control.together("planning"):  # its one collective comes before anything that can be wrong
+        with self.control.together("planning"):  # what can be wrong is so on all ranks, or told to all
             resolved = plan_for(
                 self.inputs.config,
                 ds_config,
@@ -99,6 +99,7 @@ class Job:
                 trained=self._trained_share if self.model_args.use_peft else None,
                 sequence_length=self.inputs.data.block_size,
                 gradient_checkpointing=self.args.gradient_checkpointing,
+                is_quantised=bool(self.model_args.load_in_4bit or self.model_args.load_in_8bit),
             )
             self._plan(resolved)  # there is data for a step
             fault = combining_fault(self.section, self.inputs.data.held_out is not None, NO_HELD_OUT)

@@ -80,10 +80,11 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     from deepspeed.accelerator import get_accelerator
 
     from paceline.comm.control import ControlPlane
+    from paceline.comm.staging import ranks_sharing
     from paceline.hf.layer_profile import fingerprint, profile_items
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
-    from paceline.runtime.measured_cluster import measure_cluster, ranks_of_node
+    from paceline.runtime.measured_cluster import measure_cluster
 
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
@@ -94,9 +95,8 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
         replace(item, forward_s=forward_s, backward_s=backward_s)
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     ]
-    per_node = ranks_of_node(ControlPlane.create())
-    here = device_profile(device, per_node if device.type == "cpu" else 1)
-    cluster = measure_cluster(device, per_node, here.free_bytes)
+    here = device_profile(device, ranks_sharing(device))
+    cluster = measure_cluster(ControlPlane.create(), device, here.free_bytes)
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
         profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())

@@ -109,7 +109,7 @@ def test_samples_of_a_step_go_before_speed() -> None:
     found = same(run_ranks(trained, 2, {}, **sizes))
     assert found["shape"] == (2, 1)
     (line,) = found["lines"]
-    assert "no other number of stages has the same samples in a step: train_batch_size is 16: it must be" in line
+    assert "plan: the batch sizes allow no other number of stages: train_batch_size is 16: it must be" in line
 
 
 def test_jobs_without_a_json_are_planned(tmp_path: Path) -> None:

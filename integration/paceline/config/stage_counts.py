@@ -140,7 +140,7 @@ def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, dev
     and the decoder layers allow. What is unknown fits.
     """
     usable = [s for s in divisors(world_size) if s <= num_layers] or [1]
-    fitting = [s for s in usable if s >= min(2, world_size) and _fits(s, state_bytes, device_bytes)]
+    fitting = [s for s in usable if s >= min(2, world_size) and states_fit(s, state_bytes, device_bytes)]
     return fitting[0] if fitting else usable[-1]
 
 
@@ -179,7 +179,8 @@ def _check_directions(value: str, stages: int, usable: str, asked: int | None) -
         raise ValueError(f"{value} and {TYPE} {show(MULTIDIRECTION)}: {error} Here {usable}.") from None
 
 
-def _fits(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:
+def states_fit(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:
+    """Whether so many stages leave room for activations beside a stage's states; what is unknown fits."""
     return state_bytes is None or device_bytes is None or state_bytes / stages <= STATE_SHARE * device_bytes
 
 
@@ -190,7 +191,7 @@ def _why(stages: int, world_size: int, num_layers: int, state_bytes: int | None,
     if state_bytes is None or device_bytes is None:
         return f"the fewest pipeline stages for {limits}"
     states = f"{state_bytes / 1e9:.3g} GB of states on devices of {device_bytes / 1e9:.3g} GB"
-    if _fits(stages, state_bytes, device_bytes):
+    if states_fit(stages, state_bytes, device_bytes):
         return f"the fewest for {limits} that leave activations {1 - STATE_SHARE:.0%} of a device ({states})"
     return f"the most for {limits}; {states} will be tight"
 

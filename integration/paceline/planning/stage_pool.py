@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, isfinite
-from statistics import median
+from math import ceil, inf, isfinite
 
 from ..schedules.costs import Costs
 from .cluster import Cluster, Fabric
@@ -22,16 +21,19 @@ class Entry:
     Args:
         workload: on the devices as they were.
         tuned: its schedule is chosen; otherwise it is 1F1B.
+        memory_bytes: that may be used of a device.
     """
 
     option: Option
     workload: Workload
     expert: int = 1
     tuned: bool = False
+    memory_bytes: float = inf
 
     def predicted(self, cluster: Cluster, slowness: float = 1.0) -> Option:
         """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
         workload = scaled(self.workload, slowness)
+        cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, self.memory_bytes))
         return predicted(self.option, workload, cluster, expert=self.expert, tuned=self.tuned)
 
 
@@ -96,10 +98,10 @@ def _faster(fabric: Fabric, rate: float) -> Fabric:
 
 
 def rate_of(costs: Costs) -> float | None:
-    """Bytes a second of a link in the middle, among those that were measured; None: none was."""
+    """Bytes a second of the slowest link, among those that were measured; None: none was."""
     rates = [link.bytes_per_s for link in (*costs.down, *costs.up)] + [*costs.egress_bytes_per_s]
     known = [rate for rate in rates if isfinite(rate)]
-    return median(known) if known else None
+    return min(known, default=None)
 
 
 def seconds_of(costs: Costs) -> float:

@@ -16,26 +16,22 @@ from ..planning.strategy_costs import state_bytes_per_parameter
 from .rank_reports import host_name
 
 
-def ranks_of_node(control: ControlPlane) -> int:
-    """Ranks on each host, on the one with fewest where hosts differ. Collective, and the same on all ranks."""
-    return min(Counter(control.gather(host_name())).values())
+def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: float) -> Cluster:
+    """The links inside the first host, those between the first ranks of all hosts, and the optimizer's speed.
 
-
-def measure_cluster(device: torch.device, per_node: int, memory_bytes: float) -> Cluster:
-    """The links inside the first node, those between the first ranks of all nodes, and the optimizer's speed.
-
-    Collective, and the same on all ranks.
+    A host has as many devices as the one with fewest. Collective, and the same on all ranks.
 
     Args:
         device: of this rank.
-        per_node: ranks on each node, the same on all ranks.
         memory_bytes: that each rank may take.
     """
-    size = dist.get_world_size()
+    hosts = control.gather(host_name())
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    first_ranks = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
     states = _state_bytes_per_s(device)
     found = []
-    for ranks in (range(min(per_node, size)), range(0, size, per_node)):
-        group = dist.new_group(list(ranks))
+    for ranks in (here, first_ranks):
+        group = dist.new_group(ranks)
         mine: list[Fabric | None] = [None]
         if len(ranks) > 1 and dist.get_rank() in ranks:
             staged = torch.device("cpu") if staging_for(device, group) is not None else None
@@ -45,8 +41,8 @@ def measure_cluster(device: torch.device, per_node: int, memory_bytes: float) ->
             dist.destroy_process_group(group)
         found.append(mine[0] or Fabric())
     return Cluster(
-        size,
-        per_node,
+        len(hosts),
+        min(Counter(hosts).values()),
         memory_bytes=memory_bytes,
         state_bytes_per_s=states,
         inside=found[0],

@@ -35,11 +35,15 @@ class OtherPlans:
     the start, and later ones count by how much they differ from it.
 
     Args:
+        size: samples of a micro-batch, as configured.
         restart_s: seconds that this run took until it trained.
     """
 
-    def __init__(self, pool: StagePool, costs: KnowsCosts, agreement: Agreement, restart_s: float) -> None:
-        self._pool, self._costs, self._agreement, self._restart_s = pool, costs, agreement, restart_s
+    def __init__(
+        self, pool: StagePool, costs: KnowsCosts, agreement: Agreement, *, size: int, restart_s: float
+    ) -> None:
+        self._pool, self._costs, self._agreement = pool, costs, agreement
+        self._size, self._restart_s = size, restart_s
         self._first: tuple[float, float] | None = None
         self._last: tuple[float, float] = 1.0, 1.0
         """Changes at the last comparison."""
@@ -48,9 +52,9 @@ class OtherPlans:
 
     def propose(self, steps: int) -> Proposal[Any, Any] | None:
         """Log what a restart would bring, once for each number of stages."""
-        if not self._agreement.decides or not self._costs.sizes():
+        if not self._agreement.decides or self._size not in self._costs.sizes():
             return None
-        costs = self._costs.costs(self._costs.sizes()[0])
+        costs = self._costs.costs(self._size)
         rate, seconds = rate_of(costs), seconds_of(costs)
         if rate is None or not seconds:
             return None

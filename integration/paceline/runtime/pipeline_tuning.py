@@ -94,9 +94,8 @@ def pipeline_controller(
         ] = TuningInterval(partition.repartition_every)
     if pool is not None:
         restart_s = time.time() - psutil.Process().create_time()
-        actuators[OtherPlans(pool, costs, agreement, restart_s)] = TuningInterval(
-            min(interval.every for interval in actuators.values())
-        )
+        others = OtherPlans(pool, costs, agreement, size=pipeline.micro_batch_size, restart_s=restart_s)
+        actuators[others] = TuningInterval(min(interval.every for interval in actuators.values()))
     # Steps without a flush run into each other: the host's time tells nothing of a single one.
     changes = (
         None

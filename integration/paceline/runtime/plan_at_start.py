@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from ..planning.memory import States
 from ..planning.stage_choice import Option, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
 from .hetero import Shape
-from .measured_cluster import measure_cluster, ranks_of_node
+from .measured_cluster import measure_cluster
 
 logger = logging.getLogger("paceline")
 
@@ -81,7 +82,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
         dist.barrier()
         with control.together("measuring the layers"):
             items = profile_items(hf_config, device=device, **shape._asdict())
-        cluster = measure_cluster(device, ranks_of_node(control), min(control.gather(own.free_bytes)))
+        cluster = measure_cluster(control, device, min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)
     seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
     together = tuple(
@@ -89,15 +90,16 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     )
     rank_s: list[float] = control.gather(own_s)
-    profile = Profile(
-        fingerprint(hf_config),
-        str(shape.dtype).removeprefix("torch."),
-        shape.micro_batch_size,
-        shape.sequence_length,
-        shape.gradient_checkpointing,
-        items=together,
-        devices=(own,),
-    )
+    with control.together("measuring the layers"):
+        profile = Profile(
+            fingerprint(hf_config),
+            str(shape.dtype).removeprefix("torch."),
+            shape.micro_batch_size,
+            shape.sequence_length,
+            shape.gradient_checkpointing,
+            items=together,
+            devices=(own,),
+        )
     return Measured(profile, cluster, tuple(rank_s))
 
 
@@ -126,7 +128,8 @@ def plan_stages(
     except Exception as error:
         if not is_shared(error):
             raise
-        logger.info("plan: the fewest stages that fit are taken, since steps cannot be predicted: %s", error)
+        if control.rank == 0:
+            logger.info("plan: the fewest stages that fit are taken, since steps cannot be predicted: %s", error)
         return None
     return chosen
 
@@ -149,7 +152,8 @@ def _chosen(
             best = choose(found, usual.stages)
             _tell(measured, found, time.perf_counter() - begun)
             if best is not None:
-                chosen = _with_reasons(options[best.stages], best, found, measured)
+                unasked = usual.section.pipeline.schedule is None
+                chosen = _with_reasons(options[best.stages], best, found, measured, unasked=unasked)
                 chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, best.stages))
     result: RunPlan | None = control.from_first(chosen)
     return result
@@ -177,7 +181,8 @@ def entries(
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
         follows = _follows_speed(plan, measured)
         workload = scaled(workload, slowdown(measured.rank_s, stages, follows_speed=follows))
-        found.append(Entry(option, workload, plan.expert_parallel, plan.schedule.is_tuned))
+        limit = plan.partition_choice.memory_bytes
+        found.append(Entry(option, workload, plan.expert_parallel, plan.schedule.is_tuned, limit or inf))
     return found
 
 
@@ -190,7 +195,9 @@ def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
     return plan.partition_choice.method == HETERO or (measured.is_unequal and measured.may_move and is_free)
 
 
-def _with_reasons(plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured) -> RunPlan:
+def _with_reasons(
+    plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured, *, unasked: bool
+) -> RunPlan:
     others = [f"{other.step_s:.4g} with {other.stages}" for other in options if other != best and not other.why_not]
     why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
     chosen = {STAGES: Choice(best.stages, why)}
@@ -200,7 +207,7 @@ def _with_reasons(plan: RunPlan, best: Option, options: Sequence[Option], measur
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
         times = max(measured.rank_s) / min(measured.rank_s)
         chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")
-    if plan.schedule.is_tuned:
+    if plan.schedule.is_tuned and unasked:
         chosen[f"{SCHEDULE}.type"] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
     return replace(plan, section=section, chosen=chosen)
 

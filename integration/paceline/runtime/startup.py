@@ -17,10 +17,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
 from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
-from ..config.batch_sizes import TRAIN_BATCH
+from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.section import HETERO, WORK, ScheduleConfig, value_at
-from ..config.stage_counts import is_planned
+from ..config.stage_counts import is_planned, states_fit
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
@@ -58,6 +58,7 @@ def plan_for(
     trained: Callable[[], float] | None = None,
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
+    is_quantised: bool = False,
 ) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once. Collective.
 
@@ -69,6 +70,7 @@ def plan_for(
         trained: share of the parameters that is trained, where the weights themselves are frozen.
         sequence_length: tokens of a sample, where they are known.
         gradient_checkpointing: layers are computed again in the backward.
+        is_quantised: weights will be quantised when they are loaded.
 
     Raises:
         ValueError: stages, batch sizes and world do not fit.
@@ -104,10 +106,11 @@ def plan_for(
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
     usual = filled(without_schedule, None)
     planned, samples = None, usual.chosen.get(TRAIN_BATCH)
-    is_quantised = getattr(hf_config, "quantization_config", None) is not None
+    is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     options: dict[int, RunPlan] = {}
     if is_planned(section, ds_config) and world_size > 1 and not is_quantised:
-        options = _options(without_schedule, usual, section, filled, divisors(world_size))
+        roomy = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
+        options = _options(without_schedule, usual, section, filled, sorted({*roomy, usual.stages}))
     if len(options) > 1:
         shape = Shape(
             dtype_of(usual.ds_config),
@@ -117,7 +120,15 @@ def plan_for(
         )
         planned = plan_stages(hf_config, control, options, usual, shape, trained)
     if planned is not None:
-        section, ds_config = planned.section, {**ds_config, TRAIN_BATCH: usual.train_batch_size}
+        section = planned.section
+        ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}
+        if args is None and planned.data_parallel > usual.data_parallel and dist.get_rank() == 0:
+            logger.warning(
+                "there are %d replicas: each must be given samples of its own, those of engine.grid.data_parallel_id "
+                "of engine.plan.data_parallel, in micro-batches of engine.plan.micro_batch_size; write "
+                "paceline.pipeline.stages to keep their number",
+                planned.data_parallel,
+            )
         usual = planned
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
@@ -138,11 +149,11 @@ def _options(
     filled: Callable[[Mapping[str, Any], int | None, PacelineConfig], RunPlan],
     stages: Iterable[int],
 ) -> dict[int, RunPlan]:
-    """Plans with each number of stages that trains on the same samples a step, by that number.
+    """Plans by number of stages, with the same samples a step in micro-batches of the same size.
 
     A schedule that is left out is ``"adaptive"``, where nothing excludes it.
     """
-    same = {**ds_config, TRAIN_BATCH: usual.train_batch_size}
+    same = {**ds_config, TRAIN_BATCH: usual.train_batch_size, MICRO_BATCH: usual.micro_batch_size}
     found: dict[int, RunPlan] = {}
     refused: dict[int, str] = {}
     for count in stages:
@@ -158,7 +169,7 @@ def _options(
                 refused[count] = str(error)
     if len(found) < 2:
         others = {count: why for count, why in refused.items() if count not in found}
-        logger.info("plan: no other number of stages has the same samples in a step: %s", "; ".join(others.values()))
+        logger.info("plan: the batch sizes allow no other number of stages: %s", "; ".join(others.values()))
     return found
 
 

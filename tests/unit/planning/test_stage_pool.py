@@ -70,6 +70,7 @@ def test_measured_collectives_become_faster_too() -> None:
 def test_what_is_read_off_costs() -> None:
     links = (Link(4.0, 0.0), Link(inf, 0.0))
     costs = Costs((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), (1.0, 1.0), links, (Link(1.0, 0.0), Link(2.0, 0.0)))
-    assert rate_of(costs) == 2.0
+    assert rate_of(costs) == 1.0
+    assert rate_of(replace(costs, hosts=(0, 1, 2), egress_bytes_per_s=(0.5, inf, inf))) == 0.5
     assert seconds_of(costs) == 18.0
     assert rate_of(replace(costs, down=(links[1],) * 2, up=(links[1],) * 2)) is None

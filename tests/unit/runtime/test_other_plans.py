@@ -58,7 +58,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     pool, costs = Pool(), Costing()
-    plans = OtherPlans(pool, costs, Deciding(True), 30.0)  # type: ignore[arg-type]
+    plans = OtherPlans(pool, costs, Deciding(True), size=2, restart_s=30.0)  # type: ignore[arg-type]
     assert plans.propose(100) is None  # the first planning stands for the start
     assert pool.asked == []
     costs.rate, costs.seconds = 1e7, 3.0
@@ -87,7 +87,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     pool, costs = Pool(), Costing()
-    plans = OtherPlans(pool, costs, Deciding(False), 30.0)  # type: ignore[arg-type]
+    plans = OtherPlans(pool, costs, Deciding(False), size=2, restart_s=30.0)  # type: ignore[arg-type]
     for costs.rate in (1e6, 1e7):
         assert plans.propose(100) is None
     assert pool.asked == [] == lines(caplog)
