@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,29 @@ SAMPLES = 16
 """Of a step, in eight batches of two."""
 
 
-def trained(pipeline: dict[str, Any], layers: int = 4, lora: bool = False, **changes: Any) -> dict[str, Any]:
-    """On every rank: what was planned, and the losses of two steps."""
+def trained(
+    pipeline: dict[str, Any], layers: int = 4, lora: bool = False, last_rank: str = "", **changes: Any
+) -> dict[str, Any]:
+    """On every rank: what was planned, and the losses of two steps.
+
+    Args:
+        last_rank: what measuring layers does there: ``"fails"``, or takes three times as long, ``"is slow"``.
+    """
     import torch
 
     import paceline
+    from paceline.runtime import plan_at_start
+
+    if last_rank and os.environ["RANK"] == "1":
+        measured = plan_at_start.profile_items
+
+        def profile_items(*args: Any, **kwargs: Any) -> Any:
+            if last_rank == "fails":
+                raise RuntimeError("out of memory")
+            found = measured(*args, **kwargs)
+            return [replace(item, forward_s=3 * item.forward_s, backward_s=3 * item.backward_s) for item in found]
+
+        plan_at_start.profile_items = profile_items  # type: ignore[assignment]
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -110,6 +130,21 @@ def test_samples_of_a_step_go_before_speed() -> None:
     assert found["shape"] == (2, 1)
     (line,) = found["lines"]
     assert "plan: the batch sizes allow no other number of stages: train_batch_size is 16: it must be" in line
+
+
+def test_a_run_that_cannot_be_measured_starts_without_a_plan() -> None:
+    found = same(run_ranks(trained, 2, {}, last_rank="fails"))
+    assert (found["shape"], found["schedule"], found["method"]) == ((2, 1), "1f1b", "work")
+    (line,) = found["lines"]
+    assert "rank 1 failed while measuring the layers: RuntimeError: out of memory" in line
+
+
+def test_stages_go_by_speed_where_devices_are_unequal() -> None:
+    """Replicas would wait for the slow one; nobody asked for a partition."""
+    found = same(run_ranks(trained, 2, {}, last_rank="is slow"))
+    assert (found["shape"], found["schedule"], found["method"]) == ((2, 1), "adaptive", "hetero")
+    told = same(run_ranks(trained, 2, {"partition": "uniform", "stages": 2}))
+    assert found["losses"] == pytest.approx(told["losses"], rel=1e-6)
 
 
 def test_jobs_without_a_json_are_planned(tmp_path: Path) -> None:
