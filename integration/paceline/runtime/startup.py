@@ -167,9 +167,10 @@ def _options(
                 break
             except ValueError as error:
                 refused[count] = str(error)
-    if len(found) < 2:
-        others = {count: why for count, why in refused.items() if count not in found}
-        logger.info("plan: the batch sizes allow no other number of stages: %s", "; ".join(others.values()))
+    if len(found) < 2 and refused and dist.get_rank() == 0:
+        logger.info("plan: these batch sizes and layers leave one number of stages to choose from")
+        for count, why in refused.items():
+            logger.debug("plan: not %d stages: %s", count, why)
     return found
 
 
