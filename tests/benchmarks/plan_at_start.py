@@ -107,7 +107,7 @@ def train(world: dict[str, Any]) -> None:
 
         torch.manual_seed(0)
         model = get_peft_model(AutoModelForCausalLM.from_config(model), LoraConfig(target_modules="all-linear"))
-    pipeline = {"schedule": "adaptive"} | ({"stages": world["stages"]} if "stages" in world else {})
+    pipeline = {"schedule": "adaptive"} | {"stages": world.get("stages", "plan")}
     config = {
         "train_batch_size": SAMPLES,
         "train_micro_batch_size_per_gpu": MICRO_BATCH,

@@ -1,4 +1,4 @@
-"""A JSON without stages: the run measures its cluster and takes the fastest number; what it learns stays the same."""
+"""Planned stages: the run measures its cluster and takes the fastest number; what it learns stays the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES = 16
 def trained(
     pipeline: dict[str, Any], layers: int = 4, lora: bool = False, last_rank: str = "", **changes: Any
 ) -> dict[str, Any]:
-    """On every rank: what was planned, and the losses of two steps.
+    """On every rank: what was planned, unless stages are given, and the losses of two steps.
 
     Args:
         last_rank: what measuring layers does there: ``"fails"``, or takes three times as long, ``"is slow"``.
@@ -55,7 +55,7 @@ def trained(
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
-        "paceline": {"pipeline": pipeline},
+        "paceline": {"pipeline": {"stages": "plan"} | pipeline},
         **changes,
     }
     model: Any = model_config(num_hidden_layers=layers)
@@ -146,11 +146,13 @@ def test_stages_go_by_speed_where_devices_are_unequal() -> None:
     assert found["losses"] == pytest.approx(told["losses"], rel=1e-6)
 
 
-def test_jobs_without_a_json_are_planned(tmp_path: Path) -> None:
+def test_jobs_are_planned(tmp_path: Path) -> None:
     """One that trains all weights, and one that trains adapters of what it has written."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"paceline": {"pipeline": {"stages": "plan"}}}))
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 4000)
-    trains = {"max_steps": 2, "train_file": text}
+    trains = {"max_steps": 2, "train_file": text, "deepspeed": config}
     model = {name: value for name, value in TINY.items() if name not in ("model_type", "config_overrides")}
     adapters = model | {"model_name_or_path": tmp_path / "whole", "use_peft": True}
     for name, values in (("whole", TINY), ("adapters", adapters)):
@@ -169,7 +171,7 @@ from support.jobs import model_config
 sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
 config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8,
           "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-          "zero_optimization": {"stage": 1}, "paceline": {"pipeline": {"partition": "uniform"}}}
+          "zero_optimization": {"stage": 1}, "paceline": {"pipeline": {"stages": "plan", "partition": "uniform"}}}
 model = model_config(num_hidden_layers=3, max_position_embeddings=64, **sizes)
 engine, *_ = paceline.initialize(model=model, config=config)
 ids = torch.zeros(engine.plan.micro_batch_size, 64, dtype=torch.int64)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -23,7 +23,9 @@ from pydantic import (
     PlainValidator,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     field_validator,
 )
 
@@ -34,6 +36,8 @@ from .part import Part
 
 SECTION = "paceline"
 HETERO = "hetero"
+PLAN = "plan"
+"""Number of stages that a run chooses by what it measures."""
 WORK = "work"
 METHODS = (WORK, "parameters", "uniform", HETERO)
 ScheduleType: TypeAlias = Literal[
@@ -350,13 +354,29 @@ def _allow_short_form(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(0, {"enum": list(get_args(ScheduleType))})
 
 
+def _or_plan(value: object, number: ValidatorFunctionWrapHandler) -> object:
+    return value if value == PLAN else number(value)
+
+
+if TYPE_CHECKING:
+    Stages: TypeAlias = int | Literal["plan"]
+else:  # not a union, whose errors would name both
+    Stages = Annotated[
+        int,
+        Field(ge=1),
+        WrapValidator(_or_plan),
+        PlainSerializer(lambda value: value),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": PLAN}]}),
+    ]
+
+
 class PipelineConfig(Part):
     """How the model is cut into stages, and in which order they compute."""
 
-    stages: Annotated[int, Field(ge=1)] | None = Field(
+    stages: Stages | None = Field(
         default=None,
-        description="Number of pipeline stages; it divides the number of ranks. Left out: chosen, by measuring the "
-        "cluster where the samples of a step do not depend on it.",
+        description='Number of pipeline stages; it divides the number of ranks. "plan": the fastest, by what the ranks '
+        "measure at the start. Left out: the fewest that fit.",
     )
     partition: Annotated[PartitionConfig | None, BeforeValidator(_long_form)] = Field(
         default=None,
@@ -366,7 +386,7 @@ class PipelineConfig(Part):
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
         default=None,
         description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed, or '
-        '"adaptive" where the number of stages is chosen by measuring.',
+        '"adaptive" with planned stages.',
         json_schema_extra=_allow_short_form,
     )
     boundary: BoundaryConfig | None = Field(

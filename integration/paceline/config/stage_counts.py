@@ -10,7 +10,7 @@ from ..schedules import families
 from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
 from ..schedules.generator import GENERATED
-from .section import SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
+from .section import PLAN, SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
@@ -47,8 +47,9 @@ def resolve_stages(
     if has_directions:
         usable = _with_directions(usable, limits, asked)
     theirs = _deepspeeds(ds_config).get("stages")
+    ours = section.pipeline.stages
     stages, path = _agree(
-        section.pipeline.stages,
+        None if ours == PLAN and theirs in (None, "auto") else ours,
         None if theirs in (None, "auto") else whole("pipeline.stages", theirs),
         STAGES,
     )
@@ -81,15 +82,16 @@ def resolve_stages(
 
 
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any]) -> bool:
-    """Whether a run chooses its number of stages by what it measures at the start: nothing says or implies one.
+    """Whether a run chooses its number of stages by what it measures at the start: as asked, if nothing implies one.
 
     Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
     """
     theirs = _deepspeeds(ds_config).get("stages")
     method, _ = resolve_method(section, ds_config)
     kind = schedule_type(section)
-    says = section.pipeline.stages is not None or theirs not in (None, "auto") or isinstance(method, tuple)
-    return not says and stages_a_rank(section) == 1 and kind in ("1f1b", "adaptive") and not may_be_late(section)
+    if section.pipeline.stages != PLAN or theirs not in (None, "auto") or isinstance(method, tuple):
+        return False
+    return stages_a_rank(section) == 1 and kind in ("1f1b", "adaptive") and not may_be_late(section)
 
 
 def schedule_type(section: PacelineConfig) -> ScheduleType:

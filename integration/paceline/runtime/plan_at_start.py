@@ -1,4 +1,4 @@
-"""Number of stages, schedule and partition where the JSON leaves them out, by what this cluster is measured to do.
+"""Number of stages, schedule and partition that a JSON leaves to the run, by what this cluster is measured to do.
 
 Layers, links and the optimizer are measured on the ranks that are to train. For each number of stages the step is
 predicted as ``paceline plan`` predicts it, and the fastest is taken.

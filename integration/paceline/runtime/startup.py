@@ -19,7 +19,7 @@ from ..comm.staging import ranks_sharing
 from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
-from ..config.section import HETERO, WORK, ScheduleConfig, value_at
+from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, value_at
 from ..config.stage_counts import is_planned, states_fit
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
@@ -306,7 +306,7 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any], 
         ValueError: it asks for another number of stages than the pipeline has, or for a partition of another model.
     """
     asked = section.pipeline.stages
-    if asked not in (None, pipeline.num_stages):
+    if asked not in (None, PLAN, pipeline.num_stages):
         raise ValueError(
             f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
             "leave the key out, or build it anew."
