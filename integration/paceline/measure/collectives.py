@@ -24,7 +24,7 @@ PROBE_NUMEL, AT_MOST_S = 1 << 16, 0.25
 """A smaller message, and how long the whole one may take by it."""
 
 ENOUGH_S = 2.0
-"""What is repeated takes no longer together, on a slow link."""
+"""Repeats of a measurement take no longer together, on a slow link."""
 
 
 def measure_fabric(group: Any, device: torch.device, messages_on: torch.device | None = None) -> Fabric:

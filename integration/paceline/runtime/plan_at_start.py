@@ -41,14 +41,14 @@ from .measured_cluster import measure_cluster
 logger = logging.getLogger("paceline")
 
 MOST_TOKENS = 4096
-"""Of the micro-batch that is measured: a larger one takes proportionally longer, and what it needs may not be free."""
+"""Tokens of the micro-batch that is measured, at most: a larger one takes longer, and its memory may not be free."""
 
 UNEQUAL = 1.25
 """Seconds of the slowest rank by those of the fastest, from which on stages get layers by speed."""
 
 
 class Measured(NamedTuple):
-    """What planning stands on.
+    """Measurements that planning stands on.
 
     Args:
         rank_s: seconds that each rank takes for a forward and backward of all layers.

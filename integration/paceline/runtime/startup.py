@@ -111,6 +111,12 @@ def plan_for(
     if is_planned(section, ds_config) and world_size > 1 and not is_quantised:
         roomy = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
         options = _options(without_schedule, usual, section, filled, sorted({*roomy, usual.stages}))
+    elif section.pipeline.stages == PLAN and dist.get_rank() == 0:
+        logger.warning(
+            'plan: paceline.pipeline.stages is "plan", and this run cannot plan them: it takes several ranks, a model '
+            "that is not quantised, the schedule 1f1b or adaptive, and no boundaries; it starts with %d",
+            usual.stages,
+        )
     if len(options) > 1:
         shape = Shape(
             dtype_of(usual.ds_config),

@@ -1,4 +1,4 @@
-"""What a run says of numbers of stages that it does not have."""
+"""Advice of a run about numbers of stages that it does not have."""
 
 from __future__ import annotations
 
