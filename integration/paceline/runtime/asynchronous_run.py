@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -140,14 +141,17 @@ class AsynchronousRun:
         self._program = StreamProgram(stream, self._program.rank)
 
     def flush(self) -> None:
-        """Finish all steps that have begun, and put their updates into the model. Collective, between steps."""
+        """Finish all steps that have begun, and put their updates into the model. Collective, between steps.
+
+        Where gradients are off, as where weights are copied, too.
+        """
         if not self._begun or not self._half_way.is_whole:
             return
         module = self._engine.module
         WATCH.step = self._engine.global_steps
         was_training = module.training
         module.train()  # what is recomputed is what was computed
-        with self._around(), self._half_way.during("a flush was interrupted"):
+        with torch.enable_grad(), self._around(), self._half_way.during("a flush was interrupted"):
             self._number -= 1  # it is that of the last step
             self._run(self._program.drain(self._begun))
             self._begun = 0
