@@ -57,6 +57,10 @@ class Load:
         return getattr(importlib.import_module(module), name)(original)
 
 
+_installed = cache(version)
+"""Of a distribution: a dozen patches ask for the same one, and each answer reads a file."""
+
+
 @dataclass(frozen=True)
 class Patch:
     """One declared replacement.
@@ -92,7 +96,7 @@ class Patch:
         """Raise :class:`PatchError` unless the patch fits what is installed and its target is as upstream left it."""
         requirement = Requirement(self.requires)
         try:
-            found = version(requirement.name)
+            found = _installed(requirement.name)
         except PackageNotFoundError:
             raise PatchError(f"{self.target}: needs {self.requires}, which is not installed") from None
         if not requirement.specifier.contains(found, prereleases=True):
