@@ -4,7 +4,8 @@
 
 A cell is two steps of a pipeline of two stages with two replicas (four processes). Its losses are compared with those
 of one process that has what changes the numbers (precision, clipping, adapters, …) and nothing of the rest. What is
-found must be what ``golden/combinations.json`` says; ``--write`` writes that file and the tables.
+found must be what ``golden/combinations.json`` says; ``--write`` writes that file and the tables, pair by pair. The
+test has several pairs in one job (:func:`in_few_jobs`): what works among five features works among any two of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ MARKS = {EXACT: "=", TRAINS: "+", REFUSED: "-", SAME_KEY: ""}
 TOLERANCE = 2e-5
 AT_ONCE = 12
 """Jobs that the same processes do one after another: each leaves the threads of its groups behind."""
+
+FEATURES_A_JOB = 5
+"""Of a job that shows several pairs at once."""
+
+NO_FLUSH = {"multidirection", "one_direction", "late_gradients"}
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,46 @@ def is_possible(cell: tuple[str, ...]) -> bool:
     return merged(*(f.config for f in features)) is not None and merged(*(f.model for f in features)) is not None
 
 
+def are_refused(job: tuple[str, ...]) -> bool:
+    """Whether three are refused that work two by two: experts whose layers are computed again, without a flush."""
+    return "checkpointing" in job and bool(NO_FLUSH & {*job}) and any(FEATURES[n].family == "mixtral" for n in job)
+
+
+def pairs_shown(job: tuple[str, ...], found: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, ...]]:
+    """The pairs whose outcome in ``found`` a job of all these features shows: exact ones where nothing rounds."""
+    is_exact = all(FEATURES[name].is_exact for name in job)
+    return (pair for pair in combinations(job, 2) if is_exact or found[name_of(pair)]["outcome"] != EXACT)
+
+
+def in_few_jobs(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Jobs of several features that together show every pair that works; a pair that does not is one by itself."""
+    names = list(FEATURES)
+    pairs = [cell for cell in cells() if len(cell) == 2]
+    works = {pair for pair in pairs if found[name_of(pair)]["outcome"] in (EXACT, TRAINS)}
+    jobs, left = [pair for pair in pairs if pair not in works], set(works)
+
+    def gain(job: tuple[str, ...], name: str) -> int:
+        """How many pairs more it shows with ``name``; 0 where it cannot have it, or shows others no longer."""
+        more = tuple(sorted((*job, name), key=names.index))
+        if name in job or not works.issuperset(combinations(more, 2)) or not is_possible(more) or are_refused(more):
+            return 0
+        before, after = (left.intersection(pairs_shown(some, found)) for some in (job, more))
+        return len(after) - len(before) if after >= before else 0
+
+    for pair in pairs:
+        if pair not in left:
+            continue
+        job = pair
+        while len(job) < FEATURES_A_JOB:
+            best = max(names, key=lambda name: gain(job, name))
+            if gain(job, best) <= 0:
+                break
+            job = tuple(sorted((*job, best), key=names.index))
+        left.difference_update(pairs_shown(job, found))
+        jobs.append(job)
+    return jobs
+
+
 def _build(cell: Iterable[str], *, alone: bool, light: str) -> tuple[Any, dict[str, Any]]:
     """Model and JSON, of the whole job or of the one process that it is compared with."""
     from paceline.hf.stage import Cut
@@ -203,15 +249,17 @@ def run_cell(cell: tuple[str, ...], *, alone: bool = False, light: str = "") -> 
         if flush is not None:
             flush()
         engine.finish_averaging()
-        return TRAINS, [float(loss) for loss in losses]
+        outcome = TRAINS, [float(loss) for loss in losses]
     except ValueError as error:
-        return REFUSED, str(error)
+        outcome = REFUSED, str(error)
     finally:
         if engine is not None:
             engine.destroy()
         del engine
         gc.collect()
-        dist.barrier() if dist.is_initialized() else None
+    if dist.is_initialized():
+        dist.barrier()  # not where one has failed: the others would wait for it, and nobody would hear why
+    return outcome
 
 
 def run_cells(chosen: list[tuple[str, ...]], lights: dict[str, str], alone: bool = False) -> list[tuple[str, Any]]:
