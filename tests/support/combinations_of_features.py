@@ -344,12 +344,12 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 def readme_part(found: Mapping[str, Mapping[str, Any]]) -> str:
     counts = {kind: sum(cell["outcome"] == kind for cell in found.values()) for kind in MARKS}
     text = (
-        f"Every pair is a test, two steps of two pipelines of two stages. `=`: {counts[EXACT]} that give the losses of "
-        f"one process; `+`: {counts[TRAINS]} that train, where there is no such process or rounding differs (half "
+        f"Every pair was measured, two steps of two pipelines of two stages. `=`: {counts[EXACT]} that give the losses "
+        f"of one process; `+`: {counts[TRAINS]} that train, where there is no such process or rounding differs (half "
         f"precision, stale weights, estimates of each replica's own); `-`: {counts[REFUSED]} that are refused at the "
         "start, for a reason of the second table; empty: one key, one value. Both tables are written by "
         "`python tests/support/combinations_of_features.py --write`, and held to the truth by "
-        "`tests/distributed/test_combinations.py`."
+        "`tests/distributed/test_combinations.py`, which has up to five features in a job."
     )
     reasons = " ".join(f"Ground *{ground}*: {meaning}." for ground, meaning in GROUNDS.items())
     refused = f"Refused at the start, with the values, the reason and what to do instead. {reasons}\n\n{markdown()}"
