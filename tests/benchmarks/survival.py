@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -34,13 +35,16 @@ from support.ranks import RANK_ENVIRONMENT, free_port
 LIMIT_S = 60.0
 """From an accident to the end of all ranks."""
 
+LOGS_EVERY = 5
+"""Steps from one printed loss to the next."""
+
 MARK = "PACELINE_SURVIVAL"
 JOB = {
     "model_type": "llama",
     "config_overrides": "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,"
     "num_key_value_heads=2,max_position_embeddings=64,attention_dropout=0.1",
     "block_size": 32,
-    "logging_steps": 5,
+    "logging_steps": LOGS_EVERY,
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 4,
@@ -92,8 +96,10 @@ def ranks_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def has_begun(log: Path, offset: int) -> bool:
-    return b": loss " in log.read_bytes()[offset:]
+def last_step(log: Path, offset: int) -> int:
+    """Number of the step whose loss was printed last, 0 before the first."""
+    found = re.findall(rb"step (\d+)/\d+: loss ", log.read_bytes()[offset:])
+    return int(found[-1]) if found else 0
 
 
 def wait_until_gone(process: subprocess.Popen[bytes], since: float) -> float:
@@ -164,8 +170,17 @@ def run_to_end(output: Path, num_steps: int, log: Path) -> None:
 
 
 def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -> dict[str, object]:
-    """Have ``accidents`` ("kill", "term", "disk") happen one after the other to a job of ``num_steps`` steps."""
+    """Have ``accidents`` ("kill", "term", "disk") happen one after the other to a job of ``num_steps`` steps.
+
+    Raises:
+        ValueError: too few steps for so many accidents.
+    """
     chance = random.Random(seed)
+    apart = num_steps // (len(accidents) + 1)
+    if apart <= 2 * LOGS_EVERY:
+        raise ValueError(
+            f"{num_steps} steps for {len(accidents)} accidents: give {2 * LOGS_EVERY + 1} for each and more."
+        )
     run_to_end(folder / "undisturbed", num_steps, folder / "undisturbed.log")
     disk = folder / "disk"
     disk.mkdir()
@@ -177,14 +192,15 @@ def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -
         for how in accidents:
             offset = log.stat().st_size
             process = start(output, num_steps, log)
-            # Mostly while it trains and saves, sometimes while it starts.
+            # Mostly while it trains and saves, sometimes while it starts. By steps, not by time: machines differ.
             in_training = how == "disk" or chance.random() < 0.8
+            strikes_at = len(took) * apart + chance.randrange(LOGS_EVERY, apart - LOGS_EVERY)
             begin = time.monotonic()
-            while in_training and process.poll() is None and not has_begun(log, offset):
+            while in_training and process.poll() is None and last_step(log, offset) < strikes_at:
                 if time.monotonic() - begin > 300:
-                    raise Broken(f"no step in 300 s:\n{log.read_text(errors='replace')[-3000:]}")
+                    raise Broken(f"not at step {strikes_at} in 300 s:\n{log.read_text(errors='replace')[-3000:]}")
                 time.sleep(0.02)
-            time.sleep(chance.uniform(0.0, 3.0 if in_training else 10.0))
+            time.sleep(chance.uniform(0.0, 0.2 if in_training else 10.0))
             if process.poll() is not None:
                 if process.returncode != 0:
                     raise Broken(f"ended by itself:\n{log.read_text(errors='replace')[-3000:]}")

@@ -218,7 +218,8 @@ def test_launch_returns_the_status_of_a_failure(script):
 
 @pytest.mark.launcher
 def test_launch_kills_the_ranks_of_a_job_that_hangs(script):
-    assert "not over after" in hang_of(lambda timeout: launch([script, "sleep"], 2, timeout), "in nap")
+    message = hang_of(lambda timeout: launch([script, "sleep"], 2, timeout), "in nap", first_s=30.0)
+    assert "not over after" in message
 
 
 def _writer_of(file: Path) -> int:

@@ -186,13 +186,13 @@ def launch(
     return subprocess.CompletedProcess(command, status, stdout, stderr)
 
 
-def hang_of(act: Callable[[float], Any], *shown: str) -> str:
+def hang_of(act: Callable[[float], Any], *shown: str, first_s: float = 10.0) -> str:
     """What :class:`RankTimeout` says of ``act(timeout)``, which hangs where ``shown`` tells.
 
-    It gets more and more time to come there: how much it takes depends on the machine.
+    It gets more and more time to come there, from ``first_s`` on: how much it takes depends on the machine.
     """
     message = ""
-    for timeout in (10.0, 60.0, 360.0):
+    for timeout in (first_s, 6 * first_s, 36 * first_s):
         try:
             act(timeout)
         except RankTimeout as error:
