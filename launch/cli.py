@@ -178,8 +178,9 @@ def _check_config(args: argparse.Namespace) -> int:
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
         shown["resolved"]["repartition_every"] = resolved.partition_choice.repartition_every
         shown["resolved"]["schedule"] = resolved.schedule.to_dict()
-        if is_planned(section, config) and args.world_size > 1:
-            print("paceline: stages: a run measures its cluster, and may take another number.", file=sys.stderr)
+        if args.world_size > 1 and is_planned(section, config, unasked=True):
+            who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
+            print(f"paceline: stages: {who} measures its cluster, and may take another number.", file=sys.stderr)
         shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
     print(json.dumps(shown, indent=2) if args.json else _config_text(shown))
     return OK

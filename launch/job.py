@@ -81,6 +81,7 @@ class Job:
         with self.control.together("reading the configuration"):
             ds_config = self._read_config()
         self._check_output()
+        self._open_run_to_resume()
         # One rank of each node tokenizes; the others find its work in the cache of datasets.
         for turn in (True, False):
             with WATCH.pause("reading the data"), self.control.together("reading the data"):
@@ -100,6 +101,8 @@ class Job:
                 sequence_length=self.inputs.data.block_size,
                 gradient_checkpointing=self.args.gradient_checkpointing,
                 is_quantised=bool(self.model_args.load_in_4bit or self.model_args.load_in_8bit),
+                plans_unasked=True,
+                kept=self.kept,
             )
             self._plan(resolved)  # there is data for a step
             fault = combining_fault(self.section, self.inputs.data.held_out is not None, NO_HELD_OUT)
@@ -179,18 +182,29 @@ class Job:
 
         return trained_share(get_peft_model(skeleton(self.inputs.config), lora_config(self.model_args)))
 
-    def _check_state_to_resume(self, resolved: RunPlan) -> None:
-        """Refuse, before the model is loaded, a checkpoint of other data, another seed or another batch size."""
+    def _open_run_to_resume(self) -> None:
+        """Read, before there is a plan, what the job had planned that goes on; only in as many ranks it stays."""
+        self.earlier: dict[str, Any] | None = None
+        self.kept: dict[str, Any] | None = None
         if self.resume_path is None:
             return
         with self.control.together(f"opening {self.resume_path}"):
-            run = Checkpoint.open(self.resume_path).meta["client_state"].get("paceline")
-            if run is None:
+            checkpoint = Checkpoint.open(self.resume_path)
+            self.earlier = checkpoint.meta["client_state"].get("paceline")
+            if self.earlier is None:
                 raise ValueError(
                     f"{self.resume_path} was not saved by this job: load it with engine.load_checkpoint in a loop of "
                     "your own."
                 )
-            self.inputs.data.training_batches(self._plan(resolved)).check_state(run["data"])
+            if checkpoint.world_size == dist.get_world_size() and not self.args.replan:
+                self.kept = self.earlier.get("planned") or None
+            checkpoint.close()
+
+    def _check_state_to_resume(self, resolved: RunPlan) -> None:
+        """Refuse, before the model is loaded, a checkpoint of other data, another seed or another batch size."""
+        if self.earlier is not None:
+            with self.control.together(f"opening {self.resume_path}"):
+                self.inputs.data.training_batches(self._plan(resolved)).check_state(self.earlier["data"])
 
     def _build(self, resolved: RunPlan) -> JobTrainer:
         pipeline = self._build_pipeline(resolved)

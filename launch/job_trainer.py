@@ -216,7 +216,7 @@ class JobTrainer(PacelineTrainer):
     def _save_step(self, step: int) -> None:
         """Begin to save; training goes on meanwhile."""
         run, engine = self.run, self._engine
-        job = self.run_log.tally.state_dict()
+        job = self.run_log.tally.state_dict() | {"planned": run.resolved.planned}
         if engine.reads_data:
             job["data"] = engine.data_state(self.batches)
         engine.save_checkpoint(

@@ -163,6 +163,46 @@ def test_jobs_are_planned(tmp_path: Path) -> None:
         assert found["stages"] in (1, 2)
 
 
+def job_that_finds(fastest: int, argv: list[str]) -> tuple[int, str]:
+    """On every rank: the job, where measuring shows that ``fastest`` stages are."""
+    from paceline.runtime import plan_at_start
+
+    def choose(options: Any, usual: int) -> Any:
+        return next(option for option in options if option.stages == fastest)
+
+    plan_at_start.choose = choose  # type: ignore[assignment]
+    return finetune(argv)
+
+
+def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:
+    """In every bit, though another number of stages is the fastest by then; planned anew only when asked."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 4000)
+
+    def run(output: str, fastest: int, **changes: Any) -> tuple[int, str]:
+        """Stages that the job had, and what it said."""
+        sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
+        argv = flags(**TINY | sizes | {"train_file": text, "output_dir": tmp_path / output} | changes)
+        found = run_ranks(job_that_finds, 2, fastest, argv)
+        assert [code for code, _ in found] == [0, 0], found
+        return json.loads((tmp_path / output / "report.json").read_text())["run"]["stages"], found[0][1]
+
+    def losses(output: str) -> list[float]:
+        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if "loss" in line]
+
+    assert run("whole", 1)[0] == 1
+    assert run("parts", 1, max_steps=2)[0] == 1
+    more = {"resume_from_checkpoint": "true"}
+    for steps in (3, 4):  # the choice is kept once more
+        stages, said = run("parts", 2, **more, max_steps=steps)
+        assert stages == 1
+        assert "the run goes on as before the checkpoint, with 1 stage x 2 replicas" in said
+    assert losses("parts") == losses("whole")
+    stages, said = run("parts", 2, **more, max_steps=5, replan="true")
+    assert (stages, "as before the checkpoint" in said) == (2, False)
+
+
 SCRIPT = """
 import json
 import torch

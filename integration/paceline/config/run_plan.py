@@ -39,6 +39,7 @@ class RunPlan:
         chosen: by path, every value that was chosen automatically.
         expert_parallel: ranks of a stage that share its experts.
         pool: other numbers of stages, where the run chose between some by measuring.
+        planned: by path, what was chosen so. It goes into checkpoints: a run that goes on keeps it.
     """
 
     section: PacelineConfig
@@ -53,6 +54,7 @@ class RunPlan:
     chosen: dict[str, Choice] = field(default_factory=dict)
     expert_parallel: int = 1
     pool: StagePool | None = None
+    planned: dict[str, Any] = field(default_factory=dict)
 
     @property
     def partition(self) -> str | list[int] | dict[str, float]:

@@ -376,7 +376,7 @@ class PipelineConfig(Part):
     stages: Stages | None = Field(
         default=None,
         description='Number of pipeline stages; it divides the number of ranks. "plan": the fastest, by what the ranks '
-        "measure at the start. Left out: the fewest that fit.",
+        'measure at the start. Left out: "plan" in the job, and in an own loop the fewest that fit.',
     )
     partition: Annotated[PartitionConfig | None, BeforeValidator(_long_form)] = Field(
         default=None,

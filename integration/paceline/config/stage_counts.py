@@ -81,15 +81,19 @@ def resolve_stages(
     return stages, why
 
 
-def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any]) -> bool:
+def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked: bool = False) -> bool:
     """Whether a run chooses its number of stages by what it measures at the start: as asked, if nothing implies one.
 
     Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
+
+    Args:
+        unasked: a number that is left out is chosen so too.
     """
     theirs = _deepspeeds(ds_config).get("stages")
     method, _ = resolve_method(section, ds_config)
     kind = schedule_type(section)
-    if section.pipeline.stages != PLAN or theirs not in (None, "auto") or isinstance(method, tuple):
+    is_open = section.pipeline.stages == PLAN or (unasked and section.pipeline.stages is None)
+    if not is_open or theirs not in (None, "auto") or isinstance(method, tuple):
         return False
     return stages_a_rank(section) == 1 and kind in ("1f1b", "adaptive") and not may_be_late(section)
 

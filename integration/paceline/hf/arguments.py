@@ -263,6 +263,9 @@ class TrainArguments:
         "Go on from a checkpoint: its directory; true: the last one in output_dir; auto: that, or from the beginning "
         "where there is none.",
     )
+    replan: bool = _flag(
+        False, "Measure anew which number of stages is the fastest; else a run that goes on keeps what it chose."
+    )
     gradient_checkpointing: bool = _flag(False, "Compute activations again in the backward pass to save memory.")
     bf16: bool = _flag(False, "Train in bfloat16.")
     fp16: bool = _flag(False, "Train in float16 with loss scaling.")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,8 @@ from ..comm.control import ControlPlane, is_shared
 from ..comm.staging import ranks_sharing
 from ..config import RunPlan
 from ..config.run_plan import Choice
-from ..config.schedules import SCHEDULE
 from ..config.section import HETERO, PartitionConfig
-from ..config.stage_counts import PARTITION, STAGES
+from ..config.stage_counts import PARTITION, STAGES, TYPE
 from ..hf.layer_profile import fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
@@ -110,6 +109,7 @@ def plan_stages(
     usual: RunPlan,
     shape: Shape,
     trained: Callable[[], float] | None,
+    kept: Mapping[str, Any] | None = None,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
 
@@ -120,17 +120,19 @@ def plan_stages(
         usual: the one that is taken where others are no faster.
         shape: of a micro-batch, to measure with.
         trained: share of the parameters that is trained; None: all.
+        kept: ``RunPlan.planned`` of the run that goes on: it stays, and others are only compared with it.
     """
     begun = time.perf_counter()
     try:
         measured = measure(hf_config, control, shape)._replace(may_move=trained is None)
-        chosen = _chosen(hf_config, control, options, usual, measured, trained, begun)
+        chosen = _chosen(hf_config, control, options, usual, measured, trained, begun, kept)
     except Exception as error:
         if not is_shared(error):
             raise
         if control.rank == 0:
-            logger.info("plan: the fewest stages that fit are taken, since steps cannot be predicted: %s", error)
-        return None
+            taken = "the fewest stages that fit are taken" if kept is None else "what the checkpoint says stays"
+            logger.info("plan: %s, since steps cannot be predicted: %s", taken, error)
+        return None if kept is None else _as_before(options, kept)
     return chosen
 
 
@@ -142,6 +144,7 @@ def _chosen(
     measured: Measured,
     trained: Callable[[], float] | None,
     begun: float,
+    kept: Mapping[str, Any] | None,
 ) -> RunPlan | None:
     chosen: RunPlan | None = None
     with control.together("planning the stages"):
@@ -151,10 +154,14 @@ def _chosen(
             found = [entry.predicted(measured.cluster) for entry in pool]
             best = choose(found, usual.stages)
             _tell(measured, found, time.perf_counter() - begun)
-            if best is not None:
+            if kept is not None:
+                chosen = _as_before(options, kept)
+                _tell_better(best, next(option for option in found if option.stages == chosen.stages))
+            elif best is not None:
                 unasked = usual.section.pipeline.schedule is None
                 chosen = _with_reasons(options[best.stages], best, found, measured, unasked=unasked)
-                chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, best.stages))
+            if chosen is not None:
+                chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, chosen.stages))
     result: RunPlan | None = control.from_first(chosen)
     return result
 
@@ -201,15 +208,40 @@ def _with_reasons(
     others = [f"{other.step_s:.4g} with {other.stages}" for other in options if other != best and not other.why_not]
     why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
     chosen = {STAGES: Choice(best.stages, why)}
-    section = plan.section
     if best.stages > 1 and _follows_speed(plan, measured) and plan.partition_choice.method != HETERO:
-        partition = (section.pipeline.partition or PartitionConfig()).model_copy(update={"method": HETERO})
-        section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
         times = max(measured.rank_s) / min(measured.rank_s)
         chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")
     if plan.schedule.is_tuned and unasked:
-        chosen[f"{SCHEDULE}.type"] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
-    return replace(plan, section=section, chosen=chosen)
+        chosen[TYPE] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
+    return _planned(plan, chosen)
+
+
+def _as_before(options: Mapping[int, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
+    """The option that an earlier start of this run has chosen; what the JSON says by now goes before."""
+    plan = options[kept[STAGES]]
+    is_open = {STAGES: True, PARTITION: PARTITION in plan.chosen, TYPE: plan.schedule.type == kept.get(TYPE)}
+    why = "as before the checkpoint; --replan chooses anew"
+    return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open[path]})
+
+
+def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
+    """``plan`` with what was ``chosen`` for it, layers that go by speed included."""
+    section = plan.section
+    if PARTITION in chosen:
+        method = {"method": chosen[PARTITION].value}
+        partition = (section.pipeline.partition or PartitionConfig()).model_copy(update=method)
+        section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
+    planned = {path: choice.value for path, choice in chosen.items()}
+    return replace(plan, section=section, chosen=chosen, planned=planned)
+
+
+def _tell_better(best: Option | None, now: Option) -> None:
+    """Say if the run would be planned in another way than the one in which it goes on."""
+    if best is not None and best.stages != now.stages:
+        logger.info(
+            "plan: the run goes on as before the checkpoint, with %s. Now the fastest is %s: --replan takes it",
+            *(now.text, best.text),
+        )
 
 
 def _tell(measured: Measured, options: Sequence[Option], seconds: float) -> None:

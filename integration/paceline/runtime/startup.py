@@ -20,7 +20,7 @@ from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, value_at
-from ..config.stage_counts import is_planned, states_fit
+from ..config.stage_counts import STAGES, is_planned, states_fit
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
@@ -59,6 +59,8 @@ def plan_for(
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
     is_quantised: bool = False,
+    plans_unasked: bool = False,
+    kept: Mapping[str, Any] | None = None,
 ) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once. Collective.
 
@@ -71,6 +73,8 @@ def plan_for(
         sequence_length: tokens of a sample, where they are known.
         gradient_checkpointing: layers are computed again in the backward.
         is_quantised: weights will be quantised when they are loaded.
+        plans_unasked: a number of stages that is left out is planned, as with ``"plan"``.
+        kept: ``RunPlan.planned`` of a run in as many ranks that goes on, and is not to be planned anew.
 
     Raises:
         ValueError: stages, batch sizes and world do not fit.
@@ -108,7 +112,7 @@ def plan_for(
     planned, samples = None, usual.chosen.get(TRAIN_BATCH)
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     options: dict[int, RunPlan] = {}
-    if is_planned(section, ds_config) and world_size > 1 and not is_quantised:
+    if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
         roomy = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
         options = _options(without_schedule, usual, section, filled, sorted({*roomy, usual.stages}))
     elif section.pipeline.stages == PLAN and dist.get_rank() == 0:
@@ -118,13 +122,15 @@ def plan_for(
             usual.stages,
         )
     if len(options) > 1:
+        if kept is not None and kept.get(STAGES) not in options:
+            kept = None  # other batch sizes, which leave other numbers
         shape = Shape(
             dtype_of(usual.ds_config),
             usual.micro_batch_size,
             tokens_of_sample(sequence_length, hf_config),
             gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval")),
         )
-        planned = plan_stages(hf_config, control, options, usual, shape, trained)
+        planned = plan_stages(hf_config, control, options, usual, shape, trained, kept)
     if planned is not None:
         section = planned.section
         ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}
@@ -140,7 +146,8 @@ def plan_for(
     resolved = filled(ds_config, max_steps, section)
     if planned is not None:
         of_batch = {} if samples is None else {TRAIN_BATCH: samples}
-        resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen, pool=planned.pool)
+        resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)
+        resolved = replace(resolved, pool=planned.pool, planned=planned.planned)
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
