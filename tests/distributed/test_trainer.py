@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 
 from support.jobs import BATCH, LENGTH, model_config
 from support.pages import check_page
-from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, free_port, launch, run_ranks
+from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, free_port, run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "clm_script.py"
 TWO_LINES = {
@@ -530,8 +531,17 @@ def test_the_routers_loss_is_trls(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
 
 
+def run_script(arguments: list[str], cache: str) -> None:
+    """On every rank: a script as a user starts it."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(cache)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def test_two_lines_of_a_script(tmp_path: Path) -> None:
-    """Through the launcher: the import, and the JSON on the command line; the same losses and metrics."""
+    """The import, and the JSON on the command line: the same losses and metrics."""
     text = SCRIPT.read_text()
     for line, other in TWO_LINES.items():
         assert text.count(line) == 1
@@ -549,14 +559,12 @@ def test_two_lines_of_a_script(tmp_path: Path) -> None:
         *("--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--eval_strategy", "steps"),
         *("--eval_steps", "3", "--save_steps", "3", "--report_to", "none", "--use_cpu", "True", "--seed", "3"),
     ]
-    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
     run = {
         "theirs": (1, [str(SCRIPT), *flags]),
         "ours": (2, [str(changed), *flags, "--deepspeed", str(tmp_path / "pp2.json")]),
     }
     for name, (num_ranks, arguments) in run.items():
-        job = launch([*arguments, "--output_dir", str(tmp_path / name)], num_ranks, env=environment)
-        assert job.returncode == 0, job.stderr[-3000:]
+        run_ranks(run_script, num_ranks, [*arguments, "--output_dir", str(tmp_path / name)], str(tmp_path / "cache"))
     states = [
         json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("ours", "theirs")
     ]
@@ -600,7 +608,6 @@ def test_a_script_under_other_launchers(tmp_path: Path) -> None:
     model_config().save_pretrained(tmp_path / "model")
     port = str(free_port())
     starters = {
-        "python": [],
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
         "accelerate": [
             *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
@@ -609,17 +616,21 @@ def test_a_script_under_other_launchers(tmp_path: Path) -> None:
     }
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
     environment |= {name: value for name, value in RANK_ENVIRONMENT.items() if name != "CUDA_VISIBLE_DEVICES"}
-    losses, stages = {}, {}
+
+    def arguments(name: str) -> list[str]:
+        return [str(script), str(tmp_path / "model"), str(config), str(tmp_path / name)]
+
+    def losses(name: str, stages: int) -> list[float]:
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        assert report["run"]["stages"] == stages
+        return [row["loss"] for row in report["loss"]]
+
+    run_ranks(run_script, 1, arguments("alone"), str(tmp_path / "cache"))
+    wanted = losses("alone", 1)
+    assert len(wanted) == 3
     for name, start in starters.items():
-        output = tmp_path / name
-        command = [sys.executable, *start, str(script), str(tmp_path / "model"), str(config), str(output)]
+        command = [sys.executable, *start, *arguments(name)]
         done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
         assert done.returncode == 0, (name, done.stderr[-3000:])
-        report = json.loads((output / "report.json").read_text())
-        losses[name] = [row["loss"] for row in report["loss"]]
-        stages[name] = report["run"]["stages"]
+        assert losses(name, 2) == pytest.approx(wanted, rel=1e-6), name
         assert done.stdout.count("'loss'") == 3, (name, done.stdout)  # one rank logs
-    assert stages == {"python": 1, "torchrun": 2, "accelerate": 2}
-    for name in stages:
-        assert losses[name] == pytest.approx(losses["python"], rel=1e-6), name
-        assert len(losses[name]) == 3
