@@ -132,6 +132,29 @@ def test_masters_can_be_seen_between_steps_only() -> None:
         assert told == ["steps are under way, and their updates with them: call engine.flush() first.", "True"]
 
 
+def ends(schedule: str) -> list[list[float]]:
+    """Sums of this rank's weights after three steps, and at their end: flushed, and destroyed."""
+    sums = []
+    for how in ("flush", "destroy"):
+        engine, batches = make(schedule=schedule), data()
+        parameters = list(engine.module.parameters())
+        for _ in range(3):
+            engine.train_batch(batches)
+        sums.append([])
+        for act in (lambda: None, engine.flush if how == "flush" else engine.destroy):
+            act()
+            sums[-1].append(sum(float(parameter.double().sum()) for parameter in parameters))
+        engine.destroy()
+    return sums
+
+
+@pytest.mark.parametrize("schedule", ["multidirection", "one_direction"])
+def test_destroying_an_engine_finishes_its_steps(schedule: str) -> None:
+    for flushed, destroyed in run_ranks(ends, 4, schedule):
+        assert flushed == destroyed
+        assert flushed[0] != flushed[1], "nothing was under way"
+
+
 LEAVES = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})

@@ -26,7 +26,9 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 def job(output: Path, **changes: Any) -> list[str]:
+    """With a number of micro-batches, which leaves no choice of stages: two."""
     settings = {**TINY, "lr_scheduler_type": "constant", "save_steps": STOP, "eval_strategy": "no", "logging_steps": 2}
+    settings["gradient_accumulation_steps"] = 8
     return flags(**{**settings, "max_steps": STEPS, "output_dir": output, **changes})
 
 

@@ -112,7 +112,7 @@ def test_an_epoch_and_a_schedule_of_deepspeeds(tmp_path: Path) -> None:
 
 
 def test_a_model_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
-    argv = flags(**TINY | {"max_steps": 1}, output_dir=tmp_path / "model")
+    argv = flags(**TINY | {"max_steps": 1, "gradient_accumulation_steps": 8}, output_dir=tmp_path / "model")
     assert [code for code, _ in run_ranks(finetune, 2, argv)] == [0, 0]
     ((code, errors), _) = run_ranks(finetune, 2, argv)
     assert code == 2
@@ -126,7 +126,7 @@ def test_other_starters(starter: str, tmp_path: Path) -> None:
     prefix = [sys.executable, "-m"]
     if starter == "torchrun":
         prefix += ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), "-m"]
-    argv = flags(**TINY, output_dir=tmp_path / "model")
+    argv = flags(**TINY, gradient_accumulation_steps=8, output_dir=tmp_path / "model")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [*prefix, "paceline.launch.finetune", *argv],

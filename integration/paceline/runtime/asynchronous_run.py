@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ from .updates import StreamUpdates
 
 LEAVE_S = timedelta(seconds=30)
 """Until a rank whose script has ended leaves without the others."""
+
+_NAMES = count()
+"""Numbers of this process's engines; ranks make the same ones."""
 
 
 class Trained(Protocol):
@@ -93,6 +97,7 @@ class AsynchronousRun:
         self.steps, self._losses, self._book, self._half_way = steps, losses, book, half_way
         self._own_random, self._around = own_random, around
         self._updates = None if optimizer is None else StreamUpdates(engine, optimizer, len(executor.held), applied)
+        self._name = next(_NAMES)
         self._begun = 0
         """Steps since the start, or since the last flush."""
         self._number = 0
@@ -160,18 +165,19 @@ class AsynchronousRun:
         WATCH.idle()
 
     def leave(self) -> None:
-        """At the end of the script: finish what is under way, as all other ranks do.
+        """At the end of the script, or of the engine: finish what is under way, as all other ranks do.
 
         A thread that waits for a message or an update while the interpreter goes would abort the process. After an
         exception the others may never come, and nothing is waited for; they may have died, or go on training without
         this one, so that they are waited for :data:`LEAVE_S` only. Without them the end is as good as it can be.
         """
-        if self._begun and not hasattr(sys, "last_type"):
+        if self._begun and not hasattr(sys, "last_type") and sys.exc_info()[0] is None:
             with suppress(Exception):
                 # Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
                 store = dist.distributed_c10d._get_default_store()
-                store.set(f"paceline/leaves/{self._engine.global_rank}", "")
-                store.wait([f"paceline/leaves/{rank}" for rank in range(dist.get_world_size())], LEAVE_S)
+                ranks = [f"paceline/leaves/{self._name}/{rank}" for rank in range(dist.get_world_size())]
+                store.set(ranks[self._engine.global_rank], "")
+                store.wait(ranks, LEAVE_S)
                 self.flush()
         self.stop()
 

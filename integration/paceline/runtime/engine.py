@@ -603,13 +603,13 @@ class PacelineEngine(PipelineEngine):
         return self._evaluation
 
     def destroy(self) -> None:
-        """As DeepSpeed's; what is under way is finished first. Not collective."""
+        """As DeepSpeed's; what is under way is finished first, if all ranks call this within half a minute."""
+        if self.asynchronous is not None:
+            self.asynchronous.leave()
         if self.averager is not None:
             self.averager.close()
         if hasattr(self, "checkpointer"):
             self.checkpointer.close()
-        if self.asynchronous is not None:
-            self.asynchronous.stop()
         super().destroy()
         self.links.close()
 
