@@ -12,7 +12,9 @@ LOWEST_TESTS=(
   tests/parity
   tests/unit/hf
   tests/unit/data
-  tests/distributed/test_ds_configs.py
+  "tests/distributed/test_ds_configs.py::test_config_runs[pp2]"
+  "tests/distributed/test_ds_configs.py::test_config_runs[pp2_ep2]"
+  "tests/distributed/test_ds_configs.py::test_config_runs[pp4_multidirection]"
   tests/distributed/test_weights.py::test_export_loads_as_anybody_loads_it
   tests/distributed/test_weights.py::test_fine_tune_a_checkpoint_by_name_and_from_memory
 )

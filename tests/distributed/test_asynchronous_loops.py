@@ -187,6 +187,12 @@ def test_nobody_waits_long_for_one_that_goes_on(tmp_path: Path) -> None:
     """Rank 1's script ends a step early: the job ends, and does not hang until gloo gives up after half an hour."""
     early = LEAVES.replace("    loss =", "    if step == 2 and engine.global_rank: sys.exit(0)\n    loss =")
     assert early != LEAVES
+    early = early.replace(
+        "import paceline\n",
+        "import datetime\nimport paceline\nfrom paceline.runtime import asynchronous_run\n"
+        "asynchronous_run.LEAVE_S = datetime.timedelta(seconds=2)\n",
+    )
+    assert "LEAVE_S" in early
     (tmp_path / "leaves.py").write_text(early)
     begun = time.monotonic()
     done = launch([str(tmp_path / "leaves.py"), "one_direction"], 2, cwd=tmp_path)

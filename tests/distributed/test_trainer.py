@@ -600,20 +600,12 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.launcher
-def test_a_script_under_other_launchers(tmp_path: Path) -> None:
-    """Than `deepspeed`, on CPUs, which it does not mention: the same losses, a report each."""
+def test_a_script_under_accelerate(tmp_path: Path) -> None:
+    """On CPUs, which it does not mention: the losses of one process, and one report. torchrun: ``test_main_job.py``."""
     script, config = tmp_path / "script.py", tmp_path / "ds.json"
     script.write_text(SCRIPT_OF_A_USER)
     config.write_text(json.dumps({"zero_optimization": {"stage": 0}, "paceline": {"pipeline": {}}}))
     model_config().save_pretrained(tmp_path / "model")
-    port = str(free_port())
-    starters = {
-        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
-        "accelerate": [
-            *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
-            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port),
-        ],
-    }
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
     environment |= {name: value for name, value in RANK_ENVIRONMENT.items() if name != "CUDA_VISIBLE_DEVICES"}
 
@@ -628,9 +620,13 @@ def test_a_script_under_other_launchers(tmp_path: Path) -> None:
     run_ranks(run_script, 1, arguments("alone"), str(tmp_path / "cache"))
     wanted = losses("alone", 1)
     assert len(wanted) == 3
-    for name, start in starters.items():
-        command = [sys.executable, *start, *arguments(name)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
-        assert done.returncode == 0, (name, done.stderr[-3000:])
-        assert losses(name, 2) == pytest.approx(wanted, rel=1e-6), name
-        assert done.stdout.count("'loss'") == 3, (name, done.stdout)  # one rank logs
+    start = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--main_process_port", str(free_port())),
+    ]
+    command = [*start, *arguments("launched")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses("launched", 2) == pytest.approx(wanted, rel=1e-6)
+    assert done.stdout.count("'loss'") == 3, done.stdout  # one rank logs
