@@ -1,9 +1,10 @@
 """Is the number of stages that a run chooses at its start the fastest one? Planned, then trained with each of them.
 
-    python tests/benchmarks/plan_at_start.py [--hosts 4 2] [--mbit 100 1000 off] [--rounds 2] [--steps 4]
+    python tests/benchmarks/plan_at_start.py [--hosts 4 2] [--mbit 100 1000 off] [--models llama lora mixtral]
+        [--rounds 2] [--steps 4]
 
-Needs root (tests/lab). In each world (hosts, their links, all weights or LoRA) one run plans; then runs with each
-number of stages train on the same samples, in turns. Computing and sockets are real; ranks share this machine's cores.
+Needs root (tests/lab). In each world (hosts, their links, the model) one run plans; then runs with each number of
+stages train on the same samples, in turns. Computing and sockets are real; ranks share this machine's cores.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from lab.hosts import Hosts, available
 from lab.training import mbit
 
 LENGTH, MICRO_BATCH, SAMPLES, PATIENCE_S = 64, 2, 32, 600.0
+MODELS = ("llama", "lora", "mixtral")
+"""A Llama with all weights trained or with LoRA, and a Mixtral of eight experts on each rank."""
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -33,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--mbit", type=mbit, nargs="+", default=[100.0, 1000.0, None], help="of every host, or off")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a run, behind eight that do not count")
     parser.add_argument("--layers", type=int, default=8)
@@ -45,9 +49,10 @@ def main() -> None:
     if reason := available():
         sys.exit(reason)
     worlds = []
-    for num_hosts, rate, lora in product(args.hosts, args.mbit, (False, True)):
-        world = {"layers": args.layers, "lora": lora, "steps": args.steps}
-        worlds.append({"hosts": num_hosts, "mbit": rate, "lora": lora, **look_at(num_hosts, rate, world, args.rounds)})
+    for num_hosts, rate, model in product(args.hosts, args.mbit, args.models):
+        world = {"layers": args.layers, "model": model, "steps": args.steps}
+        found = look_at(num_hosts, rate, world, args.rounds)
+        worlds.append({"hosts": num_hosts, "mbit": rate, "model": model, **found})
         print(json.dumps(worlds[-1]), flush=True)
     behind = [world["behind_fastest"] for world in worlds]
     result = {
@@ -90,7 +95,7 @@ def look_at(num_hosts: int, rate: float | None, world: dict[str, Any], rounds: i
 def train(world: dict[str, Any]) -> None:
     """Runs on every host: plan, or take the stages that are told, and train."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     import paceline
 
@@ -99,10 +104,13 @@ def train(world: dict[str, Any]) -> None:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("paceline").addHandler(handler)
     logging.getLogger("paceline").setLevel(logging.INFO)
-    model: Any = LlamaConfig(
-        **SIZES, num_hidden_layers=world["layers"], vocab_size=1024, max_position_embeddings=LENGTH
-    )
-    if world["lora"]:
+    sizes = {**SIZES, "num_hidden_layers": world["layers"], "vocab_size": 1024, "max_position_embeddings": LENGTH}
+    if world["model"] == "mixtral":
+        sizes["intermediate_size"] //= 2  # two experts of eight compute as much as the Llama's layer
+        model: Any = MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2)
+    else:
+        model = LlamaConfig(**sizes)
+    if world["model"] == "lora":
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)

@@ -66,7 +66,11 @@ class OtherPlans:
             return None
         self._last = faster, slower
         WATCH.doing("comparing other numbers of stages")
-        advice = self._pool.advice(faster, slower, self._restart_s)
+        try:
+            advice = self._pool.advice(faster, slower, self._restart_s)
+        except Exception as error:  # training can do without
+            logger.warning("plan: other numbers of stages are not compared: %s: %s", type(error).__name__, error)
+            return None
         if advice is not None and advice.better.stages != self._told:
             logger.info(
                 "plan: links are %.3g times as fast as at first, a micro-batch takes %.3g times as long. Now the "

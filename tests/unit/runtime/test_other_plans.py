@@ -91,3 +91,15 @@ def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
     for costs.rate in (1e6, 1e7):
         assert plans.propose(100) is None
     assert pool.asked == [] == lines(caplog)
+
+
+def test_training_goes_on_where_plans_cannot_be_compared(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Pool):
+        def advice(self, rate: float, slowness: float, restart_s: float) -> Advice | None:
+            raise ZeroDivisionError("no rate")
+
+    costs = Costing()
+    plans = OtherPlans(Broken(), costs, Deciding(True), size=2, restart_s=30.0)  # type: ignore[arg-type]
+    for costs.rate in (1e6, 1e7):
+        assert plans.propose(100) is None
+    assert lines(caplog) == ["plan: other numbers of stages are not compared: ZeroDivisionError: no rate"]
