@@ -148,7 +148,7 @@ def _positive(text: str) -> int:
 
 def _check_config(args: argparse.Namespace) -> int:
     from paceline.config import check_ds_config, open_autos, read_ds_config, resolve
-    from paceline.config.stage_counts import is_planned
+    from paceline.config.stage_counts import may_be_planned
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
@@ -178,9 +178,8 @@ def _check_config(args: argparse.Namespace) -> int:
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
         shown["resolved"]["repartition_every"] = resolved.partition_choice.repartition_every
         shown["resolved"]["schedule"] = resolved.schedule.to_dict()
-        if args.world_size > 1 and is_planned(section, config, unasked=True):
-            who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
-            print(f"paceline: stages: {who} measures its cluster, and may take another number.", file=sys.stderr)
+        if line := may_be_planned(section, config, args.world_size):
+            print(f"paceline: {line}", file=sys.stderr)
         shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
     print(json.dumps(shown, indent=2) if args.json else _config_text(shown))
     return OK

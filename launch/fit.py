@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
+    from paceline.config import read_ds_config
+    from paceline.config.stage_counts import may_be_planned
     from paceline.hf.activations import count_items
     from paceline.hf.sources import model_config_at
     from paceline.planning.memory import States
@@ -106,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         "remedies": _remedies(args, resolved, states, checkpointing, len(items) - 2) if short else [],
     }
     print(json.dumps(shown, indent=2) if args.json else _text(shown))
+    if line := may_be_planned(resolved.section, read_ds_config(args.deepspeed), args.world_size):
+        print(f"paceline: {line}", file=sys.stderr)
     for row in short:
         print(
             f"paceline: stage {row['stage']} needs {row['total'] / GIB:.4g} GiB and its limit is "

@@ -20,6 +20,7 @@ from paceline.averaging.islands import ISLAND, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets
+from paceline.config.stage_counts import STAGES
 from paceline.data.batch_plan import BatchPlan
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.peft import lora_config, trained_share
@@ -197,7 +198,8 @@ class Job:
                     "your own."
                 )
             if checkpoint.world_size == dist.get_world_size() and not self.args.replan:
-                self.kept = self.earlier.get("planned") or None
+                # A run that was not planned goes on so, too.
+                self.kept = self.earlier.get("planned") or {STAGES: checkpoint.meta["shape"]["stages"]}
             checkpoint.close()
 
     def _check_state_to_resume(self, resolved: RunPlan) -> None:

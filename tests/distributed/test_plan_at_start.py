@@ -201,6 +201,10 @@ def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:
     assert losses("parts") == losses("whole")
     stages, said = run("parts", 2, **more, max_steps=5, replan="true")
     assert (stages, "as before the checkpoint" in said) == (2, False)
+    told = tmp_path / "told.json"
+    told.write_text(json.dumps({"paceline": {"pipeline": {"stages": 2}}}))
+    assert run("told", 1, max_steps=1, deepspeed=told)[0] == 2
+    assert run("told", 1, max_steps=2, **more)[0] == 2  # the JSON no longer says so, but the run has begun so
 
 
 SCRIPT = """

@@ -241,7 +241,8 @@ class ScheduleConfig(Part):
         "split backwards that is found by simulating what was measured, within memory_gib, again and again; "
         '"multidirection": '
         "several pipelines in opposite orders over the same devices, without a flush at the end of a "
-        'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b".',
+        'step; "one_direction": 1F1B without a flush. Left out: "adaptive"; without any schedule: "1f1b", or '
+        '"adaptive" where stages are planned.',
     )
     k: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="kfkb: micro-batches of a group; more than a step has is as many. Left out: 2."
@@ -376,11 +377,12 @@ class PipelineConfig(Part):
     stages: Stages | None = Field(
         default=None,
         description='Number of pipeline stages; it divides the number of ranks. "plan": the fastest, by what the ranks '
-        'measure at the start. Left out: "plan" in the job, and in an own loop the fewest that fit.',
+        'measure at the start. Left out: "plan" in the job, elsewhere the fewest that fit.',
     )
     partition: Annotated[PartitionConfig | None, BeforeValidator(_long_form)] = Field(
         default=None,
-        description='Which items each stage holds: a method, or {"method": ...}. Left out: "work".',
+        description='Which items each stage holds: a method, or {"method": ...}. Left out: "work", or '
+        '"hetero" where stages are planned and devices unequal.',
         json_schema_extra=_allow_short_methods,
     )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(

@@ -87,15 +87,26 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
     Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
 
     Args:
-        unasked: a number that is left out is chosen so too.
+        unasked: a number that is left out is chosen so too; but not where it changes what is learned (natural
+            gradients: each replica has its own estimates), or where formats of messages, which are not predicted, show
+            that links are slow.
     """
     theirs = _deepspeeds(ds_config).get("stages")
     method, _ = resolve_method(section, ds_config)
     kind = schedule_type(section)
-    is_open = section.pipeline.stages == PLAN or (unasked and section.pipeline.stages is None)
+    is_left = section.pipeline.stages is None and section.natural_gradient is None and section.pipeline.boundary is None
+    is_open = section.pipeline.stages == PLAN or (unasked and is_left)
     if not is_open or theirs not in (None, "auto") or isinstance(method, tuple):
         return False
     return stages_a_rank(section) == 1 and kind in ("1f1b", "adaptive") and not may_be_late(section)
+
+
+def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_size: int) -> str:
+    """A line that says if a run may take another number of stages than the JSON alone tells; empty: it takes that."""
+    if world_size == 1 or not is_planned(section, ds_config, unasked=True):
+        return ""
+    who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
+    return f"stages: {who} measures its cluster, and may take another number."
 
 
 def schedule_type(section: PacelineConfig) -> ScheduleType:

@@ -13,9 +13,10 @@ it (:mod:`.late_losses`).
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..messages import brief
 from ..optim.sharded import ShardedOptimizer
 from ..schedules.lower import Op
 from ..schedules.schedule import Schedule
@@ -38,8 +40,13 @@ from .stage_runner import LossBook
 from .steps_ahead import StepsAhead
 from .updates import StreamUpdates
 
+logger = logging.getLogger("paceline")
+
 LEAVE_S = timedelta(seconds=30)
 """Until a rank whose script has ended leaves without the others."""
+
+COME, GONE = "come", "gone"
+"""Verdicts of ranks about whether all have come to the end."""
 
 _NAMES = count()
 """Numbers of this process's engines; ranks make the same ones."""
@@ -167,19 +174,37 @@ class AsynchronousRun:
     def leave(self) -> None:
         """At the end of the script, or of the engine: finish what is under way, as all other ranks do.
 
-        A thread that waits for a message or an update while the interpreter goes would abort the process. After an
-        exception the others may never come, and nothing is waited for; they may have died, or go on training without
-        this one, so that they are waited for :data:`LEAVE_S` only. Without them the end is as good as it can be.
+        A thread that waits for a message or an update while the interpreter goes would abort the process. When the
+        interpreter ends by an exception the others may never come, and nothing is waited for; they may have died, or
+        go on training without this one, so that they are waited for :data:`LEAVE_S` only.
         """
-        if self._begun and not hasattr(sys, "last_type") and sys.exc_info()[0] is None:
-            with suppress(Exception):
-                # Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
-                store = dist.distributed_c10d._get_default_store()
-                ranks = [f"paceline/leaves/{self._name}/{rank}" for rank in range(dist.get_world_size())]
-                store.set(ranks[self._engine.global_rank], "")
-                store.wait(ranks, LEAVE_S)
-                self.flush()
+        if self._begun and self._half_way.is_whole and not hasattr(sys, "last_type"):
+            try:
+                if self._all_come():
+                    self.flush()
+                elif self._engine.global_rank == 0:
+                    logger.warning("the last updates are not in the model: not all ranks came to the end of training")
+            except Exception as error:  # of a rank that is gone, and the rest of the script may do without
+                logger.warning("the last updates are not in the model: %s", brief(str(error)))
+            finally:
+                WATCH.idle()
         self.stop()
+
+    def _all_come(self) -> bool:
+        """Whether all ranks leave, the same on all of them: none finishes a step without the others.
+
+        Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        ranks = [f"paceline/leaves/{self._name}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(ranks[self._engine.global_rank], "")
+        verdict = COME
+        try:
+            store.wait(ranks, LEAVE_S)
+        except dist.DistStoreError:
+            verdict = GONE
+        # The first verdict counts, also for one that comes when another has given up.
+        return bytes(store.compare_set(f"paceline/leaves/{self._name}", "", verdict)) == COME.encode()
 
     def stop(self) -> None:
         """End without what is under way. Not collective."""

@@ -602,10 +602,18 @@ class PacelineEngine(PipelineEngine):
             raise TypeError("a PipelineModule of one's own is evaluated by eval_batch(): its outputs can be anything.")
         return self._evaluation
 
+    def __del__(self) -> None:
+        if (run := getattr(self, "asynchronous", None)) is not None:
+            run.stop()  # ranks collect garbage when each of them likes, and destroying waits for all
+        super().__del__()
+
     def destroy(self) -> None:
-        """As DeepSpeed's; what is under way is finished first, if all ranks call this within half a minute."""
-        if self.asynchronous is not None:
-            self.asynchronous.leave()
+        """As DeepSpeed's; what is under way is finished first, if all ranks call this within half a minute.
+
+        Else, a warning says that the last updates are not in the model.
+        """
+        if (run := getattr(self, "asynchronous", None)) is not None:
+            run.leave()
         if self.averager is not None:
             self.averager.close()
         if hasattr(self, "checkpointer"):

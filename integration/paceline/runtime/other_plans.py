@@ -74,8 +74,8 @@ class OtherPlans:
         if advice is not None and advice.better.stages != self._told:
             logger.info(
                 "plan: links are %.3g times as fast as at first, a micro-batch takes %.3g times as long. Now the "
-                "fastest is %s; as it runs, %s. A restart from the last checkpoint that plans anew (--replan) pays "
-                "after %d steps",
+                "fastest is %s; as it runs, %s. A restart from the last checkpoint that plans anew (in the job: "
+                "--replan) pays after %d steps",
                 *(faster, slower, advice.better.text, advice.now.text, advice.steps),
             )
         self._told = None if advice is None else advice.better.stages

@@ -34,6 +34,7 @@ from ..planning.cluster import Cluster
 from ..planning.memory import States
 from ..planning.stage_choice import Option, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
+from ..supervise.watch import EVERYONE, WATCH
 from .hetero import Shape
 from .measured_cluster import measure_cluster
 
@@ -81,6 +82,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
         dist.barrier()
         with control.together("measuring the layers"):
             items = profile_items(hf_config, device=device, **shape._asdict())
+        WATCH.doing("measuring the links", EVERYONE)
         cluster = measure_cluster(control, device, min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)
     seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
@@ -126,13 +128,16 @@ def plan_stages(
     try:
         measured = measure(hf_config, control, shape)._replace(may_move=trained is None)
         chosen = _chosen(hf_config, control, options, usual, measured, trained, begun, kept)
+        WATCH.idle()
     except Exception as error:
         if not is_shared(error):
             raise
         if control.rank == 0:
-            taken = "the fewest stages that fit are taken" if kept is None else "what the checkpoint says stays"
+            taken = (
+                f"{usual.stages} stages are taken, as few as fit" if kept is None else "what the checkpoint says stays"
+            )
             logger.info("plan: %s, since steps cannot be predicted: %s", taken, error)
-        return None if kept is None else _as_before(options, kept)
+        return None if kept is None else as_before(options, kept)
     return chosen
 
 
@@ -152,10 +157,10 @@ def _chosen(
             share = 1.0 if trained is None else trained()
             pool = entries(hf_config, options, measured, trained=share)
             found = [entry.predicted(measured.cluster) for entry in pool]
-            best = choose(found, usual.stages)
+            best = choose(found, usual.stages if kept is None else kept[STAGES])
             _tell(measured, found, time.perf_counter() - begun)
             if kept is not None:
-                chosen = _as_before(options, kept)
+                chosen = as_before(options, kept)
                 _tell_better(best, next(option for option in found if option.stages == chosen.stages))
             elif best is not None:
                 unasked = usual.section.pipeline.schedule is None
@@ -196,10 +201,15 @@ def entries(
 def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
     """Whether the stages of a plan get layers by the speed of their devices: as asked, or where nothing is asked.
 
-    Unasked, layers do not move where experts are spread or messages have a format that is chosen.
+    Unasked, layers do not move where experts are spread or messages have a format.
     """
-    is_free = PARTITION in plan.chosen and plan.expert_parallel == 1 and plan.section.pipeline.boundary is None
-    return plan.partition_choice.method == HETERO or (measured.is_unequal and measured.may_move and is_free)
+    is_asked = plan.partition_choice.method == HETERO
+    return is_asked or (measured.is_unequal and measured.may_move and _may_follow_speed(plan))
+
+
+def _may_follow_speed(plan: RunPlan) -> bool:
+    """Whether nothing that the JSON says is in the way."""
+    return PARTITION in plan.chosen and plan.expert_parallel == 1 and plan.section.pipeline.boundary is None
 
 
 def _with_reasons(
@@ -216,10 +226,10 @@ def _with_reasons(
     return _planned(plan, chosen)
 
 
-def _as_before(options: Mapping[int, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
+def as_before(options: Mapping[int, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
     """The option that an earlier start of this run has chosen; what the JSON says by now goes before."""
     plan = options[kept[STAGES]]
-    is_open = {STAGES: True, PARTITION: PARTITION in plan.chosen, TYPE: plan.schedule.type == kept.get(TYPE)}
+    is_open = {STAGES: True, PARTITION: _may_follow_speed(plan), TYPE: plan.schedule.type == kept.get(TYPE)}
     why = "as before the checkpoint; --replan chooses anew"
     return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open[path]})
 

@@ -35,7 +35,7 @@ from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
 from .hetero import Shape, hetero_boundaries
 from .module import CausalLMPipeline, Item, items_of, partition_items
-from .plan_at_start import plan_stages
+from .plan_at_start import as_before, plan_stages
 
 logger = logging.getLogger("paceline")
 
@@ -113,17 +113,22 @@ def plan_for(
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     options: dict[int, RunPlan] = {}
     if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
-        roomy = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
-        options = _options(without_schedule, usual, section, filled, sorted({*roomy, usual.stages}))
+        roomy = {s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])}
+        before = set() if kept is None else {kept[STAGES]}  # though less memory may be free by now
+        options = _options(without_schedule, usual, section, filled, sorted(roomy | before | {usual.stages}))
+        if kept is not None and kept[STAGES] not in options:
+            if dist.get_rank() == 0:
+                logger.warning("plan: the checkpoint's %d stages do not go with these flags and JSON", kept[STAGES])
+            kept = None
     elif section.pipeline.stages == PLAN and dist.get_rank() == 0:
         logger.warning(
             'plan: paceline.pipeline.stages is "plan", and this run cannot plan them: it takes several ranks, a model '
             "that is not quantised, the schedule 1f1b or adaptive, and no boundaries; it starts with %d",
             usual.stages,
         )
-    if len(options) > 1:
-        if kept is not None and kept.get(STAGES) not in options:
-            kept = None  # other batch sizes, which leave other numbers
+    if len(options) == 1 and kept is not None and len(kept) > 1:
+        planned = as_before(options, kept)
+    elif len(options) > 1:
         shape = Shape(
             dtype_of(usual.ds_config),
             usual.micro_batch_size,
@@ -181,7 +186,8 @@ def _options(
             except ValueError as error:
                 refused[count] = str(error)
     if len(found) < 2 and refused and dist.get_rank() == 0:
-        logger.info("plan: these batch sizes and layers leave one number of stages to choose from")
+        level = logging.INFO if section.pipeline.stages == PLAN else logging.DEBUG
+        logger.log(level, "plan: these batch sizes and layers leave one number of stages to choose from")
         for count, why in refused.items():
             logger.debug("plan: not %d stages: %s", count, why)
     return found
