@@ -20,7 +20,7 @@ from paceline.averaging.islands import ISLAND, island_number
 from paceline.checkpoint import Checkpoint
 from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets
-from paceline.config.stage_counts import STAGES
+from paceline.config.stage_counts import is_planned
 from paceline.data.batch_plan import BatchPlan
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.peft import lora_config, trained_share
@@ -82,7 +82,7 @@ class Job:
         with self.control.together("reading the configuration"):
             ds_config = self._read_config()
         self._check_output()
-        self._open_run_to_resume()
+        self._open_run_to_resume(ds_config)
         # One rank of each node tokenizes; the others find its work in the cache of datasets.
         for turn in (True, False):
             with WATCH.pause("reading the data"), self.control.together("reading the data"):
@@ -183,7 +183,7 @@ class Job:
 
         return trained_share(get_peft_model(skeleton(self.inputs.config), lora_config(self.model_args)))
 
-    def _open_run_to_resume(self) -> None:
+    def _open_run_to_resume(self, ds_config: dict[str, Any]) -> None:
         """Read, before there is a plan, what the job had planned that goes on; only in as many ranks it stays."""
         self.earlier: dict[str, Any] | None = None
         self.kept: dict[str, Any] | None = None
@@ -198,9 +198,18 @@ class Job:
                     "your own."
                 )
             if checkpoint.world_size == dist.get_world_size() and not self.args.replan:
-                # A run that was not planned goes on so, too.
-                self.kept = self.earlier.get("planned") or {STAGES: checkpoint.meta["shape"]["stages"]}
+                self.kept = self.earlier.get("planned") or None
+                if self.kept is None and self.section.pipeline.stages is None:
+                    self._keep_stages(ds_config, checkpoint.meta["shape"]["stages"])
             checkpoint.close()
+
+    def _keep_stages(self, ds_config: dict[str, Any], stages: int) -> None:
+        """Go on without a plan, as a run does that began without one."""
+        if is_planned(self.section, ds_config, unasked=True):
+            ds_config["paceline"]["pipeline"]["stages"] = stages
+            self.section = PacelineConfig.of(ds_config)
+            if self.rank == 0:
+                logger.info("%d stages, as before the checkpoint; --replan chooses anew", stages)
 
     def _check_state_to_resume(self, resolved: RunPlan) -> None:
         """Refuse, before the model is loaded, a checkpoint of other data, another seed or another batch size."""

@@ -204,7 +204,10 @@ def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     told.write_text(json.dumps({"paceline": {"pipeline": {"stages": 2}}}))
     assert run("told", 1, max_steps=1, deepspeed=told)[0] == 2
-    assert run("told", 1, max_steps=2, **more)[0] == 2  # the JSON no longer says so, but the run has begun so
+    stages, said = run("told", 1, max_steps=2, **more)  # the JSON no longer says so, but the run has begun so
+    assert stages == 2
+    assert "2 stages, as before the checkpoint" in said
+    assert "plan: measured" not in said
 
 
 SCRIPT = """

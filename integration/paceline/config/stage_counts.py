@@ -103,7 +103,8 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
 
 def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_size: int) -> str:
     """A line that says if a run may take another number of stages than the JSON alone tells; empty: it takes that."""
-    if world_size == 1 or not is_planned(section, ds_config, unasked=True):
+    is_counted = isinstance(ds_config.get("gradient_accumulation_steps"), int)  # which leaves one number
+    if world_size == 1 or is_counted or not is_planned(section, ds_config, unasked=True):
         return ""
     who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
     return f"stages: {who} measures its cluster, and may take another number."

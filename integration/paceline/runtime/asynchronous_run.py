@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
@@ -174,35 +174,38 @@ class AsynchronousRun:
     def leave(self) -> None:
         """At the end of the script, or of the engine: finish what is under way, as all other ranks do.
 
-        A thread that waits for a message or an update while the interpreter goes would abort the process. When the
-        interpreter ends by an exception the others may never come, and nothing is waited for; they may have died, or
-        go on training without this one, so that they are waited for :data:`LEAVE_S` only.
+        A thread that waits for a message or an update while the interpreter goes would abort the process. After an
+        exception (but the end of the data) the others may never come, and nothing is waited for; they may have died,
+        or go on training without this one, so that they are waited for :data:`LEAVE_S` only.
         """
-        if self._begun and self._half_way.is_whole and not hasattr(sys, "last_type"):
+        ends_well = not hasattr(sys, "last_type") and sys.exc_info()[0] in (None, StopIteration)
+        if self._begun and self._half_way.is_whole and ends_well:
+            why = "not all ranks came to the end of training, after the same steps"
+            if not dist.is_initialized():
+                why = "the process group is gone; call engine.flush() or engine.destroy() before"
             try:
-                if self._all_come():
+                if dist.is_initialized() and self._all_come():
                     self.flush()
-                elif self._engine.global_rank == 0:
-                    logger.warning("the last updates are not in the model: not all ranks came to the end of training")
             except Exception as error:  # of a rank that is gone, and the rest of the script may do without
-                logger.warning("the last updates are not in the model: %s", brief(str(error)))
-            finally:
-                WATCH.idle()
+                why = brief(str(error))
+            WATCH.idle()
+            if self._begun:
+                logger.warning("the last updates are not in the model: %s", why)
         self.stop()
 
     def _all_come(self) -> bool:
-        """Whether all ranks leave, the same on all of them: none finishes a step without the others.
+        """Whether all ranks leave after the same step, the same on all of them: none finishes it without the others.
 
         Through the store: a barrier of gloo's holds all but its first rank for as long as its group waits.
         """
         store = dist.distributed_c10d._get_default_store()
         ranks = [f"paceline/leaves/{self._name}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(ranks[self._engine.global_rank], "")
-        verdict = COME
-        try:
+        store.set(ranks[self._engine.global_rank], str(self._number))
+        verdict = GONE
+        with suppress(RuntimeError):  # of a store, too
             store.wait(ranks, LEAVE_S)
-        except dist.DistStoreError:
-            verdict = GONE
+            if len({bytes(store.get(rank)) for rank in ranks}) == 1:
+                verdict = COME
         # The first verdict counts, also for one that comes when another has given up.
         return bytes(store.compare_set(f"paceline/leaves/{self._name}", "", verdict)) == COME.encode()
 

@@ -610,7 +610,7 @@ class PacelineEngine(PipelineEngine):
     def destroy(self) -> None:
         """As DeepSpeed's; what is under way is finished first, if all ranks call this within half a minute.
 
-        Else, a warning says that the last updates are not in the model.
+        Otherwise, or after an exception, the last updates are not in the model.
         """
         if (run := getattr(self, "asynchronous", None)) is not None:
             run.leave()

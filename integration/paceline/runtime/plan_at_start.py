@@ -132,6 +132,7 @@ def plan_stages(
     except Exception as error:
         if not is_shared(error):
             raise
+        WATCH.idle()
         if control.rank == 0:
             taken = (
                 f"{usual.stages} stages are taken, as few as fit" if kept is None else "what the checkpoint says stays"

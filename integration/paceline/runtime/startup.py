@@ -118,7 +118,9 @@ def plan_for(
         options = _options(without_schedule, usual, section, filled, sorted(roomy | before | {usual.stages}))
         if kept is not None and kept[STAGES] not in options:
             if dist.get_rank() == 0:
-                logger.warning("plan: the checkpoint's %d stages do not go with these flags and JSON", kept[STAGES])
+                logger.warning(
+                    "plan: the checkpoint's %d stages do not go with these flags and JSON: chosen anew", kept[STAGES]
+                )
             kept = None
     elif section.pipeline.stages == PLAN and dist.get_rank() == 0:
         logger.warning(
