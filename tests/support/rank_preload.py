@@ -46,17 +46,15 @@ def _run_what_is_slow_once() -> None:
 
     from paceline.hf.activations import count_items
     from paceline.hf.check import require_supported
-    from paceline.measure.tokens import tokens_of_sample
     from paceline.patches.registry import all_patches
-    from support.jobs import BATCH, model_config
+    from support.jobs import model_config
 
     for patch in all_patches():
         patch.problem()
     with torch.random.fork_rng(devices=[]):
-        for config in map(model_config, ("llama", "gpt2", "mixtral")):
-            require_supported(config)
-            tokens = tokens_of_sample(None, config)
-            count_items(config, dtype=torch.float32, micro_batch_size=BATCH, sequence_length=tokens)
+        for family in ("llama", "gpt2", "mixtral"):
+            require_supported(model_config(family))
+        count_items(model_config("llama"), dtype=torch.float32, micro_batch_size=1, sequence_length=8)
 
 
 def _preload() -> None:
