@@ -51,6 +51,25 @@ def test_pipelines_tell_times_and_flops(kind: str) -> None:
         assert all(f"| {name}: " in line for name in ("bwd", "step"))
 
 
+def hooks(**keys: Any) -> tuple[int, str]:
+    """How many hooks each forward of a stage runs, and what a step prints."""
+    import paceline
+
+    config = {**ds_config(), "paceline": {"pipeline": {"stages": 1}}, **keys}
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        engine, *_ = paceline.initialize(model=model_config(), config=config)
+        engine.train_batch(iter(step_batches(0)[:4]))
+    return len(engine.module._forward_pre_hooks) + len(engine.module._forward_hooks), out.getvalue()
+
+
+def test_forwards_run_hooks_of_deepspeed_only_if_asked() -> None:
+    assert run_ranks(hooks, 1)[0][0] == 0
+    ((number, text),) = run_ranks(hooks, 1, memory_breakdown=True)
+    assert number == 2
+    assert "Engine before forward" in text
+
+
 @pytest.mark.parametrize("asked", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
 def test_without_a_pipeline(asked: dict[str, Any]) -> None:
     (text,) = run_ranks(told, 1, "plain", **asked)

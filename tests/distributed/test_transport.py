@@ -109,6 +109,7 @@ def slow(lane: Any, seconds: float = SLOW_S) -> None:
         begin(message)
 
     lane._begin = begin_late
+    lane.at_once_bytes = -1  # its thread begins them, while this one computes on
 
 
 # -- memory that is written to while it is sent -----------------------------------------------------------------------

@@ -36,6 +36,9 @@ from .staging import Staging
 CLOSING_S = 60.0
 """How long the end of an engine waits for what was sent to be delivered."""
 
+AT_ONCE_BYTES = 1 << 20
+"""The largest message that is sent by the thread that computes: issuing one takes as long as copying it."""
+
 RECORDS = 512
 """The last messages of a lane, whose times are kept."""
 
@@ -69,6 +72,8 @@ class _Message:
     """Shapes and dtypes of a message that is received, before it was encoded."""
     format: Format | None = None
     is_announced: bool = False
+    has_begun: bool = False
+    """Issued, by whichever thread."""
     error: BaseException | None = None
     done_s: Any = None
     """On a GPU in the paired order: the event of its end."""
@@ -80,7 +85,10 @@ class _Message:
 
 
 class Lane:
-    """One end of one lane. A thread issues messages, waits for those under way, and notes when they were done.
+    """One end of one lane. A thread waits for the messages under way, and notes when they were done.
+
+    Receives and small sends are issued by the caller, who would else keep the thread from its turn while it computes;
+    the thread issues large sends, and what it must first wait for itself.
 
     Args:
         peer: global rank at the other end.
@@ -90,6 +98,8 @@ class Lane:
         announces: announce every message, since no key tells its shapes.
         failed: the first error of any lane, as soon as there is one; shared by the lanes of a rank.
     """
+
+    at_once_bytes = AT_ONCE_BYTES
 
     def __init__(
         self,
@@ -113,6 +123,8 @@ class Lane:
         self._arriving: dict[int, _Message] = {}
         self._unknown: deque[tuple[int, Hashable, Format | None]] = deque()
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
+        self._last_left: _Message | None = None
+        """The last message that the thread was left to issue."""
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
         self._thread = None if batch is not None else Thread(target=self._carry_out, name=name, daemon=True)
         if self._thread is not None:
@@ -252,7 +264,12 @@ class Lane:
         if self._batch is not None:
             self._batch.add(self, message, send)
             return
-        self._queue.put(message)  # the thread begins it: issuing a large message takes as long as copying it
+        must_wait = message.ready or message.is_announced or (send and message.num_bytes > self.at_once_bytes)
+        if not must_wait and (self._last_left is None or self._last_left.has_begun):
+            self._attempt(self._begin, message)
+        else:  # in the order of the lane
+            self._last_left = message
+        self._queue.put(message)
 
     def _flush(self) -> None:
         if self._batch is not None:
@@ -267,7 +284,8 @@ class Lane:
                 if entry is None:
                     is_open = False
                 else:
-                    self._attempt(self._begin, entry)
+                    if not entry.has_begun:
+                        self._attempt(self._begin, entry)
                     under_way.append(entry)
                 del entry
             if not under_way:
@@ -301,6 +319,7 @@ class Lane:
         if not self.is_sender:
             message.begun_s = time.perf_counter()
         message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
+        message.has_begun = True
 
     def _wait(self, message: _Message) -> None:
         for work in message.works:

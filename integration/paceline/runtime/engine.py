@@ -771,6 +771,18 @@ class PacelineEngine(PipelineEngine):
         """None for DeepSpeed's hooks of the module, which in pipelines begin a profile and never show it."""
         return -1
 
+    def _create_module_forward_pre_hook(self) -> Any:
+        return super()._create_module_forward_pre_hook() if self._observes_forwards else None
+
+    def _create_module_forward_post_hook(self) -> Any:
+        return super()._create_module_forward_post_hook() if self._observes_forwards else None
+
+    @property
+    def _observes_forwards(self) -> bool:
+        """Whether anything of DeepSpeed's acts around each forward: else its hooks only cost the host time."""
+        is_asked = self.wall_clock_breakdown() or self.memory_breakdown() or self.autotuning_enabled()
+        return bool(is_asked or self.fp16_auto_cast() or self.random_ltd_enabled())
+
     # -- what ends a step ----------------------------------------------------------------------------------------
 
     def _exec_reduce_tied_grads(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -21,18 +22,25 @@ class DeepSpeedSurroundings:
     def __init__(self, engine: Any, *, reduces_early: bool) -> None:
         self._engine, self._reduces_early = engine, reduces_early
 
-    @contextmanager
-    def load(self) -> Iterator[None]:
-        engine = self._engine
-        if not engine.wall_clock_breakdown():
-            yield
-            return
-        engine.timers(BATCH_INPUT_TIMER).start()
-        yield
-        engine.timers(BATCH_INPUT_TIMER).stop()
+    def load(self) -> AbstractContextManager[None]:
+        return self._timed_load() if self._engine.wall_clock_breakdown() else nullcontext()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def _timed_load(self) -> Iterator[None]:
+        timer = self._engine.timers(BATCH_INPUT_TIMER)
+        timer.start()
+        yield
+        timer.stop()
+
+    def forward(self) -> AbstractContextManager[None]:
+        engine = self._engine
+        is_profiled = vars(engine).get("flops_profiler") is not None
+        if is_profiled or engine.torch_autocast_enabled() or torch.is_autocast_enabled():
+            return self._forward()
+        return nullcontext()
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
         with autocast_if_enabled(self._engine), self._profiled():
             yield
 

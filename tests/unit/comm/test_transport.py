@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -191,8 +192,39 @@ def test_the_paired_order_keeps_only_what_is_under_way(wire: Wire) -> None:
     assert [record.micro_batch for record in sender.records] == [0, 1, 2, 3, 4]
 
 
+def test_small_messages_are_issued_by_the_caller_and_large_ones_by_the_thread(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuers, isend = [], wire.isend
+    monkeypatch.setattr(wire, "isend", lambda *args, **kwargs: (issuers.append(get_ident()), isend(*args, **kwargs))[1])
+    sender = lane(True, "free")
+    sender.at_once_bytes = 8
+    for number, length in enumerate((2, 3, 2)):
+        sender.shapes.learn(length, meta_of(torch.zeros(length)))
+        sender.send(number, length, torch.zeros(length))
+        while len(sender.records) <= number:
+            time.sleep(0.001)
+    assert sender._thread is not None
+    assert issuers == [get_ident(), sender._thread.ident, get_ident()]
+    sender.close()
+
+
+def test_a_small_message_does_not_overtake_a_large_one(wire: Wire) -> None:
+    sender = lane(True, "free")
+    sender.at_once_bytes = 8
+    lengths = [2, 3, 2, 3, 2, 2]
+    for length in set(lengths):
+        sender.shapes.learn(length, meta_of(torch.zeros(length)))
+    wire.delay_s = 0.02
+    for number, length in enumerate(lengths):
+        sender.send(number, length, torch.full((length,), float(number)))
+    sender.close()
+    assert [work.tensor[0].item() for work in wire.sent] == [0, 1, 2, 3, 4, 5]
+
+
 def test_closing_a_lane_delivers_what_was_sent(wire: Wire) -> None:
     sender = lane(True, "free")
+    sender.at_once_bytes = -1
     wire.delay_s = 0.02
     for number in range(5):
         sender.send(number, "a", torch.full((2,), float(number)))
