@@ -143,6 +143,7 @@ class JobTrainer(PacelineTrainer):
 
     def _load_state(self, engine: Any, resume_from_checkpoint: str | None) -> None:
         run, path = self.run, self.run.resume_path
+        self.batches.shares = lambda: engine.replica_micro_batches
         if path is None:
             with self.pipeline.control.together(f"clearing {run.output}"):
                 if engine.global_rank == 0 and run.args.overwrite_output_dir:

@@ -22,6 +22,7 @@ GROUNDS = {
 }
 
 PIPELINE, LAYERS = "a pipeline", "a `PipelineModule` of one's own"
+UNEQUAL = "unequal replicas"
 RECOMPUTED = "activation checkpointing of a model with experts"
 
 
@@ -116,6 +117,17 @@ def _moving_layers(features: Features) -> str | None:
     return f"{SECTION}.pipeline.partition.repartition_every is {every}" if every else None
 
 
+def _unequal_replicas(features: Features) -> str | None:
+    is_there = features.is_pipeline and features.section.pipeline.unequal_replicas is not None
+    return f"{SECTION}.pipeline.unequal_replicas is there" if is_there else None
+
+
+def _other_sizes(features: Features) -> str | None:
+    schedule = features.section.pipeline.schedule
+    sizes = None if schedule is None else schedule.micro_batch_sizes
+    return None if sizes is None else f"{SECTION}.pipeline.schedule.micro_batch_sizes is {show(list(sizes))}"
+
+
 def _spread_experts(features: Features) -> str | None:
     size = features.expert_parallel
     return f"expert_parallel.autoep_size is {size}" if size > 1 else None
@@ -145,6 +157,8 @@ FEATURES: dict[str, _Finder] = {
     '"one_direction"': _schedule(ONE_DIRECTION),
     "layers that move": _moving_layers,
     "expert_parallel": _spread_experts,
+    UNEQUAL: _unequal_replicas,
+    "micro_batch_sizes": _other_sizes,
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
     "torch_autocast": _key("torch_autocast.enabled"),
@@ -299,6 +313,28 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         f"leave activation checkpointing out, {_OTHER_SCHEDULE}",
         MATHEMATICS,
     ),
+    Exclusion(
+        UNEQUAL,
+        "expert_parallel",
+        "replicas that share their experts compute each micro-batch together",
+        "leave one of them out",
+        MATHEMATICS,
+    ),
+    Exclusion(
+        UNEQUAL,
+        NO_FLUSH,
+        "steps run into each other, and all have the same micro-batches",
+        f"leave unequal_replicas out, {_OTHER_SCHEDULE}",
+        NOT_BUILT,
+    ),
+    Exclusion(
+        UNEQUAL,
+        "micro_batch_sizes",
+        "each replica's samples would have to be cut in another way",
+        "leave one of them out",
+        NOT_BUILT,
+    ),
+    Exclusion(UNEQUAL, LAYERS, "shares are for Hugging Face models", "leave unequal_replicas out", NOT_BUILT),
     Exclusion(NO_FLUSH, LAYERS, "these schedules are for Hugging Face models", "choose another schedule", NOT_BUILT),
 )
 """Rows in the order in which they are checked."""

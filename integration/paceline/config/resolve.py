@@ -15,6 +15,7 @@ from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects, near_misses
 from .optimizers import check_optimizer
 from .partitions import resolve_partition
+from .replica_keys import first_shares
 from .run_plan import Choice, RunPlan
 from .schedulers import check_scheduler
 from .schedules import resolve_schedule
@@ -80,6 +81,7 @@ def resolve(
     config.update(sizes)
     chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}
 
+    first_shares(section.pipeline.unequal_replicas, replicas=data_parallel, micro_batches=sizes[MICRO_BATCHES])
     schedule, defaults = resolve_schedule(section, stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH])
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     if (schedule.directions or 1) > 1 and not value_at(config, ZERO_STAGE):

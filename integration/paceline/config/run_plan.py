@@ -11,6 +11,7 @@ from .boundary_keys import BoundaryConfig
 from .expert_choice import MoeChoice, resolve_moe
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .partitions import PartitionChoice, resolve_partition
+from .replica_keys import first_shares, interval
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, ReportConfig
 from .stage_counts import resolve_method
@@ -82,6 +83,19 @@ class RunPlan:
     def boundary(self) -> BoundaryConfig:
         """Formats of what passes between stages."""
         return self.section.pipeline.boundary or BoundaryConfig()
+
+    @property
+    def replica_micro_batches(self) -> tuple[int, ...]:
+        """Micro-batches of a step for each replica, to begin with."""
+        unequal = self.section.pipeline.unequal_replicas
+        return first_shares(unequal, replicas=self.data_parallel, micro_batches=self.micro_batches)
+
+    @property
+    def reshare_every(self) -> int:
+        """Steps from one choice of :attr:`replica_micro_batches` to the next; 0: they stay."""
+        retune_every = self.schedule.retune_every if self.schedule.is_tuned else None
+        unequal = self.section.pipeline.unequal_replicas
+        return interval(unequal, replicas=self.data_parallel, retune_every=retune_every)
 
     @property
     def averaging(self) -> AveragingConfig | None:

@@ -33,6 +33,7 @@ from .averaging_keys import AveragingConfig
 from .boundary_keys import BoundaryConfig
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .part import Part
+from .replica_keys import UnequalReplicasConfig
 
 SECTION = "paceline"
 HETERO = "hetero"
@@ -395,6 +396,12 @@ class PipelineConfig(Part):
         default=None,
         description="In which formats activations and gradients travel between stages. Left out: as they are; no "
         "number changes.",
+    )
+
+    unequal_replicas: UnequalReplicasConfig | None = Field(
+        default=None,
+        description="Pipelines side by side take unequal shares of a step's micro-batches, by how fast they are. Left "
+        "out: equal ones.",
     )
 
     @field_validator("boundary")

@@ -8,13 +8,14 @@ Legend: B micro-batch size, M micro-batches per step, D data-parallel size, G = 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..planning.unequal_replicas import dealt
 from .rows import Rows
 from .streaming import RowStream
 
@@ -25,7 +26,8 @@ class BatchPlan:
 
     Step t of an epoch takes samples ``[t·G, (t+1)·G)`` of the epoch's permutation; of these, sample
     ``m·(D·B) + r·B + i`` is row i of micro-batch m on data-parallel rank r. So the samples of a step are the same for
-    every D, B, M with the same G. The incomplete last global batch of an epoch is dropped.
+    every D, B, M with the same G, also where ranks take unequal ``shares`` of its micro-batches
+    (:func:`~paceline.planning.unequal_replicas.dealt`). The incomplete last global batch of an epoch is dropped.
 
     >>> BatchPlan(num_samples=10, micro_batch_size=2, micro_batches_per_step=2).steps_per_epoch
     2
@@ -47,9 +49,13 @@ class BatchPlan:
     seed: int = 42
     island: int = 0
     num_islands: int = 1
+    shares: tuple[int, ...] = ()
+    """Micro-batches of a step for each data-parallel rank, D·M in all; empty: M each."""
 
     def __post_init__(self) -> None:
         assert min(self.micro_batch_size, self.micro_batches_per_step) > 0, self
+        assert not self.shares or len(self.shares) == self.data_parallel_size, self
+        assert not self.shares or sum(self.shares) == self.micro_batches_per_step * self.data_parallel_size, self
         assert 0 <= self.data_parallel_rank < self.data_parallel_size, self
         assert 0 <= self.island < self.num_islands, self
         if self.num_samples is not None and self.num_samples // self.num_islands < self.global_batch_size:
@@ -69,15 +75,20 @@ class BatchPlan:
     def steps_per_epoch(self) -> int | None:
         return None if self.num_samples is None else self.num_samples // self.num_islands // self.global_batch_size
 
+    @property
+    def own(self) -> list[int]:
+        """Numbers of this rank's micro-batches among the D·M of a step."""
+        shares = self.shares or (self.micro_batches_per_step,) * self.data_parallel_size
+        return [number for number, rank in enumerate(dealt(shares)) if rank == self.data_parallel_rank]
+
     def order(self, epoch: int) -> Tensor:
-        """This rank's sample indices in ``epoch``, int64 ``[steps_per_epoch, M, B]``."""
+        """This rank's sample indices in ``epoch``, int64 ``[steps_per_epoch, M, B]``, M being its share."""
         assert self.num_samples is not None
         assert self.steps_per_epoch is not None
         generator = torch.Generator().manual_seed(self.seed + epoch)
         used = self.steps_per_epoch * self.global_batch_size
         permutation = torch.randperm(self.num_samples, generator=generator)[self.island :: self.num_islands][:used]
-        shape = (self.steps_per_epoch, self.micro_batches_per_step, self.data_parallel_size, self.micro_batch_size)
-        return permutation.view(shape)[:, :, self.data_parallel_rank]
+        return permutation.view(self.steps_per_epoch, -1, self.micro_batch_size)[:, self.own]
 
 
 class TrainingBatches(Iterator[dict[str, Tensor]]):
@@ -89,17 +100,23 @@ class TrainingBatches(Iterator[dict[str, Tensor]]):
 
     Args:
         recipe: what made the rows (:func:`paceline.data.samples.recipe`); a state of another one is refused.
+
+    Attributes:
+        shares: asked at the beginning of each step for the plan's ``shares``, where they change during a run.
     """
 
     def __init__(self, rows: Rows | RowStream, plan: BatchPlan, recipe: Mapping[str, str | int] | None = None) -> None:
         assert plan.num_samples == (len(rows) if isinstance(rows, Rows) else None), plan
         self._rows, self.plan, self._recipe = rows, plan, dict(recipe or {})
+        self.shares: Callable[[], tuple[int, ...]] | None = None
         self._step = 0
         self._ready: deque[dict[str, Tensor]] = deque()
         self._epoch_order: tuple[int, Tensor] | None = None
 
     def __next__(self) -> dict[str, Tensor]:
         if not self._ready:
+            if self.shares is not None and self.shares() != self.plan.shares:
+                self.plan, self._epoch_order = replace(self.plan, shares=self.shares()), None
             self._ready.extend(list(self._from_stream() if isinstance(self._rows, RowStream) else self._from_rows()))
             self._step += 1
         return self._ready.popleft()
@@ -118,9 +135,8 @@ class TrainingBatches(Iterator[dict[str, Tensor]]):
         plan, size = self.plan, self.plan.micro_batch_size
         rows = [next(self._rows) for _ in range(plan.global_batch_size * plan.num_islands)]
         rows = rows[plan.island :: plan.num_islands]
-        for m in range(plan.micro_batches_per_step):
-            start = (m * plan.data_parallel_size + plan.data_parallel_rank) * size
-            yield self._rows.collate(rows[start : start + size])
+        for number in plan.own:
+            yield self._rows.collate(rows[number * size : (number + 1) * size])
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and lists (JSON) that say which rows the steps so far have taken.

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from .switching import Decision
 
-SCHEDULE, PARTITION, EXPERTS = "schedule", "partition", "experts"
+SCHEDULE, PARTITION, EXPERTS, SHARES = "schedule", "partition", "experts", "shares"
 """Subjects of decisions."""
 
 KEPT = 1024
@@ -53,7 +53,7 @@ class DecisionRecord:
     """One decision, taken or not, with its numbers.
 
     Args:
-        what: :data:`SCHEDULE`, :data:`PARTITION` or :data:`EXPERTS`.
+        what: :data:`SCHEDULE`, :data:`PARTITION`, :data:`EXPERTS` or :data:`SHARES`.
         step: steps that were done.
         switched: whether something changed.
         predicted_best_s: seconds of a step (of experts in it) with the best option; ``decision`` may count less.
@@ -116,7 +116,7 @@ class DecisionLog:
 
     def add(self, records: Sequence[DecisionRecord]) -> None:
         self._decisions = [*self._decisions, *records][-KEPT:]
-        self.num_moves += sum(record.switched and record.what != SCHEDULE for record in records)
+        self.num_moves += sum(record.switched and record.what in (PARTITION, EXPERTS) for record in records)
 
     def add_measurement(self, measured: Mapping[str, Any]) -> None:
         """Keep what was measured of stages and links at a planning, in a form for JSON."""

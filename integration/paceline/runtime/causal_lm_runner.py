@@ -38,6 +38,8 @@ class StepBook:
     """Label tokens of the whole newest step, of all replicas."""
     tokens: int = 0
     """Its tokens, padding not counted."""
+    num_filled: int = 0
+    """Its micro-batches that have tokens, of all replicas."""
     backward_label_tokens: int = 0
     """Label tokens of the whole step whose backward runs."""
 
@@ -162,10 +164,9 @@ class CausalLMRunner(StageRunner):
         if self._wants_logits():
             losses.outputs = logits
         num_losses = len(book.shapes) * self._num_replicas
-        # What only fills a short step up has no share in the router loss.
-        num_filled = max(1, sum(other.tokens > 0 for other in book.shapes))
         has_tokens = bool(book.shapes[number].tokens)
-        router_share = 1 / (num_filled * self._num_replicas) if has_tokens else 0.0
+        # What only fills a short step up has no share in the router loss.
+        router_share = 1 / book.num_filled if has_tokens else 0.0
         num_items = max(book.label_tokens, 1)
         if self.own_loss is None:
             loss = self._stage.loss(logits, live.labels, routing, num_items, router_share=router_share)
@@ -177,7 +178,7 @@ class CausalLMRunner(StageRunner):
                 routing,
                 num_items=num_items,
                 router_share=router_share,
-                num_micro_batches=num_filled,
+                num_micro_batches=max(1, sum(other.tokens > 0 for other in book.shapes)),
             )
         else:  # a loss of somebody's own need not be made for what has no labels
             loss = logits.float().sum() * 0.0

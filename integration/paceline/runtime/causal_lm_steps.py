@@ -163,15 +163,16 @@ class CausalLMSteps:
         loads = [0] * self._replicas.size
         loads[self._replicas.number] = len(shapes)
         tokens = sum(shape.tokens for shape in shapes)
-        totals = [book.own_label_tokens, tokens, int(failed), int(stopping), int(has_changed), *loads]
+        num_filled = sum(shape.tokens > 0 for shape in shapes)
+        totals = [book.own_label_tokens, tokens, num_filled, int(failed), int(stopping), int(has_changed), *loads]
         if self._replicas.size > 1:
             totals = control.sum(torch.tensor(totals) * self.readers.speaks).tolist()
-        label_tokens, tokens, failures, stops, notices, *loads = totals
+        label_tokens, tokens, num_filled, failures, stops, notices, *loads = totals
         self.is_stopping, self.change_is_noticed = stops > 0, notices > 0
         if failures:
             with self.raises():
                 control.raise_shared(error, f"beginning step {step}")
-        book.label_tokens, book.tokens = label_tokens, tokens
+        book.label_tokens, book.tokens, book.num_filled = label_tokens, tokens, num_filled
         if self._replicas.num_sharing > 1:  # replicas that share experts compute in step, each as often as the others
             missing = max(loads) - len(shapes)
             book.shapes = [*shapes, *[MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing]

@@ -19,6 +19,7 @@ from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
 from ..comm.transport import Transport
 from ..config import RunPlan
+from ..config.replica_keys import check_shares
 from ..measure.clock import Clock
 from ..optim.linear_layers import Deferral
 from ..optim.sharded import ShardedOptimizer
@@ -126,6 +127,8 @@ class PacelineEngine(PipelineEngine):
         self._ends = self.support.routes[0][0], self.support.routes[0][-1]
         # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
+        is_unequal = self.plan.section.pipeline.unequal_replicas is not None
+        self.share_micro_batches(self.plan.replica_micro_batches if is_unequal else self._equal_shares)
         device, optimizer = torch.device(self.device), self.optimizer
         self.experts = assembly.make_experts(self)
         self.natural_gradient = assembly.make_natural_gradient(self)
@@ -240,6 +243,7 @@ class PacelineEngine(PipelineEngine):
             formats=assembly.format_choices(self),
             pool=self.plan.pool,
             notice=self.steps,
+            reshare_every=self.plan.reshare_every,
         )
 
     def _make_tracer(self, every: int) -> Tracer:
@@ -272,6 +276,23 @@ class PacelineEngine(PipelineEngine):
     def run_micro_batches(self) -> int:
         """Micro-batches of a step as it is run: those that are loaded, unless the tuner cuts them otherwise."""
         return int(self.micro_batches * self.micro_batch_size // self.cut)
+
+    def share_micro_batches(self, shares: Sequence[int]) -> None:
+        """Have replica r compute ``shares[r]`` micro-batches of a step, from the next on. On all ranks, between steps.
+
+        ``train_batch`` then takes :attr:`micro_batches`, this replica's share, from its iterator.
+
+        Raises:
+            ValueError: other numbers than one for each replica, whose sum is a step's.
+        """
+        replicas, own = int(self.grid.data_parallel_size), int(self.grid.data_parallel_id)
+        check_shares(shares, replicas=replicas, micro_batches=self.gradient_accumulation_steps())
+        self.replica_micro_batches = tuple(shares)
+        self.micro_batches = shares[own]
+
+    @property
+    def _equal_shares(self) -> list[int]:
+        return [self.gradient_accumulation_steps()] * int(self.grid.data_parallel_size)
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Run ``schedule`` from the next step on. Call it on all ranks, between steps.
@@ -392,7 +413,13 @@ class PacelineEngine(PipelineEngine):
                 f"train_batch_size cannot become {train_batch_size} while the schedule is {self.plan.schedule.type!r}: "
                 "save a checkpoint, and load it into an engine with the other batch size."
             )
+        if self.plan.section.pipeline.unequal_replicas is not None:
+            raise ValueError(
+                f"train_batch_size cannot become {train_batch_size} while replicas have shares of their own "
+                f"({list(self.replica_micro_batches)}): leave unequal_replicas out, or make another engine."
+            )
         super().set_train_batch_size(train_batch_size)
+        self.share_micro_batches(self._equal_shares)
 
     def _reported(self) -> AbstractContextManager[None]:
         """Around an error that is raised on all ranks: it may be that of a save, which is then told once."""

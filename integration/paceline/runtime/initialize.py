@@ -28,7 +28,7 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.exclusions import LAYERS, NO_FLUSH, RECOMPUTED
+from ..config.exclusions import LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
@@ -167,6 +167,9 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             key = "late_gradients is true" if is_late else f"type {show(kind)}"
             written = (f"paceline.pipeline.schedule.{key}", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
+        if section.pipeline.unequal_replicas is not None:
+            written = ("paceline.pipeline.unequal_replicas is there", f"the model is a {type(model).__name__}")
+            raise ValueError(exclusion(UNEQUAL, LAYERS).message(*written))
     elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
         interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
         if interval or model.is_recomputed:

@@ -9,7 +9,7 @@ from math import fsum, inf
 from statistics import fmean, median
 
 from ..measure.links import Links, Message
-from ..measure.recorder import COMPUTED, Recorded, StepTimes
+from ..measure.recorder import Recorded, StepTimes
 from ..measure.recurring import recurring_mean, without_once
 from ..measure.speeds import Speeds
 from ..measure.work import Seen as SeenItem
@@ -18,12 +18,11 @@ from ..planning.repartition import ItemCosts, Layout, item_costs
 from ..schedules.costs import Costs, Link
 from ..schedules.directions import chunks_of
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from .rank_reports import WAIT, LaneKey, LayerReport, Report, Routes, Seen, clocks_of, is_ring, messages
+from .rank_reports import WAIT, LaneKey, LayerReport, Report, Routes, Seen, is_ring, messages
+from .step_spans import OF_SCHEDULE, step_spans
 
 MOST_TIMED = 4096
 """Times of layers that are kept, the newest."""
-
-_OF_SCHEDULE = frozenset((*COMPUTED, WAIT))
 
 
 @dataclass
@@ -36,10 +35,13 @@ class MeasuredCosts:
     Args:
         routes: device of each stage, one route a direction.
         has_flush: steps do not run into each other.
+        of_first_replica: times are those of the first replica, whose share of a step is its own; otherwise, where
+            replicas differ, the slowest counts.
     """
 
     routes: Routes
     has_flush: bool = True
+    of_first_replica: bool = False
     forward_s: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a cell."""
     backward_s: dict[int, list[float]] = field(default_factory=dict)
@@ -101,7 +103,10 @@ class MeasuredCosts:
         return [direction * self.num_stages + stage for direction, stage in chunks_of(device, self.routes)]
 
     def update(self, reports: Sequence[Report]) -> None:
-        """Take in a report of every rank. Where replicas differ, the slowest counts."""
+        """Take in a report of every rank. Memory must suffice on all of them."""
+        everywhere = reports
+        if self.of_first_replica:
+            reports = [report for report in reports if report.replica == 0]
         replicas: dict[int, list[Report]] = {}
         for report in sorted(reports, key=lambda report: report.device):
             replicas.setdefault(report.replica, []).append(report)
@@ -110,11 +115,11 @@ class MeasuredCosts:
         self._learn_items(reports)
         self._smooth(replicas)
         self._scale_others(before, measured)
-        by_device = [[r for r in reports if r.device == device] for device in range(self.num_devices)]
+        by_device = [[r for r in everywhere if r.device == device] for device in range(self.num_devices)]
         self.state_bytes = [max(r.state_bytes for r in own) for own in by_device]
-        self.moved_bytes = max(r.moved_bytes for r in reports)
+        self.moved_bytes = max(r.moved_bytes for r in everywhere)
         self.room_bytes = [min(r.room_bytes for r in own) for own in by_device]
-        self._take_memory(reports)
+        self._take_memory(everywhere)
         self._latency_s = {}
         for replica, pipe in replicas.items():
             self._take_links(replica, pipe)
@@ -305,21 +310,10 @@ class MeasuredCosts:
             self.gradient_share = median(shares)
 
     def _step(self, replicas: dict[int, list[Report]]) -> None:
-        beside, whole = [], []
-        for pipe in replicas.values():
-            clocks = clocks_of(pipe)
-            for index in range(min(len(report.steps) for report in pipe)):
-                steps = [(report.steps[index], clock) for report, clock in zip(pipe, clocks, strict=True)]
-                spans = [
-                    (span.start - c, span.end - c) for s, c in steps for span in s.spans if span.kind in _OF_SCHEDULE
-                ]
-                wall = max(s.ended_s - c for s, c in steps) - min(s.begun_s - c for s, c in steps)
-                if spans:
-                    beside.append(wall - (max(end for _, end in spans) - min(start for start, _ in spans)))
-                    whole.append(wall)
-        if beside:
-            self.step_s = recurring_mean([max(seconds, 0.0) for seconds in beside])
-            self.measured_s = recurring_mean(whole)
+        found = [span for pipe in replicas.values() for span in step_spans(pipe)]
+        if found:
+            self.step_s = recurring_mean([max(span.whole_s - span.schedule_s, 0.0) for span in found])
+            self.measured_s = recurring_mean([span.whole_s for span in found])
 
     def _window(self, reports: Sequence[Report]) -> None:
         """Steps that run into each other: of each rank by itself, which begins the next one when it likes.
@@ -329,7 +323,7 @@ class MeasuredCosts:
         beside, whole = [], []
         for index in range(min(len(report.steps) for report in reports)):
             steps = [report.steps[index] for report in reports]
-            if all(any(span.kind in _OF_SCHEDULE for span in step.spans) for step in steps):
+            if all(any(span.kind in OF_SCHEDULE for span in step.spans) for step in steps):
                 beside.append(min(map(_beside, steps)))
                 whole.append(max(step.ended_s - step.begun_s for step in steps))
         if beside:
@@ -466,13 +460,13 @@ def _overhead(step: StepTimes) -> float:
 
 def _schedule_of(step: StepTimes) -> tuple[list[Recorded], float, float]:
     """Computations and waits of a step, when the first of them began and the last one ended."""
-    spans = [span for span in step.spans if span.kind in _OF_SCHEDULE]
+    spans = [span for span in step.spans if span.kind in OF_SCHEDULE]
     return spans, min(span.start for span in spans), max(span.end for span in spans)
 
 
 def _updates_s(step: StepTimes, begun_s: float, ended_s: float) -> float:
     """Seconds of updates between two moments: without a flush they are made among the computations."""
-    own = (span for span in step.spans if span.kind not in _OF_SCHEDULE)
+    own = (span for span in step.spans if span.kind not in OF_SCHEDULE)
     return fsum(span.end - span.start for span in own if begun_s <= span.start and span.end <= ended_s)
 
 

@@ -88,8 +88,8 @@ class PipelineMeasurements:
         self._is_timing = False
         self._timed: dict[int, LayerReport] = {}
         """Layers of this rank, until reports are gathered."""
-        self._reports: list[Report] = []
-        """On the first rank, of all ranks."""
+        self.reports: Sequence[Report] = []
+        """On the first rank, of all ranks, from :meth:`gather` to :meth:`before_switch`."""
         self._has_switched = False
         """At the last planning."""
         self._done = 0
@@ -139,7 +139,7 @@ class PipelineMeasurements:
         self._meter.recorder.forget()
         if self._agreement.decides:
             self.costs.update(reports)
-            self._reports = reports
+            self.reports = reports
         if self._times_layers and not self._untried:
             is_untimed = not self.costs.items  # the step that was to be timed may have failed
             is_untimed, self.guesses = self._agreement.from_first((is_untimed, bool(self.costs.guessed)))
@@ -162,9 +162,9 @@ class PipelineMeasurements:
                 }
             )
             is_near_switch = self._timelines.records_switches and (switches or self._has_switched)
-            if is_near_switch and self._timelines.is_drawn and all(report.steps for report in self._reports):
-                self._timelines.write(self._reports, self.costs)
-        self._has_switched, self._reports = switches, []
+            if is_near_switch and self._timelines.is_drawn and all(report.steps for report in self.reports):
+                self._timelines.write(self.reports, self.costs)
+        self._has_switched, self.reports = switches, []
 
     def begin_step(self, done: int, until_planning: int | None) -> None:
         """Time the layers in the step that begins, if they are to be timed in this one."""

@@ -1,4 +1,4 @@
-"""The controller of a pipeline: its schedule and partition, as the plan asks for them."""
+"""The controller of a pipeline: its schedule, partition and shares of a step, as the plan asks for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from .partition_actuator import MovesLayers, PartitionActuator
 from .pipeline_measurements import JobAgreement, PipelineMeasurements
 from .rank_reports import ReportGatherer, Routes
 from .schedule_actuator import RunsSchedules, ScheduleActuator, trials
+from .share_actuator import ShareActuator, SharesMicroBatches
 from .step_changes import Notice, StepChanges
 from .tracer import TimelineWriter
 
 
-class TunedPipeline(RunsSchedules, MovesLayers, Protocol):
-    """A pipeline whose schedule and partition can change between steps: the engine."""
+class TunedPipeline(RunsSchedules, MovesLayers, SharesMicroBatches, Protocol):
+    """A pipeline whose schedule, partition and share of a step can change between steps: the engine."""
 
 
 def pipeline_controller(
@@ -48,6 +49,7 @@ def pipeline_controller(
     formats: Mapping[str, FormatCosts] = NO_FORMATS,
     notice: Notice | None = None,
     pool: StagePool | None = None,
+    reshare_every: int = 0,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -60,17 +62,24 @@ def pipeline_controller(
         formats: by name, costs of formats that stages may send in.
         notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
         pool: other numbers of stages, where the run chose between some.
+        reshare_every: steps from one choice of the replicas' shares to the next; 0: they stay.
 
     Returns:
-        None if schedule and partition stay as they are.
+        None if schedule, partition and shares stay as they are.
     """
     is_adaptive = schedule.is_tuned
     repartitions = bool(partition.repartition_every) and pipeline.num_stages > 1
-    if not is_adaptive and not repartitions:
+    if not is_adaptive and not repartitions and not reshare_every:
         return None
     agreement = JobAgreement(control)
     recomputes = agreement.from_first(recomputes)  # ranks that try other schedules would wait for each other
-    costs = MeasuredCosts(routes, has_flush=not schedule.is_asynchronous, parts=tuple(layers.parts))
+    is_shared_unequally = bool(reshare_every) or len(set(pipeline.replica_micro_batches)) > 1
+    costs = MeasuredCosts(
+        routes,
+        has_flush=not schedule.is_asynchronous,
+        of_first_replica=is_shared_unequally,
+        parts=tuple(layers.parts),
+    )
     schedules = ScheduleActuator(pipeline, costs, agreement, schedule, formats)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
@@ -81,6 +90,9 @@ def pipeline_controller(
         memory_bytes=schedule.memory_bytes,
     )
     actuators: dict[Actuator, TuningInterval] = {}
+    if reshare_every:
+        shares = ShareActuator(pipeline, measurements, schedules, agreement, reshare_every)
+        actuators[shares] = TuningInterval(reshare_every)
     if is_adaptive:
         actuators[schedules] = TuningInterval(schedule.retune_every or 1)
     if repartitions:

@@ -75,7 +75,11 @@ class RunsSchedules(Protocol):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step, as configured."""
+        """Micro-batches of a step of this replica, before they are cut otherwise."""
+
+    @property
+    def replica_micro_batches(self) -> tuple[int, ...]:
+        """The same for each replica."""
 
     @property
     def cut(self) -> int:
@@ -145,6 +149,12 @@ class ScheduleActuator:
         self._pipeline.run_candidate(change)
         self._switch_s = time.perf_counter() - begun
 
+    def run_again(self) -> None:
+        """Run the schedule with another number of micro-batches; what was made for the old one gives way."""
+        if self.current.made is not None:
+            self.current = self.next = first_candidate(self._choice, self.current.micro_batch_size)
+        self._pipeline.run_candidate(self.current)
+
     def order(self, candidate: Candidate) -> Schedule | Stream:
         """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
         return self._pipeline.order if self.planner is None else self.planner.schedule(candidate)
@@ -178,6 +188,7 @@ class ScheduleActuator:
         found = tuple(
             candidate._replace(boundary=name)
             for candidate in self._candidates(sizes, samples, costs)
+            if self._runs_everywhere(candidate, costs)
             for name in self._formats
         )
         if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
@@ -215,10 +226,23 @@ class ScheduleActuator:
         yield from that_fit(names, num_stages, samples, split, known.room_bytes)
         yield from self._made(samples, split)
 
+    def _runs_everywhere(self, candidate: Candidate, costs: Mapping[int, Costs]) -> bool:
+        """Whether replicas with other shares can run a candidate that fits with this one's."""
+        pipeline, size = self._pipeline, candidate.micro_batch_size
+        for count in set(pipeline.replica_micro_batches) - {pipeline.micro_batches}:
+            samples = count * pipeline.micro_batch_size
+            try:
+                if not candidate.fits(pipeline.num_stages, samples, costs[size], self._costs.room_bytes):
+                    return False
+            except ValueError:  # too few for it
+                return False
+        return True
+
     def _made(self, samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
         """An order for these costs, of each micro-batch size."""
         num_cells = self._pipeline.num_stages * self._pipeline.micro_batches
-        if self._choice.type != GENERATED and num_cells > GENERATED_UP_TO:
+        is_too_large = self._choice.type != GENERATED and num_cells > GENERATED_UP_TO
+        if is_too_large or len(set(self._pipeline.replica_micro_batches)) > 1:
             return
         for size, each in costs.items():
             try:

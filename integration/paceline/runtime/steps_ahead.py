@@ -95,6 +95,7 @@ class StepsAhead:
         book.shapes, book.loaded = self._shapes, self._loaded
         book.label_tokens = sum(shape.label_tokens for shape in everything)
         book.tokens = sum(shape.tokens for shape in everything)
+        book.num_filled = sum(shape.tokens > 0 for shape in everything)
         if not agreed.is_new:
             self._ahead = self._read_ahead()
 

@@ -126,6 +126,11 @@ def refused_shape(args: TrainingArguments, resolved: RunPlan) -> str:
             f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)} under the Trainer, whose steps end short "
             "where an epoch does: leave it out, or train with paceline.launch.finetune."
         )
+    if resolved.section.pipeline.unequal_replicas is not None and resolved.data_parallel > 1:
+        return (
+            "paceline.pipeline.unequal_replicas is there under the Trainer, whose loaders give each replica as "
+            "many batches: leave it out, or train with paceline.launch.finetune."
+        )
     return ""
 
 
