@@ -22,6 +22,7 @@ LOOPS = {
     "adaptive": [],
     "compressed": [],
     "hetero": [],
+    "unequal_replicas": [],
     "asynchronous": [],
     "natural_gradient": [],
     "experts": ["--family", "mixtral"],

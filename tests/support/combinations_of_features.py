@@ -83,6 +83,7 @@ FEATURES: dict[str, Feature] = {
     "one_direction": Feature(_schedule("one_direction"), is_exact=False),
     "int8 boundaries": Feature({"paceline": {"pipeline": {"boundary": INT8}}}, is_exact=False),
     "hetero, layers move": Feature({"paceline": {"pipeline": {"partition": HETERO}}}),
+    "unequal replicas": Feature({"paceline": {"pipeline": {"unequal_replicas": {"micro_batches": [5, 3]}}}}),
     "ZeRO 1": Feature({"zero_optimization": {"stage": 1}}),
     "bf16": Feature({"bf16": {"enabled": True}}, changes_numbers=True, is_exact=False),
     "fp16": Feature(
@@ -235,16 +236,22 @@ def run_cell(cell: tuple[str, ...], *, alone: bool = False, light: str = "") -> 
     import torch.distributed as dist
 
     import paceline
+    from paceline.planning.unequal_replicas import dealt
     from support.jobs import step_batches
 
     engine = None
     try:
         model, config = _build(cell, alone=alone, light=light)
         engine, *_ = paceline.initialize(model=model, config=config)
-        replica, replicas = (0, 1) if alone else (engine.grid.data_parallel_id, engine.grid.data_parallel_size)
+        owners = dealt(engine.replica_micro_batches)
         losses = []
         for step in range(STEPS):
-            losses.append(engine.train_batch(iter(step_batches(step, "padded")[replica::replicas])))
+            own = [
+                b
+                for b, owner in zip(step_batches(step, "padded"), owners, strict=True)
+                if owner == engine.grid.data_parallel_id
+            ]
+            losses.append(engine.train_batch(iter(own)))
         flush = getattr(engine, "flush", None)
         if flush is not None:
             flush()

@@ -56,6 +56,10 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_migration.py::test_any_pipeline_module_trains_as_without[2]",
         "distributed/test_repartition.py::test_layers_leave_a_device_that_slows_down_and_come_back",
     ),
+    "Replicas of different speed": (
+        "distributed/test_unequal_replicas.py::test_any_shares_give_the_numbers_of_one_process[2-shares1-llama-0-0.0]",
+        "distributed/test_unequal_replicas.py::test_shares_follow_the_speeds_and_change_no_number[1f1b]",
+    ),
     "Expert parallelism with load balancing": (
         "distributed/test_expert_pipelines.py::test_experts_on_several_ranks_change_nothing[1-2-2-cases0]",
         "distributed/test_expert_engine.py::test_moves_change_nothing[mixtral-1-2-2-1-layer1]",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.config import Features, PacelineConfig, check_exclusions, check_written, exclusion
-from paceline.config.exclusions import EXCLUSIONS, FEATURES, GROUNDS, PIPELINE, excluded, markdown
+from paceline.config.exclusions import EXCLUSIONS, FEATURES, GROUNDS, NO_FLUSH, PIPELINE, UNEQUAL, excluded, markdown
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "combinations.json"
 
@@ -24,6 +24,7 @@ MOE: dict[str, Any] = {"paceline": {"moe": {}}}
 LIMITS: dict[str, Any] = {"paceline": {"natural_gradient": {"max_change": {}}}}
 OFFLOAD = {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+UNEQUAL_REPLICAS: dict[str, Any] = {"paceline": {"pipeline": {"unequal_replicas": {}}}}
 AVERAGING = {"paceline": {"averaging": {"lighthouse": "host:1"}}}
 
 ASKING: dict[tuple[str, str], Features] = {
@@ -31,6 +32,11 @@ ASKING: dict[tuple[str, str], Features] = {
     ("AutoEP's layers", PIPELINE): features(EXPERTS),
     ("unmanaged accumulation", PIPELINE): features({"managed_gradient_accumulation": False}),
     ("layers that move", "expert_parallel"): features({}, repartition_every=5, expert_parallel=2),
+    (UNEQUAL, "expert_parallel"): features(UNEQUAL_REPLICAS, expert_parallel=2),
+    (UNEQUAL, NO_FLUSH): features({"paceline": {"pipeline": {"schedule": "one_direction", "unequal_replicas": {}}}}),
+    (UNEQUAL, "micro_batch_sizes"): features(
+        {"paceline": {"pipeline": {"schedule": {"micro_batch_sizes": [1, 2]}, "unequal_replicas": {}}}}
+    ),
     ("moe", "hybrid_engine"): features(MOE | {"hybrid_engine": {"enabled": True}}, is_pipeline=False),
     ("moe", "ZeRO 3"): features(MOE | {"zero_optimization": {"stage": 3}}, is_pipeline=False),
     ("moe", "offload"): features(MOE | OFFLOAD, is_pipeline=False),

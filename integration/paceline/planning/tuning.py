@@ -116,7 +116,7 @@ class DecisionLog:
 
     def add(self, records: Sequence[DecisionRecord]) -> None:
         self._decisions = [*self._decisions, *records][-KEPT:]
-        self.num_moves += sum(record.switched and record.what in (PARTITION, EXPERTS) for record in records)
+        self.num_moves += sum(record.switched and record.what not in (SCHEDULE, SHARES) for record in records)
 
     def add_measurement(self, measured: Mapping[str, Any]) -> None:
         """Keep what was measured of stages and links at a planning, in a form for JSON."""

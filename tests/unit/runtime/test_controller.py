@@ -34,6 +34,7 @@ class Job:
 
     num_stages: int
     micro_batch_size, micro_batches = CONFIGURED, MICRO_BATCHES
+    replica_micro_batches = (MICRO_BATCHES,)
     rank = global_steps = 0
     cut = CONFIGURED
     is_drawn = True

@@ -25,6 +25,7 @@ class Pipeline:
     """A pipeline that takes the seconds of its truth."""
 
     num_stages, micro_batch_size, micro_batches, cut, global_steps = DEVICES, SIZE, MICRO_BATCHES, SIZE, 4
+    replica_micro_batches: tuple[int, ...] = (MICRO_BATCHES,)
 
     def __init__(self, truth: Costs, choice: ScheduleChoice, room_bytes: float = ROOMY, formats: Any = None) -> None:
         self.exact = self.truth = truth
@@ -127,6 +128,28 @@ def test_an_order_of_its_own_stays_while_nothing_changes() -> None:
     pipeline = Pipeline(in_v(0.3), replace(ADAPTIVE, chunks=2))
     chosen = [pipeline.choose() for _ in range(4)]
     assert len(set(chosen)) == 1
+
+
+def test_replicas_with_other_shares_can_run_what_is_chosen() -> None:
+    """An order that was made for one number of micro-batches gives way when the shares change, and none is made."""
+    pipeline = Pipeline(in_v(0.3), replace(ADAPTIVE, chunks=2))
+    assert pipeline.choose().made is not None
+    pipeline.replica_micro_batches = (MICRO_BATCHES, 3)
+    pipeline.actuator.run_again()
+    assert pipeline.actuator.current.made is None
+    pipeline.measure()
+    chosen = pipeline.choose()
+    assert chosen.made is None
+    chosen.schedule(DEVICES, SIZE * 3)
+
+
+def test_what_fits_with_few_micro_batches_may_not_with_many() -> None:
+    """Where one replica has few, a schedule that keeps all of them alive must fit where there are many."""
+    room = 3.5 * DEVICES * SAVED
+    pipeline = Pipeline(in_line(), ADAPTIVE, room)
+    pipeline.replica_micro_batches = (MICRO_BATCHES, 4 * MICRO_BATCHES)
+    many = pipeline.choose().schedule(DEVICES, SIZE * 4 * MICRO_BATCHES)
+    assert pipeline.peak(many) <= room
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "generated"])
