@@ -1,4 +1,4 @@
-"""One collective a bucket each way: the numbers are those of a collective for each owner, and of ZeRO 0."""
+"""A bucket's three ways to its owners and back, one of them on each backend: their numbers are those of ZeRO 0."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ CASES: dict[str, dict[str, Any]] = {
     "no flush": {"asynchronous": True},
     "no flush, bf16 model": {"asynchronous": True, "dtype": torch.bfloat16, "max_norm": 0.05},
 }
-COLLECTIVES = ("reduce", "broadcast", "_reduce_scatter", "_all_gather")
+OPERATIONS = ("reduce", "broadcast", "isend", "_reduce_scatter", "_all_gather")
+MESSAGES, ROOTED, SCATTERED = "messages", "rooted", "scattered"
+"""Gloo's way on a CPU, its way on a shared GPU, and that of other backends."""
 
 
 @contextmanager
-def counted(*, scatters: bool) -> Iterator[Counter[str]]:
-    """Collectives of buckets; with ``scatters`` as on backends other than gloo."""
+def counted(way: str) -> Iterator[Counter[str]]:
+    """Operations of buckets that go ``way``."""
     from paceline.optim import buckets
 
     calls: Counter[str] = Counter()
@@ -44,10 +46,12 @@ def counted(*, scatters: bool) -> Iterator[Counter[str]]:
         return counting
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in COLLECTIVES:
+        for name in OPERATIONS:
             place = buckets if name.startswith("_") else dist
             patch.setattr(place, name, count(name, getattr(place, name)))
-        if scatters:
+        if way == ROOTED:
+            patch.setattr(buckets, "sends_direct", lambda group, device: False)
+        elif way == SCATTERED:
             patch.setattr(buckets, "has_reduce_scatter", lambda group: True)
         yield calls
 
@@ -55,12 +59,12 @@ def counted(*, scatters: bool) -> Iterator[Counter[str]]:
 def train(
     *,
     shard: bool,
-    scatters: bool,
+    way: str,
     asynchronous: bool = False,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[list[Tensor], Counter[str], int]:
-    """Weights and norm of each step, collectives of all steps, and the number of buckets."""
+    """Weights and norm of each step, operations of all steps, and the number of buckets."""
     from paceline.optim.corrections import Corrections
     from paceline.optim.sharded import ShardedOptimizer
     from paceline.optim.step_options import StepOptions
@@ -79,7 +83,7 @@ def train(
     )
     optimizer = ShardedOptimizer(torch.optim.Adam(names, lr=1e-2), names, step_options)
     found = []
-    with counted(scatters=scatters) as calls:
+    with counted(way) as calls:
         for step in range(STEPS):
             for micro_batch in range(MICRO_BATCHES):
                 generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
@@ -106,24 +110,27 @@ def compare(exact: bool) -> list[str]:
     world, wrong = dist.get_world_size(), []
     same = torch.equal if exact else partial(torch.allclose, rtol=1e-5, atol=1e-6)
     for name, options in CASES.items():
-        rooted, by_owner, num_buckets = train(shard=True, scatters=False, **options)
-        scattered, at_once, _ = train(shard=True, scatters=True, **options)
-        whole, none, _ = train(shard=False, scatters=True, **options)
+        sent, by_message, num_buckets = train(shard=True, way=MESSAGES, **options)
+        rooted, by_owner, _ = train(shard=True, way=ROOTED, **options)
+        scattered, at_once, _ = train(shard=True, way=SCATTERED, **options)
+        whole, none, _ = train(shard=False, way=SCATTERED, **options)
         if not all(map(torch.equal, scattered, whole)):
             wrong.append(f"{name}: ZeRO 0 and 1 differ")
         if "bf16" not in name or exact:
             wrong += [f"{name}: owners differ"] * (not all(map(same, rooted, scattered)))
+            wrong += [f"{name}: messages differ"] * (not all(map(same, sent, scattered)))
         each = STEPS * num_buckets
-        if (by_owner, at_once, none) != (
+        if (by_message, by_owner, at_once, none) != (
+            {"isend": 2 * each * (world - 1)},
             {"reduce": each * world, "broadcast": each * world},
             {"reduce_scatter": each, "all_gather": each},
             {},
         ):
-            wrong.append(f"{name}: {num_buckets} buckets, {by_owner}, {at_once}, {none}")
+            wrong.append(f"{name}: {num_buckets} buckets, {by_message}, {by_owner}, {at_once}, {none}")
     return wrong
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_one_collective_equals_one_for_each_owner(num_ranks: int) -> None:
+def test_the_ways_are_equal(num_ranks: int) -> None:
     """Two numbers have one sum; three have several, and gloo's reduce-scatter has that of its all-reduce."""
     assert run_ranks(compare, num_ranks, num_ranks == 2) == [[]] * num_ranks

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .buckets import Buffers, view_at
 from .corrections import Remembered
+from .direct_exchange import AT_ONCE, Reduction, finish
 from .gradient_buckets import GradientBuckets, Taken, publish
 from .max_change import Outcome
 from .owned_rows import Owned, OwnedRows
@@ -202,7 +203,7 @@ class AsynchronousUpdates:
     # -- in the queue --------------------------------------------------------------------------------------------
 
     def _reduce(self, section: list[Taken]) -> None:
-        works = []
+        under_way: deque[Sequence[Reduction]] = deque()
         with self._tasks.times().transfer("gradients", sum(taken.memory.nbytes for taken in section)):
             for taken in section:
                 for index, view in taken.views.items():
@@ -210,9 +211,11 @@ class AsynchronousUpdates:
                         view.zero_()
                     if index in self._ties:
                         dist.all_reduce(view, group=self._ties[index][1])
-                works += taken.buffers.part.start_reduction(taken.memory, self._communication_dtype)
-            for reduction in works:
-                reduction.finish()
+                if len(under_way) == AT_ONCE:
+                    finish(under_way.popleft())
+                under_way.append(taken.buffers.part.start_reduction(taken.memory, self._communication_dtype))
+            for reductions in under_way:
+                finish(reductions)
 
     def _make(self, update: _Update) -> None:
         """The new values of an update, out of its gradients; nothing if they, or the changes, are not finite."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .direct_exchange import DirectReduction, Reduction, ReductionThread, finish, publish_direct, sends_direct
 from .layout import Bucket, Rows, make_buckets
 
 # torch 2.13 renames these.
@@ -23,7 +25,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def has_reduce_scatter(group: Any) -> bool:
-    """Whether a reduce-scatter sends less than an all-reduce: gloo's is one, of a copy, and slower than reductions."""
+    """Whether a reduce-scatter sends less than an all-reduce: gloo's is one, of a copy."""
     return dist.get_backend(group) != "gloo"
 
 
@@ -74,6 +76,10 @@ class DomainBucket:
         """Whether one collective over all ranks serves all owners, where the backend has one."""
         return self.shard and self.bucket.is_even and has_reduce_scatter(self.domain.group)
 
+    def is_direct(self, device: torch.device) -> bool:
+        """Whether the ranks send one another messages."""
+        return self.shard and not self.is_scattered and sends_direct(self.domain.group, device)
+
     def start_reduction(self, gradients: Tensor, communication_dtype: torch.dtype | None) -> list[Reduction]:
         """The sum of ``gradients``, memory of this bucket, to the owners or to all. Collective over the domain."""
         group = self.domain.group
@@ -81,13 +87,15 @@ class DomainBucket:
             return []
         sent = gradients if communication_dtype is None else gradients.to(communication_dtype)
         if not self.shard:
-            return [Reduction(dist.all_reduce(sent, group=group, async_op=True), sent, gradients)]
+            return [CollectiveReduction(dist.all_reduce(sent, group=group, async_op=True), sent, gradients)]
         if self.is_scattered:
             own = slice(*self._own_bounds)
             work = _reduce_scatter(sent[own], sent, group=group, async_op=True)
-            return [Reduction(work, sent[own], gradients[own])]
+            return [CollectiveReduction(work, sent[own], gradients[own])]
+        if self.is_direct(gradients.device):
+            return [DirectReduction.begin(sent, gradients, self.bucket.bounds, self.domain.rank, group)]
         return [
-            Reduction(dist.reduce(part, group=group, group_dst=owner, async_op=True), part, place)
+            CollectiveReduction(dist.reduce(part, group=group, group_dst=owner, async_op=True), part, place)
             for (owner, part), (_, place) in zip(self._parts(sent), self._parts(gradients), strict=True)
         ]
 
@@ -95,6 +103,9 @@ class DomainBucket:
         """What the owners have in ``values``, to all; what is to be waited for. Collective over the domain."""
         if self.is_scattered:
             yield _all_gather(values, values[slice(*self._own_bounds)], group=self.domain.group, async_op=True)
+            return
+        if self.is_direct(values.device):
+            yield from publish_direct(values, self.bucket.bounds, self.domain.rank, self.domain.group)
             return
         for owner, part in self._parts(values):
             yield dist.broadcast(part, group=self.domain.group, group_src=owner, async_op=True)
@@ -111,9 +122,21 @@ class DomainBucket:
                 yield owner, memory[low:high]
 
 
+def exchange_shards(domain: Domain, memory: Tensor) -> None:
+    """Do with ``memory`` what ZeRO 1 does in a step with a bucket that it is cut into: reduce to owners, publish.
+
+    Collective over the domain.
+    """
+    (bucket,) = make_buckets([tuple(memory.shape)], domain.size, memory.numel())
+    part = DomainBucket(bucket, domain, shard=True, waits=False)
+    finish(part.start_reduction(memory, None))
+    for work in list(part.start_publishing(memory)):
+        work.wait()
+
+
 @dataclass(frozen=True)
-class Reduction:
-    """Gradients on their way.
+class CollectiveReduction:
+    """Gradients on their way in a collective.
 
     Args:
         work: to be waited for.
@@ -124,6 +147,9 @@ class Reduction:
     work: Any
     sent: Tensor
     gradients: Tensor
+
+    def is_there(self) -> bool:
+        return bool(self.work.is_completed())
 
     def finish(self) -> None:
         self.work.wait()
@@ -222,17 +248,22 @@ class Buffers:
         return {index: view_at(memory, offset, parameter) for (index, parameter), offset in offsets}
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether its reduction needs memory of its own as long as it is under way."""
+        return self.part.is_direct(self.gradients.device)
+
+    @property
     def is_finished(self) -> bool:
         return self.unfinished <= 0 and not self.waits
 
-    def start_reduction(self, communication_dtype: torch.dtype | None) -> None:
-        """To the owners, or to all. Collective over the domain."""
+    def start_reduction(self, communication_dtype: torch.dtype | None, thread: ReductionThread | None) -> None:
+        """To the owners, or to all; where there is a ``thread``, when it is its turn. Collective over the domain."""
         self.is_reduced = True
-        self.works += self.part.start_reduction(self.gradients, communication_dtype)
+        start = partial(self.part.start_reduction, self.gradients, communication_dtype)
+        self.works += start() if thread is None else [thread.put(start)]
 
     def finish_reduction(self) -> None:
-        for reduction in self.works:
-            reduction.finish()
+        finish(self.works)
         self.works.clear()
 
     def reset(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .buckets import Buffers, DomainBucket
+from .direct_exchange import ReductionThread
 from .parameter_layout import ParameterLayout
 from .step_options import StepOptions
 from .task_queue import Times
@@ -59,6 +60,9 @@ class GradientBuckets:
                 collect = partial(self._collect, index, buffers)
                 self.hooks.append(layout.parameters[index].register_post_accumulate_grad_hook(collect))
         self._buffers_of = {index: buffers for buffers in self.buffers for index in buffers.views}
+        # Messages need memory to receive into: they wait for their turn, the backward does not.
+        takes_turns = not layout.is_asynchronous and any(buffers.takes_turns for buffers in self.buffers)
+        self._thread = ReductionThread() if takes_turns else None
 
     @contextmanager
     def final_backward(self, is_final: bool = True) -> Iterator[None]:
@@ -123,12 +127,12 @@ class GradientBuckets:
     def _reduce(self, buffers: Buffers) -> None:
         self._next += 1
         for earlier in self.buffers[: self._next]:  # what was sent in another dtype is a copy: do not keep it long
-            if earlier.works and all(reduction.work.is_completed() for reduction in earlier.works):
+            if earlier.works and all(reduction.is_there() for reduction in earlier.works):
                 earlier.finish_reduction()
         for index, view in buffers.views.items():
             if not self._touched[index]:
                 view.zero_()
-        buffers.start_reduction(self._communication_dtype)
+        buffers.start_reduction(self._communication_dtype, self._thread)
 
     def reduced(self) -> tuple[Sequence[Tensor | None], Sequence[bool]]:
         """Gradients by number of the parameter, reduced, and which of them this rank's backward has reached.
@@ -187,6 +191,8 @@ class GradientBuckets:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        if self._thread is not None:
+            self._thread.stop()
         self.zero()
         for buffers in self.buffers if not keep_values else ():
             buffers.move_values_out()

@@ -53,10 +53,12 @@ class TwoRanks(DomainBucket):
 
     calls: list[str] = field(default_factory=list)
 
+    def is_direct(self, device: torch.device) -> bool:
+        return False
+
     def start_reduction(self, gradients: Tensor, communication_dtype: torch.dtype | None) -> list[Any]:
         self.calls.append("reduce")
-        work = SimpleNamespace(is_completed=lambda: False)
-        return [SimpleNamespace(work=work, gradients=gradients, finish=lambda: gradients.mul_(2))]
+        return [SimpleNamespace(is_there=lambda: False, finish=lambda: gradients.mul_(2))]
 
     def start_publishing(self, values: Tensor) -> Iterator[Any]:
         self.calls.append("publish")
