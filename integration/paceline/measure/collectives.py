@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,10 +28,17 @@ ENOUGH_S = 2.0
 """Repeats of a measurement take no longer together, on a slow link."""
 
 
-def measure_fabric(group: Any, device: torch.device, messages_on: torch.device | None = None) -> Fabric:
+def measure_fabric(
+    group: Any,
+    device: torch.device,
+    messages_on: torch.device | None = None,
+    zero1: Callable[[torch.Tensor], None] | None = None,
+) -> Fabric:
     """Between the ranks of ``group``, two at least: all call it, and all get the same answer.
 
     Args:
+        zero1: brings gradients to their owners and new values back as the optimizer does, both in the memory that it is
+            given; None: that is not measured.
         messages_on: where messages come from; None: ``device``, on which collectives are.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -58,11 +66,14 @@ def measure_fabric(group: Any, device: torch.device, messages_on: torch.device |
     shares = buffer[: len(buffer) // size * size]
     exchange_s = slowest_s(lambda: dist.all_to_all_single(received[: len(shares)], shares, group=group), group, device)
     num_bytes = buffer.element_size() * len(buffer)
+    there_and_back_bytes = 2 * (size - 1) / size * num_bytes
+    zero1_s = None if zero1 is None else slowest_s(partial(zero1, buffer), group, device)
     return Fabric(
         bytes_per_s=message.element_size() * len(message) / max(message_s, 1e-9),
         latency_s=latency_s,
-        all_reduce_bytes_per_s=2 * (size - 1) / size * num_bytes / reduce_s,
+        all_reduce_bytes_per_s=there_and_back_bytes / reduce_s,
         all_to_all_bytes_per_s=(size - 1) / size * num_bytes / exchange_s,
+        zero1_bytes_per_s=None if zero1_s is None else there_and_back_bytes / zero1_s,
     )
 
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config.optimizers import ELEMENTWISE
+from ..planning.gradient_costs import LEAST_BUCKET
 from .buckets import Domain, lay_out
 from .step_options import DEFAULTS, StepOptions
-
-LEAST_BUCKET = 1 << 22
-"""Elements of a bucket, at least: most buckets are a layer, or several small ones."""
 
 Asks = Callable[[nn.Parameter], bool]
 

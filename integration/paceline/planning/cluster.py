@@ -11,6 +11,10 @@ from ..json_values import as_object, as_whole, or_null, short
 GIB = 2**30
 
 
+RATES = ("bytes_per_s", "all_reduce_bytes_per_s", "all_to_all_bytes_per_s", "zero1_bytes_per_s")
+"""Of the links between devices."""
+
+
 @dataclass(frozen=True)
 class Fabric:
     """The links between devices: inside a node, or from one node to another.
@@ -21,15 +25,18 @@ class Fabric:
         all_reduce_bytes_per_s: what each device sends in an all-reduce, if measured (2·(n−1)/n of the buffer in that
             time: the "bus bandwidth" of nccl-tests); None: ``bytes_per_s``.
         all_to_all_bytes_per_s: likewise, of what each device sends to all others.
+        zero1_bytes_per_s: likewise, of what each device sends when gradients are reduced to their owners, and new
+            values go from owners to all (2·(n−1)/n of the buffer together); None: as in an all-reduce.
     """
 
     bytes_per_s: float = inf
     latency_s: float = 0.0
     all_reduce_bytes_per_s: float | None = None
     all_to_all_bytes_per_s: float | None = None
+    zero1_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "all_reduce_bytes_per_s", "all_to_all_bytes_per_s"):
+        for name in RATES:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ValueError(f"{name} is {rate}: give bytes a second, above 0.")
@@ -45,6 +52,11 @@ class Fabric:
     def exchange_bytes_per_s(self) -> float:
         """The rate of an all-to-all."""
         return self.all_to_all_bytes_per_s or self.bytes_per_s
+
+    @property
+    def sharding_bytes_per_s(self) -> float:
+        """The rate of ZeRO 1's reductions to owners and of their values on the way back."""
+        return self.zero1_bytes_per_s or self.reduction_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -94,17 +106,24 @@ class Cluster:
     def all_reduce_s(self, num_bytes: float, size: int, stride: int) -> float:
         """Seconds to all-reduce a buffer of ``num_bytes`` on each of the ``size`` ranks, ``stride`` apart.
 
-        Inside the nodes first, each device then reduces its share with its peers of the other nodes, and back. Half of
-        it (``/ 2``) is a reduction to owners, or a broadcast by owners, of the whole buffer.
+        Inside the nodes first, each device then reduces its share with its peers of the other nodes, and back.
         """
+        rates = self.inside.reduction_bytes_per_s, self.across.reduction_bytes_per_s
+        return 2 * self._one_way_s(num_bytes, size, stride, *rates)
+
+    def to_owners_s(self, num_bytes: float, size: int, stride: int) -> float:
+        """Seconds to reduce a buffer of ``num_bytes`` on each rank to owners of equal parts, or for these to give their
+        parts to all: half an all-reduce, at the rate of ZeRO 1."""
+        rates = self.inside.sharding_bytes_per_s, self.across.sharding_bytes_per_s
+        return self._one_way_s(num_bytes, size, stride, *rates)
+
+    def _one_way_s(self, num_bytes: float, size: int, stride: int, inside: float, across: float) -> float:
         if size == 1 or not num_bytes:
             return 0.0
         near = self.members_in_node(size, stride)
         far = size // near
-        inside, across = self.inside, self.across
-        seconds = 2 * (near - 1) / near * num_bytes / inside.reduction_bytes_per_s
-        seconds += 2 * (far - 1) / far * (num_bytes / near) / across.reduction_bytes_per_s
-        return seconds + 2 * (_hops(near) * inside.latency_s + _hops(far) * across.latency_s)
+        seconds = (near - 1) / near * num_bytes / inside + (far - 1) / far * (num_bytes / near) / across
+        return seconds + _hops(near) * self.inside.latency_s + _hops(far) * self.across.latency_s
 
     def all_to_all_s(self, num_bytes: float, size: int, stride: int) -> float:
         """Seconds of an all-to-all; ``num_bytes``: all that the busiest rank sends or receives, its own share too."""
@@ -163,7 +182,7 @@ _CLUSTER = (
     *("devices", "devices_per_node", "memory_gib", "flops_per_s", "state_bytes_per_s"),
     *("intra_node", "inter_node"),
 )
-_FABRIC = ("bytes_per_s", "latency_s", "all_reduce_bytes_per_s", "all_to_all_bytes_per_s")
+_FABRIC = ("bytes_per_s", "latency_s", *RATES[1:])
 
 
 def _hops(size: int) -> int:

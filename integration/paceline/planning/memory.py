@@ -17,6 +17,9 @@ MOMENTS = {
 
 MASTER_BYTES = 4
 
+HALF = ("bf16", "bfp16", "fp16")
+"""Names of DeepSpeed's for dtypes of two bytes."""
+
 
 @dataclass(frozen=True)
 class States:
@@ -32,6 +35,9 @@ class States:
         gradient_sets: steps whose gradients are kept at a time.
         owned: share of the masters and moments that is here, before it is spread over the data-parallel ranks.
         trained: share of the parameters that is trained: with adapters only they have gradients, masters and moments.
+        sent_bytes: of one number of the gradients on their way between replicas; None for what ``gradient_bytes`` says,
+            or ``weight_bytes`` where it says nothing.
+        overlaps: gradients are on their way during the last backward.
     """
 
     weight_bytes: int = MASTER_BYTES
@@ -43,6 +49,13 @@ class States:
     gradient_sets: int = 1
     owned: float = 1.0
     trained: float = 1.0
+    sent_bytes: int | None = None
+    overlaps: bool = True
+
+    @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of one number of the gradients on their way."""
+        return self.sent_bytes or self.gradient_bytes or self.weight_bytes
 
     @classmethod
     def from_config(cls, ds_config: Mapping[str, Any], data_parallel: int) -> States:
@@ -51,17 +64,20 @@ class States:
         zero = ds_config.get("zero_optimization", {})
         optimizer = _object(ds_config, "optimizer")
         accumulated = _object(ds_config, "data_types").get("grad_accum_dtype")
+        sent = ds_config.get("communication_data_type") or accumulated
         schedule = _object(_object(ds_config, "paceline"), "pipeline").get("schedule")
         named = schedule if isinstance(schedule, Mapping) else {"type": schedule}
         return cls(
             weight_bytes=2 if half else MASTER_BYTES,
-            gradient_bytes=2 if accumulated in ("bf16", "bfp16", "fp16") else None,
+            gradient_bytes=2 if accumulated in HALF else None,
             data_parallel=data_parallel,
             shard=(zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero)) == 1,
             num_moments=num_moments(optimizer.get("type"), optimizer.get("params")) + bool(named.get("correction")),
             beside=named.get("type") == "one_direction"
             or (named.get("type") == "multidirection" and named.get("staleness") != 0),
             gradient_sets=2 if named.get("type") == "one_direction" else 1,
+            sent_bytes=None if sent is None else 2 if sent in HALF else MASTER_BYTES,
+            overlaps=_object(ds_config, "zero_optimization").get("overlap_comm") is not False,
         )
 
     def of(self, num_parameters: int) -> tuple[float, float, float, float]:

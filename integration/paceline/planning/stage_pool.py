@@ -94,6 +94,7 @@ def _faster(fabric: Fabric, rate: float) -> Fabric:
         bytes_per_s=fabric.bytes_per_s * rate,
         all_reduce_bytes_per_s=times(fabric.all_reduce_bytes_per_s),
         all_to_all_bytes_per_s=times(fabric.all_to_all_bytes_per_s),
+        zero1_bytes_per_s=times(fabric.zero1_bytes_per_s),
     )
 
 

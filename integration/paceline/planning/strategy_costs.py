@@ -2,8 +2,8 @@
 
 Stages compute and exchange as :mod:`~paceline.planning.strategy_times` says; a pipeline of few actions is simulated, a
 longer one follows a formula; without a flush a step is one of the steady state, by simulation. Then gradients are
-summed and states stepped. That the summation may be hidden behind the last backward, or behind the next step where
-there is no flush, and compute slow down meanwhile, is not modelled.
+summed and states stepped, as :mod:`~paceline.planning.gradient_costs` says. That this may be hidden behind the next
+step where there is no flush is not modelled.
 
 Legend: t, p, d, ep, edp of :class:`~paceline.planning.strategy_shape.Strategy`; M micro-batches of a pipeline.
 """
@@ -21,7 +21,7 @@ from ..schedules.simulate import simulate
 from ..schedules.steady import period
 from ..schedules.stream import Stream
 from .cluster import Cluster, Fabric
-from .memory import MASTER_BYTES
+from .gradient_costs import GradientCosts
 from .strategy_memory import Share
 from .strategy_shape import Strategy
 from .strategy_times import ItemTime
@@ -70,7 +70,8 @@ def step_terms(
         "tensor": each * sum(item.tensor for item in slowest),
     }
     terms["bubble"] = max(pipeline_s - sum(terms.values()), 0.0) if len(stages) > 1 else 0.0
-    after = _after(strategy, workload, cluster, share, boundaries, held)
+    gradients = GradientCosts(strategy, workload, cluster, share)
+    after = gradients.terms(times, boundaries, held, costs, flushes=stream is None)
     return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
 
 
@@ -130,48 +131,3 @@ def one_f_one_b_s(costs: Costs, micro_batches: int) -> float:
         if micro_batches > stages - stage:
             period = max(period, round_trip / (stages - stage))
     return (micro_batches - 1) * period + round_trip
-
-
-def _after(
-    strategy: Strategy,
-    workload: Workload,
-    cluster: Cluster,
-    share: Share,
-    boundaries: Sequence[int],
-    held: Sequence[Sequence[int]],
-) -> tuple[float, float, float]:
-    """Terms after the pipeline, on the device where they take longest: gradients of replicas and experts, optimizer.
-
-    ZeRO 0: an all-reduce of gradients. ZeRO 1: gradients are reduced to their owners, whose new values are broadcast;
-    each is half an all-reduce of its bytes. With several directions there are as many copies of a stage on other
-    devices, among which that goes on.
-
-    Args:
-        held: stages of each device; the states of the first are there.
-    """
-    states, found = share.dense, []
-    gradient_bytes = states.gradient_bytes or MASTER_BYTES
-    moved = gradient_bytes if not states.shard else (gradient_bytes + states.weight_bytes) / 2
-    tied = workload.tied_parameters * states.trained if strategy.pipeline > 1 else 0
-    fabric = cluster.link(0, strategy.num_devices - 1)
-    for own in held:
-        counts = [share.parameters(boundaries[stage], boundaries[stage + 1]) for stage in own]
-        sizes = [(states.trained * of_dense, states.trained * of_experts) for of_dense, of_experts in counts]
-        dense, experts = sum(each for each, _ in sizes), sum(each for _, each in sizes)
-        dense_s = cluster.all_reduce_s(moved * dense, strategy.data, strategy.tensor)
-        copies = Cluster(len(own), len(own), inside=fabric)
-        dense_s += copies.all_reduce_s(moved * (dense + experts) / strategy.data, len(own), 1)
-        if tied and own[0] in (0, strategy.pipeline - 1):
-            dense_s += gradient_bytes * tied / fabric.reduction_bytes_per_s + 2 * fabric.latency_s
-        experts_s = cluster.all_reduce_s(moved * experts, strategy.expert_data, strategy.tensor * strategy.expert)
-        dense, experts = sizes[0]
-        owned = dense / (strategy.data if states.shard else 1) + experts / (strategy.expert_data if states.shard else 1)
-        state_bytes = owned * state_bytes_per_parameter(gradient_bytes, states.num_moments)
-        found.append((dense_s, experts_s, state_bytes / cluster.state_bytes_per_s))
-    return max(found, key=sum)
-
-
-def state_bytes_per_parameter(gradient_bytes: int = MASTER_BYTES, num_moments: int = 2) -> float:
-    """Bytes that an optimizer step moves: the gradient is read for the norm and once more; master and moments are read
-    and written."""
-    return 2.0 * gradient_bytes + 2.0 * MASTER_BYTES * (1 + num_moments)

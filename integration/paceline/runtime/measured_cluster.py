@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,10 @@ import torch.distributed as dist
 from ..comm.control import ControlPlane
 from ..comm.staging import staging_for
 from ..measure.collectives import BUCKET_NUMEL, measure_fabric, slowest_s
+from ..optim.buckets import Domain, exchange_shards
 from ..optim.max_change import sum_of_squares
 from ..planning.cluster import Cluster, Fabric
-from ..planning.strategy_costs import state_bytes_per_parameter
+from ..planning.gradient_costs import state_bytes_per_parameter
 from .rank_reports import host_name
 
 
@@ -35,7 +37,7 @@ def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: f
         mine: list[Fabric | None] = [None]
         if len(ranks) > 1 and dist.get_rank() in ranks:
             staged = torch.device("cpu") if staging_for(device, group) is not None else None
-            mine = [measure_fabric(group, device, staged)]
+            mine = [measure_fabric(group, device, staged, partial(exchange_shards, Domain.of(group)))]
         dist.broadcast_object_list(mine, src=0)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)

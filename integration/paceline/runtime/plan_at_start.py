@@ -259,11 +259,13 @@ def _tell(measured: Measured, options: Sequence[Option], seconds: float) -> None
     cluster = measured.cluster
     fabric = cluster.across if cluster.num_devices > cluster.devices_per_node else cluster.inside
     logger.info(
-        "plan: measured in %.1f s: %.4g s a micro-batch, %.3g GB/s between neighbours, all-reduce %.3g GB/s",
+        "plan: measured in %.1f s: %.4g s a micro-batch, %.3g GB/s between neighbours, all-reduce %.3g GB/s, "
+        "ZeRO 1's exchange %.3g GB/s",
         seconds,
         sum(measured.rank_s) / len(measured.rank_s),
         fabric.bytes_per_s / 1e9,
         fabric.reduction_bytes_per_s / 1e9,
+        fabric.sharding_bytes_per_s / 1e9,
     )
     for option in sorted(options, key=lambda option: (bool(option.why_not), option.step_s)):
         logger.info("plan: %s", option.text)

@@ -50,6 +50,16 @@ def test_measured_collectives_go_before_the_links() -> None:
     assert cluster.link(0, 1) is fabric
 
 
+def test_what_zero_1_sends_goes_by_its_own_rate_where_it_is_known() -> None:
+    """Otherwise by that of an all-reduce, of which it is a half each way."""
+    for known, rate in ({}, 50.0), ({"zero1_bytes_per_s": 20.0}, 20.0):
+        fabric = Fabric(100.0, 0.5, all_reduce_bytes_per_s=50.0, **known)
+        assert Cluster(2, 2, inside=fabric).to_owners_s(1000.0, 2, 1) == pytest.approx(1 / 2 * 1000 / rate + 0.5)
+        assert Cluster(2, 1, across=fabric).to_owners_s(1000.0, 2, 1) == pytest.approx(1 / 2 * 1000 / rate + 0.5)
+        assert Cluster(2, 2, inside=fabric).all_reduce_s(1000.0, 2, 1) == pytest.approx(1000 / 50 + 1.0)
+    assert Cluster(2, 2).to_owners_s(0.0, 2, 1) == Cluster(2, 2).to_owners_s(1.0, 1, 1) == 0
+
+
 def test_a_link_is_across_unless_one_node_has_both_ends() -> None:
     cluster = Cluster(8, 4)
     assert cluster.link(0, 3) is cluster.inside
@@ -64,11 +74,12 @@ def test_the_json() -> None:
         "memory_gib": 80,
         "flops_per_s": 4e14,
         "intra_node": {"bytes_per_s": 3e11, "latency_s": 5e-6, "all_reduce_bytes_per_s": 2e11},
+        "inter_node": {"zero1_bytes_per_s": 1e10},
     }
     cluster = Cluster.from_dict(values)
     assert (cluster.num_devices, cluster.devices_per_node, cluster.memory_bytes) == (16, 8, 80 * GIB)
     assert cluster.inside == Fabric(3e11, 5e-6, 2e11)
-    assert cluster.across == Fabric()
+    assert cluster.across == Fabric(zero1_bytes_per_s=1e10)
     assert cluster.state_bytes_per_s == inf
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     assert Cluster.from_dict({"devices": 4}).devices_per_node == 4

@@ -39,8 +39,10 @@ def test_states_of_parameters(states: States, expected: tuple[float, ...]) -> No
         ({"fp16": {"enabled": "auto"}, "zero_optimization": True}, States(shard=True)),
         (
             {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
-            States(weight_bytes=2, gradient_bytes=2),
+            States(weight_bytes=2, gradient_bytes=2, sent_bytes=2),
         ),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, States(weight_bytes=2, sent_bytes=4)),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": False}}, States(shard=True, overlaps=False)),
         ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, States(num_moments=1)),
         ({"paceline": {"pipeline": {"schedule": "one_direction"}}}, States(beside=True, gradient_sets=2)),
         (

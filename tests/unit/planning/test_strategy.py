@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.planning.cluster import Cluster, Fabric
+from paceline.planning.gradient_costs import state_bytes_per_parameter
 from paceline.planning.memory import ItemMemory, States, stage_memory
 from paceline.planning.shared_devices import held_by, whole_schedule
 from paceline.planning.strategy import BATCH, MEMORY, Dropped, Plan, Ranking, Strategy, plan_of, search, strategies
-from paceline.planning.strategy_costs import TERMS, state_bytes_per_parameter
+from paceline.planning.strategy_costs import TERMS
 from paceline.planning.strategy_shape import ONE_F_ONE_B, PipelineSchedule, late_schedules
 from paceline.planning.workload import Item, Workload
 from paceline.schedules import verify
@@ -360,9 +361,9 @@ def test_several_directions_reduce_and_share_states_whatever_zero_is() -> None:
     assert isinstance(plan, Plan)
     held = [stages_of(device, routes(4, 2)) for device in range(4)]
     sizes = [sum(item.memory.num_parameters for item in SMALL[a:b]) for a, b in pairwise(plan.boundaries)]
-    # fp32 gradients to the owner and bf16 weights back, over half of the ring each
+    # bf16 gradients to the owner and bf16 weights back, over half of the ring each
     most = max(sizes[one] + sizes[other] for one, other in held)
-    assert plan.terms["gradients"] == pytest.approx((4 + 2) * most / 2 / 1e11 + 2e-6)
+    assert plan.terms["gradients"] == pytest.approx((2 + 2) * most / 2 / 1e11 + 2e-6)
     assert plan.terms["optimizer"] == pytest.approx(state_bytes_per_parameter() * max(sizes) / 1e12)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.planning.cluster import Cluster, Fabric
+from paceline.planning.gradient_costs import state_bytes_per_parameter
 from paceline.planning.memory import ItemMemory, States
 from paceline.planning.strategy import Strategy, plan_of
-from paceline.planning.strategy_costs import one_f_one_b_s, state_bytes_per_parameter
+from paceline.planning.strategy_costs import one_f_one_b_s
 from paceline.planning.strategy_times import item_times
 from paceline.planning.workload import Item, Workload
 from paceline.schedules.costs import Costs, Link
@@ -113,7 +114,7 @@ def test_the_formula_is_near_the_simulator_where_stages_and_messages_differ() ->
 
 def dense(zero: bool = True, **changes: Any) -> Workload:
     items = tuple(Item(ItemMemory(name, 1_000_000, 0.0, 1000.0), 0.01, 0.02) for name in "abcdef")
-    states = States(weight_bytes=2, shard=zero)
+    states = States(weight_bytes=2, shard=zero, overlaps=False, sent_bytes=4)
     return Workload(
         items, num_heads=1, num_kv_heads=1, micro_batch_size=1, train_batch_size=8, states=states, **changes
     )

@@ -1,0 +1,110 @@
+"""What is measured of a cluster is what a run does on it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.planning.cluster import Cluster
+from support.ranks import run_ranks
+
+OPERATIONS = ("isend", "irecv", "reduce", "broadcast", "all_reduce", "all_to_all_single", "all_gather_into_tensor")
+WIDTH, SLOW_S = 64, 0.03
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Operations of torch.distributed on more than a few numbers."""
+    calls: Counter[str] = Counter()
+
+    def count(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if tensor.numel() > WIDTH:
+                calls[name] += 1
+            return act(tensor, *args, **options)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(dist, name, count(name, getattr(dist, name)))
+        yield calls
+
+
+def step_operations() -> Counter[str]:
+    """Of a step of ZeRO 1 with one bucket."""
+    from paceline.optim.sharded import ShardedOptimizer
+    from paceline.optim.step_options import StepOptions
+
+    model = nn.Linear(WIDTH, WIDTH)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = ShardedOptimizer(torch.optim.Adam(names), names, StepOptions(dist.group.WORLD))
+    assert len(optimizer.gradients.buffers) == 1
+    with counted() as calls:
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+    optimizer.destroy()
+    return calls
+
+
+def measured() -> tuple[Cluster, Counter[str], int]:
+    """The cluster, operations of ZeRO 1's exchange while it is measured, and how often that is."""
+    from paceline.comm.control import ControlPlane
+    from paceline.runtime import measured_cluster
+
+    found: Counter[str] = Counter()
+    times, act = 0, measured_cluster.exchange_shards
+
+    def exchange(*args: Any) -> None:
+        nonlocal times
+        with counted() as calls:
+            act(*args)
+        found.update(calls)
+        times += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_cluster, "exchange_shards", exchange)
+        cluster = measured_cluster.measure_cluster(ControlPlane.create(), torch.device("cpu"), 1e9)
+    return cluster, found, times
+
+
+def look() -> tuple[dict[str, int], dict[str, float], Cluster, Cluster]:
+    """Operations of a step and of a measurement; the cluster as it is, and where every message takes longer."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    taken = step_operations()
+    cluster, calls, times = measured()
+    act = dist.isend
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(SLOW_S)
+        return act(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", slow)
+        slowed, _, _ = measured()
+    return dict(taken), {name: count / times for name, count in calls.items()}, cluster, slowed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_zero_1_is_measured_as_it_is_run(num_ranks: int) -> None:
+    from paceline.measure.collectives import BUCKET_NUMEL
+
+    for taken, measured, cluster, slowed in run_ranks(look, num_ranks, timeout=100):
+        assert taken == measured
+        assert taken
+        num_bytes = 2 * (num_ranks - 1) / num_ranks * 4 * BUCKET_NUMEL
+        known, late = cluster.inside.zero1_bytes_per_s, slowed.inside.zero1_bytes_per_s
+        assert known is not None
+        assert late is not None
+        assert late < num_bytes / (2 * (num_ranks - 1) * SLOW_S) < known
+        assert slowed.inside.reduction_bytes_per_s > late
