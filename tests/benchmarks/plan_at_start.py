@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from lab.hosts import Hosts, available
 from lab.training import mbit
 
 LENGTH, MICRO_BATCH, SAMPLES, PATIENCE_S = 64, 2, 32, 600.0
+PREDICTED = re.compile(r"^(\d+) stages?\b.*: (\S+) s a step")
 MODELS = ("llama", "lora", "mixtral")
 """A Llama with all weights trained or with LoRA, and a Mixtral of eight experts on each rank."""
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -55,10 +57,12 @@ def main() -> None:
         worlds.append({"hosts": num_hosts, "mbit": rate, "model": model, **found})
         print(json.dumps(worlds[-1]), flush=True)
     behind = [world["behind_fastest"] for world in worlds]
+    errors = [error for world in worlds for error in world["errors"].values()]
     result = {
         "emulated_compute": False,
         "within_5_percent": sum(share <= 0.05 for share in behind),
         "num_worlds": len(worlds),
+        "median_error": round(statistics.median(map(abs, errors)), 4),
         "worlds": worlds,
         **facts(args, "child"),
     }
@@ -83,11 +87,14 @@ def look_at(num_hosts: int, rate: float | None, world: dict[str, Any], rounds: i
                 known.extend(run(stages=stages)["seconds"])
     measured = {stages: statistics.median(known) for stages, known in seconds.items()}
     fastest = min(measured, key=measured.__getitem__)
+    predicted = {int(stages): float(value) for line in planned["lines"] for stages, value in PREDICTED.findall(line)}
+    errors = {str(stages): round(predicted[stages] / value - 1, 4) for stages, value in measured.items()}
     return {
         "planned": planned["stages"],
         "fastest": fastest,
         "behind_fastest": round(measured[planned["stages"]] / measured[fastest] - 1, 4),
         "measured_s": {str(stages): round(value, 4) for stages, value in measured.items()},
+        "errors": errors,
         "predicted": planned["lines"],
     }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .direct_exchange import DirectReduction, Reduction, ReductionThread, finish, publish_direct, sends_direct
-from .layout import Bucket, Rows, make_buckets
+from .layout import ALIGNMENT, Bucket, Rows, make_buckets
 
 # torch 2.13 renames these.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -123,11 +123,14 @@ class DomainBucket:
 
 
 def exchange_shards(domain: Domain, memory: Tensor) -> None:
-    """Do with ``memory`` what ZeRO 1 does in a step with a bucket that it is cut into: reduce to owners, publish.
+    """Do with ``memory`` what ZeRO 1 does in a step with a bucket: reduce it to owners of equal parts, and publish.
 
-    Collective over the domain.
+    Collective over the domain. A few numbers at the end, of which there are no equal parts, stay as they are.
     """
-    (bucket,) = make_buckets([tuple(memory.shape)], domain.size, memory.numel())
+    whole = ALIGNMENT * domain.size
+    memory = memory[: len(memory) // whole * whole]
+    (bucket,) = make_buckets([tuple(memory.shape)], domain.size, len(memory))
+    assert bucket.numel == len(memory), bucket
     part = DomainBucket(bucket, domain, shard=True, waits=False)
     finish(part.start_reduction(memory, None))
     for work in list(part.start_publishing(memory)):
