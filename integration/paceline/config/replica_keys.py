@@ -11,7 +11,8 @@ from .part import Part
 
 RESHARE_EVERY = 100
 
-_PATH = "paceline.pipeline.unequal_replicas.micro_batches"
+UNEQUAL_REPLICAS = "paceline.pipeline.unequal_replicas"
+_PATH = f"{UNEQUAL_REPLICAS}.micro_batches"
 
 
 def _tuple(value: Any) -> Any:

@@ -128,21 +128,25 @@ def choose(options: Sequence[Option], usual: int) -> Option | None:
     return min(near, key=lambda option: (option.stages != usual, option.stages))
 
 
-def slowdown(seconds: Sequence[float], stages: int, *, follows_speed: bool) -> float:
+def slowdown(seconds: Sequence[float], stages: int, *, follows_speed: bool, shares_by_speed: bool = False) -> float:
     """Seconds of a pipeline's layers by their mean over all ranks, where ranks are not equally fast.
 
-    A stage is as fast as its slowest replica.
-
     Args:
-        seconds: that each rank takes for the same layers.
-        follows_speed: stages get layers by the speed of their devices; otherwise all wait for the slowest.
+        seconds: that each rank takes for the same layers; the ranks of a stage are neighbours.
+        follows_speed: stages get layers by the speed of their slowest device; otherwise all get as many.
+        shares_by_speed: replicas get micro-batches by their speed; otherwise all wait for the slowest.
     """
-    replicas = len(seconds) // stages
-    mean = sum(seconds) / len(seconds)
-    slowest = [max(seconds[first : first + replicas]) for first in range(0, len(seconds), replicas)]
-    if not follows_speed or stages == 1:
-        return max(slowest) / mean
-    return len(slowest) / sum(mean / own for own in slowest)
+    replicas, mean = len(seconds) // stages, sum(seconds) / len(seconds)
+    of_stages = [seconds[first : first + replicas] for first in range(0, len(seconds), replicas)]
+    layers = [1 / max(own) if follows_speed else 1.0 for own in of_stages]
+    each = stages / sum(layers)
+    bottlenecks = [
+        max(each * part * own[replica] for part, own in zip(layers, of_stages, strict=True))
+        for replica in range(replicas)
+    ]
+    if not shares_by_speed:
+        return max(bottlenecks) / mean
+    return replicas / sum(mean / seconds for seconds in bottlenecks)
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
