@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.checkpoint import Checkpoint
 from paceline.launch.cli import main
+from support.expert_pipelines import DEEPSEEK, Case, joined, make, model_config, shuffle, state, steps
 from support.jobs import BATCH, LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, step_batches
 from support.ranks import run_ranks
 
 STEPS = 4
-
-MIXTRAL = {
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.1,
-}
-DEEPSEEK = {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-"""One dense layer first, routing limited to groups of experts, an expert that all tokens go to."""
-
-
-class Case(NamedTuple):
-    family: str = "mixtral"
-    zero: int = 0
-    clipping: float = 0.0
-    dtype: str = "fp32"
-    checkpointing: bool = False
-
 
 PLAIN = Case()
 CLIPPED = Case(zero=1, clipping=0.5)
@@ -57,61 +25,6 @@ DENSE_FIRST = Case("deepseek_v3", zero=1, clipping=0.5)
 RECOMPUTED = Case("deepseek_v3", checkpointing=True)
 BF16 = Case(zero=1, clipping=0.5, dtype="bf16")
 CASES = (PLAIN, CLIPPED, DENSE_FIRST, RECOMPUTED, BF16)
-
-
-def model_config(family: str) -> Any:
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
-    more = {"mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}[family]
-    return AutoConfig.for_model(family, vocab_size=97, tie_word_embeddings=False, **sizes, **more)
-
-
-def make(case: Case, stages: int, experts: int, **section: Any) -> Any:
-    import paceline
-
-    replicas = int(os.environ["WORLD_SIZE"]) // stages
-    config = ds_config(
-        gradient_accumulation_steps=MICRO_BATCHES // replicas,
-        gradient_clipping=case.clipping,
-        zero_optimization={"stage": case.zero},
-        bf16={"enabled": case.dtype == "bf16"},
-        paceline={"pipeline": {"stages": stages, "partition": "uniform"}, **section},
-    )
-    if experts > 1:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": experts, "preset_model": case.family}
-    if case.checkpointing:
-        config["pipeline"] = {"activation_checkpoint_interval": 1}
-    engine, *_ = paceline.initialize(model=model_config(case.family), config=config)
-    return engine
-
-
-def steps(engine: Any, first: int, count: int) -> list[float]:
-    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
-    return [
-        engine.train_batch(iter(step_batches(step)[replica::replicas])).item() for step in range(first, first + count)
-    ]
-
-
-def state(engine: Any) -> list[tuple[str, str, int, torch.Tensor]]:
-    """What this rank answers for: name, kind, first row, rows."""
-    from paceline.state.named import pieces
-
-    found = pieces(engine.module, engine.optimizer, replica=engine.replica)
-    return [(piece.name, piece.kind, piece.start, piece.tensor.detach().clone()) for piece in found]
-
-
-def joined(ranks: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
-    """The state of the job: every row of every tensor, by Hugging Face's names."""
-    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
-    for rank in ranks:
-        for name, kind, start, rows in rank["state"]:
-            assert start not in parts.setdefault((name, kind), {}), f"two ranks answer for row {start} of {name}"
-            parts[name, kind][start] = rows
-    return {
-        key: torch.cat([rows for _, rows in sorted(of_key.items())]) if next(iter(of_key.values())).dim() else of_key[0]
-        for key, of_key in parts.items()
-    }
 
 
 def train(cases: list[Case], stages: int, experts: int) -> dict[Case, dict[str, Any]]:
@@ -176,18 +89,6 @@ def test_experts_on_several_ranks_change_nothing(stages: int, experts: int, repl
 
 
 BEFORE, AFTER = 2, 3
-
-
-def shuffle(engine: Any) -> None:
-    """Put the experts of every layer in an order of its own; on two ranks, each with a copy of one of the other's."""
-    from paceline.planning.experts import Placement
-
-    placements = {}
-    for number, (name, layer) in enumerate(engine.expert_layers.items()):
-        first, second = ((3, 1), (0, 2)) if number % 2 else ((2, 3), (1, 0))
-        copies = ((*first, second[0]), (*second, first[1])) if layer.num_replicas else (first, second)
-        placements[name] = Placement(copies, (2, 2))
-    engine.place_experts(placements)
 
 
 def save(root: str, stages: int, experts: int, case: Case) -> list[float]:

@@ -249,13 +249,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         MATHEMATICS,
     ),
     Exclusion(
-        "layers that move",
-        "expert_parallel",
-        "layers with experts on several ranks do not change their stage",
-        "write 0 for repartition_every, or leave expert_parallel out",
-        NOT_BUILT,
-    ),
-    Exclusion(
         "adapters",
         "expert_parallel",
         "adapters are trained where every rank of a stage has all its experts",

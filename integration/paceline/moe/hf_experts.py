@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..state.named import SPREAD
 from .dispatch import Exchange, take_rows
 from .layer import EVEN, ExpertLayer, SlotPart, SlotWeights
 from .replica_sync import Replicas
@@ -86,6 +87,7 @@ def take_share(model: nn.Module, rank: int, size: int) -> dict[str, HFExpertLaye
         for parameter in module.parameters():
             # A copy, so that the memory of the others is free.
             parameter.data = parameter.data[rank * num_slots : (rank + 1) * num_slots].clone()
+            setattr(parameter, SPREAD, True)
         family: Any = type(module)
         module.__class__ = _spread(family)
         assert isinstance(module, HFExpertLayer)

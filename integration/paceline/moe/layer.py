@@ -44,6 +44,20 @@ class SlotPart:
     numel: int
 
 
+@dataclass(frozen=True)
+class LayerState:
+    """State of an :class:`ExpertLayer` beside its weights, which goes along where the layer changes its stage.
+
+    Args:
+        planned_for: loads that the placement was made for; None: nobody has said.
+        routed: tokens sent to each expert by one rank, as it counted them ``[E]``; on the CPU.
+    """
+
+    placement: Placement
+    planned_for: Sequence[float] | None
+    routed: Tensor
+
+
 class ExpertLayer:
     """Mixin of modules whose experts lie on the ranks of an expert-parallel group."""
 
@@ -125,6 +139,17 @@ class ExpertLayer:
                 f"placement owns {owned} and holds {widths}: every rank must own {self.num_slots} and hold at most "
                 f"{self.num_slots + self.num_replicas}; give fewer copies, or raise paceline.moe.replicas."
             )
+
+    def leave(self) -> LayerState:
+        """What a layer on another stage needs beside the weights to take this one's place. Between steps."""
+        if self.replicas is not None:
+            self.replicas.settle()
+        return LayerState(self.placement, self._planned_for, self.routed.cpu())
+
+    def arrive(self, left: LayerState) -> None:
+        """Take the place of a layer that has left another stage. The weights, then copies, come afterwards."""
+        self.take_on(left.placement, left.planned_for)
+        self.routed.copy_(left.routed)
 
     @torch.no_grad()
     def fetch(self) -> None:

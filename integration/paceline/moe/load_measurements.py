@@ -49,9 +49,11 @@ class LoadMeasurements:
     """Counts and times the experts of some layers. Every rank of the group has one.
 
     Args:
-        layers: of this rank, in the model's order; the same on all ranks of ``group``.
+        layers: of this rank, in the model's order; the same on all ranks of ``group``. None where a stage of a pipeline
+            has no experts, now or ever: it takes part in the others' intervals.
         states: what this rank holds of a parameter (:func:`paceline.moe.moving.states_of`).
         group: all ranks that hold these layers.
+        device: that the group communicates from.
         file: that the first rank of the group appends each window to, a line of JSON.
 
     Attributes:
@@ -67,22 +69,37 @@ class LoadMeasurements:
         layers: Sequence[ExpertLayer],
         states: Callable[[nn.Parameter], Sequence[StatePart]],
         group: Any,
+        device: torch.device,
         file: Path | None = None,
     ) -> None:
         self.layers, self.states, self.group, self.file = list(layers), states, group, file
+        self.device = device
         self.windows: list[dict[str, Any]] = []
         self.step = 0
         self._begun = self._timed_from = 0
         """Steps at which the interval, and timing in it, began."""
+        self._is_timing = False
         self._steps = 0
         """Steps of the last interval."""
 
     def forget(self, step: int) -> None:
         """Count from ``step``: of a run that goes on."""
         self.step = self._begun = step
+        self._is_timing = False
         for layer in self.layers:
             layer.clock = None
             layer.routed.zero_()
+
+    def follow(self, layers: Sequence[ExpertLayer]) -> None:
+        """Measure ``layers`` from now on, between steps. Their counts came along, and times are taken anew."""
+        self.layers[:] = layers
+        if self._is_timing:
+            self._begin_timing()
+
+    def _begin_timing(self) -> None:
+        self._is_timing, self._timed_from = True, self.step
+        for layer in self.layers:
+            layer.clock = ExpertClock(layer.device)
 
     # -- called by the loop --------------------------------------------------------------------------------------
 
@@ -96,14 +113,15 @@ class LoadMeasurements:
 
     def begin_step(self, done: int, until_planning: int | None) -> None:
         """Time the experts in the last steps before a planning."""
-        if until_planning is not None and until_planning <= TIMED_STEPS and self.layers[0].clock is None:
-            self._timed_from = self.step
-            for layer in self.layers:
-                layer.clock = ExpertClock(layer.device)
+        if until_planning is not None and until_planning <= TIMED_STEPS and not self._is_timing:
+            self._begin_timing()
 
     def gather(self) -> None:
         """Gather what every rank counted and timed, on all ranks, with one collective."""
-        self._steps, self._begun = self.step - self._begun, self.step
+        self._steps, self._begun, self._is_timing = self.step - self._begun, self.step, False
+        if not self.layers:
+            self.window = Window([], None, [])
+            return
         width = max(layer.num_experts for layer in self.layers)
         mine = torch.zeros(len(self.layers), width + 4, dtype=torch.float64)
         for row, layer in zip(mine, self.layers, strict=True):
@@ -112,7 +130,7 @@ class LoadMeasurements:
             if layer.clock is not None:
                 row[width:] = torch.tensor([layer.clock.rows, *layer.clock.read(), self._expert_bytes(layer)])
                 layer.clock = None
-        mine = mine.to(self.layers[0].device)
+        mine = mine.to(self.device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, mine, group=self.group)
         everyone = torch.stack(gathered).cpu()
@@ -125,7 +143,7 @@ class LoadMeasurements:
 
     def before_switch(self, *, switches: bool) -> None:
         """Record the window, with the placements that it is of. On the first rank of the group."""
-        if dist.get_rank(self.group) != 0:
+        if dist.get_rank(self.group) != 0 or not self.layers:
             return
         note = {
             "step": self.step,

@@ -24,7 +24,7 @@ from ..planning.experts import Placement, device_loads, moved
 from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
-from .layer import EVEN
+from .layer import EVEN, ExpertLayer
 from .load_measurements import LoadMeasurements, Window
 from .moving import StatePart, move_experts
 from .stage_agreement import Stages
@@ -91,7 +91,6 @@ class Rebalancer:
     ) -> None:
         self.loads, self.stages, self._decided = loads, stages, decided
         self.layers, self.states, self.group = loads.layers, states, group
-        self.by_name = {layer.name: layer for layer in self.layers}
         self.num_replicas = config.replicas
         self.evens_out = config.splitting != EVEN
         self._horizon_steps = max(1, config.rebalance_every)
@@ -102,6 +101,20 @@ class Rebalancer:
         """Bytes a second, fixed seconds, and seconds for each expert, of moving; once known."""
         self._moves: list[tuple[int, float]] = []
         """Experts that changed owner, and seconds beside sending them, of the last moves."""
+
+    @property
+    def by_name(self) -> dict[str, ExpertLayer]:
+        """The layers by their names."""
+        return {layer.name: layer for layer in self.layers}
+
+    def follow(self, layers: Sequence[ExpertLayer]) -> None:
+        """Place the experts of ``layers`` from now on, if they are not those of before. Between steps.
+
+        What could have been saved until now was another stage's matter.
+        """
+        if list(layers) != self.layers:
+            self.loads.follow(layers)
+            self._rule = SwitchRule(self._horizon_steps)
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
@@ -156,8 +169,8 @@ class Rebalancer:
         window = self.loads.window
         movable = [number for number, layer in enumerate(self.layers) if layer.time_depends_on_load]
         proposal: Proposal | None = None
-        if self._times is None and self._size > 1:
-            self._times = (_probe(self.group, self.layers[0].device), FIXED_S, EXPERT_S)
+        if self._times is None and self._size > 1 and self.layers:
+            self._times = (_probe(self.group, self.loads.device), FIXED_S, EXPERT_S)
         loads = [self._load_of(number, window) for number in movable] if window.row_s is not None else []
         options = self._candidates(loads)
         if self._rank == 0 and window.row_s is not None and movable:

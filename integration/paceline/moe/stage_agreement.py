@@ -88,38 +88,3 @@ class StageAgreement:
     def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
         """Decisions of all stages, on the first rank of the job. Collective over the job."""
         return own if self._stages is None else self._stages.records(own)
-
-
-class Bystander:
-    """A stage none of whose experts can move: measurements, actuator and agreement that take part in the others'."""
-
-    decides = False
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-
-    def propose(self, steps: int) -> None:
-        """Tell the other stages that this one saves nothing. Collective over the job."""
-        self._stages.step_saved_s(0.0, False)
-
-    def from_first(self, value: Value) -> Value:
-        """Nothing was proposed."""
-        return value
-
-    def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
-        """Decisions of all stages, on the first rank of the job. Collective over the job."""
-        return self._stages.records(own)
-
-    def is_complete(self, done: int) -> bool:
-        """There is nothing to measure."""
-        return True
-
-    def end_step(self, done: int) -> None: ...
-
-    def gather(self) -> None: ...
-
-    def before_switch(self, *, switches: bool) -> None: ...
-
-    def begin_step(self, done: int, until_planning: int | None) -> None: ...
-
-    def apply(self, change: None) -> None: ...

@@ -61,6 +61,12 @@ class ParameterLayout:
             cut=type(basic).__name__ in ELEMENTWISE,
             shard=self.is_sharded,
         )
+        self.num_owners = {
+            self.names[index]: part.domain.size if part.shard else 1
+            for part in self.buckets
+            for index in part.bucket.parameters
+        }
+        """Ranks among which the rows of a parameter are dealt, by name."""
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.gradient_dtype = options.gradient_dtype(dtypes, is_sharded=self.is_sharded)
         needs_memory = self.is_asynchronous or domain.size > 1 or bool(dtypes - {self.gradient_dtype})

@@ -29,7 +29,7 @@ from ..planning.format_costs import FormatCosts
 from ..schedules.asynchronous import one_direction
 from ..schedules.lower import FREE
 from ..schedules.windows import StreamProgram
-from ..state.named import is_copy, names_of, tied_weights
+from ..state.named import is_copy, is_spread, names_of, tied_weights
 from ..state.rank_states import ParameterGroups, RandomStates, SavedPart, SchedulerState
 from .asynchronous_run import AsynchronousRun
 from .boundary import Boundary
@@ -217,11 +217,12 @@ def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> Shar
                 options,
                 mirrors,
                 lambda parameter: engine.stage_of[parameter],
-                engine.shared_experts.parameters(),
+                is_spread,
                 engine.plan.schedule,
                 engine.plan.ds_config,
             ),
             ties=lambda: engine.module.get_tied_weights_and_groups() if engine.num_stages > 1 else [],
+            spreads_experts=engine.shared_experts.groups.size > 1,
         )
     return ShardedOptimizer(basic, names, options, counts=counts, apart=apart)
 
@@ -294,6 +295,7 @@ def make_experts(engine: PacelineEngine) -> Experts:
         control=engine.control,
         stages=stages,
         group=engine.grid.get_data_parallel_group if mirrors is None else lambda: mirrors.planning_group,
+        device=torch.device(engine.device),
         states=lambda: states_of(engine),
         is_last_backward=engine.is_last_backward,
         decided=engine.decisions,
@@ -347,19 +349,21 @@ def make_migrator(engine: PacelineEngine) -> Migrator | None:
     if not isinstance(engine.optimizer, ShardedOptimizer):
         return None
     grid = engine.grid
-    is_cut = grid.get_slice_parallel_world_size() > 1
+    is_cut, shared = grid.get_slice_parallel_world_size() > 1, engine.shared_experts
     slice_name = f" (slice {grid.get_slice_parallel_rank()})" if is_cut else ""
+    share_name = f" (experts {shared.number})"
+    num_copies = 0 if engine.plan.moe is None else engine.plan.moe.replicas
+    learned = [engine.experts] if shared.groups.size > 1 else []
     return Migrator(
         engine.control,
-        Seat(engine.global_rank, engine.stage_id, engine.pipe_number, slice_name),
+        Seat(engine.global_rank, engine.stage_id, engine.pipe_number, slice_name, share_name, num_copies),
         engine.layers,
         engine.optimizer,
         torch.device(engine.device),
         parameters=partial(parameters_of_stages, engine),
         step=lambda: int(engine.global_steps),
         half_way=engine.half_way.during,
-        learned=engine.natural_gradient,
-        refuse=engine.shared_experts.check_migration,
+        learned=[*learned, *([] if engine.natural_gradient is None else [engine.natural_gradient])],
         after=engine.forget_old_stages,
     )
 

@@ -16,6 +16,7 @@ from ..hf.quantised import quantisation_of
 from ..hf.quiet_transformers import quiet
 from ..hf.stage import CausalLMStage, take_out
 from ..hf.weights import skeleton
+from ..moe.hf_experts import HFExpertLayer
 from .module import CausalLMPipeline, cut_of, partition_items
 from .movable_layers import Layers, TensorNote, empty_tensors
 
@@ -57,7 +58,8 @@ class CausalLMLayers(Layers):
         return layer_kinds(self._pattern(), self.module.anatomy)[item - 1], name
 
     def num_parameters(self, item: int) -> int:
-        return self.module.items[item].num_parameters
+        layer = self.get(item)  # of experts that lie on several ranks it has a share
+        return self.module.items[item].num_parameters if layer is None else sum(p.numel() for p in layer.parameters())
 
     def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
         own, last = self._of(stage), self.num_items - 1
@@ -84,6 +86,7 @@ class CausalLMLayers(Layers):
         shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
         layer = copy.deepcopy(anatomy.layers_of(pattern)[item - 1], shared)
         layer.train(module.training)
+        module.spread_experts(layer)
         empty_tensors(layer, item, notes, next(module.parameters()).device)
         return layer
 
@@ -127,5 +130,13 @@ class CausalLMLayers(Layers):
                     assert layer is not None
                     layers[item - 1] = layer
             stage.cut = cut_of(module.parts, number)
+        here = {item: layer for item in sorted(self.here) if (layer := self.get(item)) is not None}
+        module.expert_layers.clear()  # in place: other parts have it too
+        module.expert_layers |= {
+            self.prefix(item) + name: part
+            for item, layer in here.items()
+            for name, part in layer.named_modules()
+            if isinstance(part, HFExpertLayer)
+        }
         if recomputes:
             module.enable_gradient_checkpointing()

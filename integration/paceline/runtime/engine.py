@@ -779,13 +779,14 @@ class PacelineEngine(PipelineEngine):
             self.repartition(boundaries)
 
     def forget_old_stages(self) -> None:
-        """Drop what was kept of the stage as it was."""
+        """Drop what was kept of the stage as it was, and bring values to the copies of experts that have come."""
         self.own_memory.belong_to(self.module.parameters())
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reach.find(self.control, self._trained_stages())
         self._split_backwards()
         self.meter.forget_stage()
         self.reset_activation_shape()
+        self.experts.fetch()
 
     # -- losses, which DeepSpeed's methods keep on the engine ------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
@@ -15,13 +15,14 @@ from ..comm.control import ControlPlane
 from ..config.expert_choice import MoeChoice
 from ..config.optimizers import ELEMENTWISE
 from ..moe.hf_experts import HFExpertLayer
-from ..moe.layer import EVEN, ExpertLayer
+from ..moe.layer import EVEN, ExpertLayer, LayerState
 from ..moe.load_measurements import LoadMeasurements
 from ..moe.rebalancer import Rebalancer
-from ..moe.stage_agreement import Bystander, StageAgreement, Stages
+from ..moe.stage_agreement import StageAgreement, Stages
 from ..optim.buckets import Domain
 from ..planning.experts import Placement
 from ..planning.tuning import DecisionLog, TuningInterval
+from ..state.named import is_spread
 from .controller import Controller
 from .expert_groups import ExpertGroups
 
@@ -42,7 +43,7 @@ class SharedExperts:
     """Layers of a stage whose experts lie on several ranks; known before there is an optimizer.
 
     Args:
-        layers: by Hugging Face's names, in the model's order.
+        layers: by Hugging Face's names, in the model's order; as they are at the moment.
         groups: of this rank.
     """
 
@@ -55,10 +56,6 @@ class SharedExperts:
         groups: ExpertGroups | None = getattr(module, "expert_groups", None)
         return cls(getattr(module, "expert_layers", {}), groups or ExpertGroups())
 
-    def parameters(self) -> set[nn.Parameter]:
-        layers = [cast(nn.Module, layer) for layer in self.layers.values()]
-        return {parameter for layer in layers for parameter in layer.parameters()}
-
     def check_optimizer(self, basic: torch.optim.Optimizer) -> None:
         """Raise ValueError for an optimizer that cannot step a part of the experts."""
         name = type(basic).__name__
@@ -68,18 +65,15 @@ class SharedExperts:
                 f"choose one of {', '.join(sorted(ELEMENTWISE))}, or leave expert_parallel out."
             )
 
-    def check_migration(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Raise ValueError where layers cannot move between stages because of their experts."""
-        if self.groups.size > 1:
-            raise ValueError(
-                f"layers cannot move between stages ({list(old)} to {list(new)}) while their experts lie on "
-                f"{self.groups.size} ranks: leave expert_parallel out, or give the partition at the start."
-            )
+    @property
+    def number(self) -> int:
+        """Number of this rank among those that share experts; ranks of all stages with one number have the same."""
+        return 0 if self.groups.sharing is None else torch.distributed.get_rank(self.groups.sharing)
 
     def domain(self) -> Callable[[nn.Parameter], Domain | None]:
         """Find the ranks over which a parameter is reduced; None stands for all replicas."""
-        alike, experts = Domain.of(self.groups.alike), self.parameters()
-        return lambda parameter: alike if parameter in experts else None
+        alike = Domain.of(self.groups.alike)
+        return lambda parameter: alike if is_spread(parameter) else None
 
     def broadcast(self, parameters: Iterable[nn.Parameter], everyone: Any) -> None:
         """Have replicas begin with the weights of the first, and experts with those of the first that has them.
@@ -87,9 +81,8 @@ class SharedExperts:
         Args:
             everyone: the group of the replicas.
         """
-        experts = self.parameters()
         for parameter in parameters:
-            group = self.groups.alike if parameter in experts else everyone
+            group = self.groups.alike if is_spread(parameter) else everyone
             if group is not None:
                 first = torch.distributed.get_global_rank(group, 0)
                 dist.broadcast(parameter.data.view(-1).view(torch.uint8), first, group=group)
@@ -104,6 +97,7 @@ def expert_controller(
     layers: Sequence[ExpertLayer],
     states: States,
     group: Any,
+    device: torch.device,
     section: MoeChoice,
     decided: DecisionLog,
     stages: Stages | None = None,
@@ -112,33 +106,39 @@ def expert_controller(
     """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
 
     Args:
-        layers: of this rank, in the model's order; the same on all ranks of ``group``.
+        layers: of this rank, in the model's order; the same on all ranks of ``group``. A stage of a pipeline may have
+            none.
         states: finds what belongs to a parameter.
+        device: that ``group`` communicates from.
         decided: gets the decisions.
         stages: of the pipeline, if these layers are of one stage of several.
         settle: see :class:`Controller`.
     """
-    loads = LoadMeasurements(layers, states, group, None if section.loads_file is None else Path(section.loads_file))
+    file = None if section.loads_file is None else Path(section.loads_file)
+    loads = LoadMeasurements(layers, states, group, device, file)
     rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages)
-    agreement = StageAgreement(group, layers[0].device, stages)
+    agreement = StageAgreement(group, device, stages)
     return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided, settle)
 
 
 class Experts:
     """Moves experts between the ranks of a stage, by the load or as somebody asks. All ranks make one together.
 
+    Where layers change stage, their experts stay with ranks of the same number: :meth:`state_of` and :meth:`follow`.
+
     Args:
         shared: of this rank's stage.
         section: ``"moe"``; None: experts stay where they are.
         stages: what the stages of a pipeline tell each other; None for one stage.
         group: the ranks that hold the same stages.
+        device: that they communicate from.
         states: finds what belongs to a parameter (:func:`paceline.moe.moving.states_of` the engine).
         is_last_backward: whether the backward that runs now is the last of its step on this stage.
         decided: gets the decisions about experts.
         settle: see :class:`Controller`.
 
     Attributes:
-        rebalancer: moves the experts of this stage; None: it has none that move.
+        rebalancer: moves the experts of this stage, if it has any; None: experts stay.
         controller: plans anew after some steps, together with the other stages; None: experts stay.
 
     Raises:
@@ -153,6 +153,7 @@ class Experts:
         control: ControlPlane,
         stages: Stages | None,
         group: Callable[[], Any],
+        device: torch.device,
         states: Callable[[], States],
         is_last_backward: Callable[[], bool],
         decided: DecisionLog,
@@ -166,23 +167,19 @@ class Experts:
                 'paceline.moe is there, and every rank has all experts of its stage: write "expert_parallel": '
                 '{"enabled": true, "autoep_size": …}, or leave "moe" out of "paceline".'
             )
+        self._begin: Callable[[HFExpertLayer, str], None] = lambda layer, name: layer.begin(
+            name,
+            shared.groups.sharing,
+            num_replicas=section.replicas if section else 0,
+            splitting=section.splitting if section else EVEN,
+            is_last_backward=is_last_backward,
+        )
         for name, layer in self.layers.items():
-            layer.begin(
-                name,
-                shared.groups.sharing,
-                num_replicas=section.replicas if section else 0,
-                splitting=section.splitting if section else EVEN,
-                is_last_backward=is_last_backward,
-            )
-        if section is None:
-            return
-        if self.layers:
+            self._begin(layer, name)
+        if section is not None:
             layers = list(self.layers.values())
-            parts = (layers, states(), group(), section, decided, stages, settle)
+            parts = (layers, states(), group(), device, section, decided, stages, settle)
             self.rebalancer, self.controller = expert_controller(*parts)
-        elif stages is not None:
-            bystander = Bystander(stages)
-            self.controller = Controller(bystander, {bystander: interval_of(section)}, bystander, decided, settle)
 
     def after_step(self) -> None:
         """Plan anew if it is time, and bring new values to copies. Collective, after every step of the optimizer."""
@@ -231,6 +228,26 @@ class Experts:
             return {"moved": 0, "num_bytes": 0, "seconds": 0.0}
         own: dict[str, Any] = self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
         return own
+
+    # -- layers that move between stages -------------------------------------------------------------------------
+
+    def state_of(self, prefixes: Sequence[str]) -> dict[str, LayerState]:
+        """Placements and counts of the layers whose names begin with one of ``prefixes``."""
+        return {name: layer.leave() for name, layer in self.layers.items() if name.startswith(tuple(prefixes))}
+
+    def follow(self, left: Mapping[str, LayerState], gather: Callable[[Any], list[Any]]) -> None:
+        """Begin the layers that have come, with their experts where they lay; :meth:`fetch` brings values to copies.
+
+        Args:
+            left: of the layers that have left this rank (:meth:`state_of`, before).
+            gather: over the stages of this rank's pipeline, which call this together.
+        """
+        come = {name: state for told in gather(dict(left)) for name, state in told.items() if name in self.layers}
+        for name, state in come.items():
+            self._begin(self.layers[name], name)
+            self.layers[name].arrive(state)
+        if self.rebalancer is not None:
+            self.rebalancer.follow(list(self.layers.values()))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ..comm.staging import ranks_sharing
 from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import carry_out, in_rounds, plan_moves, sent_bytes
-from ..state.named import MASTER, link_full_access, parts_of, unlink_full_access
+from ..state.named import MASTER, is_spread, link_full_access, parts_of, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
 from .movable_layers import Layers, TensorNote, items_of_stages, tensors_of_layer
@@ -81,12 +81,24 @@ class Seat:
         stage: that it holds.
         replica: number of its pipeline.
         slice_name: ends the names of its tensors where ranks of a stage have slices of them, else empty.
+        share_name: ends the names of parameters of experts that lie on several ranks of a stage.
+        num_copies: slots for copies of experts that such a layer has here.
     """
 
     rank: int
     stage: int
     replica: int
     slice_name: str = ""
+    share_name: str = ""
+    num_copies: int = 0
+
+    def suffix(self, tensor: Tensor) -> str:
+        """See :data:`~.stage_tensors.Suffix`."""
+        return self.slice_name + (self.share_name if is_spread(tensor) else "")
+
+    def copied_bytes(self, tensor: Tensor) -> int:
+        """Bytes of the copies of experts that come with a tensor of a layer."""
+        return self.num_copies * tensor[0].nbytes if is_spread(tensor) else 0
 
 
 class Migrator:
@@ -100,8 +112,7 @@ class Migrator:
         parameters: says what the stage has to train, after layers were swapped.
         step: says how many steps there were.
         half_way: holds what must not end in the middle: where it does, the engine is of no use any more.
-        learned: estimates that go with layers, if there are any.
-        refuse: raises ValueError where the features of this job do not allow a change from old to new boundaries.
+        learned: estimates that go with layers.
         after: called when layers have moved, on all ranks: what was kept of the stage as it was is out of date.
 
     Attributes:
@@ -119,15 +130,14 @@ class Migrator:
         parameters: Callable[[], StageParameters],
         step: Callable[[], int],
         half_way: Callable[[str], AbstractContextManager[None]],
-        learned: Learned | None,
-        refuse: Callable[[Sequence[int], Sequence[int]], None],
+        learned: Sequence[Learned],
         after: Callable[[], None],
     ) -> None:
         self.migrations: deque[Migration] = deque(maxlen=MIGRATIONS)
         self._control, self._seat, self._layers = control, seat, layers
         self._optimizer, self._device = optimizer, device
         self._parameters, self._step, self._half_way = parameters, step, half_way
-        self._learned, self._refuse, self._after = learned, refuse, after
+        self._learned, self._after = learned, after
 
     def agree(self, parts: Sequence[int]) -> list[int] | None:
         """Check on all ranks that layers can move so that ``parts`` holds; None where nothing is to move.
@@ -157,7 +167,6 @@ class Migrator:
         begun = time.perf_counter()
         WATCH.doing("preparing to move layers", EVERYONE)
         old = self._layers.parts
-        self._refuse(old, new)
         change = _Change(old, new, self._layers.held)
         notes = self._notes(change)
         arrived = self._make(change, notes, memory_bytes)
@@ -210,20 +219,29 @@ class Migrator:
 
     def _notes(self, change: _Change) -> dict[int, list[TensorNote]]:
         """Gather the tensors of all layers that move, as their stages have them."""
-        groups = self._optimizer.param_groups
+        groups, layout = self._optimizer.param_groups, self._optimizer.layout
         mine: dict[int, list[TensorNote]] = {}
         for item in change.leaving:
             layer = self._layers.get(item)
             noted = mine.setdefault(item, [])
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                number = self._optimizer.layout.group_of.get(self._layers.prefix(item) + name)
-                options = None
+                whole_name = self._layers.prefix(item) + name
+                number, options = layout.group_of.get(whole_name), None
                 if number is not None:
                     options = {k: v for k, v in groups[number].items() if k not in NOT_RESTORED}
-                is_parameter = isinstance(tensor, nn.Parameter)
-                shape = tuple(tensor.shape)
-                requires = tensor.requires_grad
-                noted.append(TensorNote(name, is_parameter, shape, tensor.dtype, requires, number, options))
+                noted.append(
+                    TensorNote(
+                        name,
+                        isinstance(tensor, nn.Parameter),
+                        tuple(tensor.shape),
+                        tensor.dtype,
+                        tensor.requires_grad,
+                        number,
+                        options,
+                        layout.num_owners.get(whole_name, 1),
+                        self._seat.copied_bytes(tensor),
+                    )
+                )
         notes: dict[int, list[TensorNote]] = {}
         for told in self._control.gather(mine):
             for item, noted in told.items():
@@ -263,25 +281,30 @@ class Migrator:
 
     def _needed_bytes(self, change: _Change, notes: Mapping[int, Sequence[TensorNote]]) -> int:
         """Bytes that this rank takes beside what it has now, until what leaves it has left."""
-        come = sum(note.num_bytes for item in change.arriving for note in notes[item])
-        # What is trained has masters, states and gradients beside its value, as much as what is here.
-        trained = sum(note.num_bytes for item in change.arriving for note in notes[item] if note.group is not None)
-        return int(come + trained * self._state_bytes_per_value_byte()) + self._laid_out_twice_bytes(change)
+        found = [note for item in change.arriving for note in notes[item]]
+        trained = [note for note in found if note.group is not None]
+        come = sum(note.num_bytes + note.copied_bytes for note in found)
+        # What is trained has masters, states and gradients beside its value, as what is here has.
+        states, gradients = self._bytes_per_value_byte()
+        beside = sum(note.num_bytes * (gradients + states / note.num_owners) for note in trained)
+        return int(come + beside) + self._laid_out_twice_bytes(change)
 
     def _laid_out_twice_bytes(self, change: _Change) -> int:
         """Bytes of what is there twice with ZeRO 1: rows change owners, and values lie in the optimizer's memory."""
-        optimizer = self._optimizer
-        if not (optimizer.layout.is_sharded and change.concerns_this_stage):
+        optimizer, layout = self._optimizer, self._optimizer.layout
+        if not change.concerns_this_stage:
             return 0
-        values = sum(_num_bytes(p) for p in optimizer.layout.parameters)
-        kept = ((o, kind, t) for o in optimizer.owned for kind, t in parts_of(optimizer, o).items())
+        values = sum(_num_bytes(p) for p in layout.parameters if layout.num_owners[layout.name_of(p)] > 1)
+        owned = (o for o in optimizer.owned if layout.num_owners[o.name] > 1)
+        kept = ((o, kind, t) for o in owned for kind, t in parts_of(optimizer, o).items())
         return values + sum(_num_bytes(t) for o, kind, t in kept if kind != MASTER or optimizer.rows.has_own_master(o))
 
-    def _state_bytes_per_value_byte(self) -> float:
-        """Bytes of masters, states and gradients on this rank for each byte of the values that it trains."""
-        optimizer = self._optimizer
-        values = sum(_num_bytes(p) for p in optimizer.layout.parameters)
-        return float(optimizer.num_bytes()) / values if values else 0.0
+    def _bytes_per_value_byte(self) -> tuple[float, float]:
+        """Bytes of masters and states on all their owners together, and of gradients, for each byte of values here."""
+        optimizer, layout = self._optimizer, self._optimizer.layout
+        values = sum(_num_bytes(p) for p in layout.parameters)
+        owned = sum(_num_bytes(p) / layout.num_owners[layout.name_of(p)] for p in layout.parameters)
+        return (optimizer.rows.num_bytes() / owned, optimizer.gradients.num_bytes() / values) if values else (0.0, 0.0)
 
     def _group_for(self, note: TensorNote, item: int) -> int:
         """Number of the group here that has the options of the one that trains a layer there."""
@@ -310,16 +333,16 @@ class Migrator:
         """Swap layers, and bring every tensor to its rank: bytes that each rank sent, and seconds of the exchange."""
         layers, optimizer, seat = self._layers, self._optimizer, self._seat
         is_concerned = change.concerns_this_stage
-        holdings = Holdings(layers, optimizer, seat.slice_name) if is_concerned else None
-        estimates = self._learned and self._learned.state_of([layers.prefix(item) for item in change.leaving])
+        holdings = Holdings(layers, optimizer, seat.suffix) if is_concerned else None
+        estimates = [part.state_of([layers.prefix(item) for item in change.leaving]) for part in self._learned]
         unlink_full_access(optimizer)
         layers.swap(change.new, arrived)
-        if self._learned is not None:
-            self._learned.follow(estimates or {}, self._control.gather_over_stages)
+        for part, left in zip(self._learned, estimates, strict=True):
+            part.follow(left, self._control.gather_over_stages)
         wishes = None
         if is_concerned:
             self._rebuild_optimizer(notes, arrived)
-            wishes = Wishes(layers, optimizer, arrived, seat.slice_name)
+            wishes = Wishes(layers, optimizer, arrived, seat.suffix)
         told = self._control.gather((holdings.held if holdings else [], wishes.wanted if wishes else [], seat.replica))
         held = [t[0] for t in told]
         moves = plan_moves(held, [t[1] for t in told], [t[2] for t in told])

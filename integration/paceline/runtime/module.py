@@ -318,14 +318,18 @@ class CausalLMPipeline(PipelineModule):
                 for number, stage in enumerate(held)
             )
             self._share_tied_weight()
-        if self.expert_parallel > 1:
-            replica = self._grid.get_data_parallel_rank()
-            # In one order on all ranks that hold the same stages, each with other chunks first.
-            for _, model in sorted(zip(held, self.models, strict=True), key=lambda pair: pair[0]):
-                self.expert_layers |= take_share(model, replica % self.expert_parallel, self.expert_parallel)
+        # In one order on all ranks that hold the same stages, each with other chunks first.
+        for _, model in sorted(zip(held, self.models, strict=True), key=lambda pair: pair[0]):
+            self.expert_layers |= self.spread_experts(model)
         self.forward_funcs.append(self.stage)
         for parameter in self.parameters():
             setattr(parameter, REPLICATED, False)
+
+    def spread_experts(self, part: nn.Module) -> dict[str, HFExpertLayer]:
+        """Keep this rank's share of the experts in a part of the model; the layers that have some, by name."""
+        if self.expert_parallel == 1:
+            return {}
+        return take_share(part, self._grid.get_data_parallel_rank() % self.expert_parallel, self.expert_parallel)
 
     def _own_copy(self, source: Any, *, is_last: bool) -> Any:
         """A model in memory is cut in place: each stage has it to itself."""

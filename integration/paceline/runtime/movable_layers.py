@@ -25,6 +25,8 @@ class TensorNote:
         name: within the layer.
         group: number of the optimizer's group that trains it; None: it is not trained.
         options: of that group, but for its parameters.
+        num_owners: ranks among which its masters and states are divided.
+        copied_bytes: of the copies of experts that a rank keeps beside it.
     """
 
     name: str
@@ -34,6 +36,8 @@ class TensorNote:
     requires_grad: bool = False
     group: int | None = None
     options: Mapping[str, Any] | None = None
+    num_owners: int = 1
+    copied_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -63,7 +63,7 @@ class PlainExperts:
         if self.layers:
             layers = list(self.layers.values())
             self.rebalancer, self.controller = expert_controller(
-                *(layers, states_of(engine), engine.data_parallel_group, section, decided)
+                *(layers, states_of(engine), engine.data_parallel_group, layers[0].device, section, decided)
             )
         elif dist.get_rank() == 0:
             logger.warning(

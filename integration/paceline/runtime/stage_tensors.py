@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -14,24 +14,24 @@ from ..state.exchange import Held, Move, Transfer, Wanted, stretch
 from ..state.named import MASTER, VALUE, parts_of
 from .movable_layers import Layers, tensors_of_layer
 
+Suffix = Callable[[Tensor], str]
+"""Ends the name of a layer's tensor on its way: ranks of a stage may have other tensors under the same name."""
+
 
 class Holdings:
-    """All that this rank has of its layers and of their training: values, buffers, masters, the optimizer's states.
+    """All that this rank has of its layers and of their training: values, buffers, masters, the optimizer's states."""
 
-    Args:
-        suffix: of all names; with tensor parallelism ranks of a stage have other tensors under the same names.
-    """
-
-    def __init__(self, layers: Layers, optimizer: ShardedOptimizer, suffix: str) -> None:
+    def __init__(self, layers: Layers, optimizer: ShardedOptimizer, suffix: Suffix) -> None:
         self.held: list[Held] = []
         self.tensors: list[Tensor] = []
         for item in layers.here:
             layer = layers.get(item)
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                whole_name = layers.prefix(item) + name + suffix
+                whole_name = layers.prefix(item) + name + suffix(tensor)
                 self.held.append(Held(whole_name, VALUE, 0, tensor.numel(), tensor.dtype))
                 self.tensors.append(tensor.detach())
         for owned in optimizer.owned:
+            whole_name = owned.name + suffix(owned.parameter)
             for kind, tensor in parts_of(optimizer, owned).items():
                 if kind == MASTER and not optimizer.rows.has_own_master(owned):
                     continue  # it is the value's own memory
@@ -40,7 +40,7 @@ class Holdings:
                 start, stop = elements_of(owned) if by_rows else (0, tensor.numel())
                 whole = None if by_rows else tuple(tensor.shape)
                 is_number = kind != MASTER and not torch.is_tensor(optimizer.state[owned.master][kind])
-                self.held.append(Held(owned.name + suffix, kind, start, stop, tensor.dtype, whole, is_number))
+                self.held.append(Held(whole_name, kind, start, stop, tensor.dtype, whole, is_number))
                 self.tensors.append(tensor)
 
 
@@ -52,7 +52,7 @@ class Wishes:
     """
 
     def __init__(
-        self, layers: Layers, optimizer: ShardedOptimizer, arrived: Mapping[int, nn.Module | None], suffix: str
+        self, layers: Layers, optimizer: ShardedOptimizer, arrived: Mapping[int, nn.Module | None], suffix: Suffix
     ) -> None:
         self.wanted: list[Wanted] = []
         self._targets: list[Tensor | Owned] = []
@@ -60,10 +60,10 @@ class Wishes:
         self._numbers: set[tuple[int, str]] = set()
         for item, layer in arrived.items():
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                self.wanted.append(Wanted(layers.prefix(item) + name + suffix, 0, tensor.numel(), VALUE))
+                self.wanted.append(Wanted(layers.prefix(item) + name + suffix(tensor), 0, tensor.numel(), VALUE))
                 self._targets.append(tensor.detach())
         for owned in optimizer.owned:
-            self.wanted.append(Wanted(owned.name + suffix, *elements_of(owned), None))
+            self.wanted.append(Wanted(owned.name + suffix(owned.parameter), *elements_of(owned), None))
             self._targets.append(owned)
 
     def place(self, move: Move, held: Held, own: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ same on fewer of these ranks, which are a group of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,23 +129,26 @@ def over_directions(
     options: StepOptions,
     mirrors: Mirrors,
     stage_of: Callable[[nn.Parameter], int],
-    experts: Collection[nn.Parameter],
+    is_spread: Callable[[nn.Parameter], bool],
     choice: ScheduleChoice,
     ds_config: Mapping[str, Any],
     ties: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
+    *,
+    spreads_experts: bool,
 ) -> StepOptions:
     """``options`` for a schedule whose mirror groups reduce gradients and own states together.
 
     Args:
         stage_of: of a parameter, as layers lie now.
-        experts: parameters that replicas share.
+        is_spread: whether replicas share a parameter, that of experts.
         choice: the schedule; without a flush updates are made beside the computation.
         ties: weights of which another rank has a copy, and the group of the two.
+        spreads_experts: whether there are such parameters on any stage.
     """
     asked = value_at(ds_config, "zero_optimization.overlap_comm")
 
     def domain(parameter: nn.Parameter) -> Domain:
-        return (mirrors.experts if parameter in experts else mirrors.stages).domain(stage_of(parameter))
+        return (mirrors.experts if is_spread(parameter) else mirrors.stages).domain(stage_of(parameter))
 
     return replace(
         options,
@@ -155,7 +158,7 @@ def over_directions(
         shard=len(mirrors.stages.owners) > 1 or options.shard,
         # Without experts on several ranks, these groups are the only ones at work in a step, and one thread issues
         # their operations: NCCL can, too.
-        overlap=options.overlap or (asked is not False and not experts),
+        overlap=options.overlap or (asked is not False and not spreads_experts),
         corrections=Corrections(choice.warm_in_steps or 0, choice.correction) if choice.is_asynchronous else None,
         ties=lambda: [(weight, group) for weight, group in ties() if weight.requires_grad],
     )

@@ -26,6 +26,9 @@ from ..optim.sharded import ShardedOptimizer
 REPLICATED = "ds_pipe_replicated"
 """DeepSpeed's mark on a parameter of which another stage holds the one that counts."""
 
+SPREAD = "paceline_is_spread"
+"""Mark on a parameter of experts that lie on several ranks of a stage, each of which has other rows of it."""
+
 COPY = "@copy"
 """Ends the name of what a tied module has beside the tied weight, in the last stage's copy: it is one of its own."""
 
@@ -178,6 +181,11 @@ def tied_weights(module: Any) -> set[int]:
 def is_copy(tensor: Tensor, tied: set[int]) -> bool:
     """Whether another stage has the one of these two equal weights that counts."""
     return getattr(tensor, REPLICATED, False) and id(tensor) in tied
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether other ranks of this stage have other rows of a parameter, one of experts."""
+    return bool(getattr(tensor, SPREAD, False))
 
 
 def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
