@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ class Run(NamedTuple):
         start: boundaries at first.
         moves: of the run whose layers move.
         shuffled: steps before which experts change places, also where layers stay.
+        experts: ranks that share them.
     """
 
     case: Case
@@ -41,12 +44,13 @@ class Run(NamedTuple):
     start: Sequence[int] = START
     moves: Moves = MOVES
     shuffled: Sequence[int] = ()
+    experts: int = 2
 
 
 def train(run: Run, moves: Moves) -> dict[str, Any]:
     pipeline = {"stages": 2, "partition": list(run.start), "schedule": run.schedule}
     section = {**run.more, **({} if run.moe is None else {"moe": dict(run.moe)})}
-    engine = make(run.case, 2, 2, pipeline=pipeline, **section)
+    engine = make(run.case, 2, run.experts, pipeline=pipeline, **section)
     losses, num_bytes, placed = [], 0, []
     for step in range(STEPS):
         if step in run.shuffled:
@@ -66,6 +70,10 @@ def train(run: Run, moves: Moves) -> dict[str, Any]:
     found["routed"] = {name: layer.routed.clone() for name, layer in engine.expert_layers.items()}
     engine.destroy()
     return found
+
+
+def as_told(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [train(run, run.moves) for run in runs]
 
 
 def both(runs: Mapping[str, Run]) -> dict[str, list[dict[str, Any]]]:
@@ -114,17 +122,162 @@ def test_a_stage_gets_its_first_experts_and_gives_its_last_ones_away() -> None:
     check({"dense first": Run(DENSE_FIRST, moe=BY_HAND, moves=moves, shuffled=(0, 2))})
 
 
-LATE = {1: [[0, 2, 6]], 3: [[0, 4, 6]]}
+CHUNKS: Moves = {1: [[0, 2, 3, 6, 8]], 3: [[0, 3, 5, 7, 8]]}
+"""Of two stages a rank: layers go from one rank to the other, some back."""
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        Run(ZERO, {"type": "one_direction"}, COPIES, moves=LATE, shuffled=(1, 3)),
         Run(PLAIN._replace(checkpointing=True), {"type": "gpipe"}, BY_HAND, shuffled=(0,)),
         Run(ZERO._replace(dtype="bf16"), "1f1b", BY_HAND, shuffled=(0,)),
+        Run(ZERO, "1f1b", BY_HAND, {"natural_gradient": {}}, shuffled=(0,)),
+        Run(ZERO._replace(layers=6), "interleaved", COPIES, start=[0, 2, 4, 6, 8], moves=CHUNKS, shuffled=(0, 2)),
+        Run(ZERO._replace(layers=6), "zbv", BY_HAND, start=[0, 2, 4, 6, 8], moves=CHUNKS, shuffled=(0, 2)),
     ],
-    ids=["no flush", "recomputed", "bf16"],
+    ids=["recomputed", "bf16", "natural gradient", "interleaved", "zbv"],
 )
 def test_with_other_features(run: Run) -> None:
     check({"": run})
+
+
+LATE = {2: [[0, 2, 6]], 4: [[0, 4, 6]]}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_without_a_flush_a_stage_trains_as_where_its_ranks_have_all_experts(copies: bool) -> None:
+    """How stale a layer's weights are depends on its stage, so both runs move."""
+    spread = Run(ZERO, {"type": "one_direction"}, COPIES if copies else BY_HAND, moves=LATE, shuffled=(0, 4))
+    whole = spread._replace(moe=None, shuffled=(), experts=1)
+    ranks = run_ranks(as_told, 4, [spread, whole])
+    found, wanted = ([rank[which] for rank in ranks] for which in range(2))
+    assert found[0]["losses"] == pytest.approx(wanted[0]["losses"], rel=1e-6)
+    state, expected = joined(found), joined(wanted)
+    assert state.keys() == expected.keys()
+    for key, tensor in expected.items():
+        atol = 2e-4 if key[1] == "master" else 1e-5
+        torch.testing.assert_close(state[key], tensor, rtol=1e-4, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def hold(case: Case, stages: int, parts: Sequence[Sequence[int]], schedule: Any) -> list[list[Any]]:
+    """State by name, and values of every tensor here, before any move and after each; then a step."""
+    pipeline = {"stages": stages, "partition": list(parts[0]), "schedule": schedule}
+    engine = make(case, stages, 2, pipeline=pipeline, moe=COPIES)
+    steps(engine, 0, 1)
+    shuffle(engine, by_name=True)
+    found = []
+    for number, boundaries in enumerate(parts):
+        if number:
+            engine.repartition(boundaries)
+        name_of = engine.module.state_name
+        values = {name_of(name): p.detach().clone() for name, p in engine.module.named_parameters()}
+        for name, layer in engine.expert_layers.items():
+            layer.copying.settle()
+            values |= {f"{name} copy {place}": tensor.clone() for place, tensor in enumerate(layer.copying.copies)}
+        found.append([state(engine), engine.shared_experts.number, values])
+    assert all(loss > 0 for loss in steps(engine, 1, 1))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "parts"),
+    [
+        (2, "1f1b", [[0, 3, 8], [0, 6, 8], [0, 2, 8]]),
+        (4, {"type": "multidirection", "staleness": 0, "directions": 2}, [[0, 2, 3, 5, 8], [0, 2, 5, 6, 8]]),
+    ],
+    ids=["1f1b", "directions"],
+)
+def test_every_rank_has_what_it_is_to_have(stages: int, schedule: Any, parts: Sequence[Sequence[int]]) -> None:
+    """Several ranks hold the same experts, and own parts of their states."""
+    ranks = run_ranks(hold, 8, ZERO._replace(layers=6), stages, parts, schedule)
+    moves = [[rank[number] for rank in ranks] for number in range(len(parts))]
+    wholes = [joined([{"state": told} for told, _, _ in move]) for move in moves]
+    values = [
+        {(name, share, number): value for number, (_, share, found) in enumerate(move) for name, value in found.items()}
+        for move in moves
+    ]
+    by_share = []
+    for found in values:
+        known: dict[Any, torch.Tensor] = {}
+        for (name, share, _), value in found.items():
+            assert torch.equal(known.setdefault((name, share), value), value), name
+        by_share.append(known)
+    for whole, known in zip(wholes[1:], by_share[1:], strict=True):
+        assert whole.keys() == wholes[0].keys()
+        assert known.keys() == by_share[0].keys()
+        for key, tensor in whole.items():
+            assert torch.equal(tensor, wholes[0][key]), key
+        for key, value in known.items():
+            assert torch.equal(value, by_share[0][key]), key
+
+
+SLOW_RANK, PAUSE_S = 3, 0.015
+
+
+def follow(steps_of_run: int, partition: Mapping[str, Any], slow_rank: int | None) -> dict[str, Any]:
+    """A run whose experts are placed anew; a rank may pause in each decoder layer."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+    from paceline.runtime import partition_actuator
+
+    partition_actuator.REBUILD_S = 0.01  # steps are short here: a move has to pay at the first planning
+    forward = MixtralDecoderLayer.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(PAUSE_S)
+        return forward(*args, **kwargs)
+
+    if slow_rank == int(os.environ["RANK"]):
+        MixtralDecoderLayer.forward = slow
+    try:
+        pipeline = {"stages": 2, "partition": {"method": "uniform", **partition}}
+        engine = make(PLAIN._replace(layers=6), 2, 2, pipeline=pipeline, moe={"rebalance_every": 3, "replicas": 0})
+        found: dict[str, Any] = {"losses": [], "parts": []}
+        for step in range(steps_of_run):
+            found["losses"] += steps(engine, step, 1)
+            found["parts"].append(tuple(engine.module.parts))
+        found["decided"] = [d["step"] for d in engine.decisions.decisions if d["what"] == "experts"]
+        found["windows"] = [
+            (window["step"], window["steps"], layer["name"], layer["loads"])
+            for window in engine.rebalancer.windows
+            for layer in window["layers"]
+        ]
+        found["state"] = state(engine)
+        costs = None if engine.controller is None else engine.controller.measurements.costs
+        found["measured"] = costs and {i: item.num_parameters for i, item in enumerate(costs.items)}
+        found["layer"] = {
+            i: sum(p.numel() for p in layer.parameters()) for i in engine.layers.here if (layer := engine.layers.get(i))
+        }
+        engine.destroy()
+    finally:
+        MixtralDecoderLayer.forward = forward
+    return found
+
+
+def follow_both(count: int) -> list[dict[str, Any]]:
+    return [follow(count, {"repartition_every": 2}, SLOW_RANK), follow(count, {}, None)]
+
+
+def test_layers_and_experts_follow_devices_and_loads_at_once() -> None:
+    """One of the two ranks that share the second stage's experts is slow, so the stage is."""
+    count = 9
+    ranks = run_ranks(follow_both, 4, count)
+    followed, fixed = ([rank[which] for rank in ranks] for which in range(2))
+    assert all(rank["losses"] == fixed[0]["losses"] for rank in (*followed, *fixed))
+    assert all(rank["parts"] == followed[0]["parts"] for rank in followed)
+    assert followed[0]["parts"][-1][1] > 4
+    assert set(fixed[0]["parts"]) == {(0, 4, 8)}
+    whole = joined(fixed)
+    for key, tensor in joined(followed).items():
+        assert torch.equal(tensor, whole[key]), key
+    # A layer's tokens are counted wherever it is, once.
+    counted, expected = (sorted(line for rank in of for line in rank["windows"]) for of in (followed, fixed))
+    assert counted == expected
+    assert {(step, steps_of) for step, steps_of, _, _ in counted} == {(3, 3), (6, 3), (9, 3)}
+    assert len(counted) == 3 * 6
+    assert set(followed[0]["decided"]) == {3, 6, 9}
+    # Of experts that lie on two ranks, each has half.
+    for item, num_parameters in followed[0]["measured"].items():
+        if item in followed[0]["layer"]:
+            assert num_parameters == followed[0]["layer"][item]
