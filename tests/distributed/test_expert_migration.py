@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from paceline.checkpoint import Checkpoint
 from support.expert_pipelines import Case, joined, make, shuffle, state, steps
 from support.ranks import run_ranks
 
@@ -281,3 +283,104 @@ def test_layers_and_experts_follow_devices_and_loads_at_once() -> None:
     for item, num_parameters in followed[0]["measured"].items():
         if item in followed[0]["layer"]:
             assert num_parameters == followed[0]["layer"][item]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def finds_room(zero: int) -> list[tuple[list[str], list[int], bool]]:
+    """Whether a layer moves to the second stage, with a little less memory than it needs, and with a little more."""
+    engine = make(ZERO._replace(zero=zero), 2, 2, pipeline={"stages": 2, "partition": START}, moe=COPIES)
+    steps(engine, 0, 1)
+    shuffle(engine)
+    before = state(engine)
+    layers = [layer for item in engine.layers.here if (layer := engine.layers.get(item)) is not None]
+    spread = {p for layer in engine.expert_layers.values() for p in layer.parameters()}
+    experts, dense = (sum(p.nbytes for p in layers[-1].parameters() if (p in spread) is each) for each in (True, False))
+    # Value, gradient and two moments; a copy of one of two experts; and with ZeRO 1 half the moments of what is dense.
+    need = 4 * experts + experts // 2 + (4 if zero == 0 else 3) * dense
+    if zero == 1:  # rows of what is there change owners, and values lie in new memory
+        need += sum(2 * p.nbytes for p in engine.module.parameters() if p not in spread)
+    found = []
+    for share in (0.95, 1.05):
+        told = []
+        try:
+            engine.repartition([0, 2, 6], memory_bytes=int(share * need))
+        except ValueError as error:
+            told.append(str(error))
+        after = state(engine)
+        same = all(a[:3] == b[:3] and torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=False))
+        found.append((told, engine.module.parts, same))
+    assert steps(engine, 1, 1)[0] > 0
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_has_no_room_stays_on_all_ranks(zero: int) -> None:
+    """A share of the experts counts, with the copies that lie beside it, and nothing has moved."""
+    for (refused, parts, same), (told, moved, _) in run_ranks(finds_room, 4, zero):
+        assert len(refused) == 1, (refused, told)
+        assert refused[0].startswith("partition [0, 2, 6] does not fit: stage 1 would take "), refused
+        assert (parts, same) == (START, True)
+        assert (told, moved) == ([], [0, 2, 6])
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+BEFORE, AFTER = 2, 2
+
+
+def save(root: str, case: Case, moves: bool) -> list[float]:
+    """Save after a move of experts and, with ``moves``, of layers; the losses of the steps after it."""
+    engine = make(case, 2, 2, pipeline={"stages": 2, "partition": START}, moe=BY_HAND)
+    steps(engine, 0, 1)
+    if moves:
+        engine.repartition([0, 2, 6])
+    shuffle(engine, by_name=True)
+    steps(engine, 1, BEFORE - 1)
+    if moves:
+        engine.repartition([0, 4, 6])
+    engine.save_checkpoint(root, tag="saved")
+    return steps(engine, BEFORE, AFTER)
+
+
+def load(root: str, case: Case, stages: int, experts: int, moves: bool) -> tuple[list[float], bool]:
+    """Losses after a resume, and whether the experts lie as they lay."""
+    section = {"moe": BY_HAND} if experts == 2 else {}
+    engine = make(case, stages, experts, pipeline={"stages": stages, "partition": "uniform"}, **section)
+    if moves:
+        engine.repartition([0, 2, 6])
+    engine.load_checkpoint(root, tag="saved")
+    placed = {name: layer.placement.devices for name, layer in engine.expert_layers.items()}
+    orders = {0: ((2, 3), (1, 0)), 1: ((3, 1), (0, 2))}
+    if moves:
+        engine.repartition([0, 4, 6])
+    return steps(engine, BEFORE, AFTER), all(orders[int(name.split(".")[2]) % 2] == d for name, d in placed.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "into"),
+    [(ZERO, [(2, 2, 1), (4, 1, 2)]), (DENSE_FIRST, [(4, 1, 4)])],
+    ids=["router loss", "dense first"],
+)
+def test_checkpoints_know_nothing_of_moves(case: Case, into: list[tuple[int, int, int]], tmp_path: Path) -> None:
+    """They are those of a run whose layers stayed, and resume in every shape, where layers move on."""
+    wanted, found = (
+        run_ranks(save, 4, str(tmp_path / name), case, moves)[0] for name, moves in (("stay", False), ("move", True))
+    )
+    assert found == wanted
+    one, other = (Checkpoint.open(tmp_path / name / "saved") for name in ("stay", "move"))
+    assert sorted(one.names) == sorted(other.names)
+    for name in one.names:
+        assert sorted(one.kinds(name)) == sorted(other.kinds(name))
+        for kind in one.kinds(name):
+            assert torch.equal(one.read(name, kind), other.read(name, kind)), f"{kind} of {name}"
+    root = str(tmp_path / "move")
+    for moves in (False, True):
+        for losses, as_they_lay in run_ranks(load, 4, root, case, 2, 2, moves):
+            assert losses == wanted
+            assert as_they_lay
+    for world_size, stages, experts in into:
+        losses = run_ranks(load, world_size, root, case, stages, experts, False)[0][0]
+        assert losses == pytest.approx(wanted, rel=1e-5)

@@ -31,7 +31,6 @@ ASKING: dict[tuple[str, str], Features] = {
     ("fp16", "bf16"): features({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, is_pipeline=False),
     ("AutoEP's layers", PIPELINE): features(EXPERTS),
     ("unmanaged accumulation", PIPELINE): features({"managed_gradient_accumulation": False}),
-    ("layers that move", "expert_parallel"): features({}, repartition_every=5, expert_parallel=2),
     (UNEQUAL, "expert_parallel"): features(UNEQUAL_REPLICAS, expert_parallel=2),
     (UNEQUAL, NO_FLUSH): features({"paceline": {"pipeline": {"schedule": "one_direction", "unequal_replicas": {}}}}),
     (UNEQUAL, "micro_batch_sizes"): features(

@@ -73,18 +73,13 @@ def test_refused(section, message):
     assert str(error.value) == message
 
 
-def test_layers_stay_on_their_stages():
-    partition = {"method": "hetero"}
+def test_layers_may_move():
     config = {
         "expert_parallel": {"enabled": True, "autoep_size": 2},
-        "paceline": {"pipeline": {"stages": 2, "partition": partition}},
+        "paceline": {"pipeline": {"stages": 2, "partition": "hetero"}},
     }
-    with pytest.raises(
-        ValueError, match=r"repartition_every is 100 and expert_parallel\.autoep_size is 2: .* write 0 "
-    ):
-        resolved(config)
-    partition["repartition_every"] = 0
-    assert resolved(config).expert_parallel == 2
+    plan = resolved(config)
+    assert (plan.expert_parallel, plan.partition_choice.repartition_every) == (2, 100)
 
 
 def test_not_for_modules_of_other_kinds():

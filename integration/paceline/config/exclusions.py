@@ -34,14 +34,12 @@ class Features:
         config: the DeepSpeed JSON.
         section: its ``"paceline"`` section.
         is_pipeline: whether stages run it, or DeepSpeed's own engine.
-        repartition_every: steps from one re-planning of the partition to the next; 0: never.
         expert_parallel: ranks that share the experts of a stage.
     """
 
     config: Mapping[str, Any]
     section: PacelineConfig
     is_pipeline: bool = True
-    repartition_every: int = 0
     expert_parallel: int = 1
 
     def written(self, feature: str) -> str | None:
@@ -112,11 +110,6 @@ def _half_autocast(features: Features) -> str | None:
     return f"torch_autocast.dtype is {show(dtype)}"
 
 
-def _moving_layers(features: Features) -> str | None:
-    every = features.repartition_every
-    return f"{SECTION}.pipeline.partition.repartition_every is {every}" if every else None
-
-
 def _unequal_replicas(features: Features) -> str | None:
     is_there = features.is_pipeline and features.section.pipeline.unequal_replicas is not None
     return f"{SECTION}.pipeline.unequal_replicas is there" if is_there else None
@@ -155,7 +148,6 @@ FEATURES: dict[str, _Finder] = {
     NO_FLUSH: _schedule(*STREAMS),
     '"multidirection"': _schedule(MULTIDIRECTION),
     '"one_direction"': _schedule(ONE_DIRECTION),
-    "layers that move": _moving_layers,
     "expert_parallel": _spread_experts,
     UNEQUAL: _unequal_replicas,
     "micro_batch_sizes": _other_sizes,

@@ -131,10 +131,8 @@ def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_pa
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
         raise ValueError(f"{ZERO_STAGE} is {show(zero_stage)}: it must be 0, 1, 2 or 3; write one of them.")
     method, _ = resolve_method(section, config)
-    partition, _ = resolve_partition(section, method, default=None)
-    check_exclusions(
-        Features(config, section, repartition_every=partition.repartition_every, expert_parallel=expert_parallel)
-    )
+    resolve_partition(section, method, default=None)
+    check_exclusions(Features(config, section, expert_parallel=expert_parallel))
 
 
 def check_written(config: Mapping[str, Any], section: PacelineConfig, *, is_pipeline: bool) -> None:

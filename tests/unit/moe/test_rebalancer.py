@@ -11,14 +11,13 @@ import torch
 from paceline.config.expert_choice import MoeChoice
 from paceline.moe import load_measurements, rebalancer, stage_agreement
 from paceline.moe.rebalancer import EXPERT_S, FIXED_S
-from paceline.moe.stage_agreement import Bystander, Stages
+from paceline.moe.stage_agreement import Stages
 from paceline.planning import rebalance
 from paceline.planning.experts import Placement, device_loads
 from paceline.planning.rebalance import most_moved
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import EXPERTS, DecisionLog, DecisionRecord
-from paceline.runtime.controller import Controller
-from paceline.runtime.expert_part import expert_controller, interval_of
+from paceline.runtime.expert_part import expert_controller
 
 EVERY = 10
 ROW_S = 1e-3
@@ -100,7 +99,9 @@ class Layer:
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps of a rebalancer whose group has links of some speed; the layer afterwards, and what was decided."""
 
-    def ran(steps: int, group: Group, every: int = EVERY, **more: Any) -> tuple[Layer, list[dict[str, Any]]]:
+    def ran(
+        steps: int, group: Group, every: int = EVERY, here: Any = lambda step: True, **more: Any
+    ) -> tuple[Layer, list[dict[str, Any]]]:
         layer = Layer()
         state = SimpleNamespace(tensor=torch.zeros(EXPERT_BYTES * layer.num_slots, dtype=torch.uint8))
         for module in (rebalancer, load_measurements, stage_agreement):
@@ -111,9 +112,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(rebalancer, "move_experts", lambda changes, states, group: moved)
         config = MoeChoice(rebalance_every=every)
         decided = DecisionLog()
-        parts: Any = [layer], lambda _: [state], None
-        _, controller = expert_controller(*parts, config, decided, **more)
-        for _ in range(steps):
+        parts: Any = [layer] if here(0) else [], lambda _: [state], None, torch.device("cpu")
+        of_layers, controller = expert_controller(*parts, config, decided, **more)
+        for step in range(steps):
+            of_layers.follow([layer] if here(step) else [])
             layer.routed += torch.tensor(LOADS, dtype=torch.int64) // 2
             if layer.clock is not None:
                 layer.clock.rows += 130
@@ -264,16 +266,17 @@ def test_the_first_rank_has_the_decisions_of_all_stages(run: Any) -> None:
     assert decisions[1] == OTHER.to_json()
 
 
-def test_a_stage_without_experts_takes_part_in_every_planning() -> None:
-    decided = DecisionLog()
-    bystander = Bystander(stages(1.0, Control((1, 0.5, 0.2, True), notes=(OTHER,))))
-    controller = Controller(bystander, {bystander: interval_of(MoeChoice(rebalance_every=4))}, bystander, decided)
-    told = []
-    for _ in range(12):
-        controller.after_step()
-        told.append(len(decided.decisions))
-    assert told == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
-    assert decided.decisions == [OTHER.to_json()] * 3
+def test_a_stage_without_experts_takes_part_in_every_planning(run: Any) -> None:
+    control = Control((1, 0.5, 0.2, True), notes=(OTHER,))
+    _, decided = run(12, Group(), 4, here=lambda step: False, stages=stages(1.0, control))
+    assert decided == [OTHER.to_json()] * 3
+
+
+def test_a_layer_that_comes_before_a_planning_is_placed_by_its_own_counts_and_by_times_from_then_on(run: Any) -> None:
+    """It comes before the last step of the interval; what it counted elsewhere came along."""
+    layer, (decision,) = run(EVERY, Group(), here=lambda step: step == EVERY - 1)
+    assert (decision["switched"], decision["predicted_now_s"]) == (True, pytest.approx(NOW_S))
+    assert layer.placement != IN_ORDER
 
 
 def test_experts_are_placed_anew_soon_at_first_and_after_a_pause(run: Any) -> None:

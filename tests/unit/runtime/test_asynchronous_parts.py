@@ -24,27 +24,28 @@ from paceline.supervise.watch import EVERYONE, WATCH
 @pytest.mark.parametrize(
     ("zero", "by_default", "experts", "overlaps"),
     [
-        ({}, False, 0, True),  # NCCL
-        ({}, False, 1, False),  # whose other collectives would be under way at the same time
-        ({}, True, 0, True),  # gloo
-        ({}, True, 1, True),
-        ({"overlap_comm": True}, True, 0, True),
-        ({"overlap_comm": False}, False, 0, False),
-        ({"overlap_comm": False}, True, 0, True),
+        ({}, False, False, True),  # NCCL
+        ({}, False, True, False),  # whose other collectives would be under way at the same time
+        ({}, True, False, True),  # gloo
+        ({}, True, True, True),
+        ({"overlap_comm": True}, True, False, True),
+        ({"overlap_comm": False}, False, False, False),
+        ({"overlap_comm": False}, True, False, True),
     ],
 )
 def test_updates_are_beside_the_computation_unless_the_user_says_otherwise(
-    zero: dict[str, Any], by_default: bool, experts: int, overlaps: bool
+    zero: dict[str, Any], by_default: bool, experts: bool, overlaps: bool
 ) -> None:
     alone = Holders((0,), None, {0: None})
     options = state_owners.over_directions(
         StepOptions(overlap=by_default, shard=False),
         Mirrors(alone, alone, model_group=None),
         lambda parameter: 0,
-        {torch.nn.Parameter(torch.ones(1)) for _ in range(experts)},
+        lambda parameter: False,
         ScheduleChoice("one_direction"),
         {"zero_optimization": zero},
         ties=list,
+        spreads_experts=experts,
     )
     assert options.overlap is overlaps
     assert options.is_asynchronous

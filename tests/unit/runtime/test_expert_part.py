@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from paceline.config.expert_choice import MoeChoice
+from paceline.moe.layer import LayerState
 from paceline.planning.experts import Placement
 from paceline.planning.tuning import DecisionLog
 from paceline.runtime import expert_part
 from paceline.runtime.expert_groups import ExpertGroups
 from paceline.runtime.expert_part import Experts, SharedExperts
+from paceline.state.named import SPREAD
 
 IN_ORDER, SWAPPED = Placement(((0, 1), (2, 3))), Placement(((0, 2), (1, 3)))
 
@@ -28,6 +30,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
+        setattr(self.weight, SPREAD, True)
         self.calls: list[Any] = []
 
     def begin(self, name: str, group: Any, **options: Any) -> None:
@@ -39,6 +42,12 @@ class Layer(nn.Module):
 
     def take_on(self, placement: Placement) -> None:
         self.calls.append(placement)
+
+    def leave(self) -> LayerState:
+        return LayerState(self.placement, None, torch.ones(4))
+
+    def arrive(self, left: LayerState) -> None:
+        self.calls.append(("arrive", left))
 
     def fetch(self) -> None:
         self.calls.append("fetch")
@@ -77,6 +86,9 @@ class FakeRebalancer:
 
     def placements(self) -> dict[str, list[list[int]]]:
         return {"mlp": [[0, 1], [2, 3]]}
+
+    def follow(self, layers: Sequence[Layer]) -> None:
+        self.calls.append(("follow", layers))
 
     def forget(self, step: int) -> None:
         self.calls.append(("forget", step))
@@ -119,6 +131,7 @@ def experts(of: SharedExperts, section: MoeChoice | None, others: Sequence[str] 
         control=control,
         stages=stages,
         group=lambda: "group",
+        device=torch.device("cpu"),
         states=lambda: "states",  # type: ignore[arg-type, return-value]
         is_last_backward=lambda: True,
         decided=DecisionLog(),
@@ -130,7 +143,7 @@ def test_layers_begin_and_their_rebalancer_gets_what_it_needs() -> None:
     part = experts(of, MoeChoice(replicas=1), stages="stages")
     assert layer.calls == [("begin", "mlp", "sharing", 1, "even")]
     found: Any = part.controller
-    assert (found.made_of[:3], found.made_of[5]) == (([layer], "states", "group"), "stages")
+    assert (found.made_of[:3], found.made_of[6]) == (([layer], "states", "group"), "stages")
     part.after_step()
     assert layer.calls[1:] == ["fetch"]
     part.resume(7)
@@ -181,9 +194,28 @@ def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
 
 def test_a_stage_without_experts_takes_part() -> None:
     part = experts(shared(with_layer=False)[0], MoeChoice(), others=["other"], stages="stages")
-    assert part.rebalancer is None
-    assert part.follow_load
-    assert part.place({"other": SWAPPED}) == {"moved": 0, "num_bytes": 0, "seconds": 0.0}
+    found: Any = part.rebalancer
+    part.place({"other": SWAPPED})
+    assert found.calls == [{}]
+
+
+def test_layers_that_come_begin_as_those_that_left_and_their_rebalancer_follows() -> None:
+    of, layer = shared()
+    part = experts(of, MoeChoice(replicas=1))
+    layers: Any = of.layers
+    assert part.state_of(["nothing."]) == {}
+    left = part.state_of(["mlp"])
+    assert (left["mlp"].placement, list(left)) == (IN_ORDER, ["mlp"])
+    another = Layer()
+    del layers["mlp"]
+    layers["other"] = another
+    state = LayerState(SWAPPED, [1.0] * 4, torch.zeros(4))
+    layer.calls.clear()
+    part.follow(left, lambda own: [own, {"other": state}, {"third": state}])
+    assert layer.calls == []
+    assert another.calls == [("begin", "other", "sharing", 1, "even"), ("arrive", state)]
+    found: Any = part.rebalancer
+    assert found.calls == [("follow", [another])]
 
 
 @pytest.mark.parametrize(("saved", "taken"), [([[0, 2, 1], [1, 3, 0]], [SWAPPED]), ([[0, 1, 2, 3]], [])])
@@ -198,18 +230,15 @@ def test_a_saved_placement_is_taken_on_without_copies_if_it_fits(saved: list[lis
 def test_what_the_engine_must_know_of_shared_experts() -> None:
     of, layer = shared()
     other = nn.Parameter(torch.zeros(1))
-    domain = of.domain()
+    domain = SharedExperts(of.layers).domain()
     assert domain(other) is None
     assert domain(layer.weight) is not None
     of.check_optimizer(torch.optim.AdamW([other]))
     with pytest.raises(ValueError, match=r"optimizer Adafactor looks at a parameter as a whole.* AdamW"):
         of.check_optimizer(torch.optim.Adafactor([other]))
-    with pytest.raises(ValueError, match=r"\[0, 1, 4\] to \[0, 2, 4\]\) while their experts lie on 2 ranks"):
-        of.check_migration([0, 1, 4], [0, 2, 4])
 
 
 def test_a_module_without_shared_experts_allows_everything() -> None:
     of = SharedExperts.of(nn.Linear(1, 1))
-    of.check_migration([0, 1, 2], [0, 2, 2])
     of.check_optimizer(torch.optim.Adafactor([nn.Parameter(torch.zeros(1))]))
-    assert (dict(of.layers), of.groups.size, of.parameters()) == ({}, 1, set())
+    assert (dict(of.layers), of.groups.size, of.number) == ({}, 1, 0)

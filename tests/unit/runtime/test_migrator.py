@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.runtime.migration import Migrator, Seat, StageParameters
 from paceline.runtime.movable_layers import Layers, TensorNote, empty_tensors
+from paceline.state.named import SPREAD
 from support.ranks import run_ranks
 
 NUM_ITEMS, WIDTH = 4, 3
@@ -106,7 +107,7 @@ class Estimates:
 class Rank:
     """One of two stages, with all that a migrator is made of."""
 
-    def __init__(self, *, old: Sequence[int] = OLD, fails: int | None = None, refuses: str = "") -> None:
+    def __init__(self, *, old: Sequence[int] = OLD, fails: int | None = None) -> None:
         from torch import distributed as dist
 
         from paceline.comm.control import ControlPlane
@@ -121,11 +122,6 @@ class Rank:
         self.estimates = Estimates(self.layers.here)
         self.events: list[str] = []
 
-        def refuse(old: Sequence[int], new: Sequence[int]) -> None:
-            self.events.append(f"refuse {list(old)} {list(new)}")
-            if refuses:
-                raise ValueError(refuses)
-
         self.migrator = Migrator(
             ControlPlane.create(2),
             Seat(self.stage, self.stage, 0),
@@ -135,8 +131,7 @@ class Rank:
             parameters=self.parameters,
             step=lambda: 7,
             half_way=self.half_way,
-            learned=self.estimates,
-            refuse=refuse,
+            learned=[self.estimates],
             after=lambda: self.events.append("after"),
         )
 
@@ -192,8 +187,7 @@ def test_layers_move_with_their_states_and_train_on_as_if_they_had_stayed() -> N
         assert (events, figures) == ([], [])
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in state)
-        assert moved_events[:4] == [f"refuse {OLD} {NEW}", "enter", "after", "leave"]
-        assert len(moved_events) == 12
+        assert moved_events == ["enter", "after", "leave"] * 3
         assert (
             {"0.weight", "1.weight", "2.weight", "3.weight"}
             >= estimates.keys()
@@ -213,7 +207,6 @@ def fails(what: str) -> tuple[str, list[str], list[int], bool]:
     options: dict[str, dict[str, Any]] = {
         "make": {"fails": 2},
         "make second": {"old": [0, 1, 4], "fails": 2},
-        "refuse": {"refuses": "not with experts"},
     }
     rank = Rank(**options.get(what, {}))
     rank.train()
@@ -242,7 +235,6 @@ def _breaks(*_: Any, **__: Any) -> None:
     [
         ("boundaries", "[0, 9, 4] are no boundaries"),
         ("other", "ranks ask for different partitions, [[0, 3, 4], [0, 1, 4]]"),
-        ("refuse", "not with experts"),
         ("make", "layer 2 cannot be made"),
         (
             "memory",
@@ -281,4 +273,13 @@ def test_layers_that_were_made_are_let_go_where_another_cannot_be() -> None:
 def test_what_breaks_on_the_way_is_noted_and_nobody_goes_on() -> None:
     for error, events, _, _ in run_ranks(fails, 2, "transfer"):
         assert error == "no route to host"
-        assert events == [f"refuse {OLD} {NEW}", "enter", "layers were being moved: no route to host"]
+        assert events == ["enter", "layers were being moved: no route to host"]
+
+
+def test_ranks_of_a_stage_tell_their_experts_apart() -> None:
+    """All have the rest of a layer alike; copies are of so many experts as there are slots for them."""
+    seat = Seat(3, 1, 0, slice_name=" (slice 1)", share_name=" (experts 2)", num_copies=3)
+    dense, experts = nn.Parameter(torch.zeros(4, 5)), nn.Parameter(torch.zeros(4, 5))
+    setattr(experts, SPREAD, True)
+    assert [seat.suffix(tensor) for tensor in (dense, experts)] == [" (slice 1)", " (slice 1) (experts 2)"]
+    assert [seat.copied_bytes(tensor) for tensor in (dense, experts)] == [0, 3 * 5 * 4]
