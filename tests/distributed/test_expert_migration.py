@@ -57,6 +57,9 @@ def train(run: Run, moves: Moves) -> dict[str, Any]:
     for step in range(STEPS):
         if step in run.shuffled:
             shuffle(engine, by_name=True)
+            for layer in engine.expert_layers.values():
+                layer.take_on(layer.placement, [5.0, 1.0, 3.0, 2.0])  # as the rebalancer does, which knows loads
+                layer.fetch()
         if step in run.moves:
             engine.flush()
         for parts in moves.get(step, ()):

@@ -220,11 +220,12 @@ def _blocks(
     for layer in range(last + 1):
         held = range(0 if layer == 0 else layer + 1, len(items) if layer == last else layer + 2)
         forward.append(sum(seconds[index][0] for index in held))
+        parameters = [(items[index].num_parameters, items[index].elsewhere) for index in held]
         blocks.append(
             Block(
                 work=sum(sum(seconds[index]) for index in held),
                 activation_bytes=items[held[-1]].output_bytes,
-                memory_bytes=sum(states.of(sum(items[index].num_parameters for index in held))),
+                memory_bytes=sum(states.of(*(sum(counts) for counts in zip(*parameters, strict=True)))),
                 live_bytes=sum(items[index].saved_bytes for index in held),
             )
         )

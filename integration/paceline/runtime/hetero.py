@@ -24,8 +24,12 @@ from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing, staging_for
 from ..config import ScheduleChoice
 from ..hf.activations import count_items
+from ..hf.anatomy import anatomy_of
 from ..hf.layer_profile import Bench, fingerprint, profile_items
+from ..hf.quiet_transformers import quiet
+from ..hf.weights import causal_config, skeleton
 from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
+from ..moe.hf_experts import experts_of
 from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
 from ..planning.stages import StagePlan, plan_stages
@@ -71,6 +75,7 @@ def hetero_boundaries(
     micro_batches: int,
     schedule: ScheduleChoice,
     states: States,
+    expert_parallel: int = 1,
     profile: str | Path | None = None,
     memory_bytes: int | None = None,
 ) -> tuple[list[int], Profile]:
@@ -84,6 +89,7 @@ def hetero_boundaries(
         micro_batches: of a step and pipeline.
         schedule: what the run begins with decides how many micro-batches are alive.
         states: how optimizer states are kept (:meth:`States.from_config`).
+        expert_parallel: replicas that share experts. A layer is measured with all of them.
         profile: path of a profile file.
         memory_bytes: of each device that may be counted on; None: what is free.
 
@@ -130,7 +136,7 @@ def hetero_boundaries(
                 versions=versions() if given is None else given.versions,
             )
             plan = plan_stages(
-                _memory(config, shape, items),
+                _memory(config, shape, items, expert_parallel),
                 [(item.forward_s, item.backward_s) for item in items],
                 [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
                 states,
@@ -263,15 +269,26 @@ class _Path(NamedTuple):
             torch.accelerator.synchronize(self.device)
 
 
-def _memory(config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile]) -> list[ItemMemory]:
+def _memory(
+    config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int
+) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be."""
+    experts = [0] * len(items)
+    if expert_parallel > 1:
+        with quiet():
+            model = skeleton(causal_config(config))
+        for number, layer in enumerate(anatomy_of(model).layers_of(model), 1):
+            experts[number] = sum(p.numel() for own in experts_of(layer).values() for p in own.parameters())
     try:
         working = [item.working_bytes for item in count_items(config, **shape._asdict())]
     except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
         working = [0.0] * len(items)
     return [
-        ItemMemory(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra)
-        for item, extra in zip(items, working, strict=True)
+        ItemMemory(
+            *(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra),
+            elsewhere=own - own // expert_parallel,
+        )
+        for item, extra, own in zip(items, working, experts, strict=True)
     ]
 
 

@@ -210,7 +210,8 @@ def entries(
 def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
     """Whether the stages of a plan get layers by the speed of their devices: as asked, or where nothing is asked.
 
-    Unasked, layers do not move where experts are spread or messages have a format.
+    Unasked, layers do not move where messages have a format; nor where experts are spread: there a layer whose experts
+    are unevenly busy takes as long as one on a slower device does, and until it was timed on both it is taken for that.
     """
     is_asked = plan.partition_choice.method == HETERO
     return is_asked or (measured.is_unequal and measured.may_move and _may_follow_speed(plan))

@@ -267,6 +267,7 @@ def first_partition(
         micro_batches=resolved.micro_batches,
         schedule=resolved.schedule,
         states=States.from_config(resolved.ds_config, resolved.data_parallel),
+        expert_parallel=resolved.expert_parallel,
         profile=choice.profile,
         memory_bytes=choice.memory_bytes,
     )

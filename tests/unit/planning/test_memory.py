@@ -32,6 +32,19 @@ def test_states_of_parameters(states: States, expected: tuple[float, ...]) -> No
 
 
 @pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (States(data_parallel=4), (2400, 2400, 0, 4800)),
+        # All four ranks hold 200, of which each owns 50; two share 800, of which each holds 400 and owns 200.
+        (States(data_parallel=4, shard=True), (2400, 2400, 0, 2000)),
+        (States(weight_bytes=2, data_parallel=4, shard=True, trained=0.5), (1200, 1200, 500, 1000)),
+    ],
+)
+def test_states_of_experts_that_replicas_share(states: States, expected: tuple[float, ...]) -> None:
+    assert states.of(N, 400) == expected
+
+
+@pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({}, States()),

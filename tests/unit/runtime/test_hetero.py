@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from paceline.measure.profile_file import DeviceProfile
-from paceline.runtime.hetero import _devices, _Look
+from paceline.measure.profile_file import DeviceProfile, ItemProfile
+from paceline.runtime.hetero import Shape, _devices, _Look, _memory
+from support.expert_pipelines import model_config
 
 GIB = 1 << 30
 
@@ -24,3 +26,11 @@ def test_a_stage_is_as_fast_as_its_slowest_replica_and_has_the_room_of_the_fulle
 def test_rank_0_may_be_one_of_the_slow_ones() -> None:
     first, second = _devices([look(2.0), look(1.0), look(1.0), look(1.0)], 2, None)
     assert (first.speed, second.speed) == (1.0, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(("ranks", "elsewhere"), [(1, 0), (2, 2 * 3 * 32 * 48), (4, 3 * 3 * 32 * 48)])
+def test_a_rank_has_a_share_of_the_experts(ranks: int, elsewhere: int) -> None:
+    """Three matrices each; the other items are whole."""
+    items = [ItemProfile(f"{n}", "", 0.0, 0.0, 0, 0, 10**6) for n in range(5)]
+    found = _memory(model_config("mixtral"), Shape(torch.float32, 1, 8), items, ranks)
+    assert [item.elsewhere for item in found] == [0, elsewhere, elsewhere, elsewhere, 0]
