@@ -335,7 +335,9 @@ BEFORE, AFTER = 2, 2
 
 
 def save(root: str, case: Case, moves: bool) -> list[float]:
-    """Save after a move of experts and, with ``moves``, of layers; the losses of the steps after it."""
+    """Save and export after a move of experts and, with ``moves``, of layers; the losses of the steps after it."""
+    from paceline.runtime.model_export import export
+
     engine = make(case, 2, 2, pipeline={"stages": 2, "partition": START}, moe=BY_HAND)
     steps(engine, 0, 1)
     if moves:
@@ -345,6 +347,7 @@ def save(root: str, case: Case, moves: bool) -> list[float]:
     if moves:
         engine.repartition([0, 4, 6])
     engine.save_checkpoint(root, tag="saved")
+    export(engine.module, f"{root}/live", engine.control)
     return steps(engine, BEFORE, AFTER)
 
 
@@ -368,7 +371,9 @@ def load(root: str, case: Case, stages: int, experts: int, moves: bool) -> tuple
     ids=["router loss", "dense first"],
 )
 def test_checkpoints_know_nothing_of_moves(case: Case, into: list[tuple[int, int, int]], tmp_path: Path) -> None:
-    """They are those of a run whose layers stayed, and resume in every shape, where layers move on."""
+    """Exports too: they are those of a run whose layers stayed. They resume in every shape, and layers move on."""
+    from transformers import AutoModelForCausalLM
+
     wanted, found = (
         run_ranks(save, 4, str(tmp_path / name), case, moves)[0] for name, moves in (("stay", False), ("move", True))
     )
@@ -379,6 +384,9 @@ def test_checkpoints_know_nothing_of_moves(case: Case, into: list[tuple[int, int
         assert sorted(one.kinds(name)) == sorted(other.kinds(name))
         for kind in one.kinds(name):
             assert torch.equal(one.read(name, kind), other.read(name, kind)), f"{kind} of {name}"
+    exported, wanted_files = (AutoModelForCausalLM.from_pretrained(tmp_path / n / "live") for n in ("move", "stay"))
+    for name, tensor in wanted_files.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
     root = str(tmp_path / "move")
     for moves in (False, True):
         for losses, as_they_lay in run_ranks(load, 4, root, case, 2, 2, moves):

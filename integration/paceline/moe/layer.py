@@ -141,13 +141,13 @@ class ExpertLayer:
             )
 
     def leave(self) -> LayerState:
-        """What a layer on another stage needs beside the weights to take this one's place. Between steps."""
+        """Give what the layer that takes this one's place on another stage needs beside the weights. Between steps."""
         if self.replicas is not None:
             self.replicas.settle()
         return LayerState(self.placement, self._planned_for, self.routed.cpu())
 
     def arrive(self, left: LayerState) -> None:
-        """Take the place of a layer that has left another stage. The weights, then copies, come afterwards."""
+        """Take the place of a layer that has left another stage. Weights come afterwards, then copies are fetched."""
         self.take_on(left.placement, left.planned_for)
         self.routed.copy_(left.routed)
 

@@ -110,7 +110,7 @@ class Rebalancer:
     def follow(self, layers: Sequence[ExpertLayer]) -> None:
         """Place the experts of ``layers`` from now on, if they are not those of before. Between steps.
 
-        What could have been saved until now was another stage's matter.
+        Time that was lost by not moving experts was lost in other layers, and counts no longer.
         """
         if list(layers) != self.layers:
             self.loads.follow(layers)

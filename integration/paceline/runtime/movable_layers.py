@@ -91,7 +91,7 @@ class Layers(ABC):
 
     @abstractmethod
     def num_parameters(self, item: int) -> int:
-        """Count the parameters of an item that is here."""
+        """Count the parameters that this rank has of an item."""
 
     @abstractmethod
     def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
