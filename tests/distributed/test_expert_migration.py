@@ -50,6 +50,8 @@ class Run(NamedTuple):
 
 
 def train(run: Run, moves: Moves) -> dict[str, Any]:
+    from paceline.moe.hf_experts import HFExpertLayer
+
     pipeline = {"stages": 2, "partition": list(run.start), "schedule": run.schedule}
     section = {**run.more, **({} if run.moe is None else {"moe": dict(run.moe)})}
     engine = make(run.case, 2, run.experts, pipeline=pipeline, **section)
@@ -65,8 +67,8 @@ def train(run: Run, moves: Moves) -> dict[str, Any]:
         for parts in moves.get(step, ()):
             figures = engine.repartition(parts)
             num_bytes += 0 if figures is None else figures["bytes"]
-        names = [name.split(".")[2] for name in engine.expert_layers]
-        assert names == sorted(names), names
+        here = [engine.module.state_name(n) for n, m in engine.module.named_modules() if isinstance(m, HFExpertLayer)]
+        assert list(engine.expert_layers) == sorted(here), "in the model's order"
         assert all(layer.name == name for name, layer in engine.expert_layers.items())
         placed.append({name: layer.placement.devices for name, layer in engine.expert_layers.items()})
         losses += steps(engine, step, 1)

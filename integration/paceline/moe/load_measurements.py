@@ -49,8 +49,8 @@ class LoadMeasurements:
     """Counts and times the experts of some layers. Every rank of the group has one.
 
     Args:
-        layers: of this rank, in the model's order; the same on all ranks of ``group``. A stage without experts has none,
-            and takes part in the plannings of the others.
+        layers: of this rank, in the model's order; the same on all ranks of ``group``. A stage without any takes part
+            in the plannings of the others.
         states: what this rank holds of a parameter (:func:`paceline.moe.moving.states_of`).
         group: all ranks that hold these layers.
         device: that the group communicates from.
