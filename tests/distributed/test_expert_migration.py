@@ -219,7 +219,8 @@ def test_every_rank_has_what_it_is_to_have(stages: int, schedule: Any, parts: Se
             assert torch.equal(value, by_share[0][key]), key
 
 
-SLOW_RANK, PAUSE_S = 3, 0.015
+SLOW_RANK, PAUSE_S = 3, 0.05
+"""Much longer than a layer takes, also where four ranks share busy cores."""
 
 
 def follow(steps_of_run: int, partition: Mapping[str, Any], slow_rank: int | None) -> dict[str, Any]:
@@ -273,7 +274,7 @@ def test_layers_and_experts_follow_devices_and_loads_at_once() -> None:
     followed, fixed = ([rank[which] for rank in ranks] for which in range(2))
     assert all(rank["losses"] == fixed[0]["losses"] for rank in (*followed, *fixed))
     assert all(rank["parts"] == followed[0]["parts"] for rank in followed)
-    assert followed[0]["parts"][-1][1] > 4
+    assert max(parts[1] for parts in followed[0]["parts"]) > 4
     assert set(fixed[0]["parts"]) == {(0, 4, 8)}
     whole = joined(fixed)
     for key, tensor in joined(followed).items():
