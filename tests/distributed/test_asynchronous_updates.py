@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.optim.gradient_buckets import Completes
 from paceline.optim.max_change import Limits
 from support.limited_steps import step_limited
 from support.ranks import run_ranks
@@ -99,7 +100,8 @@ def train(module: Stages, optimizer: Any, asynchronous: bool, overflows: bool) -
             loss = module(*batch(step, micro_batch, rank, dtype)) * optimizer.loss_scale
             if overflows and rank == 1 and step in (3, 4, 11):
                 loss = loss * float("inf")
-            with optimizer.gradients.final_backward(micro_batch == MICRO_BATCHES - 1):
+            is_last = micro_batch == MICRO_BATCHES - 1
+            with optimizer.gradients.backward(Completes.ALL if is_last else Completes.NOTHING):
                 loss.backward()
         if asynchronous:
             for section in (1, 0) if (step + rank) % 2 else (0, 1):  # not everywhere in the same order

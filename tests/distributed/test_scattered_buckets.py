@@ -66,6 +66,7 @@ def train(
 ) -> tuple[list[Tensor], Counter[str], int]:
     """Weights and norm of each step, operations of all steps, and the number of buckets."""
     from paceline.optim.corrections import Corrections
+    from paceline.optim.gradient_buckets import Completes
     from paceline.optim.sharded import ShardedOptimizer
     from paceline.optim.step_options import StepOptions
 
@@ -88,7 +89,8 @@ def train(
             for micro_batch in range(MICRO_BATCHES):
                 generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
                 x = torch.randn(5, WIDTH, generator=generator).to(dtype)
-                with optimizer.gradients.final_backward(micro_batch == MICRO_BATCHES - 1):
+                is_last = micro_batch == MICRO_BATCHES - 1
+                with optimizer.gradients.backward(Completes.ALL if is_last else Completes.NOTHING):
                     module(x).square().mean().backward()
             if optimizer.updates is None:
                 optimizer.step()

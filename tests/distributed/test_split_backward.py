@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -47,6 +47,9 @@ class Case:
     data: str = "padded"
     kind: str = "1f1b"
     zero: int = 0
+    bucket: int | None = None
+    """Elements of a bucket of gradients."""
+    overlap: bool = True
     order: str | None = None
     recompute: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +61,11 @@ class Case:
     def config(self, kind: Any = None) -> dict[str, Any]:
         return ds_config(
             gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
-            zero_optimization={"stage": self.zero},
+            zero_optimization={
+                "stage": self.zero,
+                "overlap_comm": self.overlap,
+                **({} if self.bucket is None else {"reduce_bucket_size": self.bucket}),
+            },
             pipeline={"activation_checkpoint_interval": int(self.recompute)},
             paceline={"pipeline": {"stages": self.stages, "schedule": kind or self.kind}, **self.section},
             **self.options,
@@ -229,6 +236,78 @@ def test_orders_that_are_chosen_as_the_run_goes_give_every_bit_of_1f1b(name: str
     assert split.keys() == whole.keys()
     for key, weight in whole.items():
         assert torch.equal(split[key], weight), key
+
+
+def reductions(case: Case) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A run, one whose gradients are reduced after the computations, and where each bucket of the first was reduced."""
+    from paceline.optim.buckets import Buffers
+    from paceline.optim.gradient_buckets import GradientBuckets
+    from paceline.runtime.stage_runner import StageRunner
+
+    beside, places = ["the end"], list[str]()
+    start, backward_weight, reduced = Buffers.start_reduction, StageRunner.backward_weight, GradientBuckets.reduced
+
+    def watched_start(self: Any, *args: Any) -> None:
+        places.append(beside[0])
+        start(self, *args)
+
+    def watched_weight(self: Any, *args: Any) -> None:
+        beside[0] = "W"
+        backward_weight(self, *args)
+        beside[0] = "the end"
+
+    def watched_reduced(self: Any) -> Any:
+        found = reduced(self)
+        places.append("step")
+        return found
+
+    Buffers.start_reduction, StageRunner.backward_weight = watched_start, watched_weight  # type: ignore[method-assign]
+    GradientBuckets.reduced = watched_reduced  # type: ignore[method-assign]
+    early, where = train(case, None), list(places)
+    Buffers.start_reduction, StageRunner.backward_weight = start, backward_weight  # type: ignore[method-assign]
+    GradientBuckets.reduced = reduced  # type: ignore[method-assign]
+    late = replace(case, overlap=False)
+    return early, train(late, None), where
+
+
+EARLY = {
+    "zbh1": Case(kind="zbh1", replicas=2),
+    "zbh1, ZeRO 1": Case(kind="zbh1", replicas=2, zero=1),
+    "zbh1, paired": Case(kind="zbh1", replicas=2, zero=1, order="paired"),
+    "zbh1, tied": Case(kind="zbh1", replicas=2, zero=1, changes={"tie_word_embeddings": True}),
+    "zbh1, tied, one stage": Case(stages=1, kind="zbh1", replicas=2, changes={"tie_word_embeddings": True}),
+    "zbh1, experts on two ranks": Case(
+        kind="zbh1", replicas=2, zero=1, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}
+    ),
+    "zbh2, bf16": Case(kind="zbh2", replicas=2, zero=1, options={"bf16": {"enabled": True}}),
+    "zbh1, recomputed": Case(kind="zbh1", replicas=2, recompute=True),
+    "zbh1, LoRA": Case(kind="zbh1", replicas=2, zero=1, prepare="lora"),
+    "zbv": Case(kind="zbv", replicas=2, zero=1),
+    "zbv, tied": Case(kind="zbv", replicas=2, changes={"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_gradients_are_reduced_beside_the_last_backward_of_weights(name: str) -> None:
+    case = replace(EARLY[name], bucket=500)
+    for early, late, places in run_ranks(reductions, case.stages * case.replicas, case):
+        first, second, *_ = _steps(places)
+        assert "W" not in first, "it is not known yet whose gradients are left for later"
+        assert "W" in second
+        for key in ("losses", "norms", "evaluated"):
+            assert early[key] == late[key]
+        for key, weight in late["weights"].items():
+            assert torch.equal(early["weights"][key], weight), key
+
+
+def _steps(places: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[]]
+    for place in places:
+        if place == "step":
+            found.append([])
+        else:
+            found[-1].append(place)
+    return found
 
 
 def own_layers(kind: str, interval: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -1,10 +1,15 @@
-"""Gradients accumulated in buckets, and reduced to their owners during the last backward pass of a step."""
+"""Gradients accumulated in buckets, and reduced to their owners during the last backward pass of a step.
+
+A backward may be split, into that of the inputs and that of the weights: gradients of weights that are left for later
+are complete with the last of the second kind, all others with the last of the first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Flag, auto
 from functools import partial
 
 import torch
@@ -15,6 +20,17 @@ from .direct_exchange import ReductionThread
 from .parameter_layout import ParameterLayout
 from .step_options import StepOptions
 from .task_queue import Times
+
+
+class Completes(Flag):
+    """Gradients of a stage that are complete, for this step, with one of its backwards, or with a part of one."""
+
+    NOTHING = 0
+    WITH_INPUTS = auto()
+    """Those that come with the gradients of inputs."""
+    LEFT = auto()
+    """Those that a split backward leaves for later."""
+    ALL = WITH_INPUTS | LEFT
 
 
 @dataclass(eq=False)
@@ -38,7 +54,8 @@ class Taken:
 class GradientBuckets:
     """Collects the gradients of all parameters: in buckets, or where autograd puts them if nobody else needs them.
 
-    In the first step it is yet to be seen whose gradients come in several parts: nothing is reduced early.
+    In the first step it is yet to be seen whose gradients come in several parts, and in the first with split backwards,
+    whose are left for later: nothing is reduced early.
     """
 
     def __init__(self, layout: ParameterLayout, times: Callable[[], Times], options: StepOptions) -> None:
@@ -48,7 +65,12 @@ class GradientBuckets:
         self._scale_is_dynamic = bool(options.loss_scaler is not None and options.loss_scaler.dynamic)
         self._touched = [False] * len(layout.parameters)
         self._fired: set[int] = set()
-        self._is_final = self._has_stepped = False
+        self._left: set[int] = set()
+        """Parameters of which a split backward has left gradients for later, or a part of them."""
+        self._stages: dict[int, int] = {}
+        """Stage that a parameter's gradients come from; several may lie on a rank."""
+        self._completes, self._stage, self._is_of_weights = Completes.NOTHING, 0, False
+        self._has_stepped = self._has_split = self._splits = False
         self._next = 0  # bucket that is reduced next: the same order on all ranks
         self.buffers: list[Buffers] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -65,14 +87,23 @@ class GradientBuckets:
         self._thread = ReductionThread() if takes_turns else None
 
     @contextmanager
-    def final_backward(self, is_final: bool = True) -> Iterator[None]:
-        """One backward pass. In the last of a step, buckets are reduced as they are finished."""
+    def backward(
+        self, completes: Completes = Completes.ALL, *, stage: int = 0, is_of_weights: bool = False
+    ) -> Iterator[None]:
+        """Around one backward of a stage, or a part of one. Buckets are reduced as their gradients are complete.
+
+        Args:
+            is_of_weights: this is the second part of a split backward.
+        """
         self._fired.clear()
-        self._is_final = is_final and self._reduces_early and self._has_stepped
+        self._splits |= is_of_weights
+        is_known = self._has_split if self._splits or completes is Completes.WITH_INPUTS else self._has_stepped
+        self._completes = completes if self._reduces_early and is_known else Completes.NOTHING
+        self._stage, self._is_of_weights = stage, is_of_weights
         try:
             yield
         finally:
-            self._is_final = False
+            self._completes = Completes.NOTHING
 
     @torch.no_grad()
     def _collect(self, index: int, buffers: Buffers, parameter: nn.Parameter) -> None:
@@ -90,6 +121,10 @@ class GradientBuckets:
         if index in self._fired:  # twice in one backward, as where a layer checkpoints itself: none is known to be last
             buffers.waits = True
         self._fired.add(index)
+        if self._stages.setdefault(index, self._stage) != self._stage:
+            buffers.waits = True
+        if self._is_of_weights:
+            self._left.add(index)
         view = buffers.views[index]
         if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
             if self._touched[index]:
@@ -99,7 +134,7 @@ class GradientBuckets:
             # From now on autograd adds into the bucket itself, where it can.
             parameter.grad = view if view.dtype == parameter.dtype else None
         self._touched[index] = True
-        if self._is_final:
+        if (Completes.LEFT if index in self._left else Completes.WITH_INPUTS) in self._completes:
             buffers.unfinished -= 1
             while self._next < len(self.buffers) and self.buffers[self._next].is_finished:
                 self._reduce(self.buffers[self._next])
@@ -145,7 +180,7 @@ class GradientBuckets:
                 self.start_reduction()
                 for buffers in self.buffers:
                     buffers.finish_reduction()
-        self._has_stepped = True
+        self._has_stepped, self._has_split, self._splits = True, self._has_split or self._splits, False
         if not self.buffers:
             gradients = [parameter.grad for parameter in self._layout.parameters]
             return gradients, [gradient is not None for gradient in gradients]

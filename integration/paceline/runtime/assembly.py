@@ -126,8 +126,7 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
     """The stages of this rank, by chunk."""
     chunks, held = engine.links.chunks, []
     around = Around(
-        # Of a weight that two chunks share a gradient is complete with the second.
-        DeepSpeedSurroundings(engine, reduces_early=len(chunks) == 1 and not engine.plan.schedule.is_asynchronous),
+        DeepSpeedSurroundings(engine, reduces_early=_reduces_early(engine)),
         engine.reach,
         torch.device(engine.device),
         engine.loss_book,
@@ -151,6 +150,17 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
             )
         )
     return held
+
+
+def _reduces_early(engine: PacelineEngine) -> bool:
+    """Whether gradients may be reduced before the step's computations have ended.
+
+    A rank with one stage has received all its messages then. One with several has not: where operations of different
+    communicators run one at a time, a receive would wait for the reduction.
+    """
+    if engine.plan.schedule.is_asynchronous:
+        return False
+    return len(engine.links.chunks) == 1 or engine.links.order == FREE
 
 
 def make_evaluation(engine: PacelineEngine) -> Evaluation | None:

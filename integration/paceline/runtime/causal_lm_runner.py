@@ -18,6 +18,7 @@ from torch import Tensor
 from ..comm.shapes import Meta, Shapes, Value, meta_of
 from ..hf.masks import known
 from ..hf.stage import SIDE_INPUTS, CausalLMStage
+from ..optim.gradient_buckets import Completes
 from .micro_batches import MicroBatch, MicroBatchShape
 from .module import CausalLMPipeline
 from .reach import Reach
@@ -210,7 +211,7 @@ class CausalLMRunner(StageRunner):
         inputs = {"input_ids": batch.input_ids, **batch.side}
         return {**{name: self._moved(value) for name, value in inputs.items()}, "labels": labels}
 
-    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+    def backward(self, live: Live, number: int, completes: Completes = Completes.NOTHING) -> None:
         out, routing, _ = live.outputs
         self._book.backward_label_tokens = live.label_tokens
         if self.is_last:
@@ -218,7 +219,7 @@ class CausalLMRunner(StageRunner):
         else:
             tensors = [out, routing][: len(live.gradients)]
             pairs = [(t, g) for t, g in zip(tensors, live.gradients, strict=True) if t.requires_grad]
-        with self._around.backward(is_last=is_last):
+        with self._around.backward(completes, stage=self.stage):
             if pairs:  # none where no output depends on what is trained
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         live.outputs = live.gradients = None

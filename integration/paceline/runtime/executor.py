@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..comm.transport import Transport
+from ..optim.gradient_buckets import Completes
 from ..optim.linear_layers import Deferral, Deferred
 from ..schedules.lower import (
     APPLY,
@@ -42,6 +43,24 @@ BACKWARDS = frozenset((RUN_BACKWARD, RUN_BACKWARD_INPUT))
 
 ISSUED = frozenset((POST_ACTIVATION, SEND_ACTIVATION, POST_GRADIENT, SEND_GRADIENT))
 """Operations that a transport may collect, to issue them together before the next one of another kind."""
+
+
+def completing_ops(ops: Iterable[Op], *, is_split: bool) -> dict[Op, Completes]:
+    """Operations of a step's program that complete gradients of their chunk.
+
+    Args:
+        is_split: whether backwards of the inputs leave gradients of weights for later; else they are whole ones.
+    """
+    with_inputs, left = dict[int, Op](), dict[int, Op]()
+    for op in ops:
+        if op.kind in BACKWARDS:
+            with_inputs[op.chunk] = op
+        if op.kind in (RUN_BACKWARD, RUN_BACKWARD_WEIGHT if is_split else RUN_BACKWARD_INPUT):
+            left[op.chunk] = op
+    found = dict.fromkeys(with_inputs.values(), Completes.WITH_INPUTS)
+    for op in left.values():
+        found[op] = found.get(op, Completes.NOTHING) | Completes.LEFT
+    return found
 
 
 class Updates(Protocol):
@@ -163,6 +182,7 @@ class Executor:
             self._deferral.is_on = splits and not self._meter.times_single_layers
         ending = (COMPLETE,) if goes_on else BACKWARDS
         last = {(op.chunk, op.lag): op.micro_batch for op in ops if op.kind in ending}
+        completing = {} if goes_on else completing_ops(ops, is_split=self._splits)
         ends = [stage.ends_with(trains=trains) for stage in self.held]
         live_of, doing = self._live, WATCH.doing
         self.chunk = 0
@@ -174,7 +194,8 @@ class Executor:
                 continue
             self.chunk = chunk
             if kind == RUN_BACKWARD_WEIGHT:
-                self._backward_weight(chunk, (step - lag) * num_micro_batches + micro_batch)
+                number = (step - lag) * num_micro_batches + micro_batch
+                self._backward_weight(chunk, number, completing.get(op, Completes.NOTHING))
                 continue
             told, run = self._operations[chunk][kind]
             doing(*told)
@@ -185,7 +206,9 @@ class Executor:
             if live is None:
                 live = live_of[chunk, number] = Live()
             if kind in BACKWARDS:
-                self._backward(op, live, number, is_last=last.get((chunk, lag)) == micro_batch)
+                is_last = last.get((chunk, lag)) == micro_batch
+                completes = Completes.ALL if goes_on and is_last else completing.get(op, Completes.NOTHING)
+                self._backward(op, live, number, completes, is_last=is_last)
             elif kind == RUN_FORWARD:
                 self._forward(chunk, live, number)
             else:
@@ -209,7 +232,7 @@ class Executor:
             behind = self._live[held.next_chunk, number] = Live()
             self.held[held.next_chunk].runner.arrived(behind, number, detached(held.runner.leaving(live)))
 
-    def _backward(self, op: Op, live: Live, number: int, *, is_last: bool) -> None:
+    def _backward(self, op: Op, live: Live, number: int, completes: Completes, *, is_last: bool) -> None:
         chunk, held = op.chunk, self.held[op.chunk]
         runner = held.runner
         self.is_last_backward = is_last
@@ -218,8 +241,7 @@ class Executor:
         def run() -> None:
             if runner.runs_backward:
                 held.boundary.unpack_gradient(live)
-                # Gradients of weights are still to come after a backward of the inputs.
-                runner.backward(live, number, is_last and is_whole)
+                runner.backward(live, number, completes)
                 held.boundary.pack_gradient(live)
 
         def run_input() -> None:
@@ -242,13 +264,13 @@ class Executor:
         """Whether backwards of the inputs leave something for later in the step that runs."""
         return self._deferral is not None and self._deferral.is_on
 
-    def _backward_weight(self, chunk: int, number: int) -> None:
+    def _backward_weight(self, chunk: int, number: int, completes: Completes) -> None:
         if not self._splits:
             return
         WATCH.doing("computing gradients of weights", DEVICE)
         self._flush()
         deferred, runner = self._deferred.pop((chunk, number)), self.held[chunk].runner
-        self._meter.compute(BACKWARD_WEIGHT, number, lambda: runner.backward_weight(deferred), chunk)
+        self._meter.compute(BACKWARD_WEIGHT, number, lambda: runner.backward_weight(deferred, completes), chunk)
 
     def _update(self, kind: str, chunk: int, updates: Updates) -> None:
         if kind == COMPLETE:

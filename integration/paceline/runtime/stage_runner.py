@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..comm.formats import Parcel
 from ..comm.shapes import Meta, Value, meta_of
+from ..optim.gradient_buckets import Completes
 from ..optim.linear_layers import Deferred
 from .reach import Reach
 
@@ -64,8 +65,10 @@ class Surroundings(Protocol):
     def forward(self) -> AbstractContextManager[Any]:
         """Around a forward: autocast, a profile of its operations."""
 
-    def backward(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Around a backward: timers, and the reduction of gradients beside the stage's last one of a step."""
+    def backward(
+        self, completes: Completes, *, stage: int, is_of_weights: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Around a backward, or a part of one: timers, and the reduction of gradients that it completes."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale."""
@@ -108,16 +111,16 @@ class StageRunner(ABC):
         """From inputs to outputs, on the last stage to the loss."""
 
     @abstractmethod
-    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+    def backward(self, live: Live, number: int, completes: Completes = Completes.NOTHING) -> None:
         """From the outputs' gradients to those of the inputs; parameters add up theirs.
 
         Args:
-            is_last: of the step, on this stage.
+            completes: gradients of this stage that no other backward of the step adds to.
         """
 
-    def backward_weight(self, deferred: Deferred) -> None:
+    def backward_weight(self, deferred: Deferred, completes: Completes = Completes.NOTHING) -> None:
         """Add up the gradients of weights that a backward of the inputs has left."""
-        with self._around.backward(is_last=False):
+        with self._around.backward(completes, stage=self.stage, is_of_weights=True):
             deferred.run()
 
     # -- the boundary
@@ -223,12 +226,14 @@ class PlainRunner(StageRunner):
             losses.additional = totals
         return loss
 
-    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+    def backward(self, live: Live, number: int, completes: Completes = Completes.NOTHING) -> None:
         outputs, live.outputs = live.outputs, None
         # From each tensor of a tuple in turn, as DeepSpeed does, and with reentrant checkpointing (its own) several
         # times through a weight: a gradient is then not finished when it first arrives.
         once = self.is_last or not isinstance(outputs, tuple)
-        with self._around.backward(is_last=is_last and once and self._module.activation_checkpoint_interval == 0):
+        if not once or self._module.activation_checkpoint_interval > 0:
+            completes = Completes.NOTHING
+        with self._around.backward(completes, stage=self.stage):
             if self.is_last:
                 self._around.scaled(outputs / self._num_micro_batches()).backward()
             elif isinstance(outputs, tuple):

@@ -11,12 +11,14 @@ from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from ..optim.gradient_buckets import Completes
+
 
 class DeepSpeedSurroundings:
     """The :class:`~paceline.runtime.stage_runner.Surroundings` of a DeepSpeed engine.
 
     Args:
-        reduces_early: begin to reduce gradients beside a stage's last backward of a step.
+        reduces_early: begin to reduce gradients beside the computations that complete them.
     """
 
     def __init__(self, engine: Any, *, reduces_early: bool) -> None:
@@ -45,12 +47,12 @@ class DeepSpeedSurroundings:
             yield
 
     @contextmanager
-    def backward(self, *, is_last: bool) -> Iterator[None]:
+    def backward(self, completes: Completes, *, stage: int, is_of_weights: bool = False) -> Iterator[None]:
         engine = self._engine
         engine._start_timers(engine.engine_timers.backward_timers)
         engine._start_timers(engine.engine_timers.backward_inner_timers)
         if self._reduces_early:
-            with engine.optimizer.gradients.final_backward(is_last):
+            with engine.optimizer.gradients.backward(completes, stage=stage, is_of_weights=is_of_weights):
                 yield
         else:
             yield

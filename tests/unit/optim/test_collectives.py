@@ -51,7 +51,7 @@ def module(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def step(optimizer: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -> Collectives:
     with Collectives() as found:
-        with optimizer.gradients.final_backward():
+        with optimizer.gradients.backward():
             model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
         if optimizer.updates is None:
             optimizer.step()

@@ -18,7 +18,7 @@ from paceline.measure.clock import Clock
 from paceline.optim.asynchronous_updates import AsynchronousUpdates
 from paceline.optim.buckets import Domain, DomainBucket, lay_out
 from paceline.optim.corrections import Corrections
-from paceline.optim.gradient_buckets import GradientBuckets
+from paceline.optim.gradient_buckets import Completes, GradientBuckets
 from paceline.optim.max_change import Limits
 from paceline.optim.owned_rows import OwnedRows
 from paceline.optim.parameter_layout import ParameterLayout
@@ -110,10 +110,10 @@ def test_buckets_are_reduced_as_the_last_backward_finishes_them() -> None:
     module, gradients, calls, booked, layout = made()
     last = layout.index_of[module.last.weight]
     for step in range(2):
-        with gradients.final_backward(False):
+        with gradients.backward(Completes.NOTHING):
             module(X).sum().backward()
         wanted = 2 * 2 * module.last.weight.grad  # two micro-batches, two ranks
-        with gradients.final_backward():
+        with gradients.backward():
             hook = module.first.weight.register_hook(lambda gradient: calls.append("first"))
             module(X).sum().backward()
             hook.remove()
@@ -132,10 +132,78 @@ def test_buckets_are_reduced_as_the_last_backward_finishes_them() -> None:
     assert {kind for kind, _ in booked.found} == {"gradients"}
 
 
+def comes(parameter: nn.Parameter) -> None:
+    torch.autograd.backward(parameter, torch.ones_like(parameter))
+
+
+@pytest.mark.parametrize("is_split_before", [False, True])
+def test_split_backwards_complete_gradients_in_two_parts(is_split_before: bool) -> None:
+    """The last layer's gradient is left for later, the first's comes with the inputs', and the other's in both parts.
+
+    Backwards that were whole in the first step do not tell which is which.
+    """
+    module, gradients, calls, _, _ = made()
+    last, both, first = module.last.weight, module.unused.weight, module.first.weight
+    if not is_split_before:
+        with gradients.backward():
+            comes(last), comes(both), comes(first)
+        gradients.reduced()
+        gradients.zero()
+    for step in range(2):
+        calls.clear()
+        for micro_batch in range(2):
+            is_last = micro_batch == 1
+            with gradients.backward(Completes.WITH_INPUTS if is_last else Completes.NOTHING):
+                comes(both), comes(first)
+            assert calls == []
+            with gradients.backward(Completes.LEFT if is_last else Completes.NOTHING, is_of_weights=True):
+                comes(last)
+                seen = [len(calls)]
+                comes(both)
+                seen.append(len(calls))
+            assert seen == ([1, 3] if is_last and step else [0, 0]), "in the first step it is not known"
+        assert both.grad.eq(4).all()
+        gradients.reduced()
+        gradients.zero()
+
+
+def test_whole_backwards_among_split_ones_complete_gradients_too() -> None:
+    """A whole backward is the last in which gradients come with the inputs', others are still to come."""
+    module, gradients, calls, _, _ = made()
+    parameters = module.last.weight, module.unused.weight, module.first.weight
+    last, *others = parameters
+    for step in range(2):
+        calls.clear()
+        with gradients.backward(Completes.NOTHING):
+            [comes(parameter) for parameter in others]
+        with gradients.backward(Completes.WITH_INPUTS):
+            [comes(parameter) for parameter in parameters]
+        assert calls == []
+        with gradients.backward(Completes.LEFT, is_of_weights=True):
+            comes(last)
+            assert len(calls) == (3 if step else 0)
+        gradients.reduced()
+        gradients.zero()
+
+
+def test_a_gradient_of_two_stages_is_waited_for() -> None:
+    module, gradients, calls, _, _ = made()
+    for step in range(2):
+        calls.clear()
+        for stage in (3, 0):
+            with gradients.backward(stage=stage):
+                comes(module.last.weight if stage else module.first.weight)
+                assert len(calls) == (1 if step else 0)
+                comes(module.unused.weight)
+        assert len(calls) == (1 if step else 0)
+        gradients.reduced()
+        gradients.zero()
+
+
 def test_a_gradient_that_comes_twice_in_a_backward_is_waited_for() -> None:
     module, gradients, calls, _, _ = made()
     for _ in range(2):
-        with gradients.final_backward():
+        with gradients.backward():
             module.last(X).sum().backward()
             module.last(X).sum().backward()
         assert calls == []

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from paceline.comm.shapes import Meta, Value, meta_of
 from paceline.measure.clock import Clock
-from paceline.optim.linear_layers import Deferral
+from paceline.optim.gradient_buckets import Completes
+from paceline.optim.linear_layers import Deferral, Deferred
 from paceline.runtime.boundary import Boundary
 from paceline.runtime.executor import Executor, HeldStage
 from paceline.runtime.meter import Meter
@@ -40,8 +41,7 @@ class Everything:
     def forward(self) -> Any:
         return nullcontext()
 
-    def backward(self, *, is_last: bool) -> Any:
-        self.last = is_last
+    def backward(self, completes: Completes, *, stage: int, is_of_weights: bool = False) -> Any:
         return nullcontext()
 
 
@@ -52,7 +52,8 @@ class LayerRunner(StageRunner):
         self.around = Everything()
         super().__init__(stage, len(layers), reach=self.around, around=self.around)  # type: ignore[arg-type]
         self.layer, self.data = layers[stage], inputs
-        self.ended: list[int] = []
+        self.ended: list[tuple[int, Completes]] = []
+        """Micro-batches whose backward, or a part of it, has completed gradients."""
 
     def load(self, live: Live, number: int) -> None:
         if self.is_first:
@@ -63,11 +64,16 @@ class LayerRunner(StageRunner):
         if self.is_last:
             live.outputs = live.outputs.square().sum()
 
-    def backward(self, live: Live, number: int, is_last: bool = False) -> None:
+    def backward(self, live: Live, number: int, completes: Completes = Completes.NOTHING) -> None:
         live.outputs.backward(live.gradients)
         live.outputs = live.gradients = None
-        if is_last:
-            self.ended.append(number)
+        if completes:
+            self.ended.append((number, completes))
+
+    def backward_weight(self, deferred: Deferred, completes: Completes = Completes.NOTHING) -> None:
+        super().backward_weight(deferred, completes)
+        if completes:
+            self.ended.append((-1, completes))
 
     def activation_key(self, number: int) -> Hashable:
         return number
@@ -275,8 +281,11 @@ def test_gradients_are_those_of_one_process(name: str, order: str) -> None:
             expected = alone(schedule.num_stages, range(way, MICRO_BATCHES, ways))[stage]
             assert torch.equal(runner.layer.weight.grad, expected.weight.grad)
             assert torch.equal(runner.layer.bias.grad, expected.bias.grad)
-            last = [max(range(way, MICRO_BATCHES, ways))]  # of a split one gradients are still to come
-            assert runner.ended == ([] if schedule.is_split and last[0] % 3 != 2 else last)
+            last = max(range(way, MICRO_BATCHES, ways))
+            if schedule.is_split and last % 3 != 2:
+                assert runner.ended == [(last, Completes.WITH_INPUTS), (-1, Completes.LEFT)]
+            else:
+                assert runner.ended == [(last, Completes.ALL)]
     assert [end.calls for end in ended] == [["reduce_tied", "reduce", "update"]] * schedule.num_ranks
     assert not any(executor._live for executor in executors), "nothing is kept of a micro-batch that is done"
     assert not any(executor._deferred for executor in executors)
@@ -315,7 +324,7 @@ def test_a_step_may_leave_backwards_to_the_next_ones() -> None:
     executor.run([*late, *begin], num_micro_batches=2, step=1, updates=updates, goes_on=True)
     assert list(executor._live) == [(0, 3)]
     assert updates.calls == ["complete 0", "apply"]
-    assert runner.ended == [1], "a step ends with the backward that completes it, not with a program"
+    assert runner.ended == [(1, Completes.ALL)], "a step ends with the backward that completes it, not with a program"
     meter.recorder.end()
     (step,) = meter.recorder.steps()
     assert [(span.kind, span.number) for span in step.spans] == [("B", 1), ("step", -1), ("F", 2), ("F", 3), ("B", 2)]
