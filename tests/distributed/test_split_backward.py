@@ -76,16 +76,33 @@ def prepared(case: Case) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = model_config(case.family, **{"tie_word_embeddings": False, **case.changes})
-    if not case.prepare:
+    if case.prepare == "pieces":
+        from paceline.hf import cross_entropy
+
+        cross_entropy.PIECE_BYTES = 1 << 10
+    if case.prepare not in ("frozen", "frozen head", "lora", "lora, head"):
         return config
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config)
     if case.prepare == "frozen":
         model.model.layers[0].requires_grad_(False)
         return model
+    if case.prepare == "frozen head":
+        model.lm_head.requires_grad_(False)
+        return model
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    whole = ["lm_head"] if "head" in case.prepare else None
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=whole)
+    return get_peft_model(model, lora)
+
+
+def smoothed(stage: Any, logits: Any, batch: Any, routing: Any, *, num_items: int, **shares: Any) -> Any:
+    """A loss of one's own."""
+    logs = logits[:, :-1].float().log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    of_labels = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -((0.9 * of_labels + 0.1 * logs.mean(-1)) * (labels != -100)).sum() / num_items
 
 
 def train(case: Case, count: int | None, kind: Any = None) -> dict[str, Any]:
@@ -97,6 +114,8 @@ def train(case: Case, count: int | None, kind: Any = None) -> dict[str, Any]:
     engine, *_ = paceline.initialize(model=prepared(case), config=case.config(kind))
     if count is not None:
         engine.set_schedule(late(engine.schedule, count))
+    if case.prepare == "own loss":
+        engine.own_loss = smoothed
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
     found: dict[str, Any] = {"losses": [], "norms": []}
     found["orders"] = []
@@ -107,6 +126,11 @@ def train(case: Case, count: int | None, kind: Any = None) -> dict[str, Any]:
     found["evaluated"] = engine.evaluate(step_batches(7, case.data)[:5])
     found["weights"] = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
     found["ran"] = engine.schedule.name
+    found["heads"] = [
+        getattr(module, "deferral", None) is not None
+        for name, module in engine.module.named_modules()
+        if "lm_head" in name and getattr(module, "out_features", 0) >= 97
+    ]
     engine.destroy()
     return found
 
@@ -116,6 +140,7 @@ def whole_and_split(case: Case, count: int) -> list[dict[str, Any]]:
 
 
 LORA = {"prepare": "lora"}
+TIED = {"tie_word_embeddings": True}
 EXPERT_PARALLEL = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
 CASES = {
     "three stages": (Case(stages=3), 2),
@@ -134,7 +159,15 @@ CASES = {
     "autocast": (Case(options={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}), 2),
     "clipping": (Case(options={"gradient_clipping": 0.05}), 2),
     "LoRA": (Case(**LORA), 2),
+    "LoRA with a whole head": (Case(prepare="lora, head"), 2),
     "frozen layer": (Case(prepare="frozen"), 2),
+    "frozen head": (Case(prepare="frozen head"), 2),
+    "tied": (Case(changes=TIED), 2),
+    "tied, on one rank": (Case(stages=1, changes=TIED), 2),
+    "tied, on one rank of two": (Case(kind="dualpipev", changes=TIED), 3),
+    "tied, natural gradients": (Case(changes=TIED, section={"natural_gradient": {}}), 2),
+    "loss in pieces": (Case(prepare="pieces"), 2),
+    "loss of one's own": (Case(prepare="own loss"), 2),
     "natural gradients": (Case(section={"natural_gradient": {}}), 2),
     "packed": (Case(data="packed"), 2),
     "ragged": (Case(data="ragged"), 2),
@@ -152,6 +185,24 @@ def test_every_bit_is_as_with_whole_backwards(name: str) -> None:
         assert split["weights"].keys() == whole["weights"].keys()
         for key, weight in whole["weights"].items():
             assert torch.equal(split["weights"][key], weight), key
+
+
+HEADS = {
+    "untied": (Case(), True),
+    "tied": (Case(changes=TIED), True),
+    "tied, on one rank": (Case(stages=1, changes=TIED), False),
+    "tied, on one rank of two": (Case(kind="zbv", changes=TIED), False),
+    "frozen head": (Case(prepare="frozen head"), False),
+    "wide": (Case(changes={"vocab_size": 5000}), False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_left_for_later(name: str) -> None:
+    case, is_left = HEADS[name]
+    found = run_ranks(train, case.stages, replace(case, steps=1), 2 if case.kind == "1f1b" else None)
+    heads = found[0 if case.kind == "zbv" else -1]["heads"]
+    assert heads == [is_left]
 
 
 def moves(count: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -274,8 +325,8 @@ EARLY = {
     "zbh1": Case(kind="zbh1", replicas=2),
     "zbh1, ZeRO 1": Case(kind="zbh1", replicas=2, zero=1),
     "zbh1, paired": Case(kind="zbh1", replicas=2, zero=1, order="paired"),
-    "zbh1, tied": Case(kind="zbh1", replicas=2, zero=1, changes={"tie_word_embeddings": True}),
-    "zbh1, tied, one stage": Case(stages=1, kind="zbh1", replicas=2, changes={"tie_word_embeddings": True}),
+    "zbh1, tied": Case(kind="zbh1", replicas=2, zero=1, changes=TIED),
+    "zbh1, tied, one stage": Case(stages=1, kind="zbh1", replicas=2, changes=TIED),
     "zbh1, experts on two ranks": Case(
         kind="zbh1", replicas=2, zero=1, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}
     ),
@@ -283,7 +334,7 @@ EARLY = {
     "zbh1, recomputed": Case(kind="zbh1", replicas=2, recompute=True),
     "zbh1, LoRA": Case(kind="zbh1", replicas=2, zero=1, prepare="lora"),
     "zbv": Case(kind="zbv", replicas=2, zero=1),
-    "zbv, tied": Case(kind="zbv", replicas=2, changes={"tie_word_embeddings": True}),
+    "zbv, tied": Case(kind="zbv", replicas=2, changes=TIED),
 }
 
 

@@ -8,12 +8,16 @@ bit is as in a whole backward.
 ``nn.Linear`` and Hugging Face's ``Conv1D`` are deferred, the factors of LoRA among them, and stacked experts
 (:mod:`.stacked_experts`). All other parameters (norms, embeddings) have their gradients with those of the inputs.
 
+The head is one of these layers. What it keeps, the gradient of the logits among it, is in proportion to its products
+as with any other layer, and not more than the logits that a micro-batch keeps before; it takes part unless it keeps
+much more than all others together.
+
 Layers stay what they are, with a forward of ours: a copy of a model, and one that was pickled, has ordinary ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -23,6 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
+
+MOST_OF_HEAD = 4
+"""What a head may leave for later, in multiples of what the other layers leave. Where it leaves more, the last stage
+has little else to compute: it is the slowest by far, and nothing is won by what it does last."""
 
 Partial: TypeAlias = dict[nn.Parameter, Tensor]
 """Sums of parts of gradients."""
@@ -117,15 +125,24 @@ class Deferral:
         when a backward of the inputs is."""
         self._open: Deferred | None = None
 
-    def adopt(self, module: nn.Module, excluded: Collection[nn.Module] = ()) -> None:
+    def adopt(self, module: nn.Module, heads: Iterable[nn.Module] = (), *, embeds: bool = False) -> None:
         """Give all linear layers of ``module`` that are trained the means to be deferred.
 
         Args:
-            excluded: layers that would keep too much until then, such as the head: its output's gradient is as large
-                as the vocabulary.
+            heads: output layers, as wide as the vocabulary. Those that would keep too much are not deferred.
+            embeds: whether the weights of embeddings are used as such here. A head that is tied to one is not deferred
+                then: the sum of both gradients would depend on when each of them comes.
         """
-        for layer in module.modules():
-            if is_linear(layer) and layer not in excluded and layer.weight.requires_grad:
+        layers: list[Any] = [layer for layer in module.modules() if is_linear(layer) and layer.weight.requires_grad]
+        weights = {parameter for head in heads for parameter in head.parameters()}
+        others = sum(sum(layer.weight.shape) for layer in layers if layer.weight not in weights)
+        tied = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)} if embeds else set()
+        for layer in layers:
+            weight = layer.weight
+            if weight in tied or (weight in weights and sum(weight.shape) > MOST_OF_HEAD * others):
+                if isinstance(layer, OwnLinear):  # the stage was another one
+                    layer.deferral = None
+            else:
                 become(layer, OwnLinear).deferral = self
 
     @contextmanager

@@ -315,7 +315,8 @@ class PacelineEngine(PipelineEngine):
         """Let the layers that are here leave gradients of their weights for later, if a schedule has done so."""
         self._splits |= self.schedule.is_split
         if self._splits:
-            self._deferral.adopt(self.module, heads_of(self.module))
+            embeds = any(one.runner.is_first for one in self.held)
+            self._deferral.adopt(self.module, heads_of(self.module), embeds=embeds)
             defer_experts(self.module, self._deferral)
 
     def run_candidate(self, candidate: Candidate) -> None:

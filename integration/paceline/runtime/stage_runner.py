@@ -65,9 +65,7 @@ class Surroundings(Protocol):
     def forward(self) -> AbstractContextManager[Any]:
         """Around a forward: autocast, a profile of its operations."""
 
-    def backward(
-        self, completes: Completes, *, stage: int, is_of_weights: bool = False
-    ) -> AbstractContextManager[Any]:
+    def backward(self, completes: Completes, *, stage: int, is_of_weights: bool = False) -> AbstractContextManager[Any]:
         """Around a backward, or a part of one: timers, and the reduction of gradients that it completes."""
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -151,16 +151,42 @@ def test_what_is_left_for_later_keeps_no_graph() -> None:
     assert len(deferred) == 2
 
 
-def test_excluded_and_frozen_layers_are_left_alone() -> None:
-    model = block(MAKERS["bias"])
-    model[0].requires_grad_(False)
-    deferral = adopted(model, excluded=[model[3]])
+def test_frozen_layers_are_left_alone() -> None:
+    model = block(MAKERS["bias"]).requires_grad_(False)
+    adopted(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.LayerNorm, nn.GELU, nn.Linear]
-    (x,) = micro_batches(torch.float32, count=1)
+
+
+def with_head(vocabulary: int) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(vocabulary, 4), nn.Linear(4, 12), nn.Linear(12, 4), nn.Linear(4, vocabulary))
+
+
+@pytest.mark.parametrize(("vocabulary", "is_left"), [(4 * 32 - 4, True), (4 * 32 - 3, False)])
+def test_a_head_is_deferred_unless_it_keeps_much_more_than_the_others(vocabulary: int, is_left: bool) -> None:
+    model = with_head(vocabulary)
+    deferral = adopted(model, heads=[model[3]])
     with deferral.collecting() as deferred:
-        loss_of(model(x)).backward()
-    assert len(deferred) == 0
-    assert model[3].weight.grad is not None
+        loss_of(model(torch.arange(3))).backward()
+    assert len(deferred) == (3 if is_left else 2)
+    assert (model[3].weight.grad is None) is is_left
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_a_head_that_is_tied_to_an_embedding_in_use_is_not_deferred(embeds: bool) -> None:
+    model = with_head(40)
+    model[3].weight = model[0].weight
+    deferral = adopted(model, heads=[model[3]])
+    deferral.adopt(model, [model[3]], embeds=embeds)  # once more: the stage has got its embedding
+    with deferral.collecting() as deferred:
+        loss_of(model(torch.arange(3))).backward()
+    assert len(deferred) == (2 if embeds else 3)
+
+
+def test_a_head_in_a_wrapper_is_known_by_its_weight() -> None:
+    model = with_head(4000)
+    model[3] = nn.Sequential(model[3])  # as PEFT has one that it trains whole
+    adopted(model, heads=[model[3]])
+    assert type(model[3][0]) is nn.Linear
 
 
 def test_a_frozen_bias_stays_without_a_gradient() -> None:
