@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from paceline.config.natural_gradient_keys import NaturalGradientConfig
+from paceline.hf.activations import SavedStorages
 from paceline.optim.linear_layers import Deferral
 from paceline.optim.natural_layers import NaturalGradients
 
@@ -180,6 +181,21 @@ def test_a_head_that_is_tied_to_an_embedding_in_use_is_not_deferred(embeds: bool
     with deferral.collecting() as deferred:
         loss_of(model(torch.arange(3))).backward()
     assert len(deferred) == (2 if embeds else 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_leaves_no_more_than_a_micro_batch_has_kept_of_it(dtype: torch.dtype) -> None:
+    """`paceline fit` and the planner count with that."""
+    head = nn.Linear(8, 300, bias=False, dtype=dtype)
+    deferral, kept = adopted(head), SavedStorages(head)
+    with kept.hooks:
+        logits = head(torch.randn(7, 8).to(dtype).requires_grad_())
+        loss = nn.functional.cross_entropy(logits.float(), torch.arange(7))
+    with deferral.collecting() as deferred:
+        loss.backward()
+    assert len(deferred) == 1
+    assert deferred.num_bytes == dtype.itemsize * 7 * (8 + 300)
+    assert deferred.num_bytes <= kept.num_bytes
 
 
 def test_a_head_in_a_wrapper_is_known_by_its_weight() -> None:

@@ -79,9 +79,10 @@ def test_a_late_backward_is_of_its_own_steps_tokens() -> None:
         _module=lambda *_: (weight * 2, None),
         _chunk=0,
         _graph=nullcontext,
-        _around=SimpleNamespace(forward=nullcontext, backward=lambda is_last: nullcontext()),
+        _around=SimpleNamespace(forward=nullcontext, backward=lambda completes, stage: nullcontext()),
         own_loss=None,
         is_last=False,
+        stage=0,
     )
     runner._module.training = True
     lives = [Live(), Live()]
