@@ -151,8 +151,8 @@ def test_the_job_trains_on_the_same_samples(tmp_path: Path) -> None:
     assert found[2] == pytest.approx(found[0], rel=1e-6)
 
 
-def refused(unequal: dict[str, Any]) -> None:
-    engine_of(1, unequal)
+def refused(unequal: dict[str, Any], stages: int = 1, schedule: str = "1f1b") -> None:
+    engine_of(stages, unequal, pipeline={"schedule": schedule})
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,15 @@ def refused(unequal: dict[str, Any]) -> None:
 def test_shares_that_are_not_a_step(shares: list[int], message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, 2, {"micro_batches": shares})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("dualpipev", "takes at least 4 micro-batches, and 3 are not"),
+        ("interleaved", "in multiples of 2, and 5 are not"),
+    ],
+)
+def test_shares_that_a_schedule_cannot_have(schedule: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(refused, 4, {"micro_batches": [5, 3]}, 2, schedule)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from ..planning.unequal_replicas import MicroBatchCounts
 from .part import Part
 
 RESHARE_EVERY = 100
@@ -48,19 +49,18 @@ def first_shares(config: UnequalReplicasConfig | None, *, replicas: int, micro_b
 
     Args:
         micro_batches: of a step and replica, where all have as many.
-
-    Raises:
-        ValueError: as :func:`check_shares`.
     """
     written = None if config is None else config.micro_batches
-    if written is None:
-        return (micro_batches,) * replicas
-    check_shares(written, replicas=replicas, micro_batches=micro_batches)
-    return written
+    return (micro_batches,) * replicas if written is None else written
 
 
-def check_shares(shares: Sequence[int], *, replicas: int, micro_batches: int) -> None:
-    """Raise ValueError unless ``shares`` has a number for each replica, and the sum is a step's."""
+def check_shares(shares: Sequence[int], *, replicas: int, micro_batches: int, counts: MicroBatchCounts) -> None:
+    """Raise ValueError unless ``shares`` has a number for each replica, and the sum is a step's.
+
+    Args:
+        micro_batches: of a step and replica, where all have as many.
+        counts: numbers of micro-batches that the schedule can have.
+    """
     total = micro_batches * replicas
     if len(shares) != replicas:
         raise ValueError(
@@ -72,6 +72,13 @@ def check_shares(shares: Sequence[int], *, replicas: int, micro_batches: int) ->
             f"{_PATH} is {list(shares)}: each must be at least 1, and their sum {total} (gradient_accumulation_steps "
             f"{micro_batches} times {replicas} replicas); change one of them."
         )
+    for share in shares:
+        if not counts.allow(share):
+            more = f", in multiples of {counts.unit}" if counts.unit > 1 else ""
+            raise ValueError(
+                f"{_PATH} is {list(shares)}: the schedule takes at least {counts.least} micro-batches{more}, and "
+                f"{share} are not; give other numbers, or take another schedule."
+            )
 
 
 def interval(config: UnequalReplicasConfig | None, *, replicas: int, retune_every: int | None) -> int:

@@ -15,7 +15,7 @@ from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects, near_misses
 from .optimizers import check_optimizer
 from .partitions import resolve_partition
-from .replica_keys import first_shares
+from .replica_keys import check_shares, first_shares
 from .run_plan import Choice, RunPlan
 from .schedulers import check_scheduler
 from .schedules import resolve_schedule
@@ -81,9 +81,12 @@ def resolve(
     config.update(sizes)
     chosen |= {key: Choice(sizes[key], reason) for key, reason in reasons.items()}
 
-    first_shares(section.pipeline.unequal_replicas, replicas=data_parallel, micro_batches=sizes[MICRO_BATCHES])
     schedule, defaults = resolve_schedule(section, stages, sizes[MICRO_BATCHES], micro_batch_size=sizes[MICRO_BATCH])
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
+    unequal = section.pipeline.unequal_replicas
+    if unequal is not None:
+        usual = {"replicas": data_parallel, "micro_batches": sizes[MICRO_BATCHES]}
+        check_shares(first_shares(unequal, **usual), **usual, counts=schedule.micro_batch_counts(stages))
     if (schedule.directions or 1) > 1 and not value_at(config, ZERO_STAGE):
         why = "several directions have optimizer states once among the ranks that hold a stage, with 0 as with 1"
         chosen[ZERO_STAGE] = Choice(1, why)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..planning.divisors import divisors
+from ..planning.unequal_replicas import MicroBatchCounts
 from ..schedules import asynchronous, directions, families
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.generator import GENERATED
@@ -124,6 +125,14 @@ class ScheduleChoice:
             return families.interleaved(num_stages, num_micro_batches, self.chunks)
         kind = "1f1b" if self.is_tuned else self.type
         return families.make(kind, num_stages, num_micro_batches, k=self.k, slack=self.slack, warmup=self.warmup)
+
+    def micro_batch_counts(self, num_stages: int) -> MicroBatchCounts:
+        """Numbers of micro-batches that a step may have."""
+        if self.type == families.DUALPIPEV:
+            return MicroBatchCounts(least=2 * num_stages)
+        if self.type == families.INTERLEAVED:
+            return MicroBatchCounts(num_stages, num_stages)
+        return MicroBatchCounts()
 
     def planned(self, num_stages: int, num_micro_batches: int) -> Schedule | Stream:
         """The order that a partition is planned for: the steady state of what has one, else what a run begins with."""

@@ -85,7 +85,9 @@ def replicated(
         found = _searched([loads[e] for e in members], per_node, slots, replicas, held, home, keep_owners, tolerance)
         for device, experts in enumerate(found.held):
             owned.append([members[index] for index in experts if found.owner[index] == device])
-            copied.append([members[index] for index in experts if found.owner[index] != device])
+            copies = [members[index] for index in experts if found.owner[index] != device]
+            # Where all loads are 0, packing has nothing else to fill places with.
+            copied.append([expert for expert in copies if loads[expert] or current is not None])
     return in_slots(owned, copied, current)
 
 

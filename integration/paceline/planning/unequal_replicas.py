@@ -21,8 +21,22 @@ class ReplicaTimes(NamedTuple):
         return self.fixed_s + self.micro_batch_s * micro_batches
 
 
-def fastest_shares(times: Sequence[ReplicaTimes], total: int) -> tuple[int, ...]:
-    """Micro-batches of each replica with which the slowest takes least time; at least one each.
+class MicroBatchCounts(NamedTuple):
+    """Numbers of micro-batches of a step: ``least`` and more, in multiples of ``unit``."""
+
+    least: int = 1
+    unit: int = 1
+
+    def allow(self, micro_batches: int) -> bool:
+        """Whether a step may have so many."""
+        return micro_batches >= self.least and micro_batches % self.unit == 0
+
+
+ANY_NUMBER = MicroBatchCounts()
+
+
+def fastest_shares(times: Sequence[ReplicaTimes], total: int, counts: MicroBatchCounts = ANY_NUMBER) -> tuple[int, ...]:
+    """Micro-batches of each replica with which the slowest takes least time.
 
     Every micro-batch goes to the replica that ends first with it, which is optimal: an exchange between two replicas
     never helps.
@@ -32,19 +46,24 @@ def fastest_shares(times: Sequence[ReplicaTimes], total: int) -> tuple[int, ...]
 
     Args:
         total: micro-batches of a step, of all replicas.
+        counts: numbers that a replica can have; equal shares are among them.
 
     Raises:
-        ValueError: fewer micro-batches than replicas.
+        ValueError: too few micro-batches for the replicas.
     """
-    if total < len(times):
-        raise ValueError(f"{total} micro-batches for {len(times)} replicas: each needs one; raise the batch size.")
-    shares = [1] * len(times)
-    ends = [(replica.step_s(2), number) for number, replica in enumerate(times)]
+    least, unit = counts
+    if total < least * len(times):
+        raise ValueError(
+            f"{total} micro-batches for {len(times)} replicas: each needs {least} at least; raise the batch size."
+        )
+    shares = [least] * len(times)
+    ends = [(replica.step_s(least + unit), number) for number, replica in enumerate(times)]
     heapify(ends)
-    for _ in range(total - len(times)):
+    for _ in range((total - sum(shares)) // unit):
         number = ends[0][1]
-        shares[number] += 1
-        heapreplace(ends, (times[number].step_s(shares[number] + 1), number))
+        shares[number] += unit
+        heapreplace(ends, (times[number].step_s(shares[number] + unit), number))
+    assert sum(shares) == total, (total, least, unit)
     return tuple(shares)
 
 

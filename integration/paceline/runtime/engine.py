@@ -286,7 +286,8 @@ class PacelineEngine(PipelineEngine):
             ValueError: other numbers than one for each replica, whose sum is a step's.
         """
         replicas, own = int(self.grid.data_parallel_size), int(self.grid.data_parallel_id)
-        check_shares(shares, replicas=replicas, micro_batches=self.gradient_accumulation_steps())
+        usual, counts = self.gradient_accumulation_steps(), self.plan.schedule.micro_batch_counts(self.num_stages)
+        check_shares(shares, replicas=replicas, micro_batches=usual, counts=counts)
         self.replica_micro_batches = tuple(shares)
         self.micro_batches = shares[own]
 

@@ -91,7 +91,8 @@ def pipeline_controller(
     )
     actuators: dict[Actuator, TuningInterval] = {}
     if reshare_every:
-        shares = ShareActuator(pipeline, measurements, schedules, agreement, reshare_every)
+        counts = schedule.micro_batch_counts(pipeline.num_stages)
+        shares = ShareActuator(pipeline, measurements, schedules, agreement, counts, reshare_every)
         actuators[shares] = TuningInterval(reshare_every)
     if is_adaptive:
         actuators[schedules] = TuningInterval(schedule.retune_every or 1)

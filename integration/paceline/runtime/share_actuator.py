@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from ..measure.recurring import recurring_mean
 from ..planning.switching import Decision, SwitchRule
 from ..planning.tuning import SHARES, DecisionRecord, Proposal
-from ..planning.unequal_replicas import ReplicaTimes, fastest_shares, slowest_s
+from ..planning.unequal_replicas import MicroBatchCounts, ReplicaTimes, fastest_shares, slowest_s
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .rank_reports import Report
@@ -68,6 +68,7 @@ class ShareActuator:
     Args:
         measured: has the last reports.
         schedules: of all replicas.
+        counts: numbers of micro-batches that they can have.
         every: steps between choices.
     """
 
@@ -77,10 +78,11 @@ class ShareActuator:
         measured: MeasuresReplicas,
         schedules: Reschedules,
         agreement: Agreement,
+        counts: MicroBatchCounts,
         every: int,
     ) -> None:
         self._pipeline, self._measured, self._schedules = pipeline, measured, schedules
-        self._agreement, self._rule = agreement, SwitchRule(every)
+        self._agreement, self._counts, self._rule = agreement, counts, SwitchRule(every)
 
     def propose(self, steps: int) -> Proposal[tuple[int, ...], None] | None:
         """Find the shares with which the slowest replica ends first, and decide whether they pay."""
@@ -91,7 +93,7 @@ class ShareActuator:
         times = replica_times(self._measured.reports, before, self._pipeline.num_stages)
         if times is None:
             return None
-        best = fastest_shares(times, sum(before))
+        best = fastest_shares(times, sum(before), self._counts)
         now_s, best_s = slowest_s(times, before), slowest_s(times, best)
         if best_s > (1 - LEAST_GAIN) * now_s:
             best, best_s = before, now_s

@@ -8,19 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.planning.unequal_replicas import ReplicaTimes, dealt, fastest_shares, slowest_s
+from paceline.planning.unequal_replicas import MicroBatchCounts, ReplicaTimes, dealt, fastest_shares, slowest_s
 
 SECONDS = st.floats(0.01, 10.0)
 TIMES = st.lists(st.builds(ReplicaTimes, SECONDS, st.floats(0.0, 20.0)), min_size=1, max_size=4)
 
 
-@given(TIMES, st.integers(0, 6))
-def test_no_other_shares_are_faster(times: list[ReplicaTimes], more: int) -> None:
-    total = len(times) + more
-    shares = fastest_shares(times, total)
-    every = (each for each in product(range(1, total + 1), repeat=len(times)) if sum(each) == total)
+@given(TIMES, st.integers(0, 6), st.integers(1, 3), st.integers(1, 2))
+def test_no_other_shares_are_faster(times: list[ReplicaTimes], more: int, least: int, unit: int) -> None:
+    least *= unit
+    total = least * len(times) + more * unit
+    shares = fastest_shares(times, total, MicroBatchCounts(least, unit))
+    possible = range(least, total + 1, unit)
+    every = (each for each in product(possible, repeat=len(times)) if sum(each) == total)
     assert sum(shares) == total
-    assert min(shares) >= 1
+    assert all(share in possible for share in shares)
     assert slowest_s(times, shares) == min(slowest_s(times, each) for each in every)
 
 
@@ -32,7 +34,7 @@ def test_shares_follow_the_speeds() -> None:
 
 
 def test_too_few_micro_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 micro-batches for 3 replicas: each needs one"):
+    with pytest.raises(ValueError, match="2 micro-batches for 3 replicas: each needs 1 at least"):
         fastest_shares([ReplicaTimes(1.0)] * 3, 2)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.planning.unequal_replicas import ANY_NUMBER, MicroBatchCounts
 from paceline.runtime.rank_reports import Report
 from paceline.runtime.share_actuator import ShareActuator, replica_times
 from support.reports import MICRO_BATCHES, STAGES, Run
@@ -46,9 +47,9 @@ class Job:
         self.called.append("run again")
 
 
-def actuator(job: Job) -> ShareActuator:
+def actuator(job: Job, counts: MicroBatchCounts = ANY_NUMBER) -> ShareActuator:
     part: Any = job
-    return ShareActuator(part, part, part, part, 10)
+    return ShareActuator(part, part, part, part, counts, 10)
 
 
 def test_times_are_those_of_the_replicas() -> None:
@@ -75,6 +76,17 @@ def test_the_slow_replica_gets_less() -> None:
     record = proposal.record(None).to_json()
     assert (record["what"], record["switched"], record["from"], record["to"]) == ("shares", True, [4, 4], [7, 1])
     assert record["predicted_best_s"] < record["predicted_now_s"]
+
+
+def test_a_schedule_that_needs_many_has_them() -> None:
+    for counts, shares in (
+        (MicroBatchCounts(least=2), (6, 2)),
+        (MicroBatchCounts(2, 2), (6, 2)),
+        (MicroBatchCounts(4, 4), None),
+    ):
+        proposal = actuator(Job(reports(3.0)), counts).propose(10)
+        assert proposal is not None
+        assert proposal.change == shares
 
 
 def test_what_saves_next_to_nothing_stays() -> None:
