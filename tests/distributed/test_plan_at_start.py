@@ -21,6 +21,23 @@ SAMPLES = 16
 """Samples of a step, in eight batches of two."""
 
 
+def measure_otherwise(last_rank: str) -> None:
+    """On the second rank, measuring layers does what ``last_rank`` says."""
+    from paceline.runtime import plan_at_start
+
+    if not last_rank or os.environ["RANK"] != "1":
+        return
+    measured = plan_at_start.profile_items
+
+    def profile_items(*args: Any, **kwargs: Any) -> Any:
+        if last_rank == "fails":
+            raise RuntimeError("out of memory")
+        found = measured(*args, **kwargs)
+        return [replace(item, forward_s=3 * item.forward_s, backward_s=3 * item.backward_s) for item in found]
+
+    plan_at_start.profile_items = profile_items  # type: ignore[assignment]
+
+
 def trained(
     pipeline: dict[str, Any], layers: int = 4, lora: bool = False, last_rank: str = "", **changes: Any
 ) -> dict[str, Any]:
@@ -32,19 +49,8 @@ def trained(
     import torch
 
     import paceline
-    from paceline.runtime import plan_at_start
 
-    if last_rank and os.environ["RANK"] == "1":
-        measured = plan_at_start.profile_items
-
-        def profile_items(*args: Any, **kwargs: Any) -> Any:
-            if last_rank == "fails":
-                raise RuntimeError("out of memory")
-            found = measured(*args, **kwargs)
-            return [replace(item, forward_s=3 * item.forward_s, backward_s=3 * item.backward_s) for item in found]
-
-        plan_at_start.profile_items = profile_items  # type: ignore[assignment]
-
+    measure_otherwise(last_rank)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -163,15 +169,29 @@ def test_jobs_are_planned(tmp_path: Path) -> None:
         assert found["stages"] in (1, 2)
 
 
-def job_that_finds(fastest: int, argv: list[str]) -> tuple[int, str]:
+def job_that_finds(fastest: int, argv: list[str], last_rank: str = "") -> tuple[int, str]:
     """On every rank: the job, where measuring shows that ``fastest`` stages are."""
     from paceline.runtime import plan_at_start
+
+    measure_otherwise(last_rank)
 
     def choose(options: Any, usual: int) -> Any:
         return next(option for option in options if option.stages == fastest)
 
     plan_at_start.choose = choose  # type: ignore[assignment]
     return finetune(argv)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_job_says_that_replicas_wait_for_a_slow_one(tmp_path: Path, asks: bool) -> None:
+    """They get equal shares of a step, unless it is asked for others."""
+    section = {"pipeline": {"unequal_replicas": {}}} if asks else {"pipeline": {}}
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"paceline": section}))
+    argv = flags(**TINY | {"max_steps": 1, "output_dir": tmp_path / "out", "deepspeed": config})
+    (code, said), _ = run_ranks(job_that_finds, 2, 1, argv, "is slow")
+    assert code == 0, said
+    assert ('"unequal_replicas": {} in "pipeline" gives them shares' in said) != asks
 
 
 def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from .part import Part
 
 RESHARE_EVERY = 100
 
-UNEQUAL_REPLICAS = "paceline.pipeline.unequal_replicas"
-_PATH = f"{UNEQUAL_REPLICAS}.micro_batches"
+_PATH = "paceline.pipeline.unequal_replicas.micro_batches"
 
 
 def _tuple(value: Any) -> Any:

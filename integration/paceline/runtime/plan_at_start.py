@@ -22,7 +22,6 @@ from transformers import PretrainedConfig
 from ..comm.control import ControlPlane, is_shared
 from ..comm.staging import ranks_sharing
 from ..config import RunPlan
-from ..config.replica_keys import UNEQUAL_REPLICAS, UnequalReplicasConfig
 from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
 from ..config.stage_counts import PARTITION, STAGES, TYPE
@@ -55,14 +54,12 @@ class Measured(NamedTuple):
         rank_s: seconds that each rank takes for a forward and backward of all layers.
         may_move: whether layers may move between devices unasked: not where adapters are trained, and weights may be
             quantised.
-        may_share: whether replicas may take unequal shares of a step unasked: where the run hands out the samples.
     """
 
     profile: Profile
     cluster: Cluster
     rank_s: tuple[float, ...]
     may_move: bool = True
-    may_share: bool = False
 
     @property
     def is_unequal(self) -> bool:
@@ -115,8 +112,6 @@ def plan_stages(
     shape: Shape,
     trained: Callable[[], float] | None,
     kept: Mapping[str, Any] | None = None,
-    *,
-    shares_unasked: bool = False,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
 
@@ -128,12 +123,10 @@ def plan_stages(
         shape: of a micro-batch, to measure with.
         trained: share of the parameters that is trained; None: all.
         kept: ``RunPlan.planned`` of the run that goes on: it stays, and others are only compared with it.
-        shares_unasked: replicas that are not equally fast may take unequal shares of a step without being asked to.
     """
     begun = time.perf_counter()
     try:
-        measured = measure(hf_config, control, shape)
-        measured = measured._replace(may_move=trained is None, may_share=shares_unasked)
+        measured = measure(hf_config, control, shape)._replace(may_move=trained is None)
         chosen = _chosen(hf_config, control, options, usual, measured, trained, begun, kept)
         WATCH.idle()
     except Exception as error:
@@ -167,6 +160,9 @@ def _chosen(
             found = [entry.predicted(measured.cluster) for entry in pool]
             best = choose(found, usual.stages if kept is None else kept[STAGES])
             _tell(measured, found, time.perf_counter() - begun)
+            taken = None if best is None else options[best.stages]
+            if taken is not None and taken.data_parallel > 1:
+                _advise_shares(taken, measured)
             if kept is not None:
                 chosen = as_before(options, kept)
                 _tell_better(best, next(option for option in found if option.stages == chosen.stages))
@@ -199,7 +195,8 @@ def entries(
             profile.gradient_checkpointing,
         )
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
-        follows, shares = _follows_speed(plan, measured), _shares_by_speed(plan, measured)
+        follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
+        shares = unequal is not None and unequal.micro_batches is None
         factor = slowdown(measured.rank_s, stages, follows_speed=follows, shares_by_speed=shares)
         workload = scaled(workload, factor)
         limit = plan.partition_choice.memory_bytes
@@ -222,15 +219,6 @@ def _may_follow_speed(plan: RunPlan) -> bool:
     return PARTITION in plan.chosen and plan.expert_parallel == 1 and plan.section.pipeline.boundary is None
 
 
-def _shares_by_speed(plan: RunPlan, measured: Measured) -> bool:
-    """Whether replicas take shares of a step by their speed: as asked, or where nothing is asked and excludes it."""
-    unequal = plan.section.pipeline.unequal_replicas
-    if unequal is not None:
-        return unequal.micro_batches is None
-    may_share = measured.may_share and plan.expert_parallel == 1 and plan.schedule.micro_batch_sizes is None
-    return may_share and measured.is_unequal and plan.data_parallel > 1
-
-
 def _with_reasons(
     plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured, *, unasked: bool
 ) -> RunPlan:
@@ -240,9 +228,6 @@ def _with_reasons(
     if best.stages > 1 and _follows_speed(plan, measured) and plan.partition_choice.method != HETERO:
         times = max(measured.rank_s) / min(measured.rank_s)
         chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")
-    if plan.section.pipeline.unequal_replicas is None and _shares_by_speed(plan, measured):
-        times = max(measured.rank_s) / min(measured.rank_s)
-        chosen[UNEQUAL_REPLICAS] = Choice({}, f"the slowest device takes {times:.2f} times as long as the fastest")
     if plan.schedule.is_tuned and unasked:
         chosen[TYPE] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
     return _planned(plan, chosen)
@@ -251,12 +236,7 @@ def _with_reasons(
 def as_before(options: Mapping[int, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
     """The option that an earlier start of this run has chosen; what the JSON says by now goes before."""
     plan = options[kept[STAGES]]
-    is_open = {
-        STAGES: True,
-        PARTITION: _may_follow_speed(plan),
-        UNEQUAL_REPLICAS: plan.section.pipeline.unequal_replicas is None and plan.expert_parallel == 1,
-        TYPE: plan.schedule.type == kept.get(TYPE),
-    }
+    is_open = {STAGES: True, PARTITION: _may_follow_speed(plan), TYPE: plan.schedule.type == kept.get(TYPE)}
     why = "as before the checkpoint; --replan chooses anew"
     return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open[path]})
 
@@ -268,9 +248,6 @@ def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
         method = {"method": chosen[PARTITION].value}
         partition = (section.pipeline.partition or PartitionConfig()).model_copy(update=method)
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
-    if UNEQUAL_REPLICAS in chosen:
-        update = {"unequal_replicas": UnequalReplicasConfig()}
-        section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update=update)})
     planned = {path: choice.value for path, choice in chosen.items()}
     return replace(plan, section=section, chosen=chosen, planned=planned)
 
@@ -281,6 +258,17 @@ def _tell_better(best: Option | None, now: Option) -> None:
         logger.info(
             "plan: the run goes on as before the checkpoint, with %s. Now the fastest is %s: --replan takes it",
             *(now.text, best.text),
+        )
+
+
+def _advise_shares(plan: RunPlan, measured: Measured) -> None:
+    """Say that replicas would wait for the slowest. Shares by speed round otherwise, so they are not taken unasked."""
+    if measured.is_unequal and plan.section.pipeline.unequal_replicas is None and plan.expert_parallel == 1:
+        times = max(measured.rank_s) / min(measured.rank_s)
+        logger.info(
+            "plan: the slowest device takes %.2f times as long as the fastest, and replicas wait for it: "
+            '"unequal_replicas": {} in "pipeline" gives them shares of a step by their speed',
+            times,
         )
 
 

@@ -137,7 +137,7 @@ def plan_for(
             tokens_of_sample(sequence_length, hf_config),
             gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval")),
         )
-        planned = plan_stages(hf_config, control, options, usual, shape, trained, kept, shares_unasked=plans_unasked)
+        planned = plan_stages(hf_config, control, options, usual, shape, trained, kept)
     if planned is not None:
         section = planned.section
         ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}

@@ -130,6 +130,11 @@ def test_devices_of_different_speed() -> None:
     assert slowdown(seconds, 4, follows_speed=True) == pytest.approx(4 / 3.5 / mean)
     assert slowdown(seconds, 2, follows_speed=True) == pytest.approx(2 / 1.5 / mean)  # the slow one's stage is slow
     assert slowdown([3.0] * 4, 2, follows_speed=True) == pytest.approx(1.0)
+    # With shares by speed, replicas lose nothing but what their own stages wait for each other.
+    assert slowdown(seconds, 1, follows_speed=True, shares_by_speed=True) == pytest.approx(4 / 3.5 / mean)
+    assert slowdown(seconds, 2, follows_speed=False, shares_by_speed=True) == pytest.approx(2 / 1.5 / mean)
+    assert slowdown([1.0, 3.0, 1.0, 3.0], 2, follows_speed=True, shares_by_speed=True) == pytest.approx(1.5 / 2)
+    assert slowdown(seconds, 4, follows_speed=True, shares_by_speed=True) == pytest.approx(4 / 3.5 / mean)
     work = workload()
     assert scaled(work, 2.0).items[1].backward_s == pytest.approx(2 * work.items[1].backward_s)
 
