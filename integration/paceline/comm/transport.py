@@ -39,6 +39,9 @@ CLOSING_S = 60.0
 AT_ONCE_BYTES = 1 << 20
 """The largest message that is sent by the thread that computes: issuing one takes as long as copying it."""
 
+SENT_AT_ONCE = 8
+"""Messages that the caller has sent, before the thread is woken up to see to their ends."""
+
 RECORDS = 512
 """The last messages of a lane, whose times are kept."""
 
@@ -123,6 +126,8 @@ class Lane:
         self._arriving: dict[int, _Message] = {}
         self._unknown: deque[tuple[int, Hashable, Format | None]] = deque()
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
+        self._sent: list[_Message] = []
+        """Messages on their way, of which the thread is yet to hear."""
         self._last_left: _Message | None = None
         """The last message that the thread was left to issue."""
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
@@ -229,6 +234,7 @@ class Lane:
     def close(self) -> None:
         """End the thread, once everything under way is done; a sender's is waited for."""
         if self._thread is not None:
+            self.see_to_sent()
             self._queue.put(None)
             if self.is_sender and not self._failed:
                 self._thread.join(CLOSING_S)
@@ -267,9 +273,19 @@ class Lane:
         must_wait = message.ready or message.is_announced or (send and message.num_bytes > self.at_once_bytes)
         if not must_wait and (self._last_left is None or self._last_left.has_begun):
             self._attempt(self._begin, message)
+            if send and len(self._sent) < SENT_AT_ONCE:  # it ends by itself, and nobody waits for it
+                self._sent.append(message)
+                return
         else:  # in the order of the lane
             self._last_left = message
+        self.see_to_sent()
         self._queue.put(message)
+
+    def see_to_sent(self) -> None:
+        """Have the thread wait for the ends of what the caller has sent, and let go of it."""
+        for message in self._sent:
+            self._queue.put(message)
+        self._sent.clear()
 
     def _flush(self) -> None:
         if self._batch is not None:
@@ -452,9 +468,13 @@ class Transport:
             self._batch.flush()
 
     def finish(self) -> None:
-        """Let go of what was sent, at the end of a step; the free order's threads do so as they go."""
+        """Let go of what was sent, at the end of a step."""
         if self._batch is not None:
             self._batch.finish()
+            return
+        for lanes in self._lanes.values():
+            for lane in lanes.values():
+                lane.see_to_sent()
 
     def close(self) -> None:
         """Deliver what was sent, and end. What is sent or received afterwards is an error."""

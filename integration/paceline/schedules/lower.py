@@ -53,10 +53,11 @@ def lower(schedule: Schedule, *, order: str = FREE, receives_ahead: int | None =
     """One program a rank that runs its compute actions in order.
 
     ``"free"`` is for transports with a queue for each lane, whose sends do not block: a send follows the compute that
-    makes it; receives are posted ahead of use, in the order in which the other end of the lane sends. An activation is
-    posted as soon as fewer than ``receives_ahead`` are outstanding on its lane, a gradient once its micro-batch's
-    activation is sent. A wait then ends as soon as the other end has computed, since everything before it in the lane
-    has been posted: no window, however small, can stop a schedule whose dependencies allow it to run.
+    makes it; receives are posted ahead of use, in the order in which the other end of the lane sends. Activations are
+    posted up to ``receives_ahead`` on a lane, anew after each forward, behind what it sends (in an evaluation before
+    each forward); a gradient once its micro-batch's activation is sent. A wait then ends as soon as the other end has
+    computed, since everything before it in the lane has been posted: no window, however small, can stop a schedule
+    whose dependencies allow it to run.
 
     ``"paired"`` is for transports with one queue for everything between two ranks: all messages of all ranks are
     brought into one sequence, by when they are made in a replay, and every rank sends and posts in that sequence. The
@@ -169,7 +170,8 @@ def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
                     post_next(chunk)
                 program.add(WAIT_ACTIVATION, micro_batch, chunk)
                 outstanding[chunk].remove(micro_batch)
-                post_ahead(chunk)
+                if is_forward_only(schedule):
+                    post_ahead(chunk)
             program.add(RUN_FORWARD, micro_batch, chunk)
             if program.sends[chunk]:
                 program.add(SEND_ACTIVATION, micro_batch, chunk)
@@ -178,6 +180,8 @@ def _free(schedule: Schedule, rank: int, lanes: _Lanes) -> tuple[Op, ...]:
                 # it is needed: the other end has run their backwards before, so this one their forwards.
                 while gradients[chunk] and gradients[chunk][0] in sent[chunk]:
                     program.add(POST_GRADIENT, gradients[chunk].popleft(), chunk)
+            # Nobody waits for it: the other end has as many micro-batches alive as may be posted until one's backward.
+            post_ahead(chunk)
         elif kind == BACKWARD_WEIGHT:
             program.add(RUN_BACKWARD_WEIGHT, micro_batch, chunk)
         else:

@@ -202,11 +202,24 @@ def test_small_messages_are_issued_by_the_caller_and_large_ones_by_the_thread(
     for number, length in enumerate((2, 3, 2)):
         sender.shapes.learn(length, meta_of(torch.zeros(length)))
         sender.send(number, length, torch.zeros(length))
+        sender.see_to_sent()
         while len(sender.records) <= number:
             time.sleep(0.001)
     assert sender._thread is not None
     assert issuers == [get_ident(), sender._thread.ident, get_ident()]
     sender.close()
+
+
+def test_the_thread_hears_of_what_was_sent_at_the_end_of_a_step_or_after_some(wire: Wire) -> None:
+    sender = lane(True, "free")
+    sender.shapes.learn("a", meta_of(torch.zeros(2)))
+    for number in range(2 * transport.SENT_AT_ONCE + 1):
+        sender.send(number, "a", torch.full((2,), float(number)))
+    assert len(sender._sent) == transport.SENT_AT_ONCE  # kept alive until they have arrived
+    sender.see_to_sent()
+    assert not sender._sent
+    sender.close()
+    assert [record.micro_batch for record in sender.records] == list(range(2 * transport.SENT_AT_ONCE + 1))
 
 
 def test_a_small_message_does_not_overtake_a_large_one(wire: Wire) -> None:
