@@ -131,7 +131,7 @@ def job(folder: str, unequal: Any) -> tuple[int, str]:
     pipeline = {"stages": 1, "unequal_replicas": unequal} if unequal else {"stages": 1}
     config = Path(folder) / f"config{os.environ['RANK']}.json"
     config.write_text(json.dumps(ds_config("auto") | {"paceline": {"pipeline": pipeline}}))
-    return finetune(flags(**TINY, output_dir=Path(folder) / "out", deepspeed=config))
+    return finetune(flags(**TINY | {"max_steps": STEPS}, output_dir=Path(folder) / "out", deepspeed=config))
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -146,7 +146,10 @@ def test_the_job_trains_on_the_same_samples(tmp_path: Path) -> None:
         folder.mkdir()
         assert [code for code, _ in run_ranks(job, 2, str(folder), unequal)] == [0, 0]
         found.append(losses_of(folder))
-    assert len(found[0]) == TINY["max_steps"] // TINY["logging_steps"]
+        report = json.loads((folder / "out" / "report.json").read_text())
+        assert {decision["kind"] for decision in report["decisions"]} == ({"shares"} if number == 2 else set())
+        assert (folder / "out" / "report.html").exists()
+    assert len(found[0]) == STEPS // TINY["logging_steps"]
     assert found[1] == pytest.approx(found[0], rel=1e-6)
     assert found[2] == pytest.approx(found[0], rel=1e-6)
 

@@ -91,7 +91,7 @@ def account(decided: Sequence[Row]) -> str:
     return text
 
 
-_THINGS = ("schedule", "partition", "experts")
+_THINGS = ("schedule", "partition", "experts", "shares")
 
 
 def times(number: int) -> str:
@@ -139,6 +139,9 @@ def _change(decision: Row) -> tuple[str, str]:
         changed = old["schedule"] not in (None, new["schedule"])
         schedules = f"with {new['schedule']} instead of {old['schedule']}" if changed else ""
         return f"{cut(old['partition'])} → {cut(new['partition'])}", schedules
+    if kind == "shares":
+        shares = ["|".join(map(str, each["shares"])) for each in (old, new)]
+        return (f"{shares[0]} → {shares[1]}" if switched else f"{shares[0]} stays"), "micro-batches of each replica"
     stage = "" if decision["stage"] is None else f"stage {decision['stage']}: "
     if not switched:
         return f"{stage}experts stay", ""

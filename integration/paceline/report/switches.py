@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
-SCHEDULE, PARTITION, EXPERTS = "schedule", "partition", "experts"
+SCHEDULE, PARTITION, EXPERTS, SHARES = "schedule", "partition", "experts", "shares"
 MIN_STEPS = 3
 """Fewest steps on either side of the first switch from which a saving is reported."""
 
@@ -199,6 +199,8 @@ def _from(logged: Mapping[str, Any], before: Configuration | None) -> Any:
         return {"imbalance": logged.get("imbalance_before")}
     if logged["what"] == PARTITION:
         return {"partition": logged["from"], "schedule": before.candidate if before is not None else None}
+    if logged["what"] == SHARES:
+        return {"shares": logged["from"]}
     return {"schedule": logged["from"]}
 
 
@@ -207,6 +209,8 @@ def _to(logged: Mapping[str, Any]) -> Any:
         return {"imbalance": logged.get("imbalance_after"), "layers": logged.get("layers")}
     if logged["what"] == PARTITION:
         return {"partition": logged["to"], "schedule": logged["schedule"]}
+    if logged["what"] == SHARES:
+        return {"shares": logged["to"]}
     return {"schedule": logged["to"]}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.report.page_figures import account, decision_row
 from paceline.report.running import Running, StepLog
 from paceline.report.switches import Configuration, configurations, decisions, saved
 
@@ -141,3 +142,15 @@ def test_steps_that_became_slower_are_told_too() -> None:
 )
 def test_nothing_is_claimed_of_too_little(ran: list[Configuration], switched_at: list[int]) -> None:
     assert saved(ran, switched_at) is None
+
+
+@pytest.mark.parametrize("switched", [True, False])
+def test_shares_of_replicas(switched: bool) -> None:
+    told = {"what": "shares", "step": 4, "switched": switched, "why": "it pays", "switch_s": 0.01}
+    told |= {"predicted_now_s": 2.0, "predicted_best_s": 1.4, "from": [4, 4], "to": [6, 2] if switched else [4, 4]}
+    (found,) = decisions([told], [])
+    assert (found["from"], found["to"]) == ({"shares": told["from"]}, {"shares": told["to"]})
+    row = decision_row(found)
+    assert row["what"] == ("4|4 → 6|2" if switched else "4|4 stays")
+    assert "micro-batches of each replica" in row["note"]
+    assert ("the shares once" in account([found])) == switched
