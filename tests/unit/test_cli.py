@@ -60,7 +60,7 @@ def test_check_config(ds_json, capsys):
     )
     shown = json.loads(out)
     assert shown["paceline"] == {
-        "pipeline": {"stages": 2, "partition": None, "schedule": None, "boundary": None},
+        "pipeline": {"stages": 2, "partition": None, "schedule": None, "boundary": None, "unequal_replicas": None},
         "moe": None,
         "natural_gradient": None,
         "max_change": None,
@@ -109,7 +109,8 @@ def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null, "boundary": null}, '
+        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null, "boundary": null, '
+        '"unequal_replicas": null}, '
         '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",

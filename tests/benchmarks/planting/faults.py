@@ -70,14 +70,14 @@ FAULTS = (
     Fault(
         "router loss of one replica",
         "runtime/causal_lm_runner.py",
-        "router_share = 1 / (num_filled * self._num_replicas)",
-        "router_share = 1 / num_filled",
+        "router_share = 1 / book.num_filled if",
+        "router_share = self._num_replicas / book.num_filled if",
         "the experts' balancing loss counts once for each replica",
     ),
     Fault(
         "migration without the optimizer's memory",
         "runtime/migration.py",
-        "return int(come + trained * self._state_bytes_per_value_byte())",
+        "return int(come + beside)",
         "return int(come)",
         "layers move to a device that has no room for their masters and moments",
     ),
