@@ -21,8 +21,9 @@ def test_micro_batches_of_all_replicas_share_the_routers_loss_and_what_only_fill
         return torch.tensor(0.5)
 
     losses = SimpleNamespace(of_forwards=[], total=None)
+    shapes = [SimpleNamespace(tokens=count) for count in (3, 0, 5)]
     runner: Any = SimpleNamespace(
-        _book=SimpleNamespace(shapes=[SimpleNamespace(tokens=count) for count in (3, 0, 5)], label_tokens=16),
+        _book=SimpleNamespace(shapes=shapes, label_tokens=16, num_filled=5),  # three on the other replica
         _losses=losses,
         _stage=SimpleNamespace(loss=loss),
         _num_replicas=2,
@@ -31,6 +32,6 @@ def test_micro_batches_of_all_replicas_share_the_routers_loss_and_what_only_fill
     )
     for number in range(3):
         CausalLMRunner._loss(runner, SimpleNamespace(labels=None), number, torch.zeros(1), None)  # type: ignore[arg-type]
-    assert shares == pytest.approx([1 / 4, 0.0, 1 / 4])
+    assert shares == pytest.approx([1 / 5, 0.0, 1 / 5])
     assert [value.item() for value in losses.of_forwards] == [0.5 * 3 * 2] * 3
     assert losses.total.item() == 1.5
