@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=int, default=1, metavar="k", help="groups of neighbouring devices in which copies stay"
     )
     parser.add_argument(
+        "--speeds", type=float, nargs="+", metavar="s", help="speed of each device, in any unit (default: all equal)"
+    )
+    parser.add_argument(
         "--current",
         metavar="FILE",
         help='JSON: what the devices hold now, in the form of the output, {"layers": [{"placement": …}]} (default: '
@@ -72,15 +75,14 @@ def _layer(args: argparse.Namespace, loads: Sequence[float], current: Placement)
     from paceline.planning.placement import greedy, imbalance, lower_bound, moved, replicated, split
 
     devices, slots = args.devices, args.slots_per_device
+    among: dict[str, Any] = {"nodes": args.nodes, "speeds": args.speeds}
     if args.replicas:
         # Nothing moves where nothing lies yet: whatever is better is taken then.
-        anew = {} if args.current is not None else {"tolerance": 0.0}
-        found = replicated(
-            loads, devices, slots, args.replicas, current, keep_owners=args.keep_owners, nodes=args.nodes, **anew
-        )
+        among |= {} if args.current is not None else {"tolerance": 0.0}
+        found = replicated(loads, devices, slots, args.replicas, current, keep_owners=args.keep_owners, **among)
     else:
-        found = greedy(loads, devices, slots, current, nodes=args.nodes)
-    before, after = imbalance(current, loads), imbalance(found, loads)
+        found = greedy(loads, devices, slots, current, **among)
+    before, after = (imbalance(placement, loads, speeds=args.speeds) for placement in (current, found))
     if after >= before and _has_room(current, args, len(loads)):
         found, after = current, before
     mean = sum(loads) / devices
@@ -89,8 +91,8 @@ def _layer(args: argparse.Namespace, loads: Sequence[float], current: Placement)
         "owned": found.owned,
         "before": before,
         "after": after,
-        "after_split": imbalance(found, loads, split(found, loads)),
-        "bound": lower_bound(loads, devices, slots) / mean if mean else 1.0,
+        "after_split": imbalance(found, loads, split(found, loads, speeds=args.speeds), args.speeds),
+        "bound": lower_bound(loads, devices, slots, args.speeds) / mean if mean else 1.0,
         "moved": moved(current, found),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,45 @@ def test_moves_change_nothing(
         assert rank["placements"] >= 4
         assert rank["steps"] == STEPS
         assert len(set(rank["stock"])) == STEPS * accumulation
+
+
+ROW_S = 3e-4
+
+
+def slow_rank_job() -> dict[str, Any]:
+    """The second rank takes three times as long for a row; copies' tokens are shared by the loads of each batch."""
+    from paceline.moe.auto_ep import RebalancedAutoEPLayer
+
+    start()
+    stock = models.train(built("mixtral", 1, 2, 1, {}), range(STEPS))
+    compute, rows_here = RebalancedAutoEPLayer._compute, []
+
+    def slow(layer: Any, rows: torch.Tensor, *more: Any) -> torch.Tensor:
+        rows_here.append(rows.shape[0])
+        time.sleep(rows.shape[0] * ROW_S * (3 if layer.rank else 1))
+        return compute(layer, rows, *more)
+
+    RebalancedAutoEPLayer._compute = slow  # type: ignore[method-assign]
+    runs = {}
+    for name, section in {"moves": {}, "copies": {"replicas": 1, "splitting": "fresh"}}.items():
+        engine = built("mixtral", 1, 2, 1, {}, paceline={"moe": {"rebalance_every": 4, **section}})
+        losses = models.train(engine, range(STEPS - 4))
+        rows_here.clear()
+        losses += models.train(engine, range(STEPS - 4, STEPS))
+        runs[name] = losses, sum(rows_here), engine.rebalancer.decisions
+    return {"stock": stock, **runs}
+
+
+def test_busy_experts_leave_a_slow_rank() -> None:
+    """No number changes but by the order of sums, where there are copies."""
+    ranks = run_ranks(slow_rank_job, 2)
+    for rank in ranks:
+        assert rank["moves"][0] == rank["stock"]
+        torch.testing.assert_close(rank["copies"][0], rank["stock"], rtol=1e-4, atol=1e-4)
+    for name, least in (("moves", 1.2), ("copies", 1.5)):
+        fast, slow = ranks[0][name][2][-1]["speeds"]
+        assert 2 < fast / slow < 4, name
+        assert ranks[0][name][1] > least * ranks[1][name][1], name
 
 
 def resume_job(directory: str, family: str, zero: int, accumulation: int) -> dict[str, Any]:

@@ -90,6 +90,14 @@ def test_nodes(capsys, write):
     assert {*held[0], *held[1]}.isdisjoint({*held[2], *held[3]})
 
 
+def test_speeds(capsys, write):
+    (layer,) = answer(capsys, write([[6, 5, 1, 1]]), "--devices", "2", "--slots-per-device", "3", "--speeds", "1", "3")
+    assert list(map(sorted, layer["placement"])) == [[2, 3], [0, 1]]
+    assert (layer["before"], layer["after"]) == pytest.approx((11 * 2 / 6.5, 11 * 2 / 3 / 6.5))
+    assert main(["place", "--loads", write([[1, 2]]), "--devices", "2", "--speeds", "1", "--json"]) == 2
+    assert "1 speeds for 2 devices: give one for each" in capsys.readouterr().err
+
+
 def test_room_that_is_not_needed(capsys, write):
     layers = answer(capsys, write([[5, 1, 1]]), "--devices", "2", "--slots-per-device", "3")
     assert sorted(map(sorted, layers[0]["placement"])) == [[0], [1, 2]]

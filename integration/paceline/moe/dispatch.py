@@ -29,6 +29,7 @@ class SlotTable:
         num_slots: that a rank owns.
         num_replicas: its slots for copies.
         loads: tokens by expert, for shares of the copies that even out the ranks; None for equal shares.
+        speeds: of the ranks, by which shares even them out; None: equal.
 
     Attributes:
         width: P; without any copies, slots for them are none.
@@ -43,8 +44,9 @@ class SlotTable:
         num_replicas: int,
         device: torch.device,
         loads: Sequence[float] | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
-        self.placement = placement
+        self.placement, self.speeds = placement, speeds
         self.num_experts = placement.num_experts
         most = max(len(ranks) for ranks in placement.copies)
         self.width = num_slots + (num_replicas if most > 1 else 0)
@@ -55,7 +57,7 @@ class SlotTable:
         self.copies = [[at[rank][expert] for rank in ranks] for expert, ranks in enumerate(placement.copies)]
         padded = [slots + slots[-1:] * (most - len(slots)) for slots in self.copies]
         self.slots = torch.tensor(padded, device=device)
-        self.ends = self._ends(split(placement, loads)) if loads is not None and most > 1 else self._ends(None)
+        self.ends = self._ends(split(placement, loads, speeds=speeds) if loads is not None and most > 1 else None)
 
     def _ends(self, shares: Sequence[Sequence[float]] | None) -> Tensor:
         most = self.slots.shape[1]
@@ -143,7 +145,7 @@ def _plan_fresh(chosen: Tensor, counts: Tensor, table: SlotTable, group: Any, ra
     dist.all_gather(gathered, own, group=group)
     everyone = torch.stack(gathered).cpu()  # [R, E]
     totals = everyone.sum(dim=0)
-    shares = split(table.placement, totals.tolist())
+    shares = split(table.placement, totals.tolist(), speeds=table.speeds)
     most = table.slots.shape[1]
     bounds = torch.tensor([_bounds(*each, most) for each in zip(totals.tolist(), shares, strict=True)])  # [E, C + 1]
     last = everyone.cumsum(dim=0)

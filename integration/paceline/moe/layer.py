@@ -79,6 +79,8 @@ class ExpertLayer:
     """Times the experts while there is one."""
     _planned_for: Sequence[float] | None = None
     """Loads that the placement was made for."""
+    _speeds: Sequence[float] | None = None
+    """Of the ranks of the group; None: equal."""
     time_depends_on_load = True
     """Whether an expert that gets more tokens takes longer."""
 
@@ -120,9 +122,15 @@ class ExpertLayer:
         if loads is not None:
             self._planned_for = loads
         shares = self._planned_for if self.splitting == PLANNED else None
-        self.table = SlotTable(placement, self.num_slots, self.num_replicas, self.device, shares)
+        self.table = SlotTable(placement, self.num_slots, self.num_replicas, self.device, shares, self._speeds)
         if self.replicas is not None:
             self.replicas.take_on(placement)
+
+    def know_speeds(self, speeds: Sequence[float] | None) -> None:
+        """Share the tokens of copies by the speeds of the ranks from now on, and with "planned" splitting from the next
+        placement on. The same on all ranks of the group, between steps.
+        """
+        self._speeds = self.table.speeds = speeds
 
     def check(self, placement: Placement) -> None:
         """Raise ValueError if the ranks cannot hold the experts so."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..planning.expert_speeds import SpeedsInAgreement, rank_speeds
 from .layer import ExpertLayer
 from .moving import StatePart
 from .timing import ExpertClock
@@ -38,11 +39,13 @@ class Window:
         loads: ``[L][E]`` tokens of each expert in a step, all ranks together.
         row_s: see :class:`~paceline.planning.rebalance.Times`; None if nothing was timed.
         expert_bytes: of each layer, what moves with an expert from one rank.
+        speeds: of the ranks that share experts, by their number; of several groups' the slowest. None: equal.
     """
 
     loads: list[list[float]]
     row_s: float | None
     expert_bytes: list[float]
+    speeds: tuple[float, ...] | None = None
 
 
 class LoadMeasurements:
@@ -81,6 +84,7 @@ class LoadMeasurements:
         self._is_timing = False
         self._steps = 0
         """Steps of the last interval."""
+        self._agreed = SpeedsInAgreement()
 
     def forget(self, step: int) -> None:
         """Count from ``step``: of a run that goes on."""
@@ -123,12 +127,13 @@ class LoadMeasurements:
             self.window = Window([], None, [])
             return
         width = max(layer.num_experts for layer in self.layers)
-        mine = torch.zeros(len(self.layers), width + 4, dtype=torch.float64)
+        mine = torch.zeros(len(self.layers), width + 5, dtype=torch.float64)
         for row, layer in zip(mine, self.layers, strict=True):
             row[: layer.num_experts] = layer.routed.to(torch.float64)
             layer.routed.zero_()
+            row[width + 4] = layer.rank
             if layer.clock is not None:
-                row[width:] = torch.tensor([layer.clock.rows, *layer.clock.read(), self._expert_bytes(layer)])
+                row[width:-1] = torch.tensor([layer.clock.rows, *layer.clock.read(), self._expert_bytes(layer)])
                 layer.clock = None
         mine = mine.to(self.device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
@@ -138,8 +143,28 @@ class LoadMeasurements:
         loads = [row[: layer.num_experts].tolist() for row, layer in zip(counts, self.layers, strict=True)]
         rows, compute_s, travel_s, num_bytes = (everyone[:, :, width + i] for i in range(4))
         timed = self.step - self._timed_from
-        row_s = _row_s(rows / timed, compute_s / timed, travel_s / timed)
-        self.window = Window(loads, row_s, num_bytes.amax(dim=0).tolist())
+        if (were_timed := (compute_s > 0).all(dim=0)).any():
+            self._agreed.add(rank_speeds(rows[:, were_timed].tolist(), compute_s[:, were_timed].tolist()))
+        speeds, slowness = self._speeds_of_numbers(everyone[:, 0, width + 4].tolist())
+        row_s = _row_s(rows * slowness / timed, compute_s / timed, travel_s / timed)
+        self.window = Window(loads, row_s, num_bytes.amax(dim=0).tolist(), speeds)
+        for layer in self.layers:
+            layer.know_speeds(speeds)
+
+    def _speeds_of_numbers(self, numbers: Sequence[float]) -> tuple[tuple[float, ...] | None, Tensor]:
+        """Speeds by the ranks' number among those that share experts; how slow each rank of the group is ``[R, 1]``.
+
+        Args:
+            numbers: of each rank of the group.
+        """
+        found = self._agreed.speeds
+        size = self.layers[0].size
+        if found is None:
+            return None, torch.ones(1, 1, dtype=torch.float64)
+        slowest = [min(speed for speed, own in zip(found, numbers, strict=True) if own == n) for n in range(size)]
+        mean = sum(slowest) / size
+        speeds = tuple(speed / mean for speed in slowest)
+        return speeds, torch.tensor([[mean / speed] for speed in found], dtype=torch.float64)
 
     def before_switch(self, *, switches: bool) -> None:
         """Record the window, with the placements that it is of. On the first rank of the group."""

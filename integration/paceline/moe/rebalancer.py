@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config.expert_choice import MoeChoice
 from ..planning import tuning
-from ..planning.experts import Placement, device_loads, moved
+from ..planning.experts import Placement, imbalance, moved
 from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
@@ -219,7 +219,7 @@ class Rebalancer:
         layer = self.layers[number]
         replicas = self._size // layer.size  # each with experts of its own, for its own tokens
         loads = tuple(load / replicas for load in window.loads[number])
-        return LayerLoad(loads, layer.placement, window.expert_bytes[number])
+        return LayerLoad(loads, layer.placement, window.expert_bytes[number], window.speeds)
 
     def _move(self, placements: Placements, loads: Sequence[Sequence[float]] | None) -> Moved:
         begun = time.perf_counter()
@@ -248,13 +248,15 @@ class Rebalancer:
             "step_saved_s": decision.now_s - decision.best_s,
             "suffered_s": decision.suffered_s,
         }
+        if window.speeds is not None:
+            figures["speeds"] = [round(speed, 3) for speed in window.speeds]
         if done is not None:
             pairs = [(window.loads[n], old, self.layers[n].placement) for n, old in done.before.items()]
             figures |= {
                 **done.to_json(),
                 "layers": [self.layers[number].name for number in done.before],
-                "imbalance_before": [self._imbalance(old, loads) for loads, old, _ in pairs],
-                "imbalance_after": [self._imbalance(new, loads) for loads, _, new in pairs],
+                "imbalance_before": [self._imbalance(old, loads, window.speeds) for loads, old, _ in pairs],
+                "imbalance_after": [self._imbalance(new, loads, window.speeds) for loads, _, new in pairs],
             }
             logger.info(
                 "step %d: experts of %d layers placed anew, %d moved in %.3g s: %s",
@@ -262,10 +264,9 @@ class Rebalancer:
             )
         return tuning.DecisionRecord(tuning.EXPERTS, self.loads.step, decision.switch, decision, best_s, figures)
 
-    def _imbalance(self, placement: Placement, loads: Sequence[float]) -> float:
-        shares = split(placement, loads) if self.evens_out and num_copies(placement) else None
-        each = device_loads(placement, loads, shares)
-        return max(each) * len(each) / sum(each) if sum(each) else 1.0
+    def _imbalance(self, placement: Placement, loads: Sequence[float], speeds: Sequence[float] | None) -> float:
+        shares = split(placement, loads, speeds=speeds) if self.evens_out and num_copies(placement) else None
+        return imbalance(placement, loads, shares, speeds)
 
 
 def _probe(group: Any, device: torch.device) -> float:

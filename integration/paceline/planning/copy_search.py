@@ -51,7 +51,7 @@ class CopySearch(CopyState):
         return max(self.total) <= self._enough(tolerance)
 
     def _enough(self, tolerance: float) -> float:
-        return sum(self.loads) / len(self.total) * (1 + tolerance)
+        return sum(self.loads) / sum(1 / slow for slow in self.slowness) * (1 + tolerance)
 
     def pack(self) -> None:
         """Start with copies of the experts that have the most load a copy; all go, by that load, where there is least.
@@ -61,43 +61,49 @@ class CopySearch(CopyState):
         devices = range(len(self.held))
         wanted = _wanted_copies(self.loads, len(devices), len(devices) * self.replicas)
         share = [load / number for load, number in zip(self.loads, wanted, strict=True)]
-        total = [sum(share[expert] for expert in experts) for experts in self.held]
+        total = [
+            sum(share[expert] for expert in experts) * slow
+            for experts, slow in zip(self.held, self.slowness, strict=True)
+        ]
         for expert in sorted(range(len(share)), key=lambda expert: -share[expert]):
             while len(self.holders[expert]) < wanted[expert]:
                 room = [d for d in devices if self._has_room(d) and d not in self.holders[expert]]
                 if not room:
                     break
-                device = min(room, key=total.__getitem__)
+                device = self._soonest(room, total, share[expert])
                 self._add(expert, device)
-                total[device] += share[expert]
+                total[device] += share[expert] * self.slowness[device]
 
     def pack_owners(self) -> None:
         """Start with the same copies, and owners first: all owners by falling load a copy, then the copies likewise."""
         devices = range(len(self.held))
         wanted = _wanted_copies(self.loads, len(devices), len(devices) * self.replicas)
         share = [load / number for load, number in zip(self.loads, wanted, strict=True)]
-        total = [sum(share[expert] for expert in experts) for experts in self.held]
+        total = [
+            sum(share[expert] for expert in experts) * slow
+            for experts, slow in zip(self.held, self.slowness, strict=True)
+        ]
         order = sorted(range(len(share)), key=lambda expert: -share[expert])
         for expert in order:
             if self.owner[expert] is None:
-                device = min(self._with_room_to_own(), key=total.__getitem__)
+                device = self._soonest(self._with_room_to_own(), total, share[expert])
                 self._add(expert, device)
                 self._own(expert, device)
-                total[device] += share[expert]
+                total[device] += share[expert] * self.slowness[device]
         for expert in order:
             for _ in range(wanted[expert] - 1):
                 room = [d for d in devices if self._num_copies(d) < self.replicas and d not in self.holders[expert]]
                 if not room:
                     break
-                device = min(room, key=total.__getitem__)
+                device = self._soonest(room, total, share[expert])
                 self._add(expert, device)
-                total[device] += share[expert]
+                total[device] += share[expert] * self.slowness[device]
 
     def deal(self) -> None:
         """Start without copies: experts by falling load, each to the device with the least, as ``greedy`` does."""
         for expert in sorted(range(len(self.loads)), key=lambda expert: -self.loads[expert]):
             if self.owner[expert] is None:
-                device = min(self._with_room_to_own(), key=self.total.__getitem__)
+                device = self._soonest(self._with_room_to_own(), self.total, self.loads[expert])
                 self._add(expert, device)
                 self._own(expert, device)
 
@@ -142,10 +148,11 @@ class CopySearch(CopyState):
 
     def _exchanges(self, hot: int, others: Sequence[int], best: _ShortList) -> None:
         """An expert of ``hot`` against one of another device, or against nothing."""
-        share, total = self.share, self.total
+        share, total, slow = self.share, self.total, self.slowness
         here = [expert for expert in self.held[hot] if self._may_leave(expert, hot)]
         for other in others:
-            if (total[hot] + total[other]) / 2 >= best.limit:
+            # No exchange makes both of them lighter than their mean; others come by rising load.
+            if self.are_equal and (total[hot] + total[other]) / 2 >= best.limit:
                 break
             against: list[int | None] = [
                 expert for expert in self.held[other] - self.held[hot] if self._may_leave(expert, other)
@@ -157,40 +164,42 @@ class CopySearch(CopyState):
                     continue
                 for takes in against:
                     passed = share[gives] - (0.0 if takes is None else share[takes])
-                    value = max(total[hot] - passed, total[other] + passed)
+                    value = max(total[hot] - passed * slow[hot], total[other] + passed * slow[other])
                     if passed > 0 and value < best.limit:
                         best.offer(value, Move(hot, gives, takes, other))
 
     def _new_copies(self, hot: int, others: Sequence[int], best: _ShortList) -> None:
         """A copy of an expert of ``hot`` on another device, in a free place or that of one which has other holders."""
-        share, total, holders = self.share, self.total, self.holders
+        share, total, holders, slow = self.share, self.total, self.holders, self.slowness
         places: list[tuple[int, list[int], float]] = []
         for device in others:
             spare = [
                 expert for expert in self.held[device] if len(holders[expert]) > 1 and self._may_leave(expert, device)
             ]
             if spare or self._has_room(device):
-                places.append((device, spare, total[device] - max((share[expert] for expert in spare), default=0.0)))
+                most = max((share[expert] for expert in spare), default=0.0)
+                places.append((device, spare, total[device] - most * slow[device]))
         for takes in self.held[hot]:
             new_share = self.loads[takes] / (len(holders[takes]) + 1)
             relief = share[takes] - new_share
-            left = total[hot] - relief
+            left = total[hot] - relief * slow[hot]
             if left >= best.limit:
                 continue
             for device, spare, least in places:
-                if least + new_share >= best.limit or device in holders[takes]:
+                if least + new_share * slow[device] >= best.limit or device in holders[takes]:
                     continue
-                raised = total[device] + new_share
+                raised = total[device] + new_share * slow[device]
                 if raised < best.limit and self._has_room(device):
                     best.offer(max(left, raised), Move(device, None, takes))
                 for gives in spare:
-                    value = max(left, raised - share[gives])
+                    value = max(left, raised - share[gives] * slow[device])
                     if value >= best.limit:
                         continue
                     more = self.loads[gives] / (len(holders[gives]) - 1) - share[gives]
                     for holder in holders[gives]:
                         if holder != device:
-                            value = max(value, total[holder] + more - (relief if holder in holders[takes] else 0.0))
+                            change = more - (relief if holder in holders[takes] else 0.0)
+                            value = max(value, total[holder] + change * slow[holder])
                     best.offer(value, Move(device, gives, takes))
 
     def _drops(self, hot: int, best: _ShortList) -> None:
@@ -199,7 +208,10 @@ class CopySearch(CopyState):
             rest = [holder for holder in self.holders[gives] if holder != hot]
             if rest and self._may_leave(gives, hot):
                 more = self.loads[gives] / len(rest) - self.share[gives]
-                value = max(self.total[hot] - self.share[gives], *(self.total[holder] + more for holder in rest))
+                value = max(
+                    self.total[hot] - self.share[gives] * self.slowness[hot],
+                    *(self.total[holder] + more * self.slowness[holder] for holder in rest),
+                )
                 best.offer(value, Move(hot, gives, None))
 
     def _make(self, value: float, move: Move) -> bool:

@@ -20,11 +20,19 @@ class CopyState:
         slots: experts that a device may own.
         replicas: other experts that it may hold.
         owners: of each expert, if they may not change; None: they may.
+        slowness: of each device, by which its load counts (:func:`~paceline.planning.experts.slowness_of`).
     """
 
     def __init__(
-        self, loads: Sequence[float], num_devices: int, slots: int, replicas: int, owners: Sequence[int] | None = None
+        self,
+        loads: Sequence[float],
+        slowness: Sequence[float],
+        slots: int,
+        replicas: int,
+        owners: Sequence[int] | None = None,
     ) -> None:
+        num_devices = len(slowness)
+        self.slowness, self.are_equal = slowness, len(set(slowness)) == 1
         self.loads, self.slots, self.replicas = loads, slots, replicas
         self.fixed = owners is not None
         self.held: list[set[int]] = [set() for _ in range(num_devices)]
@@ -55,7 +63,7 @@ class CopyState:
         orphans = [expert for expert in orphans if not self._find_owner(expert)]
         for expert in orphans:
             if not self._find_owner(expert) and not self._exchange_for_owner(expert):
-                device = min(self._with_room_to_own(), key=self.total.__getitem__)
+                device = self._soonest(self._with_room_to_own(), self.total, self.loads[expert])
                 if not self._has_room(device):
                     self._remove(self._least_copy(device), device)
                 self._add(expert, device)
@@ -74,7 +82,7 @@ class CopyState:
                     for expert, holders in enumerate(self.holders)
                     if self.loads[expert]
                     and device not in holders
-                    and self.total[device] + self.loads[expert] / (len(holders) + 1) <= most
+                    and self.total[device] + self.loads[expert] / (len(holders) + 1) * self.slowness[device] <= most
                 ]
                 if not fitting:
                     break
@@ -120,8 +128,8 @@ class CopyState:
         old, holders = self.share[expert], self.holders[expert]
         new = self.loads[expert] / (len(holders) + 1)
         for holder in holders:
-            self.total[holder] += new - old
-        self.total[device] += new
+            self.total[holder] += (new - old) * self.slowness[holder]
+        self.total[device] += new * self.slowness[device]
         self._changes.append((expert, device, True))
         holders.add(device)
         self.held[device].add(expert)
@@ -135,8 +143,8 @@ class CopyState:
         self.held[device].remove(expert)
         new = self.loads[expert] / max(1, len(holders))
         for holder in holders:
-            self.total[holder] += new - old
-        self.total[device] -= old
+            self.total[holder] += (new - old) * self.slowness[holder]
+        self.total[device] -= old * self.slowness[device]
         self.share[expert] = new
         if self.owner[expert] == device:
             self.owner[expert] = None
@@ -193,7 +201,10 @@ class CopyState:
                         if copy in self.held[other]:
                             continue
                         more = self.share[passed] - self.share[copy]
-                        value = max(self.total[device] + more, self.total[other] - more)
+                        value = max(
+                            self.total[device] + more * self.slowness[device],
+                            self.total[other] - more * self.slowness[other],
+                        )
                         if best is None or value < best[0]:
                             best = value, device, other, passed, copy
         if best is None:
@@ -203,6 +214,12 @@ class CopyState:
         self._step(device, copy, passed)
         self._own(passed, device)
         return self._find_owner(expert)
+
+    def _soonest(self, devices: Sequence[int], total: Sequence[float], load: float) -> int:
+        """The device with the least of ``total``; where they differ in speed, with ``load`` in addition."""
+        if self.are_equal:
+            return min(devices, key=total.__getitem__)
+        return min(devices, key=lambda device: total[device] + load * self.slowness[device])
 
     def _with_room_to_own(self) -> list[int]:
         return [device for device, number in enumerate(self.num_owned) if number < self.slots]

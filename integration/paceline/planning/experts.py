@@ -83,17 +83,22 @@ class Placement:
 
 
 def device_loads(
-    placement: Placement, loads: Sequence[float], shares: Sequence[Sequence[float]] | None = None
+    placement: Placement,
+    loads: Sequence[float],
+    shares: Sequence[Sequence[float]] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """The load of each device.
+    """The load of each device: where devices differ, over its speed, so that they compare.
 
     Args:
         loads: of each expert.
         shares: of each expert, the part of its load on each of ``placement.copies``; None: even.
+        speeds: of each device, in any unit; None: equal.
 
     Raises:
-        ValueError: the numbers of loads or shares are not those of the placement, or a load is none.
+        ValueError: the numbers of loads, shares or speeds are not those of the placement, or a load or a speed is none.
     """
+    slowness = slowness_of(speeds, placement.num_devices)
     loads = checked_loads(loads, placement.num_experts)
     on_device: list[list[float]] = [[] for _ in placement.devices]
     if shares is None:
@@ -106,16 +111,21 @@ def device_loads(
         for load, holders, parts in zip(loads, placement.copies, shares, strict=True):
             for device, part in zip(holders, parts, strict=True):
                 on_device[device].append(load * part)
-    return tuple(map(fsum, on_device))
+    return tuple(fsum(each) * slow for each, slow in zip(on_device, slowness, strict=True))
 
 
-def imbalance(placement: Placement, loads: Sequence[float], shares: Sequence[Sequence[float]] | None = None) -> float:
-    """The load of the most loaded device over the mean of all devices; 1.0 if there is no load.
+def imbalance(
+    placement: Placement,
+    loads: Sequence[float],
+    shares: Sequence[Sequence[float]] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> float:
+    """The load of the most loaded device over what each would have if all had the same; 1.0 if there is no load.
 
     Args and errors as of :func:`device_loads`.
     """
-    on_device = device_loads(placement, loads, shares)
-    mean = fsum(on_device) / len(on_device)
+    on_device = device_loads(placement, loads, shares, speeds)
+    mean = fsum(on_device if speeds is None else loads) / len(on_device)
     return max(on_device) / mean if mean else 1.0
 
 
@@ -130,6 +140,23 @@ def moved(old: Placement, new: Placement) -> int:
             f"the placements are of {old.num_experts} and {new.num_experts} experts: give two of the same experts."
         )
     return sum(not set(after) <= set(before) for before, after in zip(old.copies, new.copies, strict=True))
+
+
+def slowness_of(speeds: Sequence[float] | None, num_devices: int) -> list[float]:
+    """Of each device, how many times as long as on one of mean speed a token takes: 1.0 everywhere where all are equal.
+
+    Raises:
+        ValueError: there are not ``num_devices`` speeds, or one is not a finite number above 0.
+    """
+    if speeds is None:
+        return [1.0] * num_devices
+    if len(speeds) != num_devices:
+        raise ValueError(f"there are {len(speeds)} speeds for {num_devices} devices: give one for each.")
+    for device, speed in enumerate(speeds):
+        if not 0 < speed < inf:
+            raise ValueError(f"the speed of device {device} is {speed}: give a finite number above 0.")
+    mean = fsum(speeds) / num_devices
+    return [mean / speed for speed in speeds]
 
 
 def checked_loads(loads: Sequence[float], num_experts: int | None = None) -> list[float]:

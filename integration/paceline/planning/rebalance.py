@@ -22,11 +22,13 @@ class LayerLoad:
     Args:
         loads: tokens of each expert in a step, of all devices together.
         expert_bytes: what moves with an expert from one device to another.
+        speeds: of the devices, in any unit; None: equal.
     """
 
     loads: tuple[float, ...]
     placement: Placement
     expert_bytes: float
+    speeds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Times:
 
     Args:
         row_s: of one more token on the device with the most, in one layer and step: computing and travelling, forward
-            and backward.
+            and backward; where devices differ, on one of mean speed.
         bytes_per_s: at which a device sends or receives experts.
         fixed_s: of moving any expert at all.
         expert_s: of each expert that changes its owner, beside sending it.
@@ -84,7 +86,7 @@ def propose(
         evens_out: tokens are shared between copies so as to even out the devices, not equally.
         found: the :func:`candidates` of each layer, if they were looked for elsewhere.
     """
-    now = [_most(layer.placement, layer.loads, evens_out) * times.row_s for layer in layers]
+    now = [_most(layer, layer.placement, evens_out) * times.row_s for layer in layers]
     paying: dict[int, tuple[Placement, float]] = {}
     gaining: dict[int, tuple[Placement, float]] = {}
     for number, layer in enumerate(layers):
@@ -95,7 +97,7 @@ def propose(
             else found[number]
         )
         for placement in options:
-            seconds = _most(placement, layer.loads, evens_out) * times.row_s
+            seconds = _most(layer, placement, evens_out) * times.row_s
             if seconds > now[number] * (1 - LEAST_GAIN):
                 continue
             net = (now[number] - seconds) * horizon_steps - _move_s(layer, placement, times)
@@ -124,7 +126,9 @@ def _move_s(layer: LayerLoad, placement: Placement, times: Times) -> float:
 def _least(layer: LayerLoad, num_replicas: int) -> float:
     """No placement gives the most loaded device less."""
     num_devices = layer.placement.num_devices
-    return sum(layer.loads) / num_devices if num_replicas else lower_bound(layer.loads, num_devices)
+    if num_replicas:
+        return sum(layer.loads) / num_devices
+    return lower_bound(layer.loads, num_devices, speeds=layer.speeds)
 
 
 def overheads(moves: Sequence[tuple[int, float]], guess: tuple[float, float]) -> tuple[float, float]:
@@ -182,24 +186,24 @@ def num_copies(placement: Placement) -> int:
     return sum(map(len, placement.devices)) - placement.num_experts
 
 
-def _most(placement: Placement, loads: Sequence[float], evens_out: bool) -> float:
-    shares = split(placement, loads) if evens_out and num_copies(placement) else None
-    return max(device_loads(placement, loads, shares))
+def _most(layer: LayerLoad, placement: Placement, evens_out: bool) -> float:
+    """Load of the most loaded device, in tokens on a device of mean speed."""
+    loads, speeds = layer.loads, layer.speeds
+    shares = split(placement, loads, speeds=speeds) if evens_out and num_copies(placement) else None
+    return max(device_loads(placement, loads, shares, speeds))
 
 
 def candidates(layer: LayerLoad, *, num_replicas: int = 0, evens_out: bool = False, nodes: int = 1) -> list[Placement]:
     """Candidate placements; none if the layer has next to nothing to gain. The slow part of a proposal."""
-    if _least(layer, num_replicas) > _most(layer.placement, layer.loads, evens_out) * (1 - LEAST_GAIN):
+    if _least(layer, num_replicas) > _most(layer, layer.placement, evens_out) * (1 - LEAST_GAIN):
         return []
-    current, num_devices = layer.placement, layer.placement.num_devices
+    current, num_devices, speeds = layer.placement, layer.placement.num_devices, layer.speeds
     num_slots = max(current.owned)
     if not num_replicas:
         # A few exchanges mostly do as well as a placement from nothing; where they do not, the gain decides.
         return [
-            swapped(layer.loads, current, num_slots, nodes=nodes),
-            greedy(layer.loads, num_devices, num_slots, current, nodes=nodes),
+            swapped(layer.loads, current, num_slots, nodes=nodes, speeds=speeds),
+            greedy(layer.loads, num_devices, num_slots, current, nodes=nodes, speeds=speeds),
         ]
-    return [
-        replicated(layer.loads, num_devices, num_slots, num_replicas, current, keep_owners=keep, nodes=nodes)
-        for keep in (True, False)
-    ]
+    shape = (layer.loads, num_devices, num_slots, num_replicas, current)
+    return [replicated(*shape, keep_owners=keep, nodes=nodes, speeds=speeds) for keep in (True, False)]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .copy_search import CopySearch
-from .experts import Placement, checked_loads
+from .experts import Placement, checked_loads, slowness_of
 from .slots import check_current, checked_shape, in_slots
 
 TOLERANCE = 0.01
@@ -33,6 +33,7 @@ def replicated(
     *,
     keep_owners: bool = False,
     nodes: int = 1,
+    speeds: Sequence[float] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Placement:
     """A placement with copies whose most loaded device has little load under even splitting: a good one, not the best.
@@ -51,13 +52,15 @@ def replicated(
         keep_owners: only copies change, which is cheap, since the optimizer's state stays where it is.
         nodes: groups of neighbouring devices, of equal size: experts are dealt to them first, then to the devices of
             each, and copies stay in the node of their owner.
+        speeds: of each device, in any unit; None: equal.
         tolerance: the search ends when the most loaded device is so close to the mean, relatively, and a placement that
             has nothing to do with ``current`` must be better than it by this; 0: look for the best whatever moves.
 
     Raises:
-        ValueError: no placement is possible, or ``current`` is not of these experts and devices.
+        ValueError: no placement is possible, or ``current`` or ``speeds`` is not of these experts and devices.
     """
     loads = checked_loads(loads)
+    slowness = slowness_of(speeds, num_devices)
     slots = checked_shape(len(loads), num_devices, slots, nodes)
     check_current(current, len(loads), num_devices)
     if replicas < 0:
@@ -69,7 +72,9 @@ def replicated(
     node_of = [None if device is None else device // per_node for device in homes]
     if nodes > 1 and not keep_owners:
         held = [[expert for expert, node in enumerate(node_of) if node == number] for number in range(nodes)]
-        node_of = _searched(loads, nodes, slots * per_node, 0, held, node_of, False, tolerance).owner
+        of_nodes = [slowness[first : first + per_node] for first in range(0, num_devices, per_node)]
+        slow_nodes = [per_node / sum(1 / slow for slow in own) for own in of_nodes]
+        node_of = _searched(loads, slow_nodes, slots * per_node, 0, held, node_of, False, tolerance).owner
     owned: list[list[int]] = []
     copied: list[list[int]] = []
     for node in range(nodes):
@@ -82,7 +87,8 @@ def replicated(
         ]
         places = {device: index for index, device in enumerate(devices)}
         home = [None if (device := homes[expert]) is None else places.get(device) for expert in members]
-        found = _searched([loads[e] for e in members], per_node, slots, replicas, held, home, keep_owners, tolerance)
+        slow = [slowness[device] for device in devices]
+        found = _searched([loads[e] for e in members], slow, slots, replicas, held, home, keep_owners, tolerance)
         for device, experts in enumerate(found.held):
             owned.append([members[index] for index in experts if found.owner[index] == device])
             copies = [members[index] for index in experts if found.owner[index] != device]
@@ -93,7 +99,7 @@ def replicated(
 
 def _searched(
     loads: Sequence[float],
-    num_devices: int,
+    slowness: Sequence[float],
     slots: int,
     replicas: int,
     held: Sequence[Sequence[int]],
@@ -105,15 +111,15 @@ def _searched(
     fixed = [device for device in homes if device is not None] if keep_owners else None
     found = None
     if any(held):
-        found = CopySearch(loads, num_devices, slots, replicas, fixed)
+        found = CopySearch(loads, slowness, slots, replicas, fixed)
         found.load(held, homes)
         found.match()
         found.improve(tolerance)
     if found is None or not found.is_even(tolerance):
-        fresh = _searched_anew(loads, num_devices, slots, replicas, fixed, tolerance)
+        fresh = _searched_anew(loads, slowness, slots, replicas, fixed, tolerance)
         if found is None or max(fresh.total) < max(found.total) * (1 - max(tolerance, ROUNDING)):
             found = fresh
-            if not keep_owners:
+            if not keep_owners and found.are_equal:  # none can stand in for one of another speed
                 found.renumber(_numbers(found, held, homes))
     found.fill()
     if not keep_owners:
@@ -123,7 +129,7 @@ def _searched(
 
 def _searched_anew(
     loads: Sequence[float],
-    num_devices: int,
+    slowness: Sequence[float],
     slots: int,
     replicas: int,
     fixed: Sequence[int] | None,
@@ -132,12 +138,12 @@ def _searched_anew(
     """The best that comes of several starts: none of them is better than it."""
     starts = []
     for start in (CopySearch.pack, CopySearch.pack_owners, CopySearch.deal):
-        search = CopySearch(loads, num_devices, slots, replicas, fixed)
+        search = CopySearch(loads, slowness, slots, replicas, fixed)
         start(search)
         search.match()
         starts.append(search)
     starts.sort(key=lambda search: max(search.total))
-    for search in starts[: 2 if len(loads) * num_devices <= BOTH_IMPROVED else 1]:
+    for search in starts[: 2 if len(loads) * len(slowness) <= BOTH_IMPROVED else 1]:
         search.improve(tolerance)
         if search.is_even(tolerance):
             return search

@@ -78,7 +78,7 @@ class Clock:
 class Layer:
     """What the rebalancer needs of an expert layer."""
 
-    name, num_experts, size, num_slots, replicas = "layer", 8, 2, 4, None
+    name, num_experts, rank, size, num_slots, replicas = "layer", 8, 0, 2, 4, None
     device, time_depends_on_load = torch.device("cpu"), True
     clock: Any = None
 
@@ -90,6 +90,9 @@ class Layer:
 
     def take_on(self, placement: Placement, loads: Any) -> None:
         self.placement = placement
+
+    def know_speeds(self, speeds: Any) -> None:
+        self.speeds = speeds
 
     def fetch(self) -> None:
         pass
@@ -186,6 +189,30 @@ def test_a_move_that_does_not_pay_is_not_made_until_what_was_lost_pays_for_it(ru
     layer, decisions = run(3 * EVERY, Group(slow))
     assert [decision["switched"] for decision in decisions] == [False, False, True]
     assert layer.placement == best
+
+
+def test_busy_experts_leave_a_slow_rank_once_two_intervals_have_shown_it(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank takes three times as long for as many rows."""
+
+    def all_gather(gathered: list[torch.Tensor], value: torch.Tensor, group: Any) -> None:
+        for rank, place in enumerate(gathered):
+            place.copy_(value)
+            place[:, 9] *= 3 if rank else 1
+            place[:, 12] = rank
+
+    group = Group()
+    monkeypatch.setattr(group, "all_gather", all_gather)
+    layer, (first, second) = run(2 * EVERY, group)
+    assert first["switched"]
+    assert "speeds" not in first
+    assert second["switched"]
+    assert second["speeds"] == pytest.approx([1.5, 0.5])
+    assert layer.speeds == pytest.approx([1.5, 0.5])
+    slow, fast = (sum(LOADS[expert] for expert in layer.placement.devices[rank]) for rank in (1, 0))
+    assert (slow, fast) == (40, 130), "the slow one has the four idlest, however the loads lie"
+    assert second["imbalance_after"][0] < second["imbalance_before"][0]
 
 
 def test_travelling_is_part_of_what_a_row_takes() -> None:

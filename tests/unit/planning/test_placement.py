@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+import random
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.planning.placement import Placement, device_loads, greedy, imbalance, lower_bound, moved
+from paceline.planning.placement import (
+    Placement,
+    device_loads,
+    greedy,
+    imbalance,
+    lower_bound,
+    moved,
+    replicated,
+    split,
+)
+from paceline.planning.swaps import swapped
 
 whole = st.integers(0, 20)
 
@@ -215,3 +227,66 @@ def test_lower_bound():
     assert lower_bound([5, 5, 5], 2) == 10  # two of three meet
     assert lower_bound([2, 2, 2, 2], 2) == 4  # the mean
     assert lower_bound([3], 4) == 3
+
+
+# -- devices of unequal speed ------------------------------------------------------------------------------------------
+
+SPEEDS = [1.0, 1.0, 2.0, 4.0]
+
+
+def test_load_is_divided_by_the_speed_of_its_device():
+    placement = Placement(((0, 1), (1, 2)), (1, 2))
+    assert device_loads(placement, [4, 2, 5], None, [3, 1]) == pytest.approx((5 * 2 / 3, 6 * 2))
+    assert device_loads(placement, [4, 2, 5], None, [7, 7]) == device_loads(placement, [4, 2, 5])
+    assert imbalance(placement, [4, 2, 5], None, [3, 1]) == pytest.approx(12 / 5.5)
+    with pytest.raises(ValueError, match="3 speeds for 2 devices"):
+        device_loads(placement, [4, 2, 5], None, [1, 1, 1])
+    with pytest.raises(ValueError, match=r"the speed of device 1 is 0\.0: give a finite number above 0"):
+        greedy([4, 2, 5], 2, speeds=[1.0, 0.0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=6), st.lists(st.integers(1, 5), min_size=2, max_size=3))
+def test_on_unequal_devices_no_placement_beats_the_bound_and_greedy_is_near_the_best(loads, speeds):
+    slots = len(loads)
+    placements = (
+        Placement(tuple(tuple(e for e, owner in enumerate(owners) if owner == d) for d in range(len(speeds))))
+        for owners in itertools.product(range(len(speeds)), repeat=len(loads))
+    )
+    best = min(max(device_loads(placement, loads, None, speeds)) for placement in placements)
+    assert lower_bound(loads, len(speeds), slots, speeds) <= best * (1 + 1e-12)
+    found = max(device_loads(greedy(loads, len(speeds), slots, speeds=speeds), loads, None, speeds))
+    # The rule that takes the device which would be done first is within twice the best (Gonzalez et al. 1977).
+    assert best * (1 - 1e-12) <= found <= 2 * best * (1 + 1e-12)
+
+
+def test_busy_experts_go_to_the_fast_devices():
+    ratios = {"greedy": [], "swapped": [], "copies": [], "split over copies": []}
+    for seed in range(8):
+        draw = random.Random(seed)
+        loads, start = [draw.paretovariate(1.5) for _ in range(32)], Placement.contiguous(32, 4)
+        for name, place in (
+            ("greedy", functools.partial(greedy, loads, 4)),
+            ("swapped", functools.partial(swapped, loads, start)),
+            ("copies", functools.partial(replicated, loads, 4, None, 2, start)),
+        ):
+            blind, found = place(), place(speeds=SPEEDS)
+            assert set(found.owned) == {8}
+            ratios[name].append(imbalance(found, loads, None, SPEEDS) / imbalance(blind, loads, None, SPEEDS))
+        both = [imbalance(p, loads, split(p, loads, speeds=SPEEDS), SPEEDS) for p in (found, blind)]
+        ratios["split over copies"].append(both[0] / both[1])
+    for name, of_seeds in ratios.items():
+        assert sum(of_seeds) / len(of_seeds) < 0.8, name
+
+
+def test_equal_speeds_change_nothing():
+    loads = [9, 7, 5, 4, 3, 3, 2, 1]
+    start = Placement.contiguous(8, 4)
+    assert greedy(loads, 4, speeds=[2.0] * 4) == greedy(loads, 4)
+    assert swapped(loads, start, speeds=[2.0] * 4) == swapped(loads, start)
+    assert replicated(loads, 4, 2, 1, start, speeds=[2.0] * 4) == replicated(loads, 4, 2, 1, start)
+
+
+def test_nodes_of_unequal_speed_share_the_load_by_it():
+    found = greedy([1.0] * 12, 4, 6, nodes=2, speeds=[2.0, 2.0, 1.0, 1.0])
+    assert [len(experts) for experts in found.devices] == [4, 4, 2, 2]

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from paceline.planning.placement import Placement, device_loads, split
 
 
-def least_maximum(placement, loads):
+def least_maximum(placement, loads, speeds=None):
     """By the theorem of minimum cuts: some set of devices has experts that are nowhere else, and their mean load."""
+    speeds = speeds or [1.0] * placement.num_devices
+    mean = sum(speeds) / len(speeds)
     numbers = range(placement.num_devices)
     sets = itertools.chain.from_iterable(itertools.combinations(numbers, size + 1) for size in numbers)
     return max(
         sum(load for load, holders in zip(loads, placement.copies, strict=True) if set(holders) <= set(devices))
-        / len(devices)
+        / sum(speeds[device] / mean for device in devices)
         for devices in sets
     )
 
@@ -49,6 +51,17 @@ def test_no_split_is_better(case, tolerance):
     assert all(sum(parts) == pytest.approx(1) and min(parts) >= -1e-12 for parts in shares)
     most, least = max(device_loads(placement, loads, shares)), least_maximum(placement, loads)
     assert least * (1 - 1e-9) <= most <= least * (1 + tolerance + 1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.lists(st.integers(1, 8), min_size=5, max_size=5))
+def test_no_split_is_better_where_devices_differ(case, speeds):
+    placement, loads = case
+    speeds = speeds[: placement.num_devices]
+    shares = split(placement, loads, tolerance=0.0, speeds=speeds)
+    assert all(sum(parts) == pytest.approx(1) and min(parts) >= -1e-12 for parts in shares)
+    most, least = max(device_loads(placement, loads, shares, speeds)), least_maximum(placement, loads, speeds)
+    assert least * (1 - 1e-9) <= most <= least * (1 + 1e-8)
 
 
 def test_even_is_kept_where_it_is_best():
