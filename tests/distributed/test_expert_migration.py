@@ -254,6 +254,7 @@ def follow(steps_of_run: int, partition: Mapping[str, Any], slow_rank: int | Non
         found["state"] = state(engine)
         costs = None if engine.controller is None else engine.controller.measurements.costs
         found["measured"] = costs and {i: item.num_parameters for i, item in enumerate(costs.items)}
+        found["uneven"] = costs and dict(costs._uneven_s)
         found["layer"] = {
             i: sum(p.numel() for p in layer.parameters()) for i in engine.layers.here if (layer := engine.layers.get(i))
         }
@@ -285,6 +286,10 @@ def test_layers_and_experts_follow_devices_and_loads_at_once() -> None:
     assert {(step, steps_of) for step, steps_of, _, _ in counted} == {(3, 3), (6, 3), (9, 3)}
     assert len(counted) == 3 * 6
     assert set(followed[0]["decided"]) == {3, 6, 9}
+    # How unevenly experts are busy is known of every layer when the partition is planned, and at no time before.
+    assert followed[0]["uneven"].keys() == set(range(1, 7))
+    assert all(0 <= seconds < PAUSE_S for seconds in followed[0]["uneven"].values())
+    assert min(parts[1] for parts in followed[0]["parts"][:3]) == 4
     # Of experts that lie on two ranks, each has half.
     for item, num_parameters in followed[0]["measured"].items():
         if item in followed[0]["layer"]:

@@ -40,12 +40,14 @@ class Window:
         row_s: see :class:`~paceline.planning.rebalance.Times`; None if nothing was timed.
         expert_bytes: of each layer, what moves with an expert from one rank.
         speeds: of the ranks that share experts, by their number; of several groups' the slowest. None: equal.
+        names: of the layers.
     """
 
     loads: list[list[float]]
     row_s: float | None
     expert_bytes: list[float]
     speeds: tuple[float, ...] | None = None
+    names: tuple[str, ...] = ()
 
 
 class LoadMeasurements:
@@ -60,12 +62,12 @@ class LoadMeasurements:
         file: that the first rank of the group appends each window to, a line of JSON.
 
     Attributes:
-        window: of the last interval.
+        window: of the last interval; None before its end.
         windows: on the first rank, step, loads and placements of each interval; the last :data:`KEPT_WINDOWS`.
         step: steps of the optimizer so far.
     """
 
-    window: Window
+    window: Window | None = None
 
     def __init__(
         self,
@@ -147,7 +149,8 @@ class LoadMeasurements:
             self._agreed.add(rank_speeds(rows[:, were_timed].tolist(), compute_s[:, were_timed].tolist()))
         speeds, slowness = self._speeds_of_numbers(everyone[:, 0, width + 4].tolist())
         row_s = _row_s(rows * slowness / timed, compute_s / timed, travel_s / timed)
-        self.window = Window(loads, row_s, num_bytes.amax(dim=0).tolist(), speeds)
+        names = tuple(layer.name for layer in self.layers)
+        self.window = Window(loads, row_s, num_bytes.amax(dim=0).tolist(), speeds, names)
         for layer in self.layers:
             layer.know_speeds(speeds)
 
@@ -170,6 +173,7 @@ class LoadMeasurements:
         """Record the window, with the placements that it is of. On the first rank of the group."""
         if dist.get_rank(self.group) != 0 or not self.layers:
             return
+        assert self.window is not None
         note = {
             "step": self.step,
             "steps": self._steps,

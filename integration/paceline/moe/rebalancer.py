@@ -21,7 +21,7 @@ from torch import nn
 from ..config.expert_choice import MoeChoice
 from ..planning import tuning
 from ..planning.experts import Placement, imbalance, moved
-from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose
+from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose, uneven_load
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
@@ -93,6 +93,7 @@ class Rebalancer:
         self.layers, self.states, self.group = loads.layers, states, group
         self.num_replicas = config.replicas
         self.evens_out = config.splitting != EVEN
+        self._is_repeated = config.rebalance_every > 0
         self._horizon_steps = max(1, config.rebalance_every)
         self._rule = SwitchRule(self._horizon_steps)
         self._rank = dist.get_rank(group)
@@ -158,6 +159,23 @@ class Rebalancer:
         yield  # where one rank fails nobody moves back: the others may wait for it elsewhere
         self.place(before)
 
+    def uneven_s(self) -> dict[str, float] | None:
+        """Seconds of a step that each layer takes longer than if its tokens were shared evenly, by the last interval.
+
+        Returns:
+            By name of the layer; None if no interval has ended yet, although one will.
+        """
+        window = self.loads.window
+        if window is None:
+            return None if self._is_repeated else {}
+        if window.row_s is None:
+            return {}
+        return {
+            layer.name: uneven_load(self._load_of(layer, window), evens_out=self.evens_out) * window.row_s
+            for layer in self.layers
+            if layer.time_depends_on_load and layer.name in window.names
+        }
+
     def placements(self) -> dict[str, list[list[int]]]:
         """By name of the layer, the experts on each rank: in a form for JSON."""
         return {layer.name: [list(held) for held in layer.placement.devices] for layer in self.layers}
@@ -167,11 +185,12 @@ class Rebalancer:
     def propose(self, steps: int) -> tuning.Proposal[Placements, Moved] | None:
         """Search better placements, and decide whether moving experts pays. Collective over the group."""
         window = self.loads.window
+        assert window is not None, "gathered before"
         movable = [number for number, layer in enumerate(self.layers) if layer.time_depends_on_load]
         proposal: Proposal | None = None
         if self._times is None and self._size > 1 and self.layers:
             self._times = (_probe(self.group, self.loads.device), FIXED_S, EXPERT_S)
-        loads = [self._load_of(number, window) for number in movable] if window.row_s is not None else []
+        loads = [self._load_of(self.layers[number], window) for number in movable] if window.row_s is not None else []
         options = self._candidates(loads)
         if self._rank == 0 and window.row_s is not None and movable:
             assert self._times is not None
@@ -193,7 +212,8 @@ class Rebalancer:
 
     def apply(self, change: Placements) -> Moved:
         """Move experts so that the layers have these placements. Collective over the group."""
-        return self._move(change, self.loads.window.loads)
+        window = self.loads.window
+        return self._move(change, None if window is None else window.loads)
 
     def _gain_s(self, proposal: Proposal | None, steps: int) -> float:
         """By how much the step becomes shorter. Collective over all stages."""
@@ -215,8 +235,8 @@ class Rebalancer:
         dist.all_gather_object(told, mine, group=self.group)
         return [told[place % self._size][place // self._size] for place in range(len(loads))]
 
-    def _load_of(self, number: int, window: Window) -> LayerLoad:
-        layer = self.layers[number]
+    def _load_of(self, layer: ExpertLayer, window: Window) -> LayerLoad:
+        number = window.names.index(layer.name)
         replicas = self._size // layer.size  # each with experts of its own, for its own tokens
         loads = tuple(load / replicas for load in window.loads[number])
         return LayerLoad(loads, layer.placement, window.expert_bytes[number], window.speeds)

@@ -193,6 +193,11 @@ def _most(layer: LayerLoad, placement: Placement, evens_out: bool) -> float:
     return max(device_loads(placement, loads, shares, speeds))
 
 
+def uneven_load(layer: LayerLoad, *, evens_out: bool = False) -> float:
+    """Tokens that the most loaded device has above what each would have if all had the same, as it lies."""
+    return _most(layer, layer.placement, evens_out) - sum(layer.loads) / layer.placement.num_devices
+
+
 def candidates(layer: LayerLoad, *, num_replicas: int = 0, evens_out: bool = False, nodes: int = 1) -> list[Placement]:
     """Candidate placements; none if the layer has next to nothing to gain. The slow part of a proposal."""
     if _least(layer, num_replicas) > _most(layer, layer.placement, evens_out) * (1 - LEAST_GAIN):

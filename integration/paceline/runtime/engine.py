@@ -244,6 +244,7 @@ class PacelineEngine(PipelineEngine):
             pool=self.plan.pool,
             notice=self.steps,
             reshare_every=self.plan.reshare_every,
+            uneven_experts=self.experts.uneven_s,
         )
 
     def _make_tracer(self, every: int) -> Tracer:

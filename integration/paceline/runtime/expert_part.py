@@ -200,6 +200,13 @@ class Experts:
         """Whether this rank takes part in moving experts by the load."""
         return self.controller is not None
 
+    def uneven_s(self) -> Mapping[str, float] | None:
+        """Seconds of a step that layers of this stage take longer than if their experts were evenly busy, by name.
+
+        None while that is not known, and will be. Nothing of experts that stay.
+        """
+        return {} if self.rebalancer is None else self.rebalancer.uneven_s()
+
     def write_loads(self, file: Path) -> None:
         """Append loads to a file, unless the section names one."""
         if self.rebalancer is not None and self.rebalancer.loads.file is None:

@@ -24,6 +24,9 @@ from .step_spans import OF_SCHEDULE, step_spans
 MOST_TIMED = 4096
 """Times of layers that are kept, the newest."""
 
+LEAST_PART = 0.1
+"""Of a layer's time, if its experts were evenly busy: less is an error of measurement."""
+
 
 @dataclass
 class MeasuredCosts:
@@ -65,7 +68,7 @@ class MeasuredCosts:
     parts: tuple[int, ...] = ()
     """Boundaries over the items, if a partition is chosen."""
     items: tuple[ItemCosts, ...] = ()
-    """Costs of each item, once layers were timed."""
+    """Costs of each item, once layers were timed, with what its experts take longer because they are unevenly busy."""
     guessed: tuple[int, ...] = ()
     """Devices that could be compared with the others by sizes only."""
     state_bytes: list[float] = field(default_factory=list)
@@ -75,7 +78,15 @@ class MeasuredCosts:
     _slowness: Speeds | None = None
     """Seconds of each cell for its work, followed over the intervals."""
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
-    """Device, item and times of every layer that was timed."""
+    """Device, item and times of every layer that was timed, as if its experts had been evenly busy."""
+    _even: tuple[ItemCosts, ...] = ()
+    """:attr:`items`, if all experts were evenly busy."""
+    _uneven_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of a sample that an item takes longer, on a device of speed 1 once layers were timed."""
+    _item_speeds: tuple[float, ...] = ()
+    """Of each device, when layers were timed."""
+    _item_size: int = 1
+    """Samples of a micro-batch when layers were timed."""
     _links: dict[int, Links] = field(default_factory=dict)
     _latency_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """Between two devices, both ways."""
@@ -113,6 +124,7 @@ class MeasuredCosts:
         before = [{size: list(each) for size, each in known.items()} for known in (self.forward_s, self.backward_s)]
         measured = self._compute(reports)
         self._learn_items(reports)
+        self._take_uneven(reports)
         self._smooth(replicas)
         self._scale_others(before, measured)
         by_device = [[r for r in everywhere if r.device == device] for device in range(self.num_devices)]
@@ -189,8 +201,11 @@ class MeasuredCosts:
     def _learn_items(self, reports: Sequence[Report]) -> None:
         """Cost of each item, from the step in which the layers were timed."""
         timed = [(r.device, item, layer) for r in reports for item, layer in r.layers.items()]
-        if not timed or not self.parts:
+        if not timed or not self.parts or any(report.uneven_s is None for report in reports):
             return
+        # Whether experts are evenly busy tells nothing of a device: it goes with the layer.
+        uneven_s = {item: s for r in reports for item, s in (r.uneven_s or {}).items()}
+        timed = [(device, item, _evenly(layer, uneven_s.get(item, 0.0))) for device, item, layer in timed]
         # A layer that was timed on two devices tells how they compare.
         size = timed[0][2].size
         self._timed = [*(entry for entry in self._timed if entry[2].size == size), *timed][-MOST_TIMED:]
@@ -199,9 +214,21 @@ class MeasuredCosts:
             item: (layer.times.saved_bytes, layer.times.output_bytes, float(layer.num_parameters))
             for _, item, layer in self._timed
         }
-        self.items = item_costs(found.work, others, self.parts[-1])
+        self.items = self._even = item_costs(found.work, others, self.parts[-1])
         self.guessed = found.guessed
+        self._item_speeds, self._item_size = found.speeds, size
         self._slowness = Speeds(len(self._cells))
+
+    def _take_uneven(self, reports: Sequence[Report]) -> None:
+        """What layers take longer because of their experts is theirs: it changes with the load, and moves with them."""
+        for report in reports:
+            speed = self._item_speeds[report.device] if self._item_speeds else 1.0
+            self._uneven_s |= {item: seconds * speed for item, seconds in (report.uneven_s or {}).items()}
+        if self._even and self._uneven_s:
+            self.items = tuple(
+                _longer(item, self._uneven_s.get(number, 0.0) * self._item_size)
+                for number, item in enumerate(self._even)
+            )
 
     def _smooth(self, replicas: dict[int, list[Report]]) -> None:
         """Follow each cell's seconds for its work over the intervals: steady under noise, at once when they change."""
@@ -403,6 +430,24 @@ class MeasuredCosts:
         if known is None:
             return (0.0,) * (self.num_stages - 1)
         return tuple(num_bytes * size / known for num_bytes in self.message_bytes[known])
+
+
+def _evenly(layer: LayerReport, uneven_s: float) -> LayerReport:
+    """A layer that was timed, if its experts had been evenly busy.
+
+    Args:
+        uneven_s: of a sample.
+    """
+    times = layer.times
+    whole = times.forward_s + times.backward_s
+    part = max(1 - uneven_s * layer.size / whole, LEAST_PART) if whole else 1.0
+    even = times._replace(forward_s=times.forward_s * part, backward_s=times.backward_s * part)
+    return layer._replace(times=even)
+
+
+def _longer(item: ItemCosts, seconds: float) -> ItemCosts:
+    part = 1 + seconds / item.work_s if item.work_s else 1.0
+    return item._replace(forward_s=item.forward_s * part, backward_s=item.backward_s * part)
 
 
 def _separated(timed: Sequence[tuple[int, int, LayerReport]]) -> Separated:

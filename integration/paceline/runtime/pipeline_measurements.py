@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -58,6 +58,8 @@ class PipelineMeasurements:
         times_layers: whether to time each layer by itself, in one step.
         memory_bytes: that activations may take; None: what devices have free.
         timelines: gets the last step before each switch, and the last of the interval after it, if it records them.
+        uneven_experts: seconds of a step that layers of this rank take longer because their experts are not evenly
+            busy, by the names of these; None: not known yet.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class PipelineMeasurements:
         trials: Sequence[Candidate],
         times_layers: bool = False,
         memory_bytes: int | None = None,
+        uneven_experts: Callable[[], Mapping[str, float] | None] = dict,
     ) -> None:
+        self._uneven_experts = uneven_experts
         self._pipeline, self._layers, self._meter, self._gatherer = pipeline, layers, meter, reports
         self._agreement, self._log, self._timelines = agreement, log, timelines
         self._times_layers, self._memory_bytes = times_layers, memory_bytes
@@ -120,7 +124,7 @@ class PipelineMeasurements:
                 self._try(trial)
                 return False
             self._untried.remove(trial)
-        return True
+        return self._uneven_experts() is not None  # of all ranks at the same step
 
     def forget(self) -> None:
         """Drop steps and messages since the last planning, and what is known of links."""
@@ -135,7 +139,9 @@ class PipelineMeasurements:
             self.costs.has_moved(parts)
         WATCH.doing("comparing the last steps", EVERYONE)
         timed, self._timed = self._timed, {}
-        reports = self._gatherer.gather(self._after, layers=timed, memory_bytes=self._memory_bytes)
+        reports = self._gatherer.gather(
+            self._after, layers=timed, uneven_s=self._uneven_s(), memory_bytes=self._memory_bytes
+        )
         self._meter.recorder.forget()
         if self._agreement.decides:
             self.costs.update(reports)
@@ -177,6 +183,18 @@ class PipelineMeasurements:
     def time_layers_again(self) -> None:
         """Time the layers in the step after the next. On all ranks."""
         self._time_at = self._done + 1
+
+    def _uneven_s(self) -> dict[int, float] | None:
+        """Of a sample, by item of this rank."""
+        found = self._uneven_experts()
+        if not found:
+            return None if found is None else {}
+        samples = self._pipeline.micro_batches * self._pipeline.micro_batch_size
+        of_items: dict[int, float] = {}
+        for item in self._layers.here:
+            if own := [seconds for name, seconds in found.items() if name.startswith(self._layers.prefix(item))]:
+                of_items[item] = sum(own) / samples
+        return of_items
 
     def _would_fit(self, trial: Candidate) -> bool:
         """Whether a trial fits, if memory grows with the samples."""

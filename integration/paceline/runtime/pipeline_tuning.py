@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import psutil
@@ -50,6 +50,7 @@ def pipeline_controller(
     notice: Notice | None = None,
     pool: StagePool | None = None,
     reshare_every: int = 0,
+    uneven_experts: Callable[[], Mapping[str, float] | None] = dict,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -63,6 +64,7 @@ def pipeline_controller(
         notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
         pool: other numbers of stages, where the run chose between some.
         reshare_every: steps from one choice of the replicas' shares to the next; 0: they stay.
+        uneven_experts: see :class:`PipelineMeasurements`.
 
     Returns:
         None if schedule, partition and shares stay as they are.
@@ -88,6 +90,7 @@ def pipeline_controller(
         else [schedules.current],
         times_layers=repartitions,
         memory_bytes=schedule.memory_bytes,
+        uneven_experts=uneven_experts,
     )
     actuators: dict[Actuator, TuningInterval] = {}
     if reshare_every:

@@ -207,8 +207,8 @@ def entries(
 def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
     """Whether the stages of a plan get layers by the speed of their devices: as asked, or where nothing is asked.
 
-    Unasked, layers do not move where messages have a format; nor where experts are spread: there a layer whose experts
-    are unevenly busy takes as long as one on a slower device does, and until it was timed on both it is taken for that.
+    Unasked, layers do not move where messages have a format; nor where experts are spread and stay where they are:
+    only the load, measured to place them, tells a layer whose experts are unevenly busy from one on a slower device.
     """
     is_asked = plan.partition_choice.method == HETERO
     return is_asked or (measured.is_unequal and measured.may_move and _may_follow_speed(plan))
@@ -216,7 +216,8 @@ def _follows_speed(plan: RunPlan, measured: Measured) -> bool:
 
 def _may_follow_speed(plan: RunPlan) -> bool:
     """Whether nothing that the JSON says is in the way."""
-    return PARTITION in plan.chosen and plan.expert_parallel == 1 and plan.section.pipeline.boundary is None
+    knows_experts = plan.expert_parallel == 1 or (plan.moe is not None and plan.moe.rebalance_every > 0)
+    return PARTITION in plan.chosen and knows_experts and plan.section.pipeline.boundary is None
 
 
 def _with_reasons(

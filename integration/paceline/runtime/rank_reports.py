@@ -82,6 +82,8 @@ class Report:
     """Those of them that go with a parameter to another stage."""
     deferred_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
     """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps."""
+    uneven_s: dict[int, float] | None = field(default_factory=dict)
+    """Seconds of a sample that an item takes longer because its experts are not evenly busy; None: not known yet."""
 
 
 class LayerReport(NamedTuple):
@@ -187,6 +189,7 @@ class ReportGatherer:
         after: dict[LaneKey, int],
         *,
         layers: Mapping[int, LayerReport] | None = None,
+        uneven_s: Mapping[int, float] | None = None,
         memory_bytes: int | None = None,
     ) -> list[Report]:
         """Gather the reports of the last steps on rank 0. Collective, between steps.
@@ -194,6 +197,7 @@ class ReportGatherer:
         Args:
             after: by lane, the last message that was reported; brought up to date.
             layers: of this rank, if a step's layers were timed.
+            uneven_s: see :class:`Report`.
             memory_bytes: that activations may take; None: what the device has free.
         """
         if len(self.clocks) < COMPARISONS or not self._is_one_machine:
@@ -215,6 +219,7 @@ class ReportGatherer:
             layers=dict(layers or {}),
             state_bytes=state_bytes,
             moved_bytes=moved_bytes,
+            uneven_s=None if uneven_s is None else dict(uneven_s),
         )
         reports: list[Report] = self._control.gather_at_first(report)
         return reports

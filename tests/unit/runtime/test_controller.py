@@ -44,12 +44,12 @@ class Job:
         self.records_switches = False
         self.ran: list[int] = []
 
-    def controller(self, schedule: ScheduleChoice, partition: PartitionChoice | None = None) -> Controller:
+    def controller(self, schedule: ScheduleChoice, partition: PartitionChoice | None = None, **more: Any) -> Controller:
         """The controller of all its parts, which are this one fake."""
         part: Any = self
         partition = partition or PartitionChoice("uniform")
-        routes = (tuple(range(part.num_stages)),)
-        found = pipeline_controller(schedule, partition, *[part] * 5, log=DecisionLog(), timelines=part, routes=routes)
+        more |= {"log": DecisionLog(), "timelines": part, "routes": (tuple(range(part.num_stages)),)}
+        found = pipeline_controller(schedule, partition, *[part] * 5, **more)
         assert found is not None
         return found
 
@@ -243,7 +243,7 @@ class Pipe(Job):
         factors = [factor * self.chance.uniform(1 - noise, 1 + noise) for factor in factors]
         return [(FORWARD_S * factor, BACKWARD_S * factor) for factor in factors]
 
-    def gather(self, after: dict[str, int], *, layers: Any, memory_bytes: int | None) -> list[Report]:
+    def gather(self, after: dict[str, int], *, layers: Any, uneven_s: Any, memory_bytes: int | None) -> list[Report]:
         self._note("gather")
         found = [
             Report(stage, 0, "here", [], {}, {CONFIGURED: {0: 100.0 * (b - a)}}, 1e9, latency_s=self.latency_s)
@@ -288,6 +288,18 @@ def test_layers_are_timed_once_and_then_come_the_looks() -> None:
     assert [(step, what) for step, what, _ in pipe.log] == [
         *((1, "time"), (2, "stop timing"), (4, "gather"), (9, "gather"), (14, "gather")),
     ]
+
+
+def test_the_first_look_waits_until_it_is_known_how_busy_experts_are() -> None:
+    pipe = Pipe()
+    known = {"at": 7}
+    controller = pipe.controller(
+        ScheduleChoice("1f1b"),
+        PartitionChoice("uniform", EVERY),
+        uneven_experts=lambda: {} if pipe.global_steps >= known["at"] else None,
+    )
+    pipe.train(controller, 16)
+    assert [step for step, _ in pipe.noted("gather")] == [7, 12]
 
 
 @pytest.mark.parametrize("speeds", [(4.0, 2.0, 1.0), (1.0, 1.0, 2.0), (1.0, 3.0, 1.0)])

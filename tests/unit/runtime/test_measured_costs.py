@@ -385,6 +385,70 @@ def test_another_partition_is_predicted_as_it_would_be() -> None:
     assert costs.backward_s == pytest.approx(other.run().backward_s)
 
 
+UNEVEN_S = 0.003
+"""Of a sample, on a device of speed 1."""
+
+
+def with_busy_experts(pipe: Layered, item: int, times: float = 1.0) -> tuple[Layered, dict[int, float]]:
+    """The same pipeline, a layer of which takes longer; and by how much, on its device."""
+    extra, like = times * UNEVEN_S * 2, pipe.items[item]
+    longer = replace(like, forward_s=like.forward_s + extra / 3, backward_s=like.backward_s + extra * 2 / 3)
+    items = (*pipe.items[:item], longer, *pipe.items[item + 1 :])
+    stage = next(number for number, stop in enumerate(pipe.parts[1:]) if item < stop)
+    return replace(pipe, items=items), {item: times * UNEVEN_S / pipe.speeds[stage]}
+
+
+def reports_of(pipe: Layered, uneven_s: dict[int, float] | None, look: int = 0, *, timed: bool = False) -> list[Report]:
+    found = pipe.reports(look, timed=timed)
+    for report, (a, b) in zip(found, pairwise(pipe.parts), strict=True):
+        report.uneven_s = uneven_s and {item: s for item, s in uneven_s.items() if a <= item < b}
+    return found
+
+
+def timed_for_one(pipe: Layered, uneven_s: dict[int, float]) -> list[Report]:
+    """Layers are timed with micro-batches of the size that the steps have."""
+    found = reports_of(pipe, uneven_s, timed=True)
+    for report in found:
+        report.layers = {item: layer._replace(size=2) for item, layer in report.layers.items()}
+    return found
+
+
+def test_a_layer_whose_experts_are_unevenly_busy_is_long_and_its_device_not_slow() -> None:
+    busy, uneven_s = with_busy_experts(Layered(), 3)
+    measured_costs = MeasuredCosts(ROUTES, parts=busy.parts)
+    measured_costs.update(timed_for_one(busy, uneven_s))
+    assert works(measured_costs) == [pytest.approx((item.forward_s, item.backward_s)) for item in busy.items]
+    for parts in ((0, 3, 6, 8), (0, 4, 6, 8)):  # the layer stays, and moves
+        costs = measured_costs.layout((), None).costs(measured_costs.costs(2), parts)
+        there = replace(busy, parts=parts).run()
+        assert (costs.forward_s, costs.backward_s) == (
+            pytest.approx(there.forward_s),
+            pytest.approx(there.backward_s),
+        ), parts
+
+
+def test_it_is_as_long_as_its_experts_are_uneven_now() -> None:
+    """Experts were placed anew, and the layer was not timed again: no device has become faster."""
+    busy, uneven_s = with_busy_experts(Layered(), 3)
+    measured_costs = MeasuredCosts(ROUTES, parts=busy.parts)
+    measured_costs.update(timed_for_one(busy, uneven_s))
+    for look in (1, 2):
+        later, uneven_s = with_busy_experts(Layered(), 3, 0.25)
+        measured_costs.update(reports_of(later, uneven_s, look))
+    assert works(measured_costs) == [pytest.approx((item.forward_s, item.backward_s)) for item in later.items]
+    costs = measured_costs.layout((), None).costs(measured_costs.costs(2), (0, 3, 6, 8))
+    assert costs.forward_s == pytest.approx(replace(later, parts=(0, 3, 6, 8)).run().forward_s)
+
+
+def test_times_of_layers_wait_for_what_is_known_of_experts() -> None:
+    busy, uneven_s = with_busy_experts(Layered(), 3)
+    measured_costs = MeasuredCosts(ROUTES, parts=busy.parts)
+    measured_costs.update(reports_of(busy, None, timed=True))
+    assert measured_costs.items == ()
+    measured_costs.update(timed_for_one(busy, uneven_s))
+    assert len(measured_costs.items) == len(ITEMS)
+
+
 def test_what_probably_is_alike_tells_if_nothing_certainly_is() -> None:
     """Layers that are told their number, say: of other kinds, as far as one can be sure."""
     items = tuple(replace(item, certain=f"{item.certain} {n}", probable=item.certain) for n, item in enumerate(ITEMS))
