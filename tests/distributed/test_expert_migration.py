@@ -288,7 +288,7 @@ def test_layers_and_experts_follow_devices_and_loads_at_once() -> None:
     assert set(followed[0]["decided"]) == {3, 6, 9}
     # How unevenly experts are busy is known of every layer when the partition is planned, and at no time before.
     assert followed[0]["uneven"].keys() == set(range(1, 7))
-    assert all(0 <= seconds < PAUSE_S for seconds in followed[0]["uneven"].values())
+    assert all(0 <= seconds < PAUSE_S for uneven in followed[0]["uneven"].values() for seconds in uneven)
     assert min(parts[1] for parts in followed[0]["parts"][:3]) == 4
     # Of experts that lie on two ranks, each has half.
     for item, num_parameters in followed[0]["measured"].items():

@@ -21,7 +21,17 @@ from torch import nn
 from ..config.expert_choice import MoeChoice
 from ..planning import tuning
 from ..planning.experts import Placement, imbalance, moved
-from ..planning.rebalance import LayerLoad, Proposal, Times, candidates, num_copies, overheads, propose, uneven_load
+from ..planning.rebalance import (
+    LayerLoad,
+    Proposal,
+    Times,
+    Uneven,
+    candidates,
+    num_copies,
+    overheads,
+    propose,
+    uneven_load,
+)
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
@@ -100,6 +110,8 @@ class Rebalancer:
         self._size = dist.get_world_size(group)
         self._times: tuple[float, float, float] | None = None
         """Bytes a second, fixed seconds, and seconds for each expert, of moving; once known."""
+        self._before_move: tuple[int, dict[str, float]] = -1, {}
+        """Step after which experts were moved last, and what was uneven until then."""
         self._moves: list[tuple[int, float]] = []
         """Experts that changed owner, and seconds beside sending them, of the last moves."""
 
@@ -159,7 +171,7 @@ class Rebalancer:
         yield  # where one rank fails nobody moves back: the others may wait for it elsewhere
         self.place(before)
 
-    def uneven_s(self) -> dict[str, float] | None:
+    def uneven_s(self) -> dict[str, Uneven] | None:
         """Seconds of a step that each layer takes longer than if its tokens were shared evenly, by the last interval.
 
         Returns:
@@ -168,6 +180,13 @@ class Rebalancer:
         window = self.loads.window
         if window is None:
             return None if self._is_repeated else {}
+        now = self._uneven_now(window)
+        step, before = self._before_move
+        measured = before if step == self.loads.step else now
+        return {name: Uneven(measured.get(name, seconds), seconds) for name, seconds in now.items()}
+
+    def _uneven_now(self, window: Window) -> dict[str, float]:
+        """As the experts lie."""
         if window.row_s is None:
             return {}
         return {
@@ -213,7 +232,9 @@ class Rebalancer:
     def apply(self, change: Placements) -> Moved:
         """Move experts so that the layers have these placements. Collective over the group."""
         window = self.loads.window
-        return self._move(change, None if window is None else window.loads)
+        assert window is not None, "gathered before"
+        self._before_move = self.loads.step, self._uneven_now(window)
+        return self._move(change, window.loads)
 
     def _gain_s(self, proposal: Proposal | None, steps: int) -> float:
         """By how much the step becomes shorter. Collective over all stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .experts import Placement, device_loads
 from .placement import greedy, lower_bound
@@ -191,6 +192,24 @@ def _most(layer: LayerLoad, placement: Placement, evens_out: bool) -> float:
     loads, speeds = layer.loads, layer.speeds
     shares = split(placement, loads, speeds=speeds) if evens_out and num_copies(placement) else None
     return max(device_loads(placement, loads, shares, speeds))
+
+
+class Uneven(NamedTuple):
+    """Seconds that something takes longer because experts are not evenly busy.
+
+    Args:
+        measured: in the last step.
+        expected: from now on; another number where experts have just been placed anew.
+    """
+
+    measured: float
+    expected: float
+
+    def times(self, factor: float) -> Uneven:
+        return Uneven(self.measured * factor, self.expected * factor)
+
+
+NOT_UNEVEN = Uneven(0.0, 0.0)
 
 
 def uneven_load(layer: LayerLoad, *, evens_out: bool = False) -> float:

@@ -21,6 +21,7 @@ from ..moe.rebalancer import Rebalancer
 from ..moe.stage_agreement import StageAgreement, Stages
 from ..optim.buckets import Domain
 from ..planning.experts import Placement
+from ..planning.rebalance import Uneven
 from ..planning.tuning import DecisionLog, TuningInterval
 from ..state.named import is_spread
 from .controller import Controller
@@ -200,7 +201,7 @@ class Experts:
         """Whether this rank takes part in moving experts by the load."""
         return self.controller is not None
 
-    def uneven_s(self) -> Mapping[str, float] | None:
+    def uneven_s(self) -> Mapping[str, Uneven] | None:
         """Seconds of a step that layers of this stage take longer than if their experts were evenly busy, by name.
 
         None while that is not known, and will be. Nothing of experts that stay.

@@ -14,6 +14,7 @@ from ..measure.recurring import recurring_mean, without_once
 from ..measure.speeds import Speeds
 from ..measure.work import Seen as SeenItem
 from ..measure.work import Separated, separate
+from ..planning.rebalance import NOT_UNEVEN, Uneven
 from ..planning.repartition import ItemCosts, Layout, item_costs
 from ..schedules.costs import Costs, Link
 from ..schedules.directions import chunks_of
@@ -81,8 +82,10 @@ class MeasuredCosts:
     """Device, item and times of every layer that was timed, as if its experts had been evenly busy."""
     _even: tuple[ItemCosts, ...] = ()
     """:attr:`items`, if all experts were evenly busy."""
-    _uneven_s: dict[int, float] = field(default_factory=dict)
-    """Seconds of a sample that an item takes longer, on a device of speed 1 once layers were timed."""
+    _uneven_s: dict[int, Uneven] = field(default_factory=dict)
+    """Of a sample, by item, on a device of speed 1 once layers were timed."""
+    _measured_items: tuple[ItemCosts, ...] = ()
+    """:attr:`items`, as experts were busy in the last step."""
     _item_speeds: tuple[float, ...] = ()
     """Of each device, when layers were timed."""
     _item_size: int = 1
@@ -201,11 +204,11 @@ class MeasuredCosts:
     def _learn_items(self, reports: Sequence[Report]) -> None:
         """Cost of each item, from the step in which the layers were timed."""
         timed = [(r.device, item, layer) for r in reports for item, layer in r.layers.items()]
-        if not timed or not self.parts or any(report.uneven_s is None for report in reports):
+        if not timed or not self.parts:
             return
         # Whether experts are evenly busy tells nothing of a device: it goes with the layer.
         uneven_s = {item: s for r in reports for item, s in (r.uneven_s or {}).items()}
-        timed = [(device, item, _evenly(layer, uneven_s.get(item, 0.0))) for device, item, layer in timed]
+        timed = [(device, item, _evenly(layer, uneven_s.get(item, NOT_UNEVEN))) for device, item, layer in timed]
         # A layer that was timed on two devices tells how they compare.
         size = timed[0][2].size
         self._timed = [*(entry for entry in self._timed if entry[2].size == size), *timed][-MOST_TIMED:]
@@ -214,7 +217,7 @@ class MeasuredCosts:
             item: (layer.times.saved_bytes, layer.times.output_bytes, float(layer.num_parameters))
             for _, item, layer in self._timed
         }
-        self.items = self._even = item_costs(found.work, others, self.parts[-1])
+        self.items = self._measured_items = self._even = item_costs(found.work, others, self.parts[-1])
         self.guessed = found.guessed
         self._item_speeds, self._item_size = found.speeds, size
         self._slowness = Speeds(len(self._cells))
@@ -223,18 +226,21 @@ class MeasuredCosts:
         """What layers take longer because of their experts is theirs: it changes with the load, and moves with them."""
         for report in reports:
             speed = self._item_speeds[report.device] if self._item_speeds else 1.0
-            self._uneven_s |= {item: seconds * speed for item, seconds in (report.uneven_s or {}).items()}
+            self._uneven_s |= {item: seconds.times(speed) for item, seconds in (report.uneven_s or {}).items()}
         if self._even and self._uneven_s:
-            self.items = tuple(
-                _longer(item, self._uneven_s.get(number, 0.0) * self._item_size)
-                for number, item in enumerate(self._even)
-            )
+            uneven = [self._uneven_s.get(n, NOT_UNEVEN).times(self._item_size) for n in range(len(self._even))]
+            pairs = list(zip(self._even, uneven, strict=True))
+            self._measured_items = tuple(_longer(item, seconds.measured) for item, seconds in pairs)
+            self.items = tuple(_longer(item, seconds.expected) for item, seconds in pairs)
 
     def _smooth(self, replicas: dict[int, list[Report]]) -> None:
         """Follow each cell's seconds for its work over the intervals: steady under noise, at once when they change."""
         if self._slowness is None:
             return
-        work = [sum(item.work_s for item in self.items[a:b]) for a, b in pairwise(self.parts)]
+        work, expected = (
+            [sum(item.work_s for item in items[a:b]) for a, b in pairwise(self.parts)]
+            for items in (self._measured_items, self.items)
+        )
         sizes = [step.key[1] for pipe in replicas.values() for step in pipe[0].steps]
         if not sizes:
             return
@@ -250,7 +256,7 @@ class MeasuredCosts:
         for cell, each in enumerate(self._slowness.values):
             now = self.forward_s[size][cell] + self.backward_s[size][cell]
             if per_cell[cell] and now > 0:
-                factor = work[cell % self.num_stages] * each / now
+                factor = expected[cell % self.num_stages] * each / now
                 self.forward_s[size][cell] *= factor
                 self.backward_s[size][cell] *= factor
 
@@ -432,7 +438,7 @@ class MeasuredCosts:
         return tuple(num_bytes * size / known for num_bytes in self.message_bytes[known])
 
 
-def _evenly(layer: LayerReport, uneven_s: float) -> LayerReport:
+def _evenly(layer: LayerReport, uneven_s: Uneven) -> LayerReport:
     """A layer that was timed, if its experts had been evenly busy.
 
     Args:
@@ -440,7 +446,7 @@ def _evenly(layer: LayerReport, uneven_s: float) -> LayerReport:
     """
     times = layer.times
     whole = times.forward_s + times.backward_s
-    part = max(1 - uneven_s * layer.size / whole, LEAST_PART) if whole else 1.0
+    part = max(1 - uneven_s.measured * layer.size / whole, LEAST_PART) if whole else 1.0
     even = times._replace(forward_s=times.forward_s * part, backward_s=times.backward_s * part)
     return layer._replace(times=even)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ..comm.control import ControlPlane
 from ..planning.candidates import Candidate
+from ..planning.rebalance import Uneven
 from ..planning.tuning import DecisionLog, DecisionRecord
 from ..schedules.variation import without_variation
 from ..supervise.watch import EVERYONE, WATCH
@@ -77,7 +78,7 @@ class PipelineMeasurements:
         trials: Sequence[Candidate],
         times_layers: bool = False,
         memory_bytes: int | None = None,
-        uneven_experts: Callable[[], Mapping[str, float] | None] = dict,
+        uneven_experts: Callable[[], Mapping[str, Uneven] | None] = dict,
     ) -> None:
         self._uneven_experts = uneven_experts
         self._pipeline, self._layers, self._meter, self._gatherer = pipeline, layers, meter, reports
@@ -138,15 +139,15 @@ class PipelineMeasurements:
         if parts != self.costs.parts:
             self.costs.has_moved(parts)
         WATCH.doing("comparing the last steps", EVERYONE)
-        timed, self._timed = self._timed, {}
-        reports = self._gatherer.gather(
-            self._after, layers=timed, uneven_s=self._uneven_s(), memory_bytes=self._memory_bytes
-        )
+        uneven_s, timed = self._uneven_s(), {}
+        if uneven_s is not None:  # before, nobody can tell what a layer would take with evenly busy experts
+            timed, self._timed = self._timed, {}
+        reports = self._gatherer.gather(self._after, layers=timed, uneven_s=uneven_s, memory_bytes=self._memory_bytes)
         self._meter.recorder.forget()
         if self._agreement.decides:
             self.costs.update(reports)
             self.reports = reports
-        if self._times_layers and not self._untried:
+        if self._times_layers and not self._untried and uneven_s is not None:
             is_untimed = not self.costs.items  # the step that was to be timed may have failed
             is_untimed, self.guesses = self._agreement.from_first((is_untimed, bool(self.costs.guessed)))
             if is_untimed:
@@ -184,16 +185,16 @@ class PipelineMeasurements:
         """Time the layers in the step after the next. On all ranks."""
         self._time_at = self._done + 1
 
-    def _uneven_s(self) -> dict[int, float] | None:
+    def _uneven_s(self) -> dict[int, Uneven] | None:
         """Of a sample, by item of this rank."""
         found = self._uneven_experts()
         if not found:
             return None if found is None else {}
         samples = self._pipeline.micro_batches * self._pipeline.micro_batch_size
-        of_items: dict[int, float] = {}
+        of_items: dict[int, Uneven] = {}
         for item in self._layers.here:
             if own := [seconds for name, seconds in found.items() if name.startswith(self._layers.prefix(item))]:
-                of_items[item] = sum(own) / samples
+                of_items[item] = Uneven(*map(sum, zip(*own, strict=True))).times(1 / samples)
         return of_items
 
     def _would_fit(self, trial: Candidate) -> bool:

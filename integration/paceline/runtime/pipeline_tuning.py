@@ -13,6 +13,7 @@ from ..config.partitions import PartitionChoice
 from ..config.schedules import ScheduleChoice
 from ..planning.choose import NO_FORMATS
 from ..planning.format_costs import FormatCosts
+from ..planning.rebalance import Uneven
 from ..planning.stage_pool import StagePool
 from ..planning.tuning import DecisionLog, TuningInterval
 from .controller import Actuator, Controller
@@ -50,7 +51,7 @@ def pipeline_controller(
     notice: Notice | None = None,
     pool: StagePool | None = None,
     reshare_every: int = 0,
-    uneven_experts: Callable[[], Mapping[str, float] | None] = dict,
+    uneven_experts: Callable[[], Mapping[str, Uneven] | None] = dict,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 

@@ -24,6 +24,7 @@ from ..measure.device_memory import room_bytes
 from ..measure.layer_timer import ItemTimes
 from ..measure.recorder import StepTimes
 from ..optim.sharded import ShardedOptimizer
+from ..planning.rebalance import Uneven
 from ..schedules.directions import chunks_of
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from ..schedules.timeline import Span, Timeline, Transfer
@@ -82,8 +83,8 @@ class Report:
     """Those of them that go with a parameter to another stage."""
     deferred_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
     """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps."""
-    uneven_s: dict[int, float] | None = field(default_factory=dict)
-    """Seconds of a sample that an item takes longer because its experts are not evenly busy; None: not known yet."""
+    uneven_s: dict[int, Uneven] | None = field(default_factory=dict)
+    """Of a sample, by item; None: not known yet."""
 
 
 class LayerReport(NamedTuple):
@@ -189,7 +190,7 @@ class ReportGatherer:
         after: dict[LaneKey, int],
         *,
         layers: Mapping[int, LayerReport] | None = None,
-        uneven_s: Mapping[int, float] | None = None,
+        uneven_s: Mapping[int, Uneven] | None = None,
         memory_bytes: int | None = None,
     ) -> list[Report]:
         """Gather the reports of the last steps on rank 0. Collective, between steps.

@@ -103,7 +103,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps of a rebalancer whose group has links of some speed; the layer afterwards, and what was decided."""
 
     def ran(
-        steps: int, group: Group, every: int = EVERY, here: Any = lambda step: True, **more: Any
+        steps: int,
+        group: Group,
+        every: int = EVERY,
+        here: Any = lambda step: True,
+        after: Any = lambda of_layers: None,
+        **more: Any,
     ) -> tuple[Layer, list[dict[str, Any]]]:
         layer = Layer()
         state = SimpleNamespace(tensor=torch.zeros(EXPERT_BYTES * layer.num_slots, dtype=torch.uint8))
@@ -123,6 +128,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             if layer.clock is not None:
                 layer.clock.rows += 130
             controller.after_step()
+        after(of_layers)
         return layer, decided.decisions
 
     return ran
@@ -213,6 +219,20 @@ def test_busy_experts_leave_a_slow_rank_once_two_intervals_have_shown_it(
     slow, fast = (sum(LOADS[expert] for expert in layer.placement.devices[rank]) for rank in (1, 0))
     assert (slow, fast) == (40, 130), "the slow one has the four idlest, however the loads lie"
     assert second["imbalance_after"][0] < second["imbalance_before"][0]
+
+
+def test_by_how_much_experts_are_uneven_is_known_after_an_interval(run: Any) -> None:
+    seen: list[Any] = []
+    run(EVERY - 1, Group(), after=lambda found: seen.append(found.uneven_s()))
+    assert seen == [None]
+    layer, _ = run(EVERY, Group(), after=lambda found: seen.append(found.uneven_s()))
+    even_s = sum(LOADS) / 2 * ROW_S
+    placed_s = max(device_loads(layer.placement, LOADS)) * ROW_S
+    assert seen[1] == {"layer": pytest.approx((NOW_S - even_s, placed_s - even_s))}
+    run(EVERY + 1, Group(), after=lambda found: seen.append(found.uneven_s()))
+    assert seen[2] == {"layer": pytest.approx((placed_s - even_s, placed_s - even_s))}
+    run(EVERY, Group(), every=0, after=lambda found: seen.append(found.uneven_s()))
+    assert seen[3] == {}, "they will not be placed, and loads are not measured"
 
 
 def test_travelling_is_part_of_what_a_row_takes() -> None:

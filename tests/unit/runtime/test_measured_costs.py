@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from paceline.comm.transport import Record
 from paceline.measure.layer_timer import ItemTimes
 from paceline.measure.recorder import Recorded, StepTimes
+from paceline.planning.rebalance import Uneven
 from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.families import one_f_one_b
@@ -389,23 +390,24 @@ UNEVEN_S = 0.003
 """Of a sample, on a device of speed 1."""
 
 
-def with_busy_experts(pipe: Layered, item: int, times: float = 1.0) -> tuple[Layered, dict[int, float]]:
+def with_busy_experts(pipe: Layered, item: int, times: float = 1.0) -> tuple[Layered, dict[int, Uneven]]:
     """The same pipeline, a layer of which takes longer; and by how much, on its device."""
     extra, like = times * UNEVEN_S * 2, pipe.items[item]
     longer = replace(like, forward_s=like.forward_s + extra / 3, backward_s=like.backward_s + extra * 2 / 3)
     items = (*pipe.items[:item], longer, *pipe.items[item + 1 :])
     stage = next(number for number, stop in enumerate(pipe.parts[1:]) if item < stop)
-    return replace(pipe, items=items), {item: times * UNEVEN_S / pipe.speeds[stage]}
+    seconds = times * UNEVEN_S / pipe.speeds[stage]
+    return replace(pipe, items=items), {item: Uneven(seconds, seconds)}
 
 
-def reports_of(pipe: Layered, uneven_s: dict[int, float] | None, look: int = 0, *, timed: bool = False) -> list[Report]:
+def reports_of(pipe: Layered, uneven_s: dict[int, Uneven], look: int = 0, *, timed: bool = False) -> list[Report]:
     found = pipe.reports(look, timed=timed)
     for report, (a, b) in zip(found, pairwise(pipe.parts), strict=True):
-        report.uneven_s = uneven_s and {item: s for item, s in uneven_s.items() if a <= item < b}
+        report.uneven_s = {item: s for item, s in uneven_s.items() if a <= item < b}
     return found
 
 
-def timed_for_one(pipe: Layered, uneven_s: dict[int, float]) -> list[Report]:
+def timed_for_one(pipe: Layered, uneven_s: dict[int, Uneven]) -> list[Report]:
     """Layers are timed with micro-batches of the size that the steps have."""
     found = reports_of(pipe, uneven_s, timed=True)
     for report in found:
@@ -440,13 +442,20 @@ def test_it_is_as_long_as_its_experts_are_uneven_now() -> None:
     assert costs.forward_s == pytest.approx(replace(later, parts=(0, 3, 6, 8)).run().forward_s)
 
 
-def test_times_of_layers_wait_for_what_is_known_of_experts() -> None:
+def test_what_a_placement_saves_counts_in_the_planning_at_which_it_is_made() -> None:
+    """Experts have just been placed anew: the steps were measured before, the next ones are predicted."""
     busy, uneven_s = with_busy_experts(Layered(), 3)
+    later = with_busy_experts(Layered(), 3, 0.25)[0]
+    placed = {item: Uneven(seconds.measured, 0.25 * seconds.expected) for item, seconds in uneven_s.items()}
     measured_costs = MeasuredCosts(ROUTES, parts=busy.parts)
-    measured_costs.update(reports_of(busy, None, timed=True))
-    assert measured_costs.items == ()
-    measured_costs.update(timed_for_one(busy, uneven_s))
-    assert len(measured_costs.items) == len(ITEMS)
+    measured_costs.update(timed_for_one(busy, placed))
+    assert works(measured_costs) == [pytest.approx((item.forward_s, item.backward_s)) for item in later.items]
+    for parts in (PARTS, (0, 3, 6, 8)):
+        costs = measured_costs.layout((), None).costs(measured_costs.costs(2), parts)
+        whole = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+        there = replace(later, parts=parts).run()
+        expected = [f + b for f, b in zip(there.forward_s, there.backward_s, strict=True)]
+        assert whole == pytest.approx(expected, rel=1e-3), parts
 
 
 def test_what_probably_is_alike_tells_if_nothing_certainly_is() -> None:
