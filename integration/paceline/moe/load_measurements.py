@@ -41,6 +41,7 @@ class Window:
         expert_bytes: of each layer, what moves with an expert from one rank.
         speeds: of the ranks that share experts, by their number; of several groups' the slowest. None: equal.
         names: of the layers.
+        value_bytes: of each layer, those of an expert's values.
     """
 
     loads: list[list[float]]
@@ -48,6 +49,7 @@ class Window:
     expert_bytes: list[float]
     speeds: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
+    value_bytes: tuple[float, ...] = ()
 
 
 class LoadMeasurements:
@@ -150,7 +152,10 @@ class LoadMeasurements:
         speeds, slowness = self._speeds_of_numbers(everyone[:, 0, width + 4].tolist())
         row_s = _row_s(rows * slowness / timed, compute_s / timed, travel_s / timed)
         names = tuple(layer.name for layer in self.layers)
-        self.window = Window(loads, row_s, num_bytes.amax(dim=0).tolist(), speeds, names)
+        value_bytes = tuple(
+            float(sum(part.numel * part.parameter.element_size() for part in layer.parts(0))) for layer in self.layers
+        )
+        self.window = Window(loads, row_s, num_bytes.amax(dim=0).tolist(), speeds, names, value_bytes)
         for layer in self.layers:
             layer.know_speeds(speeds)
 

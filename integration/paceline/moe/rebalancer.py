@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.expert_choice import MoeChoice
+from ..measure.host_names import host_name, num_nodes
 from ..planning import tuning
 from ..planning.experts import Placement, imbalance, moved
 from ..planning.rebalance import (
@@ -110,6 +112,8 @@ class Rebalancer:
         self._size = dist.get_world_size(group)
         self._times: tuple[float, float, float] | None = None
         """Bytes a second, fixed seconds, and seconds for each expert, of moving; once known."""
+        self._nodes, self._inside_bytes_per_s = 1, inf
+        """Hosts of the ranks that share experts, if each has several of them, and the rate between these."""
         self._before_move: tuple[int, dict[str, float]] = -1, {}
         """Step after which experts were moved last, and what was uneven until then."""
         self._moves: list[tuple[int, float]] = []
@@ -208,14 +212,18 @@ class Rebalancer:
         movable = [number for number, layer in enumerate(self.layers) if layer.time_depends_on_load]
         proposal: Proposal | None = None
         if self._times is None and self._size > 1 and self.layers:
+            self._nodes = self._nodes_of_group()
             self._times = (_probe(self.group, self.loads.device), FIXED_S, EXPERT_S)
+            if self._nodes > 1:
+                per_node = self.layers[0].size // self._nodes
+                self._inside_bytes_per_s = _probe(self.group, self.loads.device, per_node)
         loads = [self._load_of(self.layers[number], window) for number in movable] if window.row_s is not None else []
         options = self._candidates(loads)
         if self._rank == 0 and window.row_s is not None and movable:
             assert self._times is not None
             proposal = propose(
                 loads,
-                Times(window.row_s, *self._times),
+                Times(window.row_s, *self._times, self._nodes, self._inside_bytes_per_s),
                 found=options,
                 num_replicas=self.num_replicas,
                 evens_out=self.evens_out,
@@ -244,12 +252,20 @@ class Rebalancer:
         pays = proposal is not None and self._rule.could_pay(saved_s, proposal.switch_s, steps)
         return min(saved_s, self.stages.step_saved_s(saved_s, pays))
 
+    def _nodes_of_group(self) -> int:
+        """Groups of neighbours among the ranks that share experts, a host each; 1 where they are not alike."""
+        told: list[Any] = [None] * self._size
+        dist.all_gather_object(told, (self.layers[0].rank, host_name()), group=self.group)
+        of_numbers = [[host for number, host in told if number == n] for n in range(self.layers[0].size)]
+        found = {num_nodes(hosts) for hosts in zip(*of_numbers, strict=False)}
+        return found.pop() if len(found) == 1 else 1
+
     def _candidates(self, loads: Sequence[LayerLoad]) -> list[list[Placement]]:
         """Search candidates for each layer. The ranks share the search, and tell each other."""
         if not loads:
             return []
         mine = [
-            candidates(load, num_replicas=self.num_replicas, evens_out=self.evens_out)
+            candidates(load, num_replicas=self.num_replicas, evens_out=self.evens_out, nodes=self._nodes)
             for load in loads[self._rank :: self._size]
         ]
         told: list[Any] = [None] * self._size
@@ -260,7 +276,7 @@ class Rebalancer:
         number = window.names.index(layer.name)
         replicas = self._size // layer.size  # each with experts of its own, for its own tokens
         loads = tuple(load / replicas for load in window.loads[number])
-        return LayerLoad(loads, layer.placement, window.expert_bytes[number], window.speeds)
+        return LayerLoad(loads, layer.placement, window.expert_bytes[number], window.speeds, window.value_bytes[number])
 
     def _move(self, placements: Placements, loads: Sequence[Sequence[float]] | None) -> Moved:
         begun = time.perf_counter()
@@ -278,7 +294,7 @@ class Rebalancer:
         seconds = time.perf_counter() - begun
         if num_owners and self._times is not None:
             per_s = self._times[0]
-            if done.num_bytes >= MUCH:
+            if done.num_bytes >= MUCH and self._nodes == 1:  # else they may have come from either side
                 per_s = done.num_bytes / done.transfer_s
             self._moves = [*self._moves[-KEPT_MOVES + 1 :], (num_owners, max(0.0, seconds - done.transfer_s))]
             self._times = (per_s, *overheads(self._moves, (FIXED_S, EXPERT_S)))
@@ -310,14 +326,21 @@ class Rebalancer:
         return imbalance(placement, loads, shares, speeds)
 
 
-def _probe(group: Any, device: torch.device) -> float:
-    """Bytes a second from each rank to the next, the slowest. Collective."""
+def _probe(group: Any, device: torch.device, among: int | None = None) -> float:
+    """Bytes a second from each rank to the next, the slowest. Collective.
+
+    Args:
+        among: so many neighbours each send in a ring of their own; None: all ranks in one.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    ring = size if among is None else among
+    first = rank // ring * ring
+    to, source = first + (rank + 1) % ring, first + (rank - 1) % ring
     times = []
     for num_bytes in (1, *PROBE_BYTES):
         sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        counts = [num_bytes if place == (rank + 1) % size else 0 for place in range(size)]
-        received = [num_bytes if (place + 1) % size == rank else 0 for place in range(size)]
+        counts = [num_bytes if place == to else 0 for place in range(size)]
+        received = [num_bytes if place == source else 0 for place in range(size)]
         arrived = torch.empty_like(sent)
         dist.barrier(group=group)
         begun = time.perf_counter()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from .experts import Placement, device_loads
@@ -24,12 +26,14 @@ class LayerLoad:
         loads: tokens of each expert in a step, of all devices together.
         expert_bytes: what moves with an expert from one device to another.
         speeds: of the devices, in any unit; None: equal.
+        value_bytes: of an expert's values, which a copy is sent in each step, and whose gradients it sends back.
     """
 
     loads: tuple[float, ...]
     placement: Placement
     expert_bytes: float
     speeds: tuple[float, ...] | None = None
+    value_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,31 @@ class Times:
         bytes_per_s: at which a device sends or receives experts.
         fixed_s: of moving any expert at all.
         expert_s: of each expert that changes its owner, beside sending it.
+        nodes: groups of neighbouring devices, of equal size.
+        inside_bytes_per_s: as ``bytes_per_s``, between devices of a node.
     """
 
     row_s: float
     bytes_per_s: float
     fixed_s: float
     expert_s: float
+    nodes: int = 1
+    inside_bytes_per_s: float = inf
+
+    def sending_s(self, sent: Iterable[tuple[int, int]], num_bytes: float, num_devices: int) -> float:
+        """Seconds of the device that is busy the longest with what it sends or receives.
+
+        Args:
+            sent: from which device to which, once for each time that ``num_bytes`` are.
+        """
+        per_node = num_devices // self.nodes
+        busy: dict[tuple[int, bool], float] = defaultdict(float)
+        for source, target in sent:
+            is_inside = self.nodes > 1 and source // per_node == target // per_node
+            seconds = num_bytes / (self.inside_bytes_per_s if is_inside else self.bytes_per_s)
+            busy[source, False] += seconds
+            busy[target, True] += seconds
+        return max(busy.values(), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,6 @@ def propose(
     num_replicas: int = 0,
     evens_out: bool = False,
     horizon_steps: int = 1,
-    nodes: int = 1,
     found: Sequence[Sequence[Placement]] | None = None,
 ) -> Proposal:
     """The placements that take the least, by the loads as they were.
@@ -87,18 +109,18 @@ def propose(
         evens_out: tokens are shared between copies so as to even out the devices, not equally.
         found: the :func:`candidates` of each layer, if they were looked for elsewhere.
     """
-    now = [_most(layer, layer.placement, evens_out) * times.row_s for layer in layers]
+    now = [_layer_s(layer, layer.placement, times, evens_out) for layer in layers]
     paying: dict[int, tuple[Placement, float]] = {}
     gaining: dict[int, tuple[Placement, float]] = {}
     for number, layer in enumerate(layers):
         best: tuple[float, float, Placement] | None = None
         options = (
-            candidates(layer, num_replicas=num_replicas, evens_out=evens_out, nodes=nodes)
+            candidates(layer, num_replicas=num_replicas, evens_out=evens_out, nodes=times.nodes)
             if found is None
             else found[number]
         )
         for placement in options:
-            seconds = _most(layer, placement, evens_out) * times.row_s
+            seconds = _layer_s(layer, placement, times, evens_out)
             if seconds > now[number] * (1 - LEAST_GAIN):
                 continue
             net = (now[number] - seconds) * horizon_steps - _move_s(layer, placement, times)
@@ -117,11 +139,17 @@ def propose(
     return Proposal(placements, now_s, best_s, move_s + (times.fixed_s if move_s else 0.0))
 
 
+def _layer_s(layer: LayerLoad, placement: Placement, times: Times, evens_out: bool) -> float:
+    """Seconds of the experts in a step, and of bringing values to copies and their gradients back."""
+    copies = ((holders[0], other) for holders in placement.copies for other in holders[1:])
+    copying_s = 2 * times.sending_s(copies, layer.value_bytes, placement.num_devices)
+    return _most(layer, placement, evens_out) * times.row_s + copying_s
+
+
 def _move_s(layer: LayerLoad, placement: Placement, times: Times) -> float:
-    """The layers move one after another, each as long as its busiest device; copies cost next to nothing."""
-    num_moved = sum(before != after for before, after in zip(layer.placement.owners, placement.owners, strict=True))
-    num_bytes = most_moved(layer.placement, placement) * layer.expert_bytes
-    return num_moved * times.expert_s + num_bytes / times.bytes_per_s
+    """The layers move one after another, each as long as its busiest device; new copies cost nothing beside."""
+    moved = [pair for pair in zip(layer.placement.owners, placement.owners, strict=True) if pair[0] != pair[1]]
+    return len(moved) * times.expert_s + times.sending_s(moved, layer.expert_bytes, placement.num_devices)
 
 
 def _least(layer: LayerLoad, num_replicas: int) -> float:
@@ -172,16 +200,6 @@ def step_saved_s(busy_s: Sequence[float], saved_s: Sequence[float], stage: int, 
     return step_s(without) - step_s(saved_s)
 
 
-def most_moved(old: Placement, new: Placement) -> int:
-    """Experts that the busiest device gives away, or takes in: those whose owner changes."""
-    gives, takes = [0] * old.num_devices, [0] * old.num_devices
-    for before, after in zip(old.owners, new.owners, strict=True):
-        if before != after:
-            gives[before] += 1
-            takes[after] += 1
-    return max(*gives, *takes)
-
-
 def num_copies(placement: Placement) -> int:
     """Copies of experts, their owners not counted."""
     return sum(map(len, placement.devices)) - placement.num_experts
@@ -218,16 +236,23 @@ def uneven_load(layer: LayerLoad, *, evens_out: bool = False) -> float:
 
 
 def candidates(layer: LayerLoad, *, num_replicas: int = 0, evens_out: bool = False, nodes: int = 1) -> list[Placement]:
-    """Candidate placements; none if the layer has next to nothing to gain. The slow part of a proposal."""
+    """Candidate placements; none if the layer has next to nothing to gain. The slow part of a proposal.
+
+    Args:
+        nodes: groups of neighbouring devices, of equal size: there are also candidates in which experts, or copies,
+            stay in theirs.
+    """
     if _least(layer, num_replicas) > _most(layer, layer.placement, evens_out) * (1 - LEAST_GAIN):
         return []
     current, num_devices, speeds = layer.placement, layer.placement.num_devices, layer.speeds
     num_slots = max(current.owned)
-    if not num_replicas:
+    found: list[Placement] = []
+    for among in sorted({1, nodes}):
+        if num_replicas:
+            shape = (layer.loads, num_devices, num_slots, num_replicas, current)
+            found += [replicated(*shape, keep_owners=keep, nodes=among, speeds=speeds) for keep in (True, False)]
         # A few exchanges mostly do as well as a placement from nothing; where they do not, the gain decides.
-        return [
-            swapped(layer.loads, current, num_slots, nodes=nodes, speeds=speeds),
-            greedy(layer.loads, num_devices, num_slots, current, nodes=nodes, speeds=speeds),
-        ]
-    shape = (layer.loads, num_devices, num_slots, num_replicas, current)
-    return [replicated(*shape, keep_owners=keep, nodes=nodes, speeds=speeds) for keep in (True, False)]
+        found.append(swapped(layer.loads, current, num_slots, nodes=among, speeds=speeds))
+        if not num_replicas:
+            found.append(greedy(layer.loads, num_devices, num_slots, current, nodes=among, speeds=speeds))
+    return found

@@ -28,12 +28,12 @@ from ..hf.anatomy import anatomy_of
 from ..hf.layer_profile import Bench, fingerprint, profile_items
 from ..hf.quiet_transformers import quiet
 from ..hf.weights import causal_config, skeleton
+from ..measure.host_names import host_name
 from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
 from ..moe.hf_experts import experts_of
 from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
 from ..planning.stages import StagePlan, plan_stages
-from .rank_reports import host_name
 
 logger = logging.getLogger("paceline")
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from ..comm.control import ControlPlane
 from ..comm.staging import staging_for
 from ..measure.collectives import BUCKET_NUMEL, measure_fabric, slowest_s
+from ..measure.host_names import host_name
 from ..optim.buckets import Domain, exchange_shards
 from ..optim.max_change import sum_of_squares
 from ..planning.cluster import Cluster, Fabric
 from ..planning.gradient_costs import state_bytes_per_parameter
-from .rank_reports import host_name
 
 
 def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: float) -> Cluster:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from ..comm.staging import ranks_sharing
 from ..comm.transport import Record, lanes_of
 from ..measure.clock import host_seconds
 from ..measure.device_memory import room_bytes
+from ..measure.host_names import host_name, machine_name
 from ..measure.layer_timer import ItemTimes
 from ..measure.recorder import StepTimes
 from ..optim.sharded import ShardedOptimizer
@@ -96,22 +95,6 @@ class LayerReport(NamedTuple):
     times: ItemTimes
     size: int = 1
     """Samples of the micro-batches that were timed."""
-
-
-def machine_name() -> str:
-    """The same for two ranks if and only if they have one clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
-
-
-def host_name() -> str:
-    """The same for two ranks if and only if they send through the same interfaces."""
-    try:
-        return f"{machine_name()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return machine_name()
 
 
 def compare_clocks(control: ControlPlane, pipe: Sequence[int], is_ring: bool = False) -> tuple[float, float]:

@@ -14,7 +14,6 @@ from paceline.moe.rebalancer import EXPERT_S, FIXED_S
 from paceline.moe.stage_agreement import Stages
 from paceline.planning import rebalance
 from paceline.planning.experts import Placement, device_loads
-from paceline.planning.rebalance import most_moved
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import EXPERTS, DecisionLog, DecisionRecord
 from paceline.runtime.expert_part import expert_controller
@@ -28,6 +27,7 @@ LOADS = [60.0, 50.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
 IN_ORDER = Placement.contiguous(8, 2)
 NOW_S = 130 * ROW_S
 EXPERT_BYTES = 1000
+WEIGHT = torch.zeros(10)
 
 
 class Group:
@@ -50,6 +50,8 @@ class Group:
 
     def all_gather_object(self, told: list[Any], value: Any, group: Any) -> None:
         told[:] = [value, *[[]] * (self.size - 1)]
+        if isinstance(value, tuple):  # number of the rank, host
+            told[:] = [(rank % 2, value[1]) for rank in range(self.size)]
 
     def broadcast_object_list(self, values: list[Any], **_: Any) -> None:
         pass
@@ -86,7 +88,7 @@ class Layer:
         self.placement, self.routed = IN_ORDER, torch.zeros(8, dtype=torch.int64)
 
     def parts(self, slot: int) -> list[Any]:
-        return [SimpleNamespace(parameter="weights")]
+        return [SimpleNamespace(parameter=WEIGHT, numel=WEIGHT.numel())]
 
     def take_on(self, placement: Placement, loads: Any) -> None:
         self.placement = placement
@@ -132,6 +134,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         return layer, decided.decisions
 
     return ran
+
+
+def most_moved(old: Placement, new: Placement) -> int:
+    """Experts that the busiest rank gives away, or takes in."""
+    moved = [pair for pair in zip(old.owners, new.owners, strict=True) if pair[0] != pair[1]]
+    return max(max(sum(pair[end] == rank for pair in moved) for rank in range(2)) for end in range(2))
 
 
 def price(bytes_per_s: float, best: Placement) -> float:
