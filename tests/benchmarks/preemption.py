@@ -6,6 +6,7 @@
 Needs root (tests/lab). Every contestant trains alone, for the same time, on hosts of its own, to which the same trace
 of rates is played: other tenants come and go, and leave each host between 100 Mbit/s and all of its network. Compute is
 emulated by sleeping, so that ``--parallel`` contestants may run side by side. What counts is the number of steps.
+``clairvoyant`` knows the rates, and takes the best schedule of each moment (tests/lab/clairvoyant.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import statistics
 import sys
+import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,13 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
-from lab.contestants import label_of
+from lab.contestants import CLAIRVOYANT, label_of
 from lab.emulation import Emulation
 from lab.hosts import Hosts, available
 from lab.rates import LEVELS, preemption_trace, read_trace, write_trace
 from lab.training import mbit, train
 
-FIXED = ["1f1b", "kfkb2", "kfkb4", "gpipe", "eager1", "eager2"]
+FIXED = ["1f1b", "kfkb2", "kfkb4", "gpipe", "eager1", "eager2", "zbh2"]
 
 
 def main() -> None:
@@ -64,9 +66,11 @@ def main() -> None:
         write_trace(args.write_trace, trace)
     emulation = Emulation.of(args.hosts, args.forward_s, args.backward_s, args.message_kib * 1024, args.micro_batches)
     adaptive = json.dumps({"type": "adaptive", "retune_every": args.retune_every})
-    names = [f"adaptive={adaptive}" if name == "adaptive" else name for name in dict.fromkeys(args.contestants)]
-
     with ThreadPoolExecutor(args.parallel) as pool, ExitStack() as labs:
+        known = Path(labs.enter_context(tempfile.TemporaryDirectory(prefix="preemption-")), "trace.csv")
+        write_trace(known, trace)
+        settings = {"adaptive": f"adaptive={adaptive}", CLAIRVOYANT: f"{CLAIRVOYANT}={known}"}
+        names = [settings.get(name, name) for name in dict.fromkeys(args.contestants)]
         hosts = {name: labs.enter_context(Hosts(args.hosts)) for name in names}
         runs = {
             name: pool.submit(train, hosts[name], [name], emulation, seconds=seconds, trace=trace) for name in names
@@ -120,6 +124,8 @@ def comparison(contestants: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if "adaptive" in step_s and fixed:
         best = min(fixed, key=fixed.__getitem__)
         found |= {"best_fixed": best, "adaptive_times_best_fixed": round(fixed[best] / step_s["adaptive"], 4)}
+    if "adaptive" in step_s and CLAIRVOYANT in step_s:
+        found["adaptive_times_clairvoyant"] = round(step_s[CLAIRVOYANT] / step_s["adaptive"], 4)
     return found
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -17,6 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from lab.asynchronous import SCHEDULES, AsynchronousStep
+from lab.clairvoyant import clairvoyant_step
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, loss
 from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.schedules.families import CHUNKED, chunked_route, v_route
@@ -54,6 +56,9 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """Sections ``paceline.pipeline`` by a short name; the last six have two half stages a rank."""
 
+CLAIRVOYANT = "clairvoyant"
+"""Ours with the best schedule at the rates of each moment, which it knows (:mod:`lab.clairvoyant`)."""
+
 MEASURED_STEPS = 4
 """After so many a schedule is generated from what they have taken, but for the first."""
 
@@ -68,8 +73,8 @@ def make(name: str, emulation: Emulation) -> Step:
         name: ``stock`` (its partition is uniform), ``stock-parameters``, ``dualpipev`` (two half stages a rank),
             ``torch-1f1b``, ``torch-gpipe``, ``torch-interleaved``, ``torch-zbv`` and ``torch-dualpipev`` (two half
             stages a rank), ``generated`` and ``generated-v`` (two half stages a rank), a name of :data:`OURS` or of
-            :data:`lab.asynchronous.SCHEDULES`, or ``LABEL={JSON}`` with another schedule of ours, or with a
-            ``schedule`` and a ``partition``.
+            :data:`lab.asynchronous.SCHEDULES`, ``clairvoyant=FILE`` with a trace of rates, or ``LABEL={JSON}`` with
+            another schedule of ours, or with a ``schedule`` and a ``partition``.
 
     Raises:
         ValueError: there is no such contestant, or it cannot have several layers a rank.
@@ -78,6 +83,10 @@ def make(name: str, emulation: Emulation) -> Step:
         return _OTHERS[name](emulation)
     if name in SCHEDULES:
         return AsynchronousStep(name, emulation)
+    if label_of(name) == CLAIRVOYANT:
+        engine = _engine(emulation, OURS["1f1b"])
+        step = _deepspeed_step(engine, emulation)
+        return clairvoyant_step(engine, Path(name.partition("=")[2]), emulation, step)
     engine = _engine(emulation, section_of(name))
     if name in _SET:
         engine.set_schedule(_SET[name](emulation.num_ranks, emulation.num_micro_batches))
@@ -92,6 +101,8 @@ def label_of(name: str) -> str:
 def num_chunks_of(name: str) -> int:
     """Equal parts into which a contestant cuts the layer of a rank."""
     label, _, text = name.partition("=")
+    if label == CLAIRVOYANT:
+        return 1
     section = json.loads(text) if text else OURS.get(label, {}).get("schedule", {})
     in_two = label in _IN_TWO or section.get("type", section.get("schedule", {}).get("type")) in CHUNKED
     return 2 if in_two else 1
