@@ -29,13 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the picture and the Perfetto trace of one step, and print where its time went."""
     from paceline.report import step_records
 
-    try:
-        records = step_records.read(args.run_dir)
-    except RecursionError:
-        raise ValueError(
-            f"{args.run_dir}: a record in {step_records.FOLDER}/ has too many brackets inside each other: remove it."
-        ) from None
-    record = _choose(records, args.step)
+    record = _choose(step_records.read(args.run_dir), args.step)
     output = Path(args.output) if args.output is not None else Path(args.run_dir) / step_records.FOLDER
     picture, trace = output / f"step-{record.step}.{args.format}", output / f"step-{record.step}.perfetto.json"
     numbers = {"picture": str(picture), "perfetto": str(trace), **_numbers(record)}

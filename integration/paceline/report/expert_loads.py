@@ -6,7 +6,6 @@ evenly.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.json_values import read_text
-from paceline.messages import reason
+from paceline.json_values import as_whole
 from paceline.planning.experts import Placement, checked_loads, imbalance, moved
 
-_KEYS = ("step", "steps", "layers")
-_LAYER_KEYS = ("name", "loads", "placement")
-_MOST_STEPS = 2**53
-"""Largest step number; beyond, neighbouring numbers cannot be told apart in a picture."""
+from .metrics import read_lines
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,14 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> dict[str, list[Window]]:
             for window in windows:
                 if (other := source.setdefault((name, window.step), path)) is not path:
                     raise ValueError(f"{path} and {other} both have layer {name} at step {window.step}: give one.")
-                _check_same_shape(next(iter(known.values()), window), window, name, str(path))
+                first = next(iter(known.values()), window)
+                shape, now = ((w.placement.num_experts, w.placement.num_devices) for w in (first, window))
+                if shape != now:
+                    raise ValueError(
+                        f"{path}: layer {name} has {now[0]} experts on {now[1]} devices at step {window.step}, and "
+                        f"{shape[0]} on {shape[1]} at step {first.step}: give files of one run with one "
+                        "expert-parallel size."
+                    )
                 known[window.step] = window
     return {name: [known[step] for step in sorted(known)] for name, known in found.items()}
 
@@ -143,83 +145,27 @@ def _mean(values: Sequence[float], windows: Sequence[Window]) -> float:
 
 
 def _read_file(path: Path) -> dict[str, list[Window]]:
-    lines = read_text(path, "give a file of expert loads that a run has written").split("\n")
-    if lines[-1] == "" or _is_cut_off(lines[-1]):
-        lines.pop()
+    lines = read_lines(path, "give a file of expert loads that a run has written", "no window of expert loads", _layers)
     if not lines:
         raise ValueError(f"{path} is empty: a run writes its first line at the first look for better placements.")
     found: dict[str, list[Window]] = {}
-    for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        try:
-            windows = _windows(json.loads(line))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{where} is no window of expert loads ({reason(error)}): remove it.") from None
-        for name, window in windows.items():
+    for layers in lines:
+        for name, window in layers.items():
             known = found.setdefault(name, [])
             while known and known[-1].step >= window.step:
                 known.pop()
-            if known:
-                _check_same_shape(known[-1], window, name, where)
             known.append(window)
     return found
 
 
-def _is_cut_off(last: str) -> bool:
-    """Whether the last line was cut off, as by a kill."""
-    try:
-        json.loads(last)
-    except (ValueError, RecursionError):
-        return True
-    return False
-
-
-def _windows(values: Any) -> dict[str, Window]:
-    _check_keys(values, _KEYS, "a window")
-    step, steps = (_positive(values[key], key) for key in ("step", "steps"))
-    if not isinstance(values["layers"], list) or not values["layers"]:
-        raise ValueError("layers is no list of at least one layer")
-    found: dict[str, Window] = {}
+def _layers(values: Mapping[str, Any]) -> dict[str, Window]:
+    """The layers of one line."""
+    step, steps = (as_whole(key, values[key]) for key in ("step", "steps"))
+    if step < 1 or steps < 1:
+        raise ValueError(f"it has {steps} steps, the last is {step}: both are at least 1")
+    found = {}
     for layer in values["layers"]:
-        _check_keys(layer, _LAYER_KEYS, "a layer")
-        name = layer["name"]
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise ValueError(f"name is {name!r}, not that of a layer")
-        if name in found:
-            raise ValueError(f"layer {name} is there twice")
-        placement = Placement(tuple(map(tuple, _lists(layer["placement"]))))
-        loads = _numbers(layer["loads"])
-        found[name] = Window(step, steps, tuple(checked_loads(loads, placement.num_experts)), placement)
+        placement = Placement(tuple(map(tuple, layer["placement"])))
+        loads = checked_loads(layer["loads"], placement.num_experts)
+        found[str(layer["name"])] = Window(step, steps, tuple(loads), placement)
     return found
-
-
-def _check_keys(values: Any, keys: Sequence[str], what: str) -> None:
-    if not isinstance(values, dict) or sorted(values) != sorted(keys):
-        raise ValueError(f"{what} is an object with exactly {', '.join(keys)}")
-
-
-def _positive(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
-        raise ValueError(f"{what} is {json.dumps(value)[:40]}, not a whole number of at least 1")
-    return value
-
-
-def _lists(value: Any) -> list[list[Any]]:
-    if not isinstance(value, list) or not all(isinstance(experts, list) for experts in value):
-        raise ValueError("placement is no list of the experts on each device")
-    return value
-
-
-def _numbers(value: Any) -> list[float]:
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in value):
-        raise ValueError("loads is no list of a number for each expert")
-    return value
-
-
-def _check_same_shape(before: Window, window: Window, name: str, where: str) -> None:
-    shape, now = ((w.placement.num_experts, w.placement.num_devices) for w in (before, window))
-    if shape != now:
-        raise ValueError(
-            f"{where}: layer {name} has {now[0]} experts on {now[1]} devices, and {shape[0]} on {shape[1]} at step "
-            f"{before.step}: give files of one run with one expert-parallel size."
-        )

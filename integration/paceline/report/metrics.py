@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
+from ..json_values import read_text
+from ..messages import reason
+
+T = TypeVar("T")
 TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
 
 
@@ -51,6 +55,26 @@ def keep_until(path: Path, step: int) -> None:
         path.unlink()
     elif len(kept) < len(lines):
         write_whole(path, "".join(kept))
+
+
+def read_lines(path: Path, remedy: str, nature: str, parse: Callable[[Any], T]) -> list[T]:
+    """Lines of JSON, as ``parse`` returns them. A last line that was cut off, as by a kill, is skipped.
+
+    Args:
+        remedy: what to give instead of a file that cannot be read.
+        nature: what a line is that cannot be parsed.
+
+    Raises:
+        ValueError: the file cannot be read, or a line, by number, cannot be parsed.
+    """
+    found = []
+    for number, text in enumerate(read_text(path, remedy).split("\n")[:-1], 1):
+        try:
+            found.append(parse(json.loads(text)))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else reason(error)
+            raise ValueError(f"{path}, line {number} is {nature} ({why}): remove it.") from None
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from ..messages import reason
 from . import step_records
 from .expert_loads import Window
 from .expert_loads import read as read_loads
-from .metrics import finite, keep_until
+from .metrics import finite, keep_until, read_lines
 from .step_records import StepRecord
 
 START, METRICS, SUMMARY, LOADS = "run.json", "metrics.jsonl", "summary.json", "expert_loads.jsonl"
 _ISLAND = re.compile(r"island(0|[1-9]\d*)")
+_REMEDY, _NATURE = "give the output directory of a run", "not what a run writes"
 
 Line = Mapping[str, Any]
 
@@ -32,13 +33,7 @@ class RunRecords:
         name: of its directory.
         start: what was known when training began (:func:`write_start`); empty of older runs.
         summary: of its end; None if it did not come to it.
-        metrics: lines with a loss.
-        ran: lines that tell how steps ran.
-        evaluations: lines with a held-out loss.
-        samples: lines that the model completed while it trained.
-        decisions: taken at each re-planning, with ``step`` and ``what``.
-        measurements: of stages and links, at each re-planning.
-        rounds: exchanges with other islands, each with its ``step``.
+        lines: of ``metrics.jsonl``, each with its ``step``.
         traces: recorded steps.
         loads: of experts, by layer.
         problems: what could not be read, a line each.
@@ -47,16 +42,18 @@ class RunRecords:
     name: str
     start: Line
     summary: Line | None
-    metrics: tuple[Line, ...] = ()
-    ran: tuple[Line, ...] = ()
-    evaluations: tuple[Line, ...] = ()
-    samples: tuple[Line, ...] = ()
-    decisions: tuple[Line, ...] = ()
-    measurements: tuple[Line, ...] = ()
-    rounds: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()
     traces: tuple[StepRecord, ...] = ()
     loads: Mapping[str, list[Window]] | None = None
     problems: tuple[str, ...] = ()
+
+    def having(self, key: str) -> list[Line]:
+        """Lines with ``key``, such as ``"loss"``."""
+        return [line for line in self.lines if key in line]
+
+    def inner(self, key: str) -> list[Line]:
+        """Objects that lines hold under ``key``, such as ``"decision"``, each with its step."""
+        return [{"step": line["step"], **line[key]} for line in self.lines if isinstance(line.get(key), dict)]
 
 
 def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
@@ -106,37 +103,28 @@ def read(run_dir: str | os.PathLike[str]) -> RunRecords:
         ValueError: a file cannot be read, or is not what a run writes.
     """
     folder = Path(run_dir)
-    start, summary = (_object(folder / name) for name in (START, SUMMARY))
+    start, summary = _object(folder / START) or {}, _object(folder / SUMMARY)
     lines = _lines(folder / METRICS)
+    last = max([*(line["step"] for line in lines), (summary or {}).get("steps") or 0])
     problems: list[str] = []
     traces: list[StepRecord] = []
-    loads: Mapping[str, list[Window]] | None = None
-    last = max([line["step"] for line in lines], default=0)
-    if summary is not None:
-        last = max(last, _whole(summary.get("steps")))
+    loads: Mapping[str, list[Window]] = {}
     try:
         traces = step_records.read(folder) if any(_traced(folder)) else []
     except ValueError as error:
         problems.append(str(error))
     try:
-        loads_file = (start or {}).get("expert_loads", LOADS)
-        if loads_file is not None and (path := folder / str(loads_file)).exists():
-            loads = read_loads([path])
+        loads_file = start.get("expert_loads", LOADS)
+        loads = read_loads([folder / loads_file]) if loads_file and (folder / loads_file).exists() else {}
     except ValueError as error:
         problems.append(str(error))
     return RunRecords(
         name=folder.resolve().name,
-        start=start or {},
+        start=start,
         summary=summary,
-        metrics=tuple(line for line in lines if "loss" in line),
-        ran=tuple(line for line in lines if "ran" in line),
-        evaluations=tuple(line for line in lines if "eval_loss" in line),
-        samples=tuple(_inner(lines, "sample")),
-        decisions=tuple(_inner(lines, "decision")),
-        measurements=tuple(_inner(lines, "look")),
-        rounds=tuple(_inner(lines, "averaging")),
+        lines=tuple(lines),
         traces=tuple(trace for trace in traces if trace.step <= last),
-        loads={n: kept for n, w in (loads or {}).items() if (kept := [x for x in w if x.step <= last])} or None,
+        loads={n: kept for n, w in loads.items() if (kept := [x for x in w if x.step <= last])} or None,
         problems=tuple(problems),
     )
 
@@ -154,37 +142,19 @@ def _object(path: Path) -> Line | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(_text(path))
+        values = json.loads(read_text(path, _REMEDY))
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not what a run writes ({reason(error)}): remove it.") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not what a run writes (it is no object): remove it.")
+        raise ValueError(f"{path} is {_NATURE} ({reason(error)}): remove it.") from None
     return values
 
 
 def _lines(path: Path) -> list[Line]:
-    if not path.exists():
-        return []
-    texts = _text(path).split("\n")
-    found: list[Line] = []
-    for number, text in enumerate(texts[:-1], 1):  # what follows the last line's end was cut off
-        try:
-            values = json.loads(text)
-            if not isinstance(values, dict) or type(values.get("step")) is not int:  # a bool is an int too
-                raise ValueError("it is no object with a step")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is not what a run writes ({reason(error)}): remove it.") from None
-        found.append(values)
-    return found
+    return read_lines(path, _REMEDY, _NATURE, _line) if path.exists() else []
 
 
-def _inner(lines: Iterable[Line], key: str) -> list[Line]:
-    return [{"step": line["step"], **line[key]} for line in lines if isinstance(line.get(key), dict)]
-
-
-def _text(path: Path) -> str:
-    return read_text(path, "give the output directory of a run")
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+def _line(values: Any) -> Line:
+    if not isinstance(values, dict) or type(values.get("step")) is not int:  # a bool is an int too
+        raise ValueError("it is no object with a step")
+    return values

@@ -126,8 +126,8 @@ def _is_report(path: Path) -> bool:
 
 def _report(records: RunRecords) -> dict[str, Any]:
     first_step = records.start.get("first_step") or 0
-    ran = configurations(records.ran, first_step)
-    decided = decisions(records.decisions, ran)
+    ran = configurations(records.having("ran"), first_step)
+    decided = decisions(records.inner("decision"), ran)
     switched_at = [d["step"] - (d["kind"] == EXPERTS) for d in decided if d["switched"] and d["step"] > first_step]
     return {
         "format": FORMAT,
@@ -136,10 +136,10 @@ def _report(records: RunRecords) -> dict[str, Any]:
             **_headline(records, ran),
             "saved": saved([one for one in ran if one.first_step > first_step], switched_at),
         },
-        "loss": [_row(line, "step", "loss", "learning_rate", "grad_norm") for line in records.metrics],
-        "evaluation": [_row(line, "step", "eval_loss", "perplexity") for line in records.evaluations],
-        "samples": [dict(line) for line in records.samples],
-        "steps": [_row(line, "step", "step_s", "tokens_per_s", "tokens") for line in records.metrics],
+        "loss": [_row(line, "step", "loss", "learning_rate", "grad_norm") for line in records.having("loss")],
+        "evaluation": [_row(line, "step", "eval_loss", "perplexity") for line in records.having("eval_loss")],
+        "samples": [dict(line) for line in records.inner("sample")],
+        "steps": [_row(line, "step", "step_s", "tokens_per_s", "tokens") for line in records.having("loss")],
         "configurations": [one.to_dict() for one in ran],
         "decisions": decided,
         "timelines": _timelines(decided, records.traces),
@@ -147,15 +147,15 @@ def _report(records: RunRecords) -> dict[str, Any]:
             _row(look, "step", "partition", "micro_batch_size", "measured_s", "forward_s", "backward_s", "step_s")
             | _row(look, "message_bytes", "activation_bytes")
             | {"room_bytes": _room(look)}
-            for look in records.measurements
+            for look in records.inner("look")
         ],
-        "links": [_links(look) for look in records.measurements if look.get("down")],
+        "links": [_links(look) for look in records.inner("look") if look.get("down")],
         "experts": _experts(records.loads or {}),
         "ranks": list((records.summary or {}).get("ranks") or []),
-        "islands": [dict(line) for line in records.rounds],
+        "islands": [dict(line) for line in records.inner("averaging")],
         "natural": [
             {"step": line["step"], **line["natural_gradient"], "max_change": line.get("max_change")}
-            for line in records.metrics
+            for line in records.having("loss")
             if line.get("natural_gradient")
         ],
         "problems": list(records.problems),
@@ -169,7 +169,7 @@ def _row(line: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 def _run(records: RunRecords) -> dict[str, Any]:
     start, summary = records.start, records.summary
     facts = start if summary is None else summary
-    last = records.metrics[-1] if records.metrics else {}
+    last = records.having("loss")[-1] if records.having("loss") else {}
     return {
         "name": records.name,
         "state": "unfinished" if summary is None else "finished",
@@ -187,7 +187,7 @@ def _run(records: RunRecords) -> dict[str, Any]:
 
 
 def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, Any]:
-    summary, lines = records.summary or {}, records.metrics
+    summary, lines = records.summary or {}, records.having("loss")
     steady = [seconds for one in ran for seconds in one.steady_s]
     rate = summary.get("tokens_per_s")
     if rate is None and lines:  # of an unfinished run: from its reports
@@ -196,7 +196,7 @@ def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, An
         tokens = lines[-1]["tokens"] - next((line["tokens"] for line in reversed(lines) if line["step"] <= since), 0)
         whole_s = sum(each * steps for each, steps in seconds)
         rate = tokens / whole_s if whole_s else None
-    evaluation = records.evaluations[-1] if records.evaluations else {}
+    evaluation = records.having("eval_loss")[-1] if records.having("eval_loss") else {}
     return {
         "loss": lines[-1]["loss"] if lines else summary.get("train_loss"),
         "eval_loss": evaluation.get("eval_loss", summary.get("eval_loss")),

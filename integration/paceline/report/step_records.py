@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from paceline.schedules.timeline import Span, Timeline, Transfer
 from .metrics import write_whole
 
 FOLDER = "trace"
-_NAME = re.compile(r"step-(0|[1-9]\d*)\.json")
 _KEYS = ("step", "schedule", "predicted", "measured", "predicted_s", "measured_s")
 
 
@@ -81,48 +78,36 @@ def read(run_dir: str | os.PathLike[str]) -> list[StepRecord]:
 
 def _read_one(path: Path) -> StepRecord:
     try:
-        return _checked(path.name, json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError) as error:  # broken JSON and bad UTF-8 are ValueErrors
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict) or sorted(values) != sorted(_KEYS):
+            raise ValueError(f"a record holds exactly {', '.join(_KEYS)}")
+        for key in ("predicted", "measured"):
+            if key == "measured" or values[key] is not None:
+                values[key] = _timeline(values[key])
+        for key in ("predicted_s", "measured_s"):
+            if key == "measured_s" or values[key] is not None:
+                _check_seconds(key, values[key])
+        if path.stem != f"step-{values['step']!r}":
+            raise ValueError(f"it says step {values['step']!r}")
+        return StepRecord(**values | {"schedule": str(values["schedule"])})
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # broken JSON and bad UTF-8 are ValueErrors
         raise ValueError(f"{path} is no record of a step ({reason(error)}): remove it, or record again.") from None
 
 
-def _checked(name: str, values: Any) -> StepRecord:
-    match = _NAME.fullmatch(name)
-    if not match:
-        raise ValueError("records are called step-<N>.json")
-    if not isinstance(values, dict) or sorted(values) != sorted(_KEYS):
-        raise ValueError(f"a record holds exactly {', '.join(_KEYS)}")
-    if values["step"] != int(match[1]):
-        raise ValueError(f"it says step {values['step']!r}")
-    if not isinstance(values["schedule"], str):
-        raise ValueError(f"schedule is {values['schedule']!r}, not a name")
-    predicted = values["predicted"]
-    return StepRecord(
-        step=values["step"],
-        schedule=values["schedule"],
-        predicted=None if predicted is None else _timeline(predicted),
-        measured=_timeline(values["measured"]),
-        predicted_s=None if values["predicted_s"] is None else _seconds(values["predicted_s"], "predicted_s"),
-        measured_s=_seconds(values["measured_s"], "measured_s"),
-    )
-
-
-def _timeline(values: Mapping[str, Any]) -> Timeline:
+def _timeline(values: Any) -> Timeline:
     timeline = Timeline.from_dict(values)
     events: list[Span | Transfer] = [*timeline.spans, *timeline.transfers]
     for event in events:
-        start_s = _seconds(event.start_s, "start_s")
-        if _seconds(event.end_s, "end_s") < start_s:
+        _check_seconds("start_s", event.start_s)
+        _check_seconds("end_s", event.end_s)
+        if event.end_s < event.start_s:
             raise ValueError(f"{event} ends before it starts")
-    ranks = [span.rank for span in timeline.spans]
-    ranks += [rank for transfer in timeline.transfers for rank in (transfer.source, transfer.target)]
-    for rank in ranks:
-        if type(rank) is not int or rank not in range(timeline.num_ranks):  # False and 0.0 are in it, too
-            raise ValueError(f"rank {rank!r} is not one of {timeline.num_ranks}")
+        for rank in (event.rank,) if isinstance(event, Span) else (event.source, event.target):
+            if type(rank) is not int or rank not in range(timeline.num_ranks):  # False and 0.0 are in it, too
+                raise ValueError(f"rank {rank!r} is not one of {timeline.num_ranks}")
     return timeline
 
 
-def _seconds(value: Any, what: str) -> float:
+def _check_seconds(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{what} is {value!r}, not a time in seconds")
-    return value
+        raise ValueError(f"{name} is {value!r}, not a time in seconds")

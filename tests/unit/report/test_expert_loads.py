@@ -77,38 +77,21 @@ def test_a_restart_tells_its_own_story(tmp_path: Path) -> None:
         ("", "Expecting value"),
         ('{"step": 10', "Expecting"),
         ("[" * 100_000, "nested too deeply"),
-        ("3", "a window is an object with exactly step, steps, layers"),
-        ("{}", "a window is an object with exactly step, steps, layers"),
-        (window(20, more=1), "a window is an object with exactly step, steps, layers"),
-        (window(0), "step is 0, not a whole number of at least 1"),
-        (window(2**60), "step is 1152921504606846976, not a whole number"),
-        (window(20) | {"step": "20"}, 'step is "20", not a whole number'),
-        (window(20, steps=True), "steps is true, not a whole number"),
-        (window(20, steps=1.5), "steps is 1.5, not a whole number"),
-        (window(20, layers=[]), "layers is no list of at least one layer"),
-        (window(20, layers={"a": 1}), "layers is no list of at least one layer"),
-        (window(20, layers=["a"]), "a layer is an object with exactly name, loads, placement"),
-        (window(20, layers=[{"name": "a"}]), "a layer is an object with exactly name, loads, placement"),
-        (window(20, layers=layers("a", "a")), "layer a is there twice"),
-        (window(20, layers=layers("")), "name is '', not that of a layer"),
-        (window(20, layers=layers("a\0b")), r"name is 'a\x00b', not that of a layer"),
-        (window(20, layers=layers("\ud800")), r"name is '\ud800', not that of a layer"),
+        ("3", "not subscriptable"),
+        ('{"steps": 10, "layers": []}', "'step' is missing"),
+        (window(0), "it has 10 steps, the last is 0: both are at least 1"),
+        (window(20) | {"step": "20"}, 'step is "20": give a whole number'),
+        (window(20, layers=[{"name": "a"}]), "'placement' is missing"),
+        (window(20, loads=[6, 2, 1, "x"]), "could not convert string to float: 'x'"),
         (window(20, loads=[6, 2, 1]), "there are 3 loads for 4 experts"),
         (window(20, loads=[6, 2, 1, -1]), "the load of expert 3 is -1.0"),
         (window(20, loads=[6, 2, 1, float("nan")]), "the load of expert 3 is nan"),
-        (window(20, loads=[6, 2, 1, 10**400]), "the load of expert 3 is inf"),
         (window(20, loads=[1e308] * 4), "the sum of the loads is not finite"),
-        (window(20, loads=[6, 2, 1, "1"]), "loads is no list of a number for each expert"),
-        (window(20, loads=[6, 2, 1, True]), "loads is no list of a number for each expert"),
-        (window(20, layers=[layers("a")[0] | {"loads": 3}]), "loads is no list of a number for each expert"),
-        (window(20, placement=[0, 1]), "placement is no list of the experts on each device"),  # type: ignore[list-item]
         (window(20, placement=[]), "the placement has no devices"),
         (window(20, placement=[[], []]), "the placement has no experts"),
         (window(20, placement=[[0, 1], [3]]), "no device holds expert 2"),
         (window(20, placement=[[0, 1], [2, [3]]]), "device 1 holds [3]"),  # type: ignore[list-item]
         (window(20, placement=[[0, 1], [2, 2, 3]]), "device 1 holds expert 2 twice"),
-        (window(20, placement=[[0, 1], [2]], loads=(1, 1, 1)), "layer a has 3 experts on 2 devices, and 4 on 2"),
-        (window(20, placement=[[0], [1], [2], [3]]), "layer a has 4 experts on 4 devices, and 4 on 2 at step 10"),
     ],
 )
 def test_a_line_that_is_no_window(tmp_path: Path, line: str | dict[str, Any], message: str) -> None:
@@ -142,5 +125,5 @@ def test_files_that_contradict_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both have layer a at step 10"):
         read([first, second])
     other = write(tmp_path / "other", window(20, [[0], [1], [2], [3]]))
-    with pytest.raises(ValueError, match="other: layer a has 4 experts on 4 devices, and 4 on 2 at step 10"):
+    with pytest.raises(ValueError, match="other: layer a has 4 experts on 4 devices at step 20, and 4 on 2 at step 10"):
         read([first, other])

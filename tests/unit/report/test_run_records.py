@@ -24,11 +24,11 @@ def test_everything_is_read(tuned: Path) -> None:
     records = read(tuned)
     lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
     assert (records.name, records.problems) == ("tuned", ())
-    assert [line["loss"] for line in records.metrics] == [line["loss"] for line in lines if "loss" in line]
-    assert [line["step"] for line in records.evaluations] == [0, 20, 40, 60]
-    assert list(records.decisions) == [line["decision"] for line in lines if "decision" in line]
-    assert list(records.measurements) == [line["look"] for line in lines if "look" in line]
-    kinds = (records.metrics, records.evaluations, records.decisions, records.measurements)
+    assert [line["loss"] for line in records.having("loss")] == [line["loss"] for line in lines if "loss" in line]
+    assert [line["step"] for line in records.having("eval_loss")] == [0, 20, 40, 60]
+    assert records.inner("decision") == [line["decision"] for line in lines if "decision" in line]
+    assert records.inner("look") == [line["look"] for line in lines if "look" in line]
+    kinds = (records.having("loss"), records.having("eval_loss"), records.inner("decision"), records.inner("look"))
     assert sum(map(len, kinds)) == len(lines)
     assert [trace.step for trace in records.traces] == [8, 12, 48, 52]
     assert records.summary is not None
@@ -42,7 +42,7 @@ def test_a_killed_run_ends_in_the_middle_of_a_line(tuned: Path) -> None:
     (tuned / "metrics.jsonl").write_text(text[:-20])
     records = read(tuned)
     assert records.summary is None
-    assert records.metrics + records.evaluations == (whole.metrics + whole.evaluations)[:-1]
+    assert records.lines == whole.lines[:-1]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
     (tuned / "metrics.jsonl").write_text(cut_off)
     write_start(tuned, {"first_step": 12, "rate": float("inf")})
     records = read(tuned)
-    assert max(line["step"] for line in (*records.metrics, *records.decisions, *records.measurements)) == 12
+    assert max(line["step"] for line in (*records.having("loss"), *records.inner("decision"), *records.inner("look"))) == 12
     assert records.summary is None
     assert [trace.step for trace in records.traces] == [8, 12]
     assert records.start == {"first_step": 12, "rate": None}
     write_start(tuned, {"first_step": 0})
     records = read(tuned)
-    assert (records.metrics, records.traces) == ((), ())
+    assert (records.having("loss"), records.traces) == ([], ())
 
 
 def test_loads_are_those_of_the_run(tuned: Path) -> None:

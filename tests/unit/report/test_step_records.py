@@ -80,7 +80,6 @@ SPAN = [0, "F", 0, 0, 0.0, 1.0]
     [
         ({"step": 6}, "it says step 6"),
         ({"more": 1}, "exactly step, schedule, predicted, measured, predicted_s, measured_s"),
-        ({"schedule": 3}, "schedule is 3, not a name"),
         ({"measured": None}, "no timeline"),
         ({"measured": {"num_ranks": 1}}, "no timeline"),
         ({"measured": {"num_ranks": 1, "spans": [[0, "F"]]}}, "no timeline"),
