@@ -6,9 +6,9 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from paceline.schedules.timeline import Span, Timeline, Transfer
@@ -16,17 +16,7 @@ from paceline.schedules.timeline import Span, Timeline, Transfer
 from .comparison import is_compute
 
 Event = dict[str, Any]
-
-
-class _Slice(NamedTuple):
-    """One complete event; times in whole nanoseconds, so that what touches does not overlap by a rounding."""
-
-    tid: int
-    start_ns: int
-    end_ns: int
-    name: str
-    category: str
-    args: dict[str, Any]
+Member = Span | Transfer
 
 
 def write_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
@@ -38,20 +28,19 @@ def write_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> 
 
     Source: "Trace Event Format", the Chromium project's document.
     """
-    pids = range(1, len(timelines) + 1)
     tids = itertools.count(len(timelines) + 1)  # viewers do not expect one thread in two processes
     ids = itertools.count(1)
     headers: list[Event] = []
     events: list[Event] = []
-    for pid, timeline in zip(pids, timelines, strict=True):
+    for pid, timeline in enumerate(timelines, 1):
         headers += _named(pid, pid, "process", timeline.name or f"timeline {pid}", pid)
-        placed: list[tuple[Span | Transfer, _Slice]] = []
+        placed: list[tuple[Member, int]] = []
         for order, (track, members) in enumerate(_tracks(timeline)):
             tid = next(tids)
             headers += _named(pid, tid, "thread", track, order)
-            placed += [(member, _slice(member, tid, timeline)) for member in members]
-        events += [_complete(pid, found) for _, found in placed]
-        events += _flows(pid, placed, ids)
+            placed += [(member, tid) for member in members]
+        events += [{"ph": "X", "pid": pid, "tid": tid, **_slice(member, timeline)} for member, tid in placed]
+        events += [{"pid": pid, **event} for event in _flows(placed, ids)]
     # A flow belongs to the slice that is open where it stands: slices first.
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X"))
     with Path(path).open("w") as file:
@@ -67,109 +56,80 @@ def _named(pid: int, tid: int, what: str, name: str, order: int) -> list[Event]:
     ]
 
 
-def _tracks(timeline: Timeline) -> Iterator[tuple[str, list[Span] | list[Transfer]]]:
+def _tracks(timeline: Timeline) -> Iterator[tuple[str, Sequence[Member]]]:
     """Name and contents of every track, in the order in which they are shown."""
-    spans: dict[str, list[Span]] = {f"rank {rank}": [] for rank in range(timeline.num_ranks)}
+    members: dict[str, list[Any]] = {f"rank {rank}": [] for rank in range(timeline.num_ranks)}
     for span in timeline.spans:
-        spans[f"rank {span.rank}"].append(span)
-    edges: dict[tuple[int, int, str], list[Transfer]] = {}
-    for transfer in timeline.transfers:
-        edges.setdefault((transfer.source, transfer.target, transfer.kind), []).append(transfer)
-    for name, members in spans.items():
+        members[f"rank {span.rank}"].append(span)
+    for transfer in sorted(timeline.transfers, key=lambda one: (one.source, one.target, one.kind)):
+        members.setdefault(f"{transfer.source}→{transfer.target} {transfer.kind}", []).append(transfer)
+    for name, those in members.items():
+        lanes: list[list[Member]] = [[]]  # as few as hold them without an overlap
         # Without a second key a reduction that starts with a backward could take the rank's own track from it.
-        lanes = _lanes(sorted(members, key=lambda span: (span.start_s, not is_compute(span), span.end_s)))
-        yield from _numbered(name, lanes or [[]])
-    for (source, target, kind), messages in sorted(edges.items()):
-        yield from _numbered(f"{source}→{target} {kind}", _lanes(sorted(messages, key=lambda m: (m.start_s, m.end_s))))
+        for one in sorted(those, key=lambda one: (one.start_s, _is_other(one), one.end_s)):
+            free = (lane for lane in lanes if not lane or _ns(lane[-1].end_s) <= _ns(one.start_s))
+            lane = next(free, None)
+            if lane is None:
+                lanes.append(lane := [])
+            lane.append(one)
+        yield from ((f"{name} ({number})" if number > 1 else name, lane) for number, lane in enumerate(lanes, 1))
 
 
-def _numbered(name: str, lanes: list[Any]) -> Iterator[tuple[str, Any]]:
-    for number, lane in enumerate(lanes, 1):
-        yield (name if number == 1 else f"{name} ({number})"), lane
-
-
-def _lanes(members: Iterable[Any]) -> list[list[Any]]:
-    """``members``, sorted by their start, spread over as few lanes as hold them without an overlap."""
-    lanes: list[list[Any]] = []
-    for member in members:
-        free = (lane for lane in lanes if _ns(lane[-1].end_s) <= _ns(member.start_s))
-        lane = next(free, None)
-        if lane is None:
-            lanes.append([member])
-        else:
-            lane.append(member)
-    return lanes
+def _is_other(member: Member) -> bool:
+    return isinstance(member, Span) and not is_compute(member)
 
 
 def _ns(seconds: float) -> int:
+    """Whole nanoseconds, so that what touches does not overlap by a rounding."""
     return round(seconds * 1e9)
 
 
-def _slice(member: Span | Transfer, tid: int, timeline: Timeline) -> _Slice:
-    chunk = f" chunk {member.chunk}" if member.chunk else ""
+def _slice(member: Member, timeline: Timeline) -> Event:
+    start_ns, end_ns = _ns(member.start_s), _ns(member.end_s)
+    event: Event = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "name": member.kind, "cat": "other"}
+    if _is_other(member):
+        return event | {"args": {}}
+    # Viewers colour by the name without its numbers: forwards alike, backwards alike.
+    event["name"] += f" {member.micro_batch}" + (f" chunk {member.chunk}" if member.chunk else "")
+    event["cat"] = "transfer" if isinstance(member, Transfer) else "compute"
     args: dict[str, Any] = {"micro_batch": member.micro_batch, "chunk": member.chunk}
     stage = timeline.stage(member.source if isinstance(member, Transfer) else member.rank, member.chunk)
     if stage is not None:
         args["stage"] = stage
     if isinstance(member, Transfer):
         args["bytes"] = member.num_bytes
-        name, category = f"{member.kind} {member.micro_batch}{chunk}", "transfer"
-    elif is_compute(member):
-        # Viewers colour by the name without its numbers: forwards alike, backwards alike.
-        name, category = f"{member.kind} {member.micro_batch}{chunk}", "compute"
-    else:
-        name, category, args = member.kind, "other", {}
-    return _Slice(tid, _ns(member.start_s), _ns(member.end_s), name, category, args)
+    return event | {"args": args}
 
 
-def _complete(pid: int, found: _Slice) -> Event:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": found.tid,
-        "ts": found.start_ns / 1000,
-        "dur": (found.end_ns - found.start_ns) / 1000,
-        "name": found.name,
-        "cat": found.category,
-        "args": found.args,
-    }
-
-
-def _flows(pid: int, placed: Sequence[tuple[Span | Transfer, _Slice]], ids: Iterator[int]) -> Iterator[Event]:
+def _flows(placed: Sequence[tuple[Member, int]], ids: Iterator[int]) -> Iterator[Event]:
     """An arrow for each message whose maker and user are there, one after the other."""
-    computed: dict[tuple[int, str, int], dict[int, _Slice]] = defaultdict(dict)
-    for member, found in placed:
-        if isinstance(member, Span):
-            kind = BACKWARD if member.kind == BACKWARD_INPUT else member.kind
-            computed[member.rank, kind, member.micro_batch][member.chunk] = found
-    for member, found in placed:
-        if not isinstance(member, Transfer):
+    computed: dict[tuple[int, str, int], dict[int, tuple[Span, int]]] = defaultdict(dict)
+    for span, tid in placed:
+        if isinstance(span, Span):
+            kind = BACKWARD if span.kind == BACKWARD_INPUT else span.kind
+            computed[span.rank, kind, span.micro_batch][span.chunk] = span, tid
+    for message, tid in placed:
+        if not isinstance(message, Transfer):
             continue
-        kind = FORWARD if member.kind == "activation" else BACKWARD
-        maker = computed[member.source, kind, member.micro_batch].get(member.chunk)
-        if maker is None:
-            continue
+        kind = FORWARD if message.kind == "activation" else BACKWARD
+        made = computed[message.source, kind, message.micro_batch].get(message.chunk)
+        used = computed[message.target, kind, message.micro_batch].values()
         # Of the target's chunks that run this micro-batch, in whatever order its stages lie, the next one uses it.
-        later = [
-            found
-            for found in computed[member.target, kind, member.micro_batch].values()
-            if found.start_ns >= maker.start_ns
-        ]
-        user = min(later, key=lambda found: found.start_ns, default=None)
-        if user is None:
+        later = [one for one in used if made is not None and _ns(one[0].start_s) >= _ns(made[0].start_s)]
+        if made is None or not later:
             continue
-        if maker.end_ns <= max(user.end_ns, user.start_ns + 1):  # not so if the clocks of two hosts differ much
-            yield from _arrow(pid, next(ids), maker, found, user)
-
-
-def _arrow(pid: int, identity: int, maker: _Slice, message: _Slice, user: _Slice) -> Iterator[Event]:
-    # Just before the end: at the end itself the slice is closed and the arrow would hang in the air.
-    begin_ns = max(maker.start_ns, maker.end_ns - 1)
-    # By clocks that differ a little; viewers drop an arrow that ends before it begins.
-    end_ns = max(begin_ns, user.start_ns)
-    points = [("s", maker.tid, begin_ns), ("f", user.tid, end_ns)]
-    if message.end_ns > message.start_ns and begin_ns <= message.start_ns <= end_ns:
-        points.insert(1, ("t", message.tid, message.start_ns))
-    for phase, tid, at_ns in points:
-        event = {"ph": phase, "pid": pid, "tid": tid, "ts": at_ns / 1000, "name": "message", "cat": "message"}
-        yield {**event, "id": identity, **({"bp": "e"} if phase == "f" else {})}
+        user, user_tid = min(later, key=lambda one: _ns(one[0].start_s))
+        start_ns, end_ns, used_ns = _ns(made[0].start_s), _ns(made[0].end_s), _ns(user.start_s)
+        if end_ns > max(_ns(user.end_s), used_ns + 1):  # the clocks of two hosts differ much
+            continue
+        # Just before the end: at the end itself the slice is closed and the arrow would hang in the air.
+        begin_ns = max(start_ns, end_ns - 1)
+        # By clocks that differ a little; viewers drop an arrow that ends before it begins.
+        used_ns = max(begin_ns, used_ns)
+        points = [("s", made[1], begin_ns, {}), ("f", user_tid, used_ns, {"bp": "e"})]
+        if begin_ns <= _ns(message.start_s) <= used_ns and _ns(message.end_s) > _ns(message.start_s):
+            points.insert(1, ("t", tid, _ns(message.start_s), {}))
+        identity = next(ids)
+        for phase, at_tid, at_ns, more in points:
+            event = {"ph": phase, "tid": at_tid, "ts": at_ns / 1000, "name": "message", "cat": "message"}
+            yield event | {"id": identity} | more

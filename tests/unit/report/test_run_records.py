@@ -81,7 +81,8 @@ def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
     (tuned / "metrics.jsonl").write_text(cut_off)
     write_start(tuned, {"first_step": 12, "rate": float("inf")})
     records = read(tuned)
-    assert max(line["step"] for line in (*records.having("loss"), *records.inner("decision"), *records.inner("look"))) == 12
+    kinds = (*records.having("loss"), *records.inner("decision"), *records.inner("look"))
+    assert max(line["step"] for line in kinds) == 12
     assert records.summary is None
     assert [trace.step for trace in records.traces] == [8, 12]
     assert records.start == {"first_step": 12, "rate": None}
