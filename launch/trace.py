@@ -67,7 +67,7 @@ def _write(record: StepRecord, picture: Path, trace: Path) -> None:
 
 
 def _numbers(record: StepRecord) -> dict[str, Any]:
-    from paceline.report.comparison import compare, rank_times
+    from paceline.report.comparison import largest_difference, rank_times
 
     numbers: dict[str, Any] = {
         "step": record.step,
@@ -79,10 +79,10 @@ def _numbers(record: StepRecord) -> dict[str, Any]:
         "largest_difference": None,
     }
     if record.predicted is not None:
-        comparison = compare(record.predicted, record.measured)
-        numbers["predicted"] = _shares(comparison.predicted, record.predicted.end_s)
-        if comparison.largest is not None:
-            numbers["largest_difference"] = {**comparison.largest._asdict(), "text": str(comparison.largest)}
+        numbers["predicted"] = _shares(rank_times(record.predicted), record.predicted.end_s)
+        largest = largest_difference(record.predicted, record.measured)
+        if largest is not None:
+            numbers["largest_difference"] = {**largest._asdict(), "text": str(largest)}
     return numbers
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from paceline.schedules.timeline import Span, Timeline
 
-_NOISE_S = 1e-9  # sums of floats, no clock shows less
+_DIGITS = 9  # of seconds: sums of floats, no clock shows more
 
 
 class RankTime(NamedTuple):
@@ -39,23 +38,8 @@ class Difference(NamedTuple):
         return f"rank {self.rank} {what} {measured}, predicted {predicted}"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A step as predicted and as measured.
-
-    Args:
-        predicted: one entry a rank.
-        measured: one entry a rank.
-        largest: the wait or the action that differs most; None if nothing happened in both.
-    """
-
-    predicted: tuple[RankTime, ...]
-    measured: tuple[RankTime, ...]
-    largest: Difference | None
-
-
-def compare(predicted: Timeline, measured: Timeline) -> Comparison:
-    """Set two timelines of the same step side by side.
+def largest_difference(predicted: Timeline, measured: Timeline) -> Difference | None:
+    """Set two timelines of the same step side by side: the wait or the action that differs most; None without any.
 
     A late start is blamed on the one wait that grew, not on all that came after it: what is compared is how long each
     action took and how long its rank stood still before it.
@@ -69,31 +53,26 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
             "pipeline."
         )
     expected = _waits(predicted)
-    largest: Difference | None = None
-    # In order of time: of equal differences the first is nearer to the cause.
+    found = []
+    # In order of time: of equal differences the first, which is nearer to the cause.
     for key, (wait_s, span) in sorted(_waits(measured).items(), key=lambda item: item[1][1].start_s):
-        if key not in expected or not is_compute(span):  # what ends a step is predicted for all ranks at once
-            continue
-        expected_wait_s, expected_span = expected[key]
-        pairs = ((True, expected_wait_s, wait_s), (False, _duration(expected_span), _duration(span)))
-        for is_wait, before, after in pairs:
-            if largest is None or abs(after - before) > abs(largest.measured_s - largest.predicted_s) + _NOISE_S:
-                largest = Difference(span.rank, is_wait, label(span), before, after)
-    return Comparison(rank_times(predicted), rank_times(measured), largest)
+        if key in expected and is_compute(span):  # what ends a step is predicted for all ranks at once
+            expected_s, other = expected[key]
+            found.append(Difference(span.rank, True, label(span), expected_s, wait_s))
+            took_s = other.end_s - other.start_s, span.end_s - span.start_s
+            found.append(Difference(span.rank, False, label(span), *took_s))
+    return max(found, key=lambda one: round(abs(one.measured_s - one.predicted_s), _DIGITS), default=None)
 
 
 def rank_times(timeline: Timeline) -> tuple[RankTime, ...]:
     """Seconds that each rank computed, did something else, and stood idle until the step ended."""
-    compute: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-    everything: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    by_rank: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
-        everything[span.rank].append(span)
-        if is_compute(span):
-            compute[span.rank].append(span)
-    times, end_s = [], timeline.end_s
-    for rank in range(timeline.num_ranks):
-        compute_s, busy_s = _covered_s(compute[rank]), _covered_s(everything[rank])
-        times.append(RankTime(rank, compute_s, max(0.0, busy_s - compute_s), max(0.0, end_s - busy_s)))
+        by_rank[span.rank].append(span)
+    times = []
+    for rank, spans in enumerate(by_rank):
+        compute_s, busy_s = _covered_s(filter(is_compute, spans)), _covered_s(spans)
+        times.append(RankTime(rank, compute_s, max(0.0, busy_s - compute_s), max(0.0, timeline.end_s - busy_s)))
     return tuple(times)
 
 
@@ -136,10 +115,6 @@ def format_duration(seconds: float) -> str:
     """``1.270 s``, ``20.4 ms``, ``3.0 µs``."""
     per_s, unit = time_unit(abs(seconds) or 1e-3)
     return f"{seconds * per_s:.{3 if unit == 's' else 1}f} {unit}"
-
-
-def _duration(span: Span) -> float:
-    return span.end_s - span.start_s
 
 
 def _covered_s(spans: Iterable[Span]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from ..json_values import read_text
-from ..messages import reason
+from ..messages import aligned, reason
 
 T = TypeVar("T")
 TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
@@ -104,10 +104,10 @@ class RankTotals:
 
     rank: int
     stage: int
-    where: str
+    holds: str
     parameters: int
-    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
     peak_memory_bytes: int = 0
+    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
 
     def add(self, times: Mapping[str, float]) -> None:
         for name in TIMES:
@@ -150,15 +150,7 @@ def summarize(
             "tokens_per_s_per_rank": rate / len(ranks),
             "model_flop_per_s": rate * flops_per_token,
             "ranks": [
-                {
-                    "rank": rank.rank,
-                    "stage": rank.stage,
-                    "holds": rank.where,
-                    "parameters": rank.parameters,
-                    "peak_memory_bytes": rank.peak_memory_bytes,
-                    **{name: rank.times[name] for name in TIMES},
-                }
-                for rank in ranks
+                {key: value for key, value in (vars(rank) | rank.times).items() if key != "times"} for rank in ranks
             ],
         }
     )
@@ -172,15 +164,12 @@ def table(summary: Mapping[str, Any]) -> str:
         f"{summary['tokens_per_s']:,.0f} tokens/s ({summary['tokens_per_s_per_rank']:,.0f} a rank), "
         f"{_si(summary['model_flop_per_s'])}FLOP/s"
     )
-    lines = [head, "rank  stage  compute  communicate  idle  other  peak memory  holds"]
+    rows = [["rank", "stage", "compute", "communicate", "idle", "other", "peak memory", "holds"]]
     for rank in summary["ranks"]:
-        wall = rank["wall_s"] or 1.0
-        compute, communicate, idle, other = (100 * rank[name] / wall for name in TIMES[:4])
-        lines.append(
-            f"{rank['rank']:>4}  {rank['stage']:>5}  {compute:>6.0f}%  {communicate:>10.0f}%  {idle:>3.0f}%"
-            f"  {other:>4.0f}%  {rank['peak_memory_bytes'] / 2**20:>7.0f} MiB  {rank['holds']}"
-        )
-    return "\n".join(lines)
+        shares = [f"{100 * rank[name] / (rank['wall_s'] or 1.0):.0f}%" for name in TIMES[:4]]
+        room = f"{rank['peak_memory_bytes'] / 2**20:.0f} MiB"
+        rows.append([str(rank["rank"]), str(rank["stage"]), *shares, room, rank["holds"]])
+    return "\n".join([head, *aligned(rows, left=[7])])
 
 
 def _span(summary: Mapping[str, Any]) -> str:

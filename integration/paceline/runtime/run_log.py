@@ -285,7 +285,7 @@ class RunLog:
             sequence_length: tokens of a sample.
             train_loss: None: that of the last report.
         """
-        self.totals.where, self.totals.parameters = self._stage()  # layers may have moved
+        self.totals.holds, self.totals.parameters = self._stage()  # layers may have moved
         self.totals.peak_memory_bytes = peak_bytes(torch.device(self.engine.device))
         ranks = self.control.gather(self.totals)
         with self.control.together("writing the summary"):
