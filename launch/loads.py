@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", metavar="FILE", nargs="+", help="expert loads that a run has written: a line of JSON a window"
     )
-    parser.add_argument("-o", "--output", metavar="FILE.svg", help="also draw them as heat maps over time")
+    parser.add_argument("-o", "--output", metavar="FILE", help="also draw them as heat maps over time: .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:

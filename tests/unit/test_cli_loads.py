@@ -71,7 +71,7 @@ def test_as_json(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (b"{}\n", [], "loads.jsonl, line 1 is no window of expert loads"),
         (b"[" * 100_000 + b"\n", [], "line 1 is no window of expert loads (it is nested too deeply)"),
         (None, ["no-such-file"], "no-such-file: No such file or directory"),
-        (None, ["-o", "loads.png"], "choose this suffix"),
+        (None, ["-o", "loads.gif"], "choose one of these suffixes"),
         (None, ["-o", "no-such-folder/loads.svg"], "cannot write no-such-folder/loads.svg"),
     ],
 )

@@ -64,8 +64,11 @@ def save(make: Callable[[], Figure], path: str | os.PathLike[str]) -> None:
     """Write a picture as ``.svg``, which needs nothing beside it, or ``.png``. The same data give the same file.
 
     Raises:
+        ValueError: another suffix.
         OSError: the file cannot be written.
     """
+    if Path(path).suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"{path}: pictures are .svg or .png files; choose one of these suffixes.")
     if Path(path).suffix.lower() == ".svg":
         style = f"<style>svg{{background:{PAPER}}}{dark_style()}{_DARK_PAPER}</style>"
         text = re.sub(r"(<svg[^>]*>)", lambda match: match[1] + style, _svg(make), count=1)

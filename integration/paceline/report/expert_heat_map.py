@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import drawing
 from .drawing import FAINT, MAIN, QUIET, WARM
@@ -30,13 +29,11 @@ def draw(layers: Windows, path: str | os.PathLike[str]) -> None:
     experts had stayed where they were at first; an upright line is where experts moved.
 
     Args:
-        path: a ``.svg`` file, which needs nothing beside it.
+        path: a ``.png`` or ``.svg`` file.
 
     Raises:
         ValueError: another suffix, or nothing to draw.
     """
-    if Path(path).suffix.lower() != ".svg":
-        raise ValueError(f"{path}: the picture is an .svg file; choose this suffix.")
     if not layers:
         raise ValueError("there is nothing to draw: give layers with at least one window.")
     drawing.save(lambda: _figure(layers), path)
@@ -82,12 +79,9 @@ def _figure(layers: Windows) -> Figure:
         above.tick_params(axis="x", labelbottom=False)
         top -= _GAP + _LINES
         below = panel(_LINES, f"devices-{number}", "max / mean")
-        for values, colour, line in (
-            (unmoved_imbalance(windows), FAINT, "unmoved"),
-            ([window.imbalance for window in windows], MAIN, "imbalance"),
-        ):
-            marker = "o" if len(windows) == 1 else None
-            below.plot(values, color=colour, linewidth=1.4, marker=marker, gid=f"devices-{number}-{line}")
+        looks: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(windows) == 1 else None}
+        below.plot(unmoved_imbalance(windows), color=FAINT, gid=f"devices-{number}-unmoved", **looks)
+        below.plot([w.imbalance for w in windows], color=MAIN, gid=f"devices-{number}-imbalance", **looks)
         below.set_xlim(-0.5, len(windows) - 0.5)
         below.set_ylim(1.0, max(1.1, below.get_ylim()[1]))
         below.set_xlabel("last step of the window", fontsize=8, labelpad=2, color=QUIET)
@@ -95,8 +89,7 @@ def _figure(layers: Windows) -> Figure:
         below.xaxis.set_major_formatter(partial(_step_at, windows))
         for axes in (above, below):
             for position in changes(windows):
-                mark = f"{axes.get_gid()}-moved-{position}"
-                axes.axvline(position - 0.5, color=WARM, linewidth=0.9, linestyle=":", gid=mark)
+                axes.axvline(position - 0.5, color=WARM, lw=0.9, ls=":", gid=f"{axes.get_gid()}-moved-{position}")
         top -= _AXIS
     lines = (("as it was", MAIN, "-"), ("if experts had stayed", FAINT, "-"), ("experts moved", WARM, ":"))
     figure.legend(

@@ -128,26 +128,21 @@ def seconds(value: float | None) -> str:
 def _change(decision: Row) -> tuple[str, str]:
     """A decision in few words, and details."""
     old, new, kind, switched = decision["from"], decision["to"], decision["kind"], decision["switched"]
-    if kind == "schedule":
-        if switched:
-            return f"{old['schedule']} → {new['schedule']}", ""
-        overruled = "layers moved, with a schedule of their own" * decision["overruled_by_partition"]
-        return f"{old['schedule']} stays", overruled
-    if kind == "partition":
+    if kind == "experts":
+        stage = "" if decision["stage"] is None else f"stage {decision['stage']}: "
         if not switched:
-            return f"{cut(old['partition'])} stays", ""
-        changed = old["schedule"] not in (None, new["schedule"])
-        schedules = f"with {new['schedule']} instead of {old['schedule']}" if changed else ""
-        return f"{cut(old['partition'])} → {cut(new['partition'])}", schedules
+            return f"{stage}experts stay", ""
+        worst = f"{max(old['imbalance'] or [1]):.2f} → {max(new['imbalance'] or [1]):.2f}"
+        moved, layers = plural(decision["switch"]["experts"] or 0, "expert"), plural(len(new["layers"] or []), "layer")
+        return f"{stage}{moved} moved", f"{layers}; busiest device {worst} {TIMES} mean"
+    show = {"partition": cut, "shares": lambda parts: "|".join(map(str, parts))}.get(kind, str)
+    change = f"{show(old[kind])} → {show(new[kind])}" if switched else f"{show(old[kind])} stays"
     if kind == "shares":
-        shares = ["|".join(map(str, each["shares"])) for each in (old, new)]
-        return (f"{shares[0]} → {shares[1]}" if switched else f"{shares[0]} stays"), "micro-batches of each replica"
-    stage = "" if decision["stage"] is None else f"stage {decision['stage']}: "
-    if not switched:
-        return f"{stage}experts stay", ""
-    worst = f"{max(old['imbalance'] or [1]):.2f} → {max(new['imbalance'] or [1]):.2f}"
-    moved = plural(decision["switch"]["experts"] or 0, "expert")
-    return f"{stage}{moved} moved", f"{plural(len(new['layers'] or []), 'layer')}; busiest device {worst} {TIMES} mean"
+        return change, "micro-batches of each replica"
+    if kind == "schedule":
+        return change, "layers moved, with a schedule of their own" * decision["overruled_by_partition"]
+    changed = switched and old["schedule"] not in (None, new["schedule"])
+    return change, f"with {new['schedule']} instead of {old['schedule']}" * changed
 
 
 def candidates(decision: Row, decided: Sequence[Row]) -> dict[str, Any] | None:

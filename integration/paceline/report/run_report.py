@@ -38,7 +38,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -192,10 +192,11 @@ def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, An
     rate = summary.get("tokens_per_s")
     if rate is None and lines:  # of an unfinished run: from its reports
         since = records.start.get("first_step") or 0
-        seconds = [(line["step_s"], after - before) for (before, after), line in _spans(lines, since)]
-        tokens = lines[-1]["tokens"] - next((line["tokens"] for line in reversed(lines) if line["step"] <= since), 0)
-        whole_s = sum(each * steps for each, steps in seconds)
-        rate = tokens / whole_s if whole_s else None
+        tokens_before = next((line["tokens"] for line in reversed(lines) if line["step"] <= since), 0)
+        own = [line for line in lines if line["step"] > since]
+        firsts = [since, *(line["step"] for line in own)]
+        whole_s = sum(line["step_s"] * (line["step"] - first) for first, line in zip(firsts, own, strict=False))
+        rate = (lines[-1]["tokens"] - tokens_before) / whole_s if whole_s else None
     evaluation = records.having("eval_loss")[-1] if records.having("eval_loss") else {}
     return {
         "loss": lines[-1]["loss"] if lines else summary.get("train_loss"),
@@ -206,30 +207,22 @@ def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, An
     }
 
 
-def _spans(lines: Sequence[Mapping[str, Any]], since: int) -> list[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """The lines after step ``since``, each with the steps that it is about."""
-    kept = [line for line in lines if line["step"] > since]
-    return list(zip(pairwise([since, *(line["step"] for line in kept)]), kept, strict=True))
-
-
 def _timelines(decided: Sequence[Mapping[str, Any]], traces: Sequence[StepRecord]) -> list[dict[str, Any]]:
     """The last recorded step before each switch and the first one after it, with no other switch between."""
     switches = sorted({d["step"] for d in decided if d["switched"] and d["kind"] != EXPERTS})
-    found = []
-    for number, step in enumerate(switches):
-        since = switches[number - 1] if number else 0
-        until = switches[number + 1] if number + 1 < len(switches) else None
+    bounds, found = [0, *switches, inf], []
+    for since, step, until in zip(bounds, switches, bounds[2:], strict=False):
         before = [trace for trace in traces if since < trace.step <= step]
-        after = [trace for trace in traces if step < trace.step and (until is None or trace.step <= until)]
+        after = [trace for trace in traces if step < trace.step <= until]
         if before or after:
-            pair = (before[-1] if before else None, after[0] if after else None)
-            found.append({"step": step, **dict(zip(("before", "after"), map(_timeline, pair), strict=True))})
+            ends = {"before": _timeline(*before[-1:]), "after": _timeline(*after[:1])}
+            found.append({"step": step, **ends})
     if not found and traces:
         found.append({"step": None, "before": None, "after": _timeline(traces[-1])})
     return found
 
 
-def _timeline(record: StepRecord | None) -> dict[str, Any] | None:
+def _timeline(record: StepRecord | None = None) -> dict[str, Any] | None:
     if record is None:
         return None
     end_s = record.measured.end_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FORMATS = ("svg", "png")
 
 # Forwards are light and backwards dark, also in grey; the hue tells the chunk. What is left of a split backward for
 # later, the gradients of the weights, is darker still.
@@ -102,8 +100,6 @@ def draw(timelines: Sequence[Timeline], path: str | os.PathLike[str], *, transfe
     Raises:
         ValueError: another suffix, or nothing to draw.
     """
-    if Path(path).suffix.lower().removeprefix(".") not in FORMATS:
-        raise ValueError(f"{path}: pictures are .svg or .png files; choose one of these suffixes.")
     if not timelines or not all(timeline.end_s > 0 for timeline in timelines):
         raise ValueError("there is nothing to draw: give timelines with at least one span that takes time.")
     drawing.save(lambda: _figure(timelines, _layout(timelines, transfers, MAX_WIDTH)), path)
@@ -253,23 +249,16 @@ def _text_pt(num_letters: int, font_pt: float) -> float:
     return font_pt * _DIGIT * num_letters + _AIR_PT
 
 
-def _fitting_pt(num_letters: int, width_pt: float) -> float:
-    """The font size whose :func:`_text_pt` is ``width_pt``."""
-    return (width_pt - _AIR_PT) / (_DIGIT * num_letters)
-
-
 def _numbers(axes: Axes, spans: Sequence[Span], layout: _Layout) -> None:
     """Micro-batch numbers, all of one size, in the boxes that are wide enough."""
     height_pt = 72 * layout.pitch * layout.box
-    if height_pt < _MIN_FONT_PT:
-        return
     # As wide as the longest number, so that boxes of a kind have all of their numbers or none.
     digits = max((len(_number(span)) for span in spans if is_compute(span)), default=1)
-    widths = [(span, layout.width_pt(span.end_s - span.start_s)) for span in spans]
-    narrowest = min((width for span, width in widths if is_compute(span)), default=_text_pt(digits, _FONT_PT))
-    font_pt = min(_FONT_PT, height_pt, max(_fitting_pt(digits, narrowest), _MIN_FONT_PT))
-    for span, width in widths:
-        if font_pt <= _fitting_pt(digits if is_compute(span) else len(_number(span)), width) + 1e-6:
+    narrowest = min((layout.width_pt(span.end_s - span.start_s) for span in spans if is_compute(span)), default=inf)
+    font_pt = min(_FONT_PT, height_pt, max((narrowest - _AIR_PT) / (_DIGIT * digits), _MIN_FONT_PT))
+    for span in spans if height_pt >= _MIN_FONT_PT else ():
+        letters = digits if is_compute(span) else len(span.kind)
+        if _text_pt(letters, font_pt) <= layout.width_pt(span.end_s - span.start_s) + 1e-6:
             axes.text(
                 (span.start_s + span.end_s) / 2,
                 layout.centre(span.rank),

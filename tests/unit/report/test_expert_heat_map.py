@@ -87,8 +87,8 @@ def test_extremes(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="choose this suffix"):
-        draw({"one": windows()}, tmp_path / "loads.png")
+    with pytest.raises(ValueError, match="choose one of these suffixes"):
+        draw({"one": windows()}, tmp_path / "loads.gif")
     with pytest.raises(ValueError, match="nothing to draw"):
         draw({}, tmp_path / "loads.svg")
     assert not list(tmp_path.iterdir())
