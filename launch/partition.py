@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.json_values import as_list, as_number, as_object, as_rate, read_json
+from paceline.json_values import as_list, as_number, as_object, as_rate, read_json, within
 from paceline.launch.simulate import DEFAULTS, add_schedule_arguments
 from paceline.messages import aligned
 
@@ -180,10 +180,8 @@ def _text(facts: Mapping[str, Any], num_blocks: int) -> str:
 
 def _read(path: str, search: bool) -> _Given:
     values = read_json(path, "give a file with the JSON of the costs")
-    try:
+    with within(path):
         return _given(values, search)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _given(values: Any, search: bool) -> _Given:
@@ -196,11 +194,8 @@ def _given(values: Any, search: bool) -> _Given:
             'are such as {"blocks": [{"work": 1}, {"work": 2}], "devices": [{"speed": 1}, {"speed": 2}]}.'
         )
     known = as_object("the file", values, ("blocks", "devices", "links"))
-    blocks, forward = [], []
-    for index, value in enumerate(as_list("blocks", known.get("blocks"))):
-        block, part = _block(f"blocks[{index}]", value)
-        blocks.append(block)
-        forward.append(part)
+    given = [_block(f"blocks[{index}]", value) for index, value in enumerate(as_list("blocks", known.get("blocks")))]
+    blocks, forward = [block for block, _ in given], [part for _, part in given]
     devices = []
     for index, value in enumerate(as_list("devices", known.get("devices"))):
         label = f"devices[{index}]"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.json_values import as_number, read_json, short
+from paceline.json_values import as_list, as_number, as_whole, read_json, within
 from paceline.messages import aligned
 
 if TYPE_CHECKING:
@@ -125,14 +125,10 @@ def _text(layers: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    for flag, value, least in (
-        ("devices", args.devices, 1),
-        ("slots-per-device", args.slots_per_device, 1),
-        ("replicas", args.replicas, 0),
-        ("nodes", args.nodes, 1),
-    ):
+    for flag, least in (("devices", 1), ("slots_per_device", 1), ("replicas", 0), ("nodes", 1)):
+        value = getattr(args, flag)
         if value is not None and value < least:
-            raise ValueError(f"--{flag} is {value}: give {least} or more.")
+            raise ValueError(f"--{flag.replace('_', '-')} is {value}: give {least} or more.")
     if args.devices > MOST_DEVICES:
         raise ValueError(f"--devices {args.devices} are too many to plan for: give {MOST_DEVICES} or fewer.")
     if args.replicas and args.devices > MOST_WITH_COPIES:
@@ -149,24 +145,20 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _loads(path: str) -> list[list[float]]:
     from paceline.planning.experts import checked_loads
 
-    layers = read_json(path, _remedy("[[load per expert] per layer]"))
-    if isinstance(layers, dict):
-        raise ValueError(f"{path} holds an object: give a list of layers, each a list of the experts' loads.")
+    layers = read_json(path, "give a file with JSON, [[load per expert] per layer]")
     found: list[list[float]] = []
-    for index, layer in enumerate(_list(path, "the file", layers)):
-        label = f"layer {index}"
-        loads = [
-            as_number(f"{path}: {label}, expert {expert}", value)
-            for expert, value in enumerate(_list(path, label, layer))
-        ]
-        if found and len(loads) != len(found[0]):
-            raise ValueError(
-                f"{path}: {label} has {len(loads)} experts and layer 0 has {len(found[0])}: give each layer as many."
-            )
-        try:
-            found.append(checked_loads(loads))
-        except ValueError as error:
-            raise ValueError(f"{path}: {label}: {error}") from None
+    with within(path):
+        if isinstance(layers, dict):
+            raise ValueError("the file holds an object: give a list of layers, each a list of the experts' loads.")
+        for index, layer in enumerate(_filled("the file", layers)):
+            label = f"layer {index}"
+            loads = [as_number(f"{label}, expert {n}", value) for n, value in enumerate(_filled(label, layer))]
+            if found and len(loads) != len(found[0]):
+                raise ValueError(
+                    f"{label} has {len(loads)} experts and layer 0 has {len(found[0])}: give each layer as many."
+                )
+            with within(label):
+                found.append(checked_loads(loads))
     return found
 
 
@@ -177,57 +169,46 @@ def _current(args: argparse.Namespace, layers: Sequence[Sequence[float]]) -> lis
     if path is None:
         return [Placement.contiguous(num_experts, args.devices)] * len(layers)
     form = '{"layers": [{"placement": [[experts] per device]}]}'
-    values = read_json(path, _remedy(form))
-    if not isinstance(values, dict) or "layers" not in values:
-        raise ValueError(f"{path} has no layers: give {form}, as `paceline place --json` prints it.")
-    given = _list(path, "layers", values["layers"])
-    if len(given) != len(layers):
-        raise ValueError(f"{path} has {len(given)} layers and {args.loads} has {len(layers)}: give as many.")
+    values = read_json(path, f"give a file with JSON, {form}")
     found = []
-    for index, layer in enumerate(given):
-        label = f"layer {index}"
-        if not isinstance(layer, dict) or "placement" not in layer:
-            raise ValueError(f"{path}: {label} has no placement: give {form}.")
-        devices = [_experts(path, label, experts) for experts in _list(path, f"{label}, placement", layer["placement"])]
-        owned = _owned(path, label, layer.get("owned"), devices, num_experts, args)
-        try:
-            placement = Placement(tuple(devices), owned)
-        except ValueError as error:
-            raise ValueError(f"{path}: {label}: {error}") from None
-        if (placement.num_experts, placement.num_devices) != (num_experts, args.devices):
-            raise ValueError(
-                f"{path}: {label} has {placement.num_experts} experts on {placement.num_devices} devices, and "
-                f"{args.loads} has {num_experts} for --devices {args.devices}: give one of the same."
-            )
-        found.append(placement)
+    with within(path):
+        if not isinstance(values, dict) or "layers" not in values:
+            raise ValueError(f"the file has no layers: give {form}, as `paceline place --json` prints it.")
+        given = _filled("layers", values["layers"])
+        if len(given) != len(layers):
+            raise ValueError(f"the file has {len(given)} layers and {args.loads} has {len(layers)}: give as many.")
+        for index, layer in enumerate(given):
+            with within(f"layer {index}"):
+                if not isinstance(layer, dict) or "placement" not in layer:
+                    raise ValueError(f"it has no placement: give {form}.")
+                placement = _placement(layer, num_experts, args.slots_per_device)
+                if (placement.num_experts, placement.num_devices) != (num_experts, args.devices):
+                    raise ValueError(
+                        f"it has {placement.num_experts} experts on {placement.num_devices} devices, and {args.loads} "
+                        f"has {num_experts} for --devices {args.devices}: give one of the same."
+                    )
+                found.append(placement)
     return found
 
 
-def _owned(
-    path: str, label: str, owned: Any, devices: Sequence[Sequence[int]], num_experts: int, args: argparse.Namespace
-) -> tuple[int, ...]:
-    """Experts that each device owns; if the file does not say, all slots if the experts fill them, else by position."""
-    if owned is not None:
-        return tuple(_experts(path, f"{label}, owned", owned))
-    slots = args.slots_per_device
-    full = slots is not None and slots * len(devices) == num_experts and all(len(held) >= slots for held in devices)
-    return (slots,) * len(devices) if full else ()
+def _placement(layer: Mapping[str, Any], num_experts: int, slots: int | None) -> Placement:
+    """Of owners that are left out: all slots if the experts fill them, else by position."""
+    from paceline.planning.placement import Placement
+
+    devices = [
+        _experts(f"placement[{device}]", each) for device, each in enumerate(_filled("placement", layer["placement"]))
+    ]
+    if layer.get("owned") is not None:
+        return Placement(tuple(devices), _experts("owned", layer["owned"]))
+    is_full = slots is not None and slots * len(devices) == num_experts and all(len(held) >= slots for held in devices)
+    return Placement(tuple(devices), (slots,) * len(devices) if slots is not None and is_full else ())
 
 
-def _experts(path: str, label: str, values: Any) -> tuple[int, ...]:
-    for value in values if isinstance(values, list) else [values]:
-        if isinstance(value, bool) or not isinstance(value, int) or not isinstance(values, list):
-            raise ValueError(f"{path}: {label} holds {short(value)}: give a list of whole numbers.")
-    return tuple(values)
+def _experts(label: str, values: Any) -> tuple[int, ...]:
+    return tuple(as_whole(f"{label}[{place}]", value) for place, value in enumerate(as_list(label, values)))
 
 
-def _remedy(form: str) -> str:
-    return f"give a file with JSON, {form}"
-
-
-def _list(path: str, label: str, value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f"{path}: {label} is {'empty' if value == [] else short(value)}: give a list with something in it."
-        )
-    return value
+def _filled(label: str, value: Any) -> list[Any]:
+    if value == []:
+        raise ValueError(f"{label} is empty: give a list with something in it.")
+    return as_list(label, value)

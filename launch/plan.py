@@ -18,7 +18,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.json_values import read_json
+from paceline.json_values import as_list, as_number, read_json, within
 from paceline.launch.plan_report import devices_here, facts, text, write
 from paceline.launch.profile import DTYPES
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
@@ -40,19 +40,7 @@ MOST_DEVICES = 2**20
 _MOST = {"train_batch_size": 2**40, "micro_batch_size": 2**20, "seq_length": 2**24}
 """Largest sizes; beyond, the sizes of tensors overflow."""
 
-_CLUSTER_FLAGS = {
-    "devices": "devices",
-    "devices_per_node": "devices_per_node",
-    "memory_gib": "memory_gib",
-    "flops_per_s": "flops_per_s",
-    "state_bytes_per_s": "state_bytes_per_s",
-}
-_LINK_FLAGS = {
-    "intra_node_bytes_per_s": ("intra_node", "bytes_per_s"),
-    "intra_node_latency_s": ("intra_node", "latency_s"),
-    "inter_node_bytes_per_s": ("inter_node", "bytes_per_s"),
-    "inter_node_latency_s": ("inter_node", "latency_s"),
-}
+_CLUSTER_FLAGS = ("devices", "devices_per_node", "memory_gib", "flops_per_s", "state_bytes_per_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,19 +149,19 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     values: dict[str, Any] = {} if args.cluster is None else _read_json("--cluster", args.cluster)
     if not isinstance(values, dict):
         raise ValueError(f"--cluster {args.cluster}: it must hold an object {{...}}.")
-    for flag, key in _CLUSTER_FLAGS.items():
+    for flag in _CLUSTER_FLAGS:
         if getattr(args, flag) is not None:
-            values[key] = getattr(args, flag)
-    for flag, (side, key) in _LINK_FLAGS.items():
-        if getattr(args, flag) is not None:
-            known = values.get(side, {})
-            values[side] = {**(known if isinstance(known, dict) else {}), key: getattr(args, flag)}
+            values[flag] = getattr(args, flag)
+    for side in ("intra_node", "inter_node"):
+        given = {key: getattr(args, f"{side}_{key}") for key in ("bytes_per_s", "latency_s")}
+        given = {key: value for key, value in given.items() if value is not None}
+        if given:
+            known = values.get(side)
+            values[side] = {**(known if isinstance(known, dict) else {}), **given}
     if "devices" not in values:
         raise ValueError("there is no number of devices: give --devices N, or --cluster FILE with it.")
-    try:
+    with within("cluster" if args.cluster is None else f"--cluster {args.cluster}"):
         cluster = Cluster.from_dict(values)
-    except ValueError as error:
-        raise ValueError(f"{'cluster' if args.cluster is None else f'--cluster {args.cluster}'}: {error}") from None
     if cluster.num_devices > MOST_DEVICES:
         raise ValueError(f"there are too many devices to plan for: give {MOST_DEVICES} at most.")
     return cluster
@@ -280,10 +268,12 @@ def _workload(
     if not workload.num_experts:
         raise ValueError(f"--loads {args.loads}: {args.model} has no experts; drop it.")
     values = _read_json("--loads", args.loads)
-    try:
-        return replace(workload, loads=_loads(values), rebalanced=args.rebalanced)
-    except ValueError as error:
-        raise ValueError(f"--loads {args.loads}: {error}") from None
+    with within(f"--loads {args.loads}"):
+        loads = []
+        for index, row in enumerate(values if isinstance(values, list) else [values]):
+            label = f"row {index} of [[tokens of each expert] of each MoE layer]"
+            loads.append(tuple(as_number(f"expert {n} in {label}", load) for n, load in enumerate(as_list(label, row))))
+        return replace(workload, loads=tuple(loads), rebalanced=args.rebalanced)
 
 
 def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
@@ -299,17 +289,6 @@ def _late(args: argparse.Namespace, shape: Shape) -> list[str]:
             check_exclusions(Features(precision(shape), PacelineConfig(pipeline=pipeline)))
             found.append(kind)
     return found
-
-
-def _loads(values: Any) -> tuple[tuple[float, ...], ...]:
-    rows = values if isinstance(values, list) else [values]
-    for index, row in enumerate(rows):
-        if not isinstance(row, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in row):
-            raise ValueError(f"row {index} is no list of numbers: give [[tokens of each expert] of each MoE layer].")
-    try:
-        return tuple(tuple(map(float, row)) for row in rows)
-    except OverflowError:
-        raise ValueError("a load is too large to be computed with: give loads in another unit.") from None
 
 
 def _read_json(flag: str, path: str) -> Any:

@@ -9,7 +9,7 @@ from math import ceil, fsum
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from paceline.json_values import read_json, read_text
+from paceline.json_values import read_json, read_text, within
 from paceline.launch.simulated_schedules import (
     DEFAULTS,
     fitting,
@@ -89,36 +89,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of so many micro-batches, and multidirection with all numbers of directions that have one",
     )
     costs = parser.add_argument_group("costs, in seconds: one number, or several with commas between them")
-    costs.add_argument("--forward", type=_numbers, metavar="F", help="forward of a micro-batch; one a stage")
-    costs.add_argument("--backward", type=_numbers, metavar="B", help="backward of a micro-batch; one a stage")
-    costs.add_argument(
-        "--weight",
-        type=_numbers,
-        metavar="W",
-        help="part of the backward that is the gradients of the weights; one a stage (default: half)",
-    )
-    costs.add_argument(
-        "--transfer",
-        type=_numbers,
-        metavar="C",
-        help="what an activation, or a gradient, occupies its link for; one a boundary (default 0)",
-    )
-    costs.add_argument(
-        "--transfer-samples",
-        type=_numbers,
-        metavar="C",
-        help="instead of --transfer, what single messages took, such as 0.1,0.1,0.1,0.1,4: every message takes one of "
-        "these, and mean_s and p90_s are of replayed steps (makespan_s is that of messages which all take the mean)",
-    )
-    costs.add_argument(
-        "--latency", type=_numbers, metavar="L", help="how much later it arrives; one a boundary (default 0)"
-    )
-    costs.add_argument(
-        "--activation-bytes",
-        type=_numbers,
-        metavar="N",
-        help="bytes, not seconds: what a live micro-batch keeps in memory; one a stage (default 0)",
-    )
+    for flag, metavar, what in (
+        ("forward", "F", "forward of a micro-batch; one a stage"),
+        ("backward", "B", "backward of a micro-batch; one a stage"),
+        ("weight", "W", "part of the backward that is the gradients of the weights; one a stage (default: half)"),
+        ("transfer", "C", "what an activation, or a gradient, occupies its link for; one a boundary (default 0)"),
+        (
+            "transfer-samples",
+            "C",
+            "instead of --transfer, what single messages took, such as 0.1,0.1,0.1,0.1,4: every message takes one of "
+            "these, mean_s and p90_s are of replayed steps (makespan_s is that of messages which all take the mean)",
+        ),
+        ("latency", "L", "how much later it arrives; one a boundary (default 0)"),
+        ("activation-bytes", "N", "bytes: what a live micro-batch keeps in memory; one a stage (default 0)"),
+    ):
+        costs.add_argument(f"--{flag}", type=_numbers, metavar=metavar, help=what)
     costs.add_argument(
         "--costs",
         metavar="FILE",
@@ -185,10 +170,8 @@ def _costs_of_file(args: argparse.Namespace) -> Costs:
     values = read_json(args.costs, "give a file with the JSON of the costs")
     if not isinstance(values, dict):
         raise ValueError(f"{args.costs}: holds {type(values).__name__}, costs are an object {{...}}.")
-    try:
+    with within(args.costs):
         return Costs.from_dict(values)
-    except ValueError as error:
-        raise ValueError(f"{args.costs}: {error}") from None
 
 
 def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:

@@ -10,7 +10,8 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,6 +79,15 @@ def read_json(path: str | os.PathLike[str], remedy: str, *, label: str | None = 
         raise ValueError(f"{label}: too many brackets inside each other; {remedy}.") from None
     except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"{label}: {error}; choose units that bring it near 1.") from None
+
+
+@contextmanager
+def within(label: str) -> Iterator[None]:
+    """Name ``label`` first in the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
 
 
 def known_keys(label: str, values: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -176,17 +176,17 @@ def refused(capsys, path, argv, message):
         ([], "has no layers: give"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [{"placement": [[0], [1]]}] * 2}, "has 2 layers and "),
-        ({"layers": [[[0], [1]]]}, "layer 0 has no placement: give"),
-        ({"layers": [{"placement": [0, 1]}]}, "layer 0 holds 0: give a list of whole numbers."),
-        ({"layers": [{"placement": [[0], ["1"]]}]}, 'layer 0 holds "1": give a list of whole numbers.'),
-        ({"layers": [{"placement": [[0], [True]]}]}, "layer 0 holds true: give a list of whole numbers."),
+        ({"layers": [[[0], [1]]]}, "layer 0: it has no placement: give"),
+        ({"layers": [{"placement": [0, 1]}]}, "layer 0: placement[0] is 0: give a list."),
+        ({"layers": [{"placement": [[0], ["1"]]}]}, 'layer 0: placement[1][0] is "1": give a whole number.'),
+        ({"layers": [{"placement": [[0], [True]]}]}, "layer 0: placement[1][0] is true: give a whole number."),
         ({"layers": [{"placement": [[0], [-1]]}]}, "layer 0: device 1 holds -1: experts are whole numbers from 0."),
         ({"layers": [{"placement": [[0, 0], [1]]}]}, "layer 0: device 0 holds expert 0 twice"),
         ({"layers": [{"placement": [[0], [10**30]]}]}, "layer 0: no device holds expert 1"),
-        ({"layers": [{"placement": [[0], [1, 2]]}]}, "layer 0 has 3 experts on 2 devices, and "),
-        ({"layers": [{"placement": [[0, 1]]}]}, "layer 0 has 2 experts on 1 devices, and "),
+        ({"layers": [{"placement": [[0], [1, 2]]}]}, "layer 0: it has 3 experts on 2 devices, and "),
+        ({"layers": [{"placement": [[0, 1]]}]}, "layer 0: it has 2 experts on 1 devices, and "),
         ({"layers": [{"placement": [[0], [1]], "owned": [1]}]}, "layer 0: owned has 1 numbers for 2 devices"),
-        ({"layers": [{"placement": [[0], [1]], "owned": "x"}]}, 'layer 0, owned holds "x"'),
+        ({"layers": [{"placement": [[0], [1]], "owned": "x"}]}, 'layer 0: owned is "x": give a list.'),
     ],
 )
 def test_bad_current(capsys, write, values, message):
@@ -197,7 +197,7 @@ def test_bad_current(capsys, write, values, message):
 def test_a_fault_names_its_place_once(capsys, write):
     current = write({"layers": [{"placement": [[0], [1]], "owned": [1, None]}]}, "current.json")
     assert main(["place", "--loads", write([[1, 2]]), "--devices", "2", "--current", current]) == 2
-    assert capsys.readouterr().err == f"paceline: {current}: layer 0, owned holds null: give a list of whole numbers.\n"
+    assert capsys.readouterr().err == f"paceline: {current}: layer 0: owned[1] is null: give a whole number.\n"
 
 
 def test_files_that_are_not_there(capsys, write, tmp_path):

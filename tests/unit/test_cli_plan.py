@@ -388,9 +388,9 @@ FILES = {
         ([*CLUSTER, "--profile", "absent.json"], "profile absent.json: No such file or directory; make one with "),
         ([*CLUSTER, "--loads", "absent.json"], "--loads absent.json: No such file or directory; give a JSON file."),
         ([*CLUSTER, "--loads", "loads.json"], "--loads loads.json: there are loads of 1 layers and 4 MoE layers: "),
-        ([*CLUSTER, "--loads", "words.json"], "--loads words.json: row 0 is no list of numbers: give [[tokens of "),
-        ([*CLUSTER, "--loads", "number.json"], "--loads number.json: row 0 is no list of numbers: give [[tokens of "),
-        ([*CLUSTER, "--loads", "large.json"], "--loads large.json: a load is too large to be computed with: give "),
+        ([*CLUSTER, "--loads", "words.json"], "--loads words.json: expert 0 in row 0 of [[tokens of each expert"),
+        ([*CLUSTER, "--loads", "number.json"], "--loads number.json: row 0 of [[tokens of each expert] of each MoE"),
+        ([*CLUSTER, "--loads", "large.json"], "--loads large.json: expert 0 in row 0 of [[tokens of each expert"),
         ([*CLUSTER, "--loads", "digits.json"], "--loads digits.json: Exceeds the limit"),
         (
             [*CLUSTER, "--loads", "loads.json", "--worst-routing"],
