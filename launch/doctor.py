@@ -32,7 +32,6 @@ from paceline.messages import named
 if TYPE_CHECKING:
     from paceline.supervise.first_cause import Cause
 
-BAD_USAGE = 2
 TIMEOUT_S = 30.0
 _LEAST_TIMEOUT_S = 2.0
 _SPARE_S = 5.0
@@ -53,22 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds after which a rank of a job counts as missing (default {TIMEOUT_S:g})",
     )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # of DeepSpeed's launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on this rank; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, of a job in one line")
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
-    try:
-        return run(args)
-    except ValueError as error:
-        print(f"paceline: error: {error}", file=sys.stderr, flush=True)
-        return BAD_USAGE
+    """``paceline doctor`` on this rank, as launchers start it; the exit status."""
+    from paceline.launch import cli
+
+    return cli.main(["doctor", *(sys.argv[1:] if argv is None else argv)])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if not _LEAST_TIMEOUT_S <= args.timeout < float("inf"):
         raise ValueError(f"--timeout is {args.timeout:g}: give seconds, {_LEAST_TIMEOUT_S:g} at least.")
+    if args.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
     try:
         place = Place.of(os.environ)
     except Unmet as unmet:

@@ -8,6 +8,7 @@ import ipaddress
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import tempfile
@@ -25,14 +26,12 @@ from .meeting import Place
 OPTIONAL = ("peft", "trl")
 """Packages that are at work where they are installed."""
 
-VARIABLES = (
-    *("DS_ACCELERATOR", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "LD_PRELOAD"),
-    *("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "RANK"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR", "TRANSFORMERS_OFFLINE", "WORLD_SIZE"),
+_CHANGES_A_JOB = re.compile(
+    r"(CUDA|DEEPSPEED|GLOO|NCCL|PACELINE|PYTORCH|TORCH|UCX)_.*|DS_ACCELERATOR|(HF_DATASETS|HF_HUB|TRANSFORMERS)_OFFLINE"
+    r"|HF_HOME|LD_LIBRARY_PATH|LD_PRELOAD|(LOCAL_)?RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|PYTHONHASHSEED|PYTHONPATH"
+    r"|WORLD_SIZE"
 )
-PREFIXES = ("CUDA_", "DEEPSPEED_", "GLOO_", "NCCL_", "PACELINE_", "TORCH_NCCL_", "UCX_")
-"""Beginnings of further environment variables that change how a job runs."""
+"""Names of environment variables that change how a job runs."""
 
 GIB = 2**30
 PLACES = {
@@ -351,7 +350,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(variables.items())
-        if (name in VARIABLES or name.startswith(PREFIXES)) and not any(word in name for word in _SECRETS)
+        if _CHANGES_A_JOB.fullmatch(name) and not any(word in name for word in _SECRETS)
     }
 
 
