@@ -219,33 +219,30 @@ def _patches(args: argparse.Namespace) -> int:
     from paceline.patches.repairs import REPAIRS
 
     repair_of = {patch.target: name for name, patches in REPAIRS.items() for patch in patches}
+    shown = ("target", "reason", "requires", "removable_when", "applied_by", "optional")
     rows: list[dict[str, Any]] = [
-        {
-            "target": patch.target,
-            "reason": patch.reason,
-            "requires": patch.requires,
-            "removable_when": patch.removable_when,
-            "problem": patch.problem(),
-            "repair": repair_of.get(patch.target),
-            "applied": patch.is_applied(),
-            "applied_by": patch.applied_by,
-            "optional": patch.optional,
-        }
+        {name: getattr(patch, name) for name in shown}
+        | {"problem": patch.problem(), "repair": repair_of.get(patch.target), "applied": patch.is_applied()}
         for patch in all_patches()
     ]
     if args.json:
         print(json.dumps([{**row, "fits": not row["problem"]} for row in rows], indent=2))
         return OK
     for row in rows:
+        state = f"{'' if row['applied'] else 'not '}applied in this process"
+        here = f"refused: {row['problem']}" if row["problem"] else "fits"
         print(row["target"])
-        print(f"  why:            {row['reason']}")
-        print(f"  needs:          {row['requires']}")
-        print(f"  removable when: {row['removable_when']}")
-        if row["repair"]:
-            print(f"  repair:         {row['repair']}")
-        print(f"  state:          {'' if row['applied'] else 'not '}applied in this process")
-        print(f"  applied by:     {row['applied_by']}")
-        print(f"  here:           {'refused: ' + row['problem'] if row['problem'] else 'fits'}")
+        for name, text in (
+            ("why", row["reason"]),
+            ("needs", row["requires"]),
+            ("removable when", row["removable_when"]),
+            ("repair", row["repair"]),
+            ("state", state),
+            ("applied by", row["applied_by"]),
+            ("here", here),
+        ):
+            if text:
+                print(f"  {name + ':':<15} {text}")
     return OK
 
 

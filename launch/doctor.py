@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _alone(args: argparse.Namespace, *more: Finding) -> int:
-    with _quiet_stdout():
+    with contextlib.redirect_stdout(sys.stderr):  # where what packages print at import disturbs no JSON
         found = [*installation.look(args.output_dir, args.deepspeed), *more]
         known = installation.facts()
         system, text = _environments()
@@ -106,13 +106,6 @@ def _environments() -> tuple[dict[str, Any], str]:
     return info._asdict(), f"{pretty_str(info)}\n\n{said.getvalue()}\n"
 
 
-@contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Send what packages print at import to stderr, where it does not disturb a JSON."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
 class _Job:
     """This rank's part; rank 0's makes the report, once, from whatever is known when the job ends."""
 
@@ -133,7 +126,7 @@ class _Job:
             return self._unmet(Finding(PROBLEM, "psutil", "cannot be imported", "pip install psutil"))
         with Preemption(in_training=False, interrupt=True, tell=self._stopped):
             try:
-                with _quiet_stdout():
+                with contextlib.redirect_stdout(sys.stderr):
                     return self._run()
             except Unmet as unmet:
                 return self._unmet(unmet.finding)

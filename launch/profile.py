@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
+from paceline.messages import aligned
 
 if TYPE_CHECKING:
     from paceline.measure.profile_file import DeviceProfile, Profile
 
 DTYPES = ("float32", "bfloat16", "float16")
+_SHAPE = ("dtype", "micro_batch_size", "sequence_length", "gradient_checkpointing")
+_COSTS = ("forward_s", "backward_s", "saved_bytes", "output_bytes", "num_parameters")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,20 +91,9 @@ def facts(profile: Profile, path: str) -> dict[str, Any]:
         "file": path,
         "model": dict(profile.model),
         "device": profile.devices[0].name,
-        "dtype": profile.dtype,
-        "micro_batch_size": profile.micro_batch_size,
-        "sequence_length": profile.sequence_length,
-        "gradient_checkpointing": profile.gradient_checkpointing,
+        **{name: getattr(profile, name) for name in _SHAPE},
         "kinds": [
-            {
-                "kind": kind,
-                "count": len(items),
-                "forward_s": items[0].forward_s,
-                "backward_s": items[0].backward_s,
-                "saved_bytes": items[0].saved_bytes,
-                "output_bytes": items[0].output_bytes,
-                "num_parameters": items[0].num_parameters,
-            }
+            {"kind": kind, "count": len(items), **{name: getattr(items[0], name) for name in _COSTS}}
             for kind, items in kinds_of(profile.items).items()
         ],
     }
@@ -117,14 +109,9 @@ def text(profile: Profile, path: str) -> str:
         f"{profile.sequence_length} tokens{checkpointing}",
         f"on {device.name}: {device.memory_bytes / 2**30:.1f} GiB, {device.free_bytes / 2**30:.1f} GiB free",
     ]
-    width = max(len(row["kind"]) for row in shown["kinds"])
-    lines.append(
-        f"{'kind':<{width}} {'count':>5} {'forward_ms':>11} {'backward_ms':>12} {'saved_MiB':>10} {'output_MiB':>11}"
-        f" {'parameters':>12}"
-    )
-    lines += [
-        f"{row['kind']:<{width}} {row['count']:>5} {row['forward_s'] * 1e3:>11.3f} {row['backward_s'] * 1e3:>12.3f}"
-        f" {row['saved_bytes'] / 2**20:>10.2f} {row['output_bytes'] / 2**20:>11.2f} {row['num_parameters']:>12}"
-        for row in shown["kinds"]
-    ]
-    return "\n".join([*lines, f"written to {path}"])
+    rows = [["kind", "count", "forward_ms", "backward_ms", "saved_MiB", "output_MiB", "parameters"]]
+    for row in shown["kinds"]:
+        costs = [f"{row[name] * 1e3:.3f}" for name in ("forward_s", "backward_s")]
+        costs += [f"{row[name] / 2**20:.2f}" for name in ("saved_bytes", "output_bytes")]
+        rows.append([row["kind"], str(row["count"]), *costs, str(row["num_parameters"])])
+    return "\n".join([*lines, *aligned(rows, left=[0]), f"written to {path}"])
