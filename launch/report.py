@@ -65,14 +65,13 @@ def _text(report: Mapping[str, Any]) -> str:
     parts = [f"{run['name']}: {run['steps']:,} steps"]
     if run["state"] != "finished":
         parts[0] += " so far"
-    if head["loss"] is not None:
-        parts.append(f"loss {format_figure(head['loss'])}")
-    if head["eval_loss"] is not None:
-        parts.append(f"held-out loss {format_figure(head['eval_loss'])}")
-    if head["tokens_per_s"] is not None:
-        parts.append(f"{head['tokens_per_s']:,.0f} tokens/s")
-    if head["median_step_s"] is not None:
-        parts.append(f"a step {format_duration(head['median_step_s'])}")
+    shown = {
+        "loss": lambda loss: f"loss {format_figure(loss)}",
+        "eval_loss": lambda loss: f"held-out loss {format_figure(loss)}",
+        "tokens_per_s": lambda rate: f"{rate:,.0f} tokens/s",
+        "median_step_s": lambda seconds: f"a step {format_duration(seconds)}",
+    }
+    parts += [show(head[key]) for key, show in shown.items() if head[key] is not None]
     if decided:
         parts.append(f"{sum(decision['switched'] for decision in decided)} switches in {len(decided)} looks")
     return ", ".join(parts)

@@ -24,14 +24,12 @@ def source_files(root: Path | None = None, max_bytes: int = MAX_BYTES) -> list[P
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     chosen, total = [], 0
-    for path in sorted(root.glob("*.py"), key=lambda p: p.name):
-        if path.name.startswith("_sysconfigdata") or not path.is_file():
-            continue
+    for path in sorted(root.glob("*.py")):
         content = path.read_bytes()
-        if not content.strip() or total + len(content) > max_bytes or not _is_utf8(content):
-            continue
-        chosen.append(path)
-        total += len(content)
+        is_text = bool(content.strip()) and content.decode(errors="ignore").encode() == content
+        if is_text and total + len(content) <= max_bytes and not path.name.startswith("_sysconfigdata"):
+            chosen.append(path)
+            total += len(content)
     if not chosen:
         raise ValueError(f"{root}: the embedded corpus needs the standard library's *.py files. Remedy: --train_file.")
     return chosen
@@ -39,17 +37,6 @@ def source_files(root: Path | None = None, max_bytes: int = MAX_BYTES) -> list[P
 
 def split(paths: Sequence[Path], held_out_percentage: int = 5) -> tuple[list[Path], list[Path]]:
     """``(train, held out)``: a file is held out if a hash of its name says so, whatever other files there are."""
-    held_out = [p for p in paths if _bucket(p.name) < held_out_percentage]
-    return [p for p in paths if p not in held_out], held_out
-
-
-def _bucket(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    hashes = {path: hashlib.sha256(path.name.encode()).digest() for path in paths}
+    held_out = [path for path in paths if int.from_bytes(hashes[path][:8], "big") % 100 < held_out_percentage]
+    return [path for path in paths if path not in held_out], held_out

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +122,24 @@ def unmoved_imbalance(windows: Sequence[Window]) -> list[float]:
 
 def summarize(layers: Windows) -> list[LayerSummary]:
     """One summary a layer, in the order of ``layers``."""
-    return [_summary(name, windows) for name, windows in layers.items()]
-
-
-def _summary(name: str, windows: Sequence[Window]) -> LayerSummary:
-    changed = changes(windows)
-    return LayerSummary(
-        name=name,
-        windows=len(windows),
-        first=windows[0].imbalance,
-        last=windows[-1].imbalance,
-        mean=_mean([window.imbalance for window in windows], windows),
-        unmoved=_mean(unmoved_imbalance(windows), windows),
-        moves=len(changed),
-        moved=sum(moved(windows[at - 1].placement, windows[at].placement) for at in changed),
-    )
-
-
-def _mean(values: Sequence[float], windows: Sequence[Window]) -> float:
-    """Over steps."""
-    steps = sum(window.steps for window in windows)
-    return sum(value * (window.steps / steps) for value, window in zip(values, windows, strict=True))
+    found = []
+    for name, windows in layers.items():
+        steps = sum(window.steps for window in windows)
+        weights = [window.steps / steps for window in windows]
+        changed = changes(windows)
+        found.append(
+            LayerSummary(
+                name=name,
+                windows=len(windows),
+                first=windows[0].imbalance,
+                last=windows[-1].imbalance,
+                mean=sum(map(mul, (window.imbalance for window in windows), weights)),
+                unmoved=sum(map(mul, unmoved_imbalance(windows), weights)),
+                moves=len(changed),
+                moved=sum(moved(windows[at - 1].placement, windows[at].placement) for at in changed),
+            )
+        )
+    return found
 
 
 def _read_file(path: Path) -> dict[str, list[Window]]:
