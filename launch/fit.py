@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.config import RunPlan
-    from paceline.planning.memory import ItemMemory, StageMemory, States
+    from paceline.planning.memory import ItemMemory, States
     from paceline.schedules import Schedule
     from paceline.schedules.stream import Stream
 
@@ -281,31 +281,16 @@ def _stages(
     owners: str | None,
 ) -> list[dict[str, Any]]:
     """A row a stage; a row a device where it holds several."""
-    from paceline.planning.memory import stage_memory
     from paceline.planning.shared_devices import held_by
-    from paceline.schedules import verify
 
-    found: list[tuple[dict[str, Any], int, StageMemory]] = []
-    if schedule.num_chunks > 1:
-        for held in held_by(schedule, owners):
-            spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
-            holds = {"stages": list(held.stages), "items": spans}
-            found.append((holds, held.peak, held.memory(items, boundaries, states)))
-    else:
-        for stage, live in enumerate(verify(schedule, paired=False).peak_held):
-            holds = {"items": [boundaries[stage], boundaries[stage + 1]]}
-            found.append((holds, live, stage_memory(items, boundaries, stage, states, live)))
-    return [
-        {
-            "stage": row,
-            **holds,
-            "live_micro_batches": live,
-            **need.to_dict(),
-            "limit": round(limit),
-            "fits": need.total <= limit,
-        }
-        for row, ((holds, live, need), limit) in enumerate(zip(found, limits, strict=True))
-    ]
+    rows = []
+    for row, (held, limit) in enumerate(zip(held_by(schedule, owners), limits, strict=True)):
+        spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
+        holds = {"items": spans[0]} if len(spans) == 1 else {"stages": list(held.stages), "items": spans}
+        need = held.memory(items, boundaries, states)
+        limited = {"limit": round(limit), "fits": need.total <= limit}
+        rows.append({"stage": row, **holds, "live_micro_batches": held.peak, **need.to_dict(), **limited})
+    return rows
 
 
 def _remedies(
