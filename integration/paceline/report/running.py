@@ -47,7 +47,7 @@ class StepLog:
         """Step number ``step`` is over; it took so long by the host's clock."""
         if not self._found or running != self._last:
             self._last = running
-            self._found.append({"step": step, **vars(running), "seconds": []})
+            self._found.append({"step": step, **vars(running), "partition": [*running.partition], "seconds": []})
         self._found[-1]["seconds"].append(round(seconds, 6))
 
     def take(self) -> list[dict[str, Any]]:

@@ -36,8 +36,8 @@ def test_steps_that_ran_alike_are_one_row() -> None:
         log.add(step, running, step / 10)
     rows = log.take()
     assert [(row["step"], row["partition"], row["seconds"]) for row in rows] == [
-        (1, (0, 2, 4), [0.1, 0.2]),
-        (3, (0, 1, 4), [0.3, 0.4]),
+        (1, [0, 2, 4], [0.1, 0.2]),
+        (3, [0, 1, 4], [0.3, 0.4]),
     ]
     log.add(5, other, 0.5)
     again = log.take()
