@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from paceline.hf.activations import check_shape
     from paceline.hf.sources import model_config_at
-    from paceline.planning.stage_choice import with_best_schedules
+    from paceline.planning.best_schedule import with_best_schedules
     from paceline.planning.strategy import search
 
     for flag in ("top", "train_batch_size", "micro_batch_size"):

@@ -14,7 +14,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.split_families import SPLIT, SPLIT_FAMILIES
 from ..schedules.stream import Stream, flushed
 from .batch_sizes import MICRO_BATCHES
-from .section import SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
+from .section import PLAN, SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 from .stage_counts import CHUNKS
 
 TUNED = ("adaptive", GENERATED)
@@ -191,7 +191,7 @@ def resolve_schedule(
         _check_sizes(sizes, micro_batch_size * num_micro_batches)
         sizes = tuple(sorted({*sizes, micro_batch_size}))
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
-        chunks = _check_chunks(schedule, schedule.chunks)
+        chunks = None if schedule.chunks == "plan" else _check_chunks(schedule, schedule.chunks)
         choice = ScheduleChoice(
             kind,
             retune_every=every,
@@ -203,10 +203,10 @@ def resolve_schedule(
         if not schedule.late_gradients:
             _check_synchronous(schedule, "no late_gradients", "true for late_gradients")
             return choice, chosen
-        if chunks is not None:
+        if chunks is not None or schedule.chunks == PLAN:
             raise ValueError(
-                f"{SCHEDULE}.chunks is {chunks} and late_gradients true: without a flush each rank has one stage; "
-                "leave one of the two keys out."
+                f"{SCHEDULE}.chunks is {show(schedule.chunks)} and late_gradients true: without a flush each rank has "
+                "one stage; leave one of the two keys out."
             )
         if len(sizes) > 1:
             raise ValueError(

@@ -38,7 +38,7 @@ from .replica_keys import UnequalReplicasConfig
 SECTION = "paceline"
 HETERO = "hetero"
 PLAN = "plan"
-"""Number of stages that a run chooses by what it measures."""
+"""A number, of stages or of chunks, that a run chooses by what it measures."""
 WORK = "work"
 METHODS = (WORK, "parameters", "uniform", HETERO)
 ScheduleType: TypeAlias = Literal[
@@ -221,6 +221,22 @@ def _only_with_its_type(schema: dict[str, Any]) -> None:
     }
 
 
+def _or_plan(value: object, number: ValidatorFunctionWrapHandler) -> object:
+    return value if value == PLAN else number(value)
+
+
+if TYPE_CHECKING:
+    NumberOrPlan: TypeAlias = int | Literal["plan"]
+else:  # not a union, whose errors would name both
+    NumberOrPlan = Annotated[
+        int,
+        Field(ge=1),
+        WrapValidator(_or_plan),
+        PlainSerializer(lambda value: value),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": PLAN}]}),
+    ]
+
+
 class ScheduleConfig(Part):
     """In which order each stage runs the forwards and backwards of a step.
 
@@ -271,10 +287,11 @@ class ScheduleConfig(Part):
         description="adaptive, generated: GiB that live activations, and what is left for later of split backwards, "
         "may take on each rank. Left out: nine tenths of what is free.",
     )
-    chunks: Annotated[int, Field(ge=1)] | None = Field(
+    chunks: NumberOrPlan | None = Field(
         default=None,
         description="Stages that each rank holds. interleaved: any number; adaptive and generated: 1, or 2, along the "
-        "ranks and back. Left out: 2, with adaptive 1.",
+        'ranks and back; adaptive also "plan": what is faster, by what the ranks measure at the start. Left out: 2, '
+        "with adaptive 1.",
     )
     directions: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -331,6 +348,13 @@ class ScheduleConfig(Part):
             raise ValueError(f'it belongs to the {types} {named} and the type is "{written}"; drop it, or write {one}.')
         return value
 
+    @field_validator("chunks")
+    @classmethod
+    def _is_planned_for_the_tuner(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == PLAN and info.data.get("type") not in (None, "adaptive"):
+            raise ValueError(f'it is planned for the type "adaptive" and the type is "{info.data["type"]}"; write 2.')
+        return value
+
     @field_validator("warmup")
     @classmethod
     def _never_increases(cls, value: tuple[int, ...] | None, info: ValidationInfo) -> tuple[int, ...] | None:
@@ -356,26 +380,10 @@ def _allow_short_form(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(0, {"enum": list(get_args(ScheduleType))})
 
 
-def _or_plan(value: object, number: ValidatorFunctionWrapHandler) -> object:
-    return value if value == PLAN else number(value)
-
-
-if TYPE_CHECKING:
-    Stages: TypeAlias = int | Literal["plan"]
-else:  # not a union, whose errors would name both
-    Stages = Annotated[
-        int,
-        Field(ge=1),
-        WrapValidator(_or_plan),
-        PlainSerializer(lambda value: value),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": PLAN}]}),
-    ]
-
-
 class PipelineConfig(Part):
     """How the model is cut into stages, and in which order they compute."""
 
-    stages: Stages | None = Field(
+    stages: NumberOrPlan | None = Field(
         default=None,
         description='Number of pipeline stages; it divides the number of ranks. "plan": the fastest, by what the ranks '
         'measure at the start. Left out: "plan" in the job, elsewhere the fewest that fit.',

@@ -15,6 +15,7 @@ from .section import PLAN, SECTION, Method, PacelineConfig, ScheduleType, check_
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
 TYPE = f"{SECTION}.pipeline.schedule.type"
+PLANNED_CHUNKS = f"{SECTION}.pipeline.schedule.chunks"
 CHUNKS = 2
 """Stages that a rank holds with ``"interleaved"``, unless the JSON says more."""
 DIRECTIONS = f"{SECTION}.pipeline.schedule.directions"
@@ -82,7 +83,8 @@ def resolve_stages(
 
 
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked: bool = False) -> bool:
-    """Whether a run chooses its number of stages by what it measures at the start: as asked, if nothing implies one.
+    """Whether a run chooses its number of stages, or that of chunks alone, by what it measures at the start: as asked,
+    if nothing implies one.
 
     Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
 
@@ -91,21 +93,41 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
             gradients: each replica has its own estimates), or where formats of messages, which are not predicted, show
             that links are slow.
     """
-    theirs = _deepspeeds(ds_config).get("stages")
     method, _ = resolve_method(section, ds_config)
-    kind = schedule_type(section)
-    is_left = section.pipeline.stages is None and section.natural_gradient is None and section.pipeline.boundary is None
-    is_open = section.pipeline.stages == PLAN or (unasked and is_left)
-    if not is_open or theirs not in (None, "auto") or isinstance(method, tuple):
+    is_left = section.natural_gradient is None and section.pipeline.boundary is None
+    has_open_stages = section.pipeline.stages == PLAN or (unasked and is_left and section.pipeline.stages is None)
+    is_open = (has_open_stages and not has_stages(section, ds_config)) or asks_for_chunks(section)
+    if not is_open or isinstance(method, tuple):
         return False
-    return stages_a_rank(section) == 1 and kind in ("1f1b", "adaptive") and not may_be_late(section)
+    is_predicted = schedule_type(section) in ("1f1b", "adaptive") and stages_a_rank(section) == 1
+    return is_predicted and not may_be_late(section)
+
+
+def has_stages(section: PacelineConfig, ds_config: Mapping[str, Any]) -> bool:
+    """Whether the JSON gives a number of stages, in our section or in DeepSpeed's."""
+    theirs = _deepspeeds(ds_config).get("stages")
+    return section.pipeline.stages not in (None, PLAN) or theirs not in (None, "auto")
+
+
+def asks_for_chunks(section: PacelineConfig) -> bool:
+    """Whether the section lets a run choose the number of stages that each rank holds."""
+    schedule = section.pipeline.schedule
+    return schedule is not None and schedule.chunks == PLAN
+
+
+def may_have_chunks(section: PacelineConfig) -> bool:
+    """Whether a planned run may hold several stages on each rank: a schedule that is written says how many."""
+    return section.pipeline.schedule is None or asks_for_chunks(section)
 
 
 def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_size: int) -> str:
     """A line that says if a run may take another number of stages than the JSON alone tells; empty: it takes that."""
-    is_counted = isinstance(ds_config.get("gradient_accumulation_steps"), int)  # which leaves one number
-    if world_size == 1 or is_counted or not is_planned(section, ds_config, unasked=True):
+    if world_size == 1 or not is_planned(section, ds_config, unasked=True):
         return ""
+    is_counted = isinstance(ds_config.get("gradient_accumulation_steps"), int)  # which leaves one number
+    if is_counted or has_stages(section, ds_config):
+        asks = asks_for_chunks(section) or (section.pipeline.stages == PLAN and may_have_chunks(section))
+        return "stages: a run measures its cluster, and may hold each in two chunks." if asks else ""
     who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
     return f"stages: {who} measures its cluster, and may take another number."
 
@@ -123,9 +145,9 @@ def may_be_late(section: PacelineConfig) -> bool:
 
 
 def stages_a_rank(section: PacelineConfig) -> int:
-    """Stages of the one direction that each rank holds."""
+    """Stages of the one direction that each rank holds; where they are planned, as long as nothing is measured."""
     schedule = section.pipeline.schedule
-    if schedule is None:
+    if schedule is None or schedule.chunks == "plan":
         return 1
     if schedule.type in (families.INTERLEAVED, GENERATED):
         return schedule.chunks or CHUNKS

@@ -74,15 +74,37 @@ class GradientCosts:
             if flushes and states.overlaps and found.total_s:
                 left = max(self.outlasting_s(times, *items[0]) - later_s, 0.0) / found.total_s
                 found = Exchange(left * found.dense_s, left * found.experts_s)
-            reduced.append(found._replace(dense_s=found.dense_s + self._tied_s(own)))
+            reduced.append(found._replace(dense_s=found.dense_s + self._tied_s(own[:1], len(boundaries) - 1)))
             published.append(self.publishing(items))
             stepped_s.append(self._stepped_s(*items[0]))
             if flushes and own[0] < len(costs.up):  # the stage behind it is done earlier by so much
                 link = costs.up[own[0]]
                 later_s += sum(time.backward_s for time in times[slice(*items[0])])
                 later_s += costs.message_bytes[own[0]] / link.bytes_per_s + link.latency_s
-        last, slowest = (max(each, key=lambda exchange: exchange.total_s) for each in (reduced, published))
-        return last.dense_s + slowest.dense_s, last.experts_s + slowest.experts_s, max(stepped_s)
+        return _waited_for(reduced, published, stepped_s)
+
+    def terms_of_split(
+        self, weight_s: Sequence[float], boundaries: Sequence[int], held: Sequence[Sequence[int]]
+    ) -> tuple[float, float, float]:
+        """:meth:`terms` where backwards are split: all devices end at about the same time, with gradients of weights.
+        Those of one micro-batch may hide the reduction.
+
+        Args:
+            weight_s: seconds of each item's gradients of weights.
+            held: stages of each device, along one direction.
+        """
+        reduced, published, stepped_s = [], [], []
+        for own in held:
+            stages = [(boundaries[stage], boundaries[stage + 1]) for stage in own]
+            found = _sum([self.reduction([items]) for items in stages])
+            if self.share.dense.overlaps and found.total_s:
+                last_first = [item for start, stop in reversed(stages) for item in range(stop - 1, start - 1, -1)]
+                left = self._outlasting_s(weight_s, last_first) / found.total_s
+                found = Exchange(left * found.dense_s, left * found.experts_s)
+            reduced.append(found._replace(dense_s=found.dense_s + self._tied_s(own, len(boundaries) - 1)))
+            published.append(_sum([self.publishing([items]) for items in stages]))
+            stepped_s.append(sum(self._stepped_s(*items) for items in stages))
+        return _waited_for(reduced, published, stepped_s)
 
     def reduction(self, stages: Sequence[tuple[int, int]]) -> Exchange:
         """Of a device's gradients, once the backward is done.
@@ -100,14 +122,18 @@ class GradientCosts:
 
     def outlasting_s(self, times: Sequence[ItemTime], start: int, stop: int) -> float:
         """Seconds from the end of the last backward of items ``start`` to ``stop - 1`` to that of their reduction."""
+        return self._outlasting_s([time.backward_s for time in times], range(stop - 1, start - 1, -1))
+
+    def _outlasting_s(self, ready_s: Sequence[float], items: Sequence[int]) -> float:
+        """Likewise of ``items``, whose gradients are ready one after another, each after so many seconds more."""
         states = self.share.dense
         now_s = done_s = 0.0
         waiting = [0.0, 0.0]
-        for item in range(stop - 1, start - 1, -1):
-            now_s += times[item].backward_s
+        for item in items:
+            now_s += ready_s[item]
             for kind, number in enumerate(self._trained(item, item + 1)):
                 waiting[kind] += number
-                if waiting[kind] >= LEAST_BUCKET or item == start:
+                if waiting[kind] >= LEAST_BUCKET or item == items[-1]:
                     bucket = (waiting[kind], 0.0) if kind == 0 else (0.0, waiting[kind])
                     seconds = self._one_way(bucket, states.sent_gradient_bytes, whole=not states.shard).total_s
                     done_s = max(done_s, now_s) + seconds
@@ -141,11 +167,10 @@ class GradientCosts:
     def _farthest(self) -> Fabric:
         return self.cluster.link(0, self.strategy.num_devices - 1)
 
-    def _tied_s(self, own: Sequence[int]) -> float:
-        """To sum gradients of weights that the first and the last stage share."""
-        pipeline = self.strategy.pipeline
+    def _tied_s(self, own: Sequence[int], num_stages: int) -> float:
+        """To sum gradients of weights that the first and the last stage share, unless they are on one device."""
         tied = self.workload.tied_parameters * self.share.dense.trained
-        if pipeline == 1 or not tied or own[0] not in (0, pipeline - 1):
+        if not tied or len({0, num_stages - 1}.intersection(own)) != 1 or num_stages == 1:
             return 0.0
         gradient_bytes = self.share.dense.gradient_bytes or MASTER_BYTES
         return gradient_bytes * tied / self._farthest.reduction_bytes_per_s + 2 * self._farthest.latency_s
@@ -156,6 +181,19 @@ class GradientCosts:
         owned = dense / (strategy.data if states.shard else 1) + experts / (strategy.expert_data if states.shard else 1)
         each = state_bytes_per_parameter(states.gradient_bytes or MASTER_BYTES, states.num_moments)
         return owned * each / self.cluster.state_bytes_per_s
+
+
+def _sum(exchanges: Sequence[Exchange]) -> Exchange:
+    """One after another."""
+    return Exchange(sum(one.dense_s for one in exchanges), sum(one.experts_s for one in exchanges))
+
+
+def _waited_for(
+    reduced: Sequence[Exchange], published: Sequence[Exchange], stepped_s: Sequence[float]
+) -> tuple[float, float, float]:
+    """The slowest of all devices, in each part."""
+    last, slowest = (max(each, key=lambda exchange: exchange.total_s) for each in (reduced, published))
+    return last.dense_s + slowest.dense_s, last.experts_s + slowest.experts_s, max(stepped_s)
 
 
 def state_bytes_per_parameter(gradient_bytes: int = MASTER_BYTES, num_moments: int = 2) -> float:

@@ -1,40 +1,50 @@
-"""Number of pipeline stages for a cluster that was measured: the ranks beyond them are replicas.
+"""Number of pipeline stages for a cluster that was measured, whole or in two chunks a rank: other ranks are replicas.
 
 All options train on the same samples a step, so the choice changes how long a step takes and nothing of what it learns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from .candidates import FEW, SLACKS, Candidate, candidates
-from .choose import Planner
+from .best_schedule import NEAR, with_best_schedule, with_two_chunks
 from .cluster import Cluster
-from .strategy import Dropped, Plan, Ranking, plan_of
-from .strategy_costs import SIMULATED_ACTIONS, pipeline_costs
-from .strategy_memory import live_micro_batches
-from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
-from .strategy_times import item_times
+from .strategy import Dropped, Plan, plan_of
+from .strategy_shape import ONE_F_ONE_B, Strategy
 from .workload import Workload
 
-NEAR = 0.03
-"""Share of a step by which an option must be faster than the usual one: two measurements differ by as much."""
 
-ADAPTIVE = "adaptive"
+class Stages(NamedTuple):
+    """Stages of a pipeline as the JSON counts them, one a rank.
+
+    Args:
+        num_stages: of them.
+        chunks: in which each is held: 2 are along the ranks and back.
+    """
+
+    num_stages: int
+    chunks: int = 1
+
+    @property
+    def text(self) -> str:
+        """``"2 stages"``, ``"2 stages of 2 chunks"``."""
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.num_stages} stage{'s' * (self.num_stages > 1)}{chunks}"
 
 
 class Option(NamedTuple):
     """Stages times replicas, and what is predicted of them.
 
     Args:
+        stages: one a rank.
         step_s: seconds of a step.
         order: name of the schedule that was predicted.
         memory_bytes: of the fullest device.
         why_not: it cannot be; empty: it can.
+        chunks: of each stage.
     """
 
     stages: int
@@ -45,11 +55,17 @@ class Option(NamedTuple):
     order: str = ""
     memory_bytes: float = inf
     why_not: str = ""
+    chunks: int = 1
+
+    @property
+    def shape(self) -> Stages:
+        """The stages alone."""
+        return Stages(self.stages, self.chunks)
 
     @property
     def text(self) -> str:
         """A line for people."""
-        shape = f"{self.stages} stage{'s' * (self.stages > 1)}"
+        shape = self.shape.text
         shape += f" x {self.data_parallel} replicas" if self.data_parallel > 1 else ""
         if self.why_not:
             return f"{shape}: {self.why_not}"
@@ -69,54 +85,29 @@ def predicted(option: Option, workload: Workload, cluster: Cluster, *, expert: i
     if option.data_parallel % expert:
         why = f"its {option.data_parallel} replicas cannot share experts among {expert}"
         return option._replace(why_not=why)
-    plan = plan_of(Strategy(1, option.stages, option.data_parallel, expert), workload, cluster)
-    if isinstance(plan, Dropped):
-        return option._replace(why_not=plan.text)
-    order = ONE_F_ONE_B.type
+    strategy, order = Strategy(1, option.stages, option.data_parallel, expert), ONE_F_ONE_B.type
+    if option.chunks > 1:
+        found = with_two_chunks(strategy, workload, cluster, micro_batches=option.micro_batches)
+        if found is None:
+            return option._replace(why_not="its steps are too long to be simulated")
+        if isinstance(found, Dropped):
+            return option._replace(why_not=found.text)
+        plan, order = found
+        return option._replace(step_s=plan.step_s, order=order, memory_bytes=_fullest(plan))
+    whole = plan_of(strategy, workload, cluster)
+    if isinstance(whole, Dropped):
+        return option._replace(why_not=whole.text)
     if tuned:
-        plan, order = with_best_schedule(plan, workload, cluster)
-    fullest = max(stage.total for stage in plan.memory)
-    return option._replace(step_s=plan.step_s, order=order, memory_bytes=fullest)
+        whole, order = with_best_schedule(whole, workload, cluster)
+    return option._replace(step_s=whole.step_s, order=order, memory_bytes=_fullest(whole))
 
 
-def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Plan, str]:
-    """The plan with the fastest schedule that ``"adaptive"`` may begin to choose from, and the name of that one.
-
-    A pipeline of too many actions to be simulated keeps 1F1B, as has one that is not flushed its own order.
-    """
-    strategy, count = plan.strategy, plan.micro_batches
-    stages, size = strategy.pipeline, workload.micro_batch_size
-    is_long = 2 * stages * count > SIMULATED_ACTIONS
-    if stages == 1 or is_long or plan.schedule != ONE_F_ONE_B:
-        return plan, plan.schedule.type
-    times = item_times(strategy, workload, cluster)
-    held = [times[first:end] for first, end in pairwise(plan.boundaries)]
-    costs = pipeline_costs(strategy, workload, cluster, plan.boundaries, held)
-    live = live_micro_batches(stages, count)
-    each = [need.activations / number for need, number in zip(plan.memory, live, strict=True)]
-    room = [cluster.memory_bytes - (need.total - need.activations) for need in plan.memory]
-    slacks = SLACKS if stages * count <= FEW else (0.0, 1.0)
-    known = candidates(stages, count * size, [size], {size: each}, room, configured=size, slacks=slacks)
-    planner = Planner(known, stages, count * size)
-    first_s = planner.predict(Candidate(size), costs).step_s
-    best = min((planner.predict(candidate, costs) for candidate in known), key=lambda found: found.step_s)
-    terms: Mapping[str, float] = {**plan.terms, "bubble": max(plan.terms["bubble"] + best.step_s - first_s, 0.0)}
-    peaks = best.candidate.peak_activations(stages, count * size)
-    memory = tuple(
-        replace(need, activations=own * peak) for need, own, peak in zip(plan.memory, each, peaks, strict=True)
-    )
-    name = best.candidate.name.partition(",")[0]
-    return replace(plan, terms=terms, memory=memory, schedule=PipelineSchedule(ADAPTIVE)), name
+def _fullest(plan: Plan) -> float:
+    return max(need.total for need in plan.memory)
 
 
-def with_best_schedules(ranking: Ranking, workload: Workload, cluster: Cluster) -> Ranking:
-    """The ranking of all plans :func:`with_best_schedule`."""
-    found = [with_best_schedule(plan, workload, cluster)[0] for plan in ranking.plans]
-    return replace(ranking, plans=tuple(sorted(found, key=lambda plan: (plan.step_s, plan.strategy, plan.schedule))))
-
-
-def choose(options: Sequence[Option], usual: int) -> Option | None:
-    """The fastest; of those that are nearly as fast the one with the ``usual`` number of stages, else with the fewest.
+def choose(options: Sequence[Option], usual: Stages) -> Option | None:
+    """The fastest; of those that are nearly as fast the ``usual`` one, else of the fewest chunks the fewest stages.
 
     None: none of them can be.
     """
@@ -125,7 +116,7 @@ def choose(options: Sequence[Option], usual: int) -> Option | None:
         return None
     limit = min(option.step_s for option in possible) * (1 + NEAR)
     near = [option for option in possible if option.step_s <= limit]
-    return min(near, key=lambda option: (option.stages != usual, option.stages))
+    return min(near, key=lambda option: (option.shape != usual, option.chunks, option.stages))
 
 
 def slowdown(seconds: Sequence[float], stages: int, *, follows_speed: bool, shares_by_speed: bool = False) -> float:

@@ -7,7 +7,7 @@ from math import ceil, inf, isfinite
 
 from ..schedules.costs import Costs
 from .cluster import Cluster, Fabric
-from .stage_choice import Option, choose, predicted, scaled
+from .stage_choice import Option, Stages, choose, predicted, scaled
 from .workload import Workload
 
 WORTH_A_RESTART = 0.2
@@ -63,7 +63,7 @@ class StagePool:
 
     entries: tuple[Entry, ...]
     cluster: Cluster
-    stages: int
+    stages: Stages
 
     def advice(self, rate: float, slowness: float, restart_s: float) -> Advice | None:
         """Compare all options again; None where no other one is :data:`WORTH_A_RESTART`.
@@ -78,8 +78,8 @@ class StagePool:
         )
         found = [entry.predicted(where, slowness) for entry in self.entries]
         best = choose(found, self.stages)
-        now = next(option for option in found if option.stages == self.stages)
-        if best is None or best.stages == self.stages or best.step_s > (1 - WORTH_A_RESTART) * now.step_s:
+        now = next(option for option in found if option.shape == self.stages)
+        if best is None or best.shape == self.stages or best.step_s > (1 - WORTH_A_RESTART) * now.step_s:
             return None
         steps = ceil(restart_s / (now.step_s - best.step_s)) if isfinite(now.step_s) else 0
         return Advice(now, best, steps)

@@ -62,17 +62,21 @@ def step_terms(
     held = [stages_of(device, routes) for device in range(strategy.pipeline)]
     computed = [[item for stage in own for item in stages[stage]] for own in held]
     slowest = max(computed, key=lambda items: sum(item.total_s for item in items))
-    each = micro_batches // len(routes)
-    terms = {
-        "dense": each * sum(sum(item.dense) for item in slowest),
-        "experts": each * sum(sum(item.experts) for item in slowest),
-        "all_to_all": each * sum(item.all_to_all for item in slowest),
-        "tensor": each * sum(item.tensor for item in slowest),
-    }
+    terms = compute_terms(slowest, micro_batches // len(routes))
     terms["bubble"] = max(pipeline_s - sum(terms.values()), 0.0) if len(stages) > 1 else 0.0
     gradients = GradientCosts(strategy, workload, cluster, share)
     after = gradients.terms(times, boundaries, held, costs, flushes=stream is None)
     return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
+
+
+def compute_terms(items: Sequence[ItemTime], micro_batches: int) -> dict[str, float]:
+    """Seconds in which a device with these items is busy with so many micro-batches, by the first of :data:`TERMS`."""
+    return {
+        "dense": micro_batches * sum(sum(item.dense) for item in items),
+        "experts": micro_batches * sum(sum(item.experts) for item in items),
+        "all_to_all": micro_batches * sum(item.all_to_all for item in items),
+        "tensor": micro_batches * sum(item.tensor for item in items),
+    }
 
 
 def _of_slowest_link(costs: Costs, stream: Stream) -> Costs:
@@ -90,11 +94,17 @@ def pipeline_costs(
     cluster: Cluster,
     boundaries: Sequence[int],
     stages: Sequence[Sequence[ItemTime]],
+    route: Sequence[int] = (),
 ) -> Costs:
-    """Costs for the simulator. Each tensor-parallel rank sends the whole activation to its peer of the next stage."""
+    """Costs for the simulator. Each tensor-parallel rank sends the whole activation to its peer of the next stage.
+
+    Args:
+        route: place of each stage in the pipeline; neighbours or the same. Empty: one stage each.
+    """
     width = strategy.tensor * strategy.data
-    fabrics = [cluster.link(stage * width, (stage + 2) * width - 1) for stage in range(strategy.pipeline - 1)]
-    links = tuple(_link(fabric) for fabric in fabrics)
+    fabrics = [cluster.link(place * width, (place + 2) * width - 1) for place in range(strategy.pipeline - 1)]
+    hops = pairwise(route or range(strategy.pipeline))
+    links = tuple(Link() if here == there else _link(fabrics[min(here, there)]) for here, there in hops)
     return Costs(
         forward_s=tuple(sum(item.forward_s for item in stage) for stage in stages),
         backward_s=tuple(sum(item.backward_s for item in stage) for stage in stages),

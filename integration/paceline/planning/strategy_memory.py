@@ -10,10 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..schedules.asynchronous import ONE_DIRECTION
+from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream
 from .blocks import Block, Device, DoesNotFit
 from .memory import ItemMemory, StageMemory, States, stage_memory
 from .partition import partition
+from .shared_devices import held_by
 from .stages import over_items, plan_stages
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime
@@ -47,14 +49,15 @@ class Share:
 
 def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule = ONE_F_ONE_B) -> Share:
     """Cut by tensor and expert parallelism. Without a flush, masters have memory of their own; with several directions
-    states are sharded whatever ZeRO is."""
+    states are sharded whatever ZeRO is. A device that holds the embedding and the head has weights that they share
+    once."""
     tensor, last = strategy.tensor, len(workload.items) - 1
     imbalance = workload.imbalance(strategy.expert)
     items, experts = [], []
     for index, item in enumerate(workload.items):
         memory = item.memory
         count = memory.num_parameters - item.expert_parameters
-        if index == last and strategy.pipeline == 1:
+        if index == last and (strategy.pipeline == 1 or schedule.chunks > 1):
             count -= workload.tied_parameters
         routed = item.expert_saved_bytes
         saved = memory.saved_bytes - routed + routed * imbalance.get(index, 1.0)
@@ -68,7 +71,7 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
     states = replace(
         workload.states,
         shard=workload.states.shard or schedule.directions > 1,
-        beside=schedule != ONE_F_ONE_B,
+        beside=not schedule.flushes,
     )
     return Share(
         tuple(items),
@@ -86,6 +89,24 @@ def boundaries_of(
     if stages == 1:
         return (0, len(items))
     live = live_micro_batches(stages, micro_batches)
+    blocks = _blocks(share, times)
+    message = max(item.output_bytes for item in items)
+    beside = max(item.working_bytes for item in items) + (3 + live[0]) * message
+    # What a stage works with depends on its layers: without room for the most of it, too much may seem to fit.
+    for limit in (max(memory_bytes - beside, 0.0), memory_bytes):
+        with suppress(DoesNotFit):
+            return over_items(partition(blocks, [Device(1.0, limit)] * stages, live=live).boundaries)
+    return over_items(partition(blocks, [Device()] * stages).boundaries)
+
+
+def even_boundaries(share: Share, times: Sequence[ItemTime], stages: int) -> tuple[int, ...]:
+    """The split over items whose slowest stage is fastest, whatever it needs."""
+    return over_items(partition(_blocks(share, times), [Device()] * stages).boundaries)
+
+
+def _blocks(share: Share, times: Sequence[ItemTime]) -> list[Block]:
+    """One a decoder layer, with the embedding and the head at the ends."""
+    items = share.items
     last = len(items) - 3
     blocks = []
     for layer in range(last + 1):
@@ -98,32 +119,35 @@ def boundaries_of(
                 live_bytes=sum(item.saved_bytes for item in items[held]),
             )
         )
-    message = max(item.output_bytes for item in items)
-    beside = max(item.working_bytes for item in items) + (3 + live[0]) * message
-    # What a stage works with depends on its layers: without room for the most of it, too much may seem to fit.
-    for limit in (max(memory_bytes - beside, 0.0), memory_bytes):
-        with suppress(DoesNotFit):
-            return over_items(partition(blocks, [Device(1.0, limit)] * stages, live=live).boundaries)
-    return over_items(partition(blocks, [Device()] * stages).boundaries)
+    return blocks
 
 
 def memory_of(share: Share, boundaries: Sequence[int], micro_batches: int) -> tuple[StageMemory, ...]:
     """Memory of each rank of each stage, under 1F1B."""
-    stages = []
-    for stage, live in enumerate(live_micro_batches(len(boundaries) - 1, micro_batches)):
-        need = stage_memory(share.items, boundaries, stage, share.dense, live)
-        _, experts = share.parameters(boundaries[stage], boundaries[stage + 1])
-        weights, gradients, masters, moments = share.of_experts.of(experts)
-        stages.append(
-            replace(
-                need,
-                weights=need.weights + weights,
-                gradients=need.gradients + gradients,
-                masters=need.masters + masters,
-                moments=need.moments + moments,
-            )
-        )
-    return tuple(stages)
+    return tuple(
+        _with_experts(stage_memory(share.items, boundaries, stage, share.dense, live), share, boundaries, [stage])
+        for stage, live in enumerate(live_micro_batches(len(boundaries) - 1, micro_batches))
+    )
+
+
+def memory_of_devices(share: Share, boundaries: Sequence[int], schedule: Schedule) -> tuple[StageMemory, ...]:
+    """Memory of each device where one holds several stages of one direction; what is deferred counts as live."""
+    return tuple(
+        _with_experts(held.memory(share.items, boundaries, share.dense), share, boundaries, held.stages)
+        for held in held_by(schedule, None)
+    )
+
+
+def _with_experts(need: StageMemory, share: Share, boundaries: Sequence[int], stages: Sequence[int]) -> StageMemory:
+    experts = sum(share.parameters(boundaries[stage], boundaries[stage + 1])[1] for stage in stages)
+    weights, gradients, masters, moments = share.of_experts.of(experts)
+    return replace(
+        need,
+        weights=need.weights + weights,
+        gradients=need.gradients + gradients,
+        masters=need.masters + masters,
+        moments=need.moments + moments,
+    )
 
 
 def stages_without_flush(

@@ -42,20 +42,30 @@ class Strategy(NamedTuple):
 
 
 class PipelineSchedule(NamedTuple):
-    """The order in which the stages of a pipeline compute: 1F1B, or one without a flush, whose gradients are late.
+    """The order in which the stages of a pipeline compute: 1F1B, what ``"adaptive"`` chooses, or one without a flush,
+    whose gradients are late.
 
     Args:
         type: as ``paceline.pipeline.schedule.type``.
         directions: P, pipelines over the same devices.
+        chunks: stages of the one direction that each device holds.
     """
 
     type: str = "1f1b"
     directions: int = 1
+    chunks: int = 1
 
     @property
     def suffix(self) -> str:
-        """``_multidirection2``, ``_one_direction``; of 1F1B nothing."""
+        """``_multidirection2``, ``_one_direction``, ``_chunks2``; of 1F1B nothing."""
+        if self.chunks > 1:
+            return f"_chunks{self.chunks}"
         return {MULTIDIRECTION: f"_{self.type}{self.directions}", ONE_DIRECTION: f"_{self.type}"}.get(self.type, "")
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a step ends before the next begins."""
+        return self.type not in asynchronous.STREAMS
 
     def stream(self, num_stages: int, num_micro_batches: int) -> Stream | None:
         """The order with the fewest micro-batches a step, at most so many, that repeats as the whole step does: without
@@ -70,7 +80,10 @@ class PipelineSchedule(NamedTuple):
 
     def to_dict(self) -> dict[str, str | int]:
         """The section's ``pipeline.schedule``."""
-        return {key: value for key, value in self._asdict().items() if key == "type" or self.type == MULTIDIRECTION}
+        found: dict[str, str | int] = {"type": self.type}
+        if self.type == MULTIDIRECTION:
+            found["directions"] = self.directions
+        return found | ({"chunks": self.chunks} if self.chunks > 1 else {})
 
 
 ONE_F_ONE_B = PipelineSchedule()

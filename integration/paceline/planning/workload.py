@@ -54,6 +54,7 @@ class Workload:
         capacity_factor: c, where a gate lets an expert have c · rows / E at most.
         worst: experts get what the gate permits at most, and ``loads`` are not looked at.
         rebalanced: experts are placed by ``loads``; otherwise in order.
+        recomputes: backwards compute the layers' activations anew.
 
     Raises:
         ValueError: sizes or loads that cannot be.
@@ -74,6 +75,7 @@ class Workload:
     capacity_factor: float | None = None
     worst: bool = False
     rebalanced: bool = False
+    recomputes: bool = False
     _imbalance: dict[int, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
+from ..planning.stage_choice import Stages
 from ..planning.stage_pool import StagePool, rate_of, seconds_of
 from ..planning.tuning import Proposal
 from ..schedules.costs import Costs
@@ -47,11 +48,11 @@ class OtherPlans:
         self._first: tuple[float, float] | None = None
         self._last: tuple[float, float] = 1.0, 1.0
         """Changes at the last comparison."""
-        self._told: int | None = None
+        self._told: Stages | None = None
         """Stages of the last advice."""
 
     def propose(self, steps: int) -> Proposal[Any, Any] | None:
-        """Log what a restart would bring, once for each number of stages."""
+        """Log what a restart would bring, once for each option."""
         if not self._agreement.decides or self._size not in self._costs.sizes():
             return None
         costs = self._costs.costs(self._size)
@@ -71,14 +72,14 @@ class OtherPlans:
         except Exception as error:  # training can do without
             logger.warning("plan: other numbers of stages are not compared: %s: %s", type(error).__name__, error)
             return None
-        if advice is not None and advice.better.stages != self._told:
+        if advice is not None and advice.better.shape != self._told:
             logger.info(
                 "plan: links are %.3g times as fast as at first, a micro-batch takes %.3g times as long. Now the "
                 "fastest is %s; as it runs, %s. A restart from the last checkpoint that plans anew (in the job: "
                 "--replan) pays after %d steps",
                 *(faster, slower, advice.better.text, advice.now.text, advice.steps),
             )
-        self._told = None if advice is None else advice.better.stages
+        self._told = None if advice is None else advice.better.shape
         return None
 
     def apply(self, change: Any) -> Any:

@@ -1,7 +1,7 @@
 """Number of stages, schedule and partition that a JSON leaves to the run, by what this cluster is measured to do.
 
-Layers, links and the optimizer are measured on the ranks that are to train. For each number of stages the step is
-predicted as ``paceline plan`` predicts it, and the fastest is taken.
+Layers, links and the optimizer are measured on the ranks that are to train. For each number of stages, whole or in two
+chunks a rank, the step is predicted as ``paceline plan`` predicts it, and the fastest is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..comm.staging import ranks_sharing
 from ..config import RunPlan
 from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
-from ..config.stage_counts import PARTITION, STAGES, TYPE
+from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_for_chunks, has_stages
 from ..hf.layer_profile import fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
@@ -32,7 +32,7 @@ from ..measure.collectives import agreed
 from ..measure.profile_file import Profile, device_profile
 from ..planning.cluster import Cluster
 from ..planning.memory import States
-from ..planning.stage_choice import Option, choose, scaled, slowdown
+from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
 from ..supervise.watch import EVERYONE, WATCH
 from .hetero import Shape
@@ -107,7 +107,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
 def plan_stages(
     hf_config: PretrainedConfig,
     control: ControlPlane,
-    options: Mapping[int, RunPlan],
+    options: Mapping[Stages, RunPlan],
     usual: RunPlan,
     shape: Shape,
     trained: Callable[[], float] | None,
@@ -118,7 +118,7 @@ def plan_stages(
     Collective, and the same on all ranks.
 
     Args:
-        options: by number of stages, all of the same samples a step.
+        options: by stages, all of the same samples a step.
         usual: the one that is taken where others are no faster.
         shape: of a micro-batch, to measure with.
         trained: share of the parameters that is trained; None: all.
@@ -145,7 +145,7 @@ def plan_stages(
 def _chosen(
     hf_config: PretrainedConfig,
     control: ControlPlane,
-    options: Mapping[int, RunPlan],
+    options: Mapping[Stages, RunPlan],
     usual: RunPlan,
     measured: Measured,
     trained: Callable[[], float] | None,
@@ -158,25 +158,24 @@ def _chosen(
             share = 1.0 if trained is None else trained()
             pool = entries(hf_config, options, measured, trained=share)
             found = [entry.predicted(measured.cluster) for entry in pool]
-            best = choose(found, usual.stages if kept is None else kept[STAGES])
+            best = choose(found, Stages(usual.stages) if kept is None else stages_kept(kept))
             _tell(measured, found, time.perf_counter() - begun)
-            taken = None if best is None else options[best.stages]
+            taken = None if best is None else options[best.shape]
             if taken is not None and taken.data_parallel > 1:
                 _advise_shares(taken, measured)
             if kept is not None:
                 chosen = as_before(options, kept)
-                _tell_better(best, next(option for option in found if option.stages == chosen.stages))
+                _tell_better(best, next(option for option in found if option.shape == stages_of(chosen)))
             elif best is not None:
-                unasked = usual.section.pipeline.schedule is None
-                chosen = _with_reasons(options[best.stages], best, found, measured, unasked=unasked)
+                chosen = _with_reasons(options[best.shape], best, found, measured, usual)
             if chosen is not None:
-                chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, chosen.stages))
+                chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, stages_of(chosen)))
     result: RunPlan | None = control.from_first(chosen)
     return result
 
 
 def entries(
-    hf_config: PretrainedConfig, options: Mapping[int, RunPlan], measured: Measured, *, trained: float
+    hf_config: PretrainedConfig, options: Mapping[Stages, RunPlan], measured: Measured, *, trained: float
 ) -> list[Entry]:
     """All options, with what their steps are predicted from.
 
@@ -184,8 +183,8 @@ def entries(
         trained: share of the parameters that is trained.
     """
     profile, found = measured.profile, []
-    for stages, plan in options.items():
-        option = Option(stages, plan.data_parallel, plan.micro_batch_size, plan.micro_batches)
+    for (stages, chunks), plan in options.items():
+        option = Option(stages, plan.data_parallel, plan.micro_batch_size, plan.micro_batches, chunks=chunks)
         states = replace(States.from_config(plan.ds_config, 1), trained=trained)
         sizes = WorkloadShape(
             getattr(torch, profile.dtype),
@@ -221,25 +220,43 @@ def _may_follow_speed(plan: RunPlan) -> bool:
 
 
 def _with_reasons(
-    plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured, *, unasked: bool
+    plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured, usual: RunPlan
 ) -> RunPlan:
-    others = [f"{other.step_s:.4g} with {other.stages}" for other in options if other != best and not other.why_not]
+    """``plan``, which is the ``best`` of all ``options``, with what was chosen for it beyond the JSON of ``usual``."""
+    others = [f"{other.step_s:.4g} with {other.shape.text}" for other in options if other != best and not other.why_not]
     why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
-    chosen = {STAGES: Choice(best.stages, why)}
+    chosen = {} if has_stages(usual.section, usual.ds_config) else {STAGES: Choice(best.stages, why)}
     if best.stages > 1 and _follows_speed(plan, measured) and plan.partition_choice.method != HETERO:
         times = max(measured.rank_s) / min(measured.rank_s)
         chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")
-    if plan.schedule.is_tuned and unasked:
+    if plan.schedule.is_tuned and usual.section.pipeline.schedule is None:
         chosen[TYPE] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
+    if best.chunks > 1 or asks_for_chunks(usual.section):
+        chosen[PLANNED_CHUNKS] = Choice(best.chunks, why)
     return _planned(plan, chosen)
 
 
-def as_before(options: Mapping[int, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
+def stages_of(plan: RunPlan) -> Stages:
+    """The stages of a plan."""
+    return Stages(plan.stages, plan.schedule.chunks or 1)
+
+
+def stages_kept(kept: Mapping[str, Any]) -> Stages:
+    """The stages that an earlier start of this run has chosen."""
+    return Stages(kept[STAGES], kept.get(PLANNED_CHUNKS, 1))
+
+
+def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
     """The option that an earlier start of this run has chosen; what the JSON says by now goes before."""
-    plan = options[kept[STAGES]]
-    is_open = {STAGES: True, PARTITION: _may_follow_speed(plan), TYPE: plan.schedule.type == kept.get(TYPE)}
+    plan = options[stages_kept(kept)]
+    are_written = len(options) > len({stages.num_stages for stages in options}) == 1
+    is_open = {
+        STAGES: not are_written,
+        PARTITION: _may_follow_speed(plan),
+        TYPE: plan.schedule.type == kept.get(TYPE),
+    }
     why = "as before the checkpoint; --replan chooses anew"
-    return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open[path]})
+    return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open.get(path, True)})
 
 
 def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
@@ -249,13 +266,13 @@ def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
         method = {"method": chosen[PARTITION].value}
         partition = (section.pipeline.partition or PartitionConfig()).model_copy(update=method)
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
-    planned = {path: choice.value for path, choice in chosen.items()}
+    planned = {STAGES: plan.stages, **{path: choice.value for path, choice in chosen.items()}}
     return replace(plan, section=section, chosen=chosen, planned=planned)
 
 
 def _tell_better(best: Option | None, now: Option) -> None:
     """Say if the run would be planned in another way than the one in which it goes on."""
-    if best is not None and best.stages != now.stages:
+    if best is not None and best.shape != now.shape:
         logger.info(
             "plan: the run goes on as before the checkpoint, with %s. Now the fastest is %s: --replan takes it",
             *(now.text, best.text),

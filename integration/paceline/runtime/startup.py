@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, value_at
-from ..config.stage_counts import STAGES, is_planned, states_fit
+from ..config.stage_counts import asks_for_chunks, has_stages, is_planned, may_have_chunks, states_fit
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.weights import skeleton
@@ -31,11 +32,12 @@ from ..moe.hf_experts import experts_of
 from ..planning.blocks import Device, DoesNotFit
 from ..planning.divisors import divisors
 from ..planning.memory import ItemMemory, States
+from ..planning.stage_choice import Stages
 from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
 from .hetero import Shape, hetero_boundaries
 from .module import CausalLMPipeline, Item, items_of, partition_items
-from .plan_at_start import as_before, plan_stages
+from .plan_at_start import as_before, plan_stages, stages_kept
 
 logger = logging.getLogger("paceline")
 
@@ -111,21 +113,26 @@ def plan_for(
     usual = filled(without_schedule, None)
     planned, samples = None, usual.chosen.get(TRAIN_BATCH)
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
-    options: dict[int, RunPlan] = {}
+    options: dict[Stages, RunPlan] = {}
+    recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
     if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
-        roomy = {s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])}
-        before = set() if kept is None else {kept[STAGES]}  # though less memory may be free by now
-        options = _options(without_schedule, usual, section, filled, sorted(roomy | before | {usual.stages}))
-        if kept is not None and kept[STAGES] not in options:
+        counts = {usual.stages}
+        if not has_stages(section, ds_config):
+            counts |= {s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])}
+            counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
+        chunks = (1, 2) if may_have_chunks(section) and not recomputes else (1,)
+        options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
+        if kept is not None and stages_kept(kept) not in options:
             if dist.get_rank() == 0:
                 logger.warning(
-                    "plan: the checkpoint's %d stages do not go with these flags and JSON: chosen anew", kept[STAGES]
+                    "plan: the checkpoint's %s do not go with these flags and JSON: chosen anew", stages_kept(kept).text
                 )
             kept = None
-    elif section.pipeline.stages == PLAN and dist.get_rank() == 0:
+    elif (section.pipeline.stages == PLAN or asks_for_chunks(section)) and dist.get_rank() == 0:
         logger.warning(
-            'plan: paceline.pipeline.stages is "plan", and this run cannot plan them: it takes several ranks, a model '
-            "that is not quantised, the schedule 1f1b or adaptive, and no boundaries; it starts with %d",
+            'plan: paceline.pipeline.stages or schedule.chunks is "plan", and this run cannot plan them: it takes '
+            "several ranks, a model that is not quantised, the schedule 1f1b or adaptive, and no boundaries; it starts "
+            "with %d",
             usual.stages,
         )
     if len(options) == 1 and kept is not None and len(kept) > 1:
@@ -135,7 +142,7 @@ def plan_for(
             dtype_of(usual.ds_config),
             usual.micro_batch_size,
             tokens_of_sample(sequence_length, hf_config),
-            gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval")),
+            recomputes,
         )
         planned = plan_stages(hf_config, control, options, usual, shape, trained, kept)
     if planned is not None:
@@ -168,30 +175,42 @@ def _options(
     section: PacelineConfig,
     filled: Callable[[Mapping[str, Any], int | None, PacelineConfig], RunPlan],
     stages: Iterable[int],
-) -> dict[int, RunPlan]:
-    """Plans by number of stages, with the same samples a step in micro-batches of the same size.
+    chunks: Iterable[int],
+) -> dict[Stages, RunPlan]:
+    """Plans by stages, with the same samples a step in micro-batches of the same size.
 
-    A schedule that is left out is ``"adaptive"``, where nothing excludes it.
+    A schedule that is left out is ``"adaptive"``, where nothing excludes it; several chunks have no other. Where one
+    number of stages is left, that of chunks alone is no choice that a run makes unasked.
     """
     same = {**ds_config, TRAIN_BATCH: usual.train_batch_size, MICRO_BATCH: usual.micro_batch_size}
-    found: dict[int, RunPlan] = {}
-    refused: dict[int, str] = {}
-    for count in stages:
-        for kind in ("adaptive", None) if section.pipeline.schedule is None and count > 1 else (None,):
-            update: dict[str, Any] = {"stages": count}
-            if kind is not None:
-                update["schedule"] = ScheduleConfig(type=kind)
+    schedule = section.pipeline.schedule
+    tuned = ScheduleConfig(type="adaptive") if schedule is None else schedule
+    found: dict[Stages, RunPlan] = {}
+    refused: dict[Stages, str] = {}
+    tried: list[ScheduleConfig | None]
+    for shape in map(Stages._make, product(stages, chunks)):
+        if shape.chunks > 1:
+            tried = [tuned.model_copy(update={"chunks": shape.chunks})] if shape.num_stages > 1 else []
+        elif schedule is None:
+            tried = [tuned, None] if shape.num_stages > 1 else [None]
+        else:
+            tried = [schedule.model_copy(update={"chunks": 1}) if schedule.chunks == PLAN else schedule]
+        for one in tried:
+            update = {"stages": shape.num_stages, "schedule": one}
             written = section.model_copy(update={"pipeline": section.pipeline.model_copy(update=update)})
             try:
-                found[count] = filled(same, None, written)
+                found[shape] = filled(same, None, written)
                 break
             except ValueError as error:
-                refused[count] = str(error)
+                refused[shape] = str(error)
+    is_asked = section.pipeline.stages == PLAN or asks_for_chunks(section)
+    if not is_asked and len({shape.num_stages for shape in found}) == 1:
+        found = {shape: plan for shape, plan in found.items() if shape.chunks == 1}
     if len(found) < 2 and refused and dist.get_rank() == 0:
-        level = logging.INFO if section.pipeline.stages == PLAN else logging.DEBUG
+        level = logging.INFO if is_asked else logging.DEBUG
         logger.log(level, "plan: these batch sizes and layers leave one number of stages to choose from")
-        for count, why in refused.items():
-            logger.debug("plan: not %d stages: %s", count, why)
+        for shape, why in refused.items():
+            logger.debug("plan: not %s: %s", shape.text, why)
     return found
 
 

@@ -1,0 +1,204 @@
+"""The schedule that ``"adaptive"`` would choose for a pipeline that is predicted, with one stage a device or two.
+
+Candidates are the tuner's, but for orders that are made for measured costs. Until backwards were split, half of one
+counts as gradients of weights, and what these need as all that the micro-batch kept before. What a device sends at a
+time shares its rate: activations one way and gradients the other, and with two stages a device those of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf, isfinite
+
+from ..schedules.costs import Costs
+from ..schedules.families import ZBV, v_route
+from ..schedules.schedule import Schedule
+from ..schedules.split_families import SPLIT_FAMILIES
+from .candidates import FEW, IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
+from .choose import Planner, Prediction
+from .cluster import Cluster
+from .gradient_costs import GradientCosts
+from .memory import StageMemory, stage_memory
+from .strategy import MEMORY, Dropped, Plan, Ranking
+from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs
+from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
+from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
+from .strategy_times import ItemTime, item_times
+from .workload import Workload
+
+ADAPTIVE = "adaptive"
+TWO_CHUNKS = PipelineSchedule(ADAPTIVE, chunks=2)
+NEAR = 0.03
+"""Share of a step by which an option must be faster than the usual one: two measurements differ by as much."""
+WEIGHTS = 0.5
+"""Share of a backward that is the gradients of weights."""
+
+
+def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Plan, str]:
+    """The plan with the fastest schedule of one stage a device that ``"adaptive"`` may choose, and that one's name.
+
+    A pipeline of too many actions to be simulated keeps 1F1B, as has one that is not flushed its own order.
+    """
+    strategy, count = plan.strategy, plan.micro_batches
+    stages, size = strategy.pipeline, workload.micro_batch_size
+    if stages == 1 or _is_long(stages, count) or plan.schedule != ONE_F_ONE_B:
+        return plan, plan.schedule.type
+    times = item_times(strategy, workload, cluster)
+    weights_s = _weights_s(workload, times)
+    held = [times[first:end] for first, end in pairwise(plan.boundaries)]
+    live = live_micro_batches(stages, count)
+    each = [need.activations / number for need, number in zip(plan.memory, live, strict=True)]
+    costs = replace(
+        pipeline_costs(strategy, workload, cluster, plan.boundaries, held),
+        weight_s=_by_stage(weights_s, plan.boundaries),
+        activation_bytes=tuple(each),
+    )
+    costs = _sharing_what_is_sent(costs, range(stages))
+    room = _room(plan.memory, cluster)
+    slacks = SLACKS if stages * count <= FEW else (0.0, 1.0)
+    samples = count * size
+    known = candidates(stages, samples, [size], {size: each}, room, configured=size, slacks=slacks)
+    if not workload.recomputes:
+        known = (*known, *that_fit(SPLIT_IN_LINE, stages, samples, {size: costs}, room))
+    best = _fastest(known, stages, samples, costs)
+    terms = {**plan.terms, "bubble": max(best.step_s - sum(plan.terms[name] for name in TERMS[:4]), 0.0)}
+    if best.candidate.family:
+        gradients = GradientCosts(strategy, workload, cluster, share_of(strategy, workload))
+        after = gradients.terms_of_split(weights_s, plan.boundaries, [(stage,) for stage in range(stages)])
+        terms |= dict(zip(TERMS[5:], after, strict=True))
+    peaks = best.candidate.peak_activations(stages, samples)
+    memory = tuple(
+        replace(need, activations=own * peak) for need, own, peak in zip(plan.memory, each, peaks, strict=True)
+    )
+    return replace(plan, terms=terms, memory=memory, schedule=PipelineSchedule(ADAPTIVE)), _name(best)
+
+
+def with_two_chunks(
+    strategy: Strategy, workload: Workload, cluster: Cluster, *, micro_batches: int, within_s: float = inf
+) -> tuple[Plan, str] | Dropped | None:
+    """A pipeline whose devices hold two stages each, along the devices and back, with the fastest of its schedules.
+
+    Args:
+        within_s: a step that certainly takes longer is not simulated.
+
+    Returns:
+        The plan and the name of its schedule; why it cannot be; or None: it takes longer than ``within_s``, or is too
+        long to be simulated.
+    """
+    stages, size = strategy.pipeline, workload.micro_batch_size
+    if not may_have_two_chunks(workload, stages) or _is_long(stages, micro_batches):
+        return None
+    share, times = share_of(strategy, workload, TWO_CHUNKS), item_times(strategy, workload, cluster)
+    boundaries = even_boundaries(share, times, 2 * stages)
+    weights_s = _weights_s(workload, times, head_is_tied=bool(workload.tied_parameters))
+    route = v_route(stages)
+    stage_times = [times[first:end] for first, end in pairwise(boundaries)]
+    held = [(rank, 2 * stages - 1 - rank) for rank in range(stages)]
+    computed = [[time for stage in own for time in stage_times[stage]] for own in held]
+    terms = compute_terms(max(computed, key=lambda items: sum(item.total_s for item in items)), micro_batches)
+    gradients = GradientCosts(strategy, workload, cluster, share)
+    after = dict(zip(TERMS[5:], gradients.terms_of_split(weights_s, boundaries, held), strict=True))
+    each = [stage_memory(share.items, boundaries, stage, share.dense, 1).activations for stage in range(2 * stages)]
+    costs = pipeline_costs(strategy, workload, cluster, boundaries, stage_times, route)
+    costs = replace(costs, weight_s=_by_stage(weights_s, boundaries), activation_bytes=tuple(each))
+    if _least_s(costs, stages, micro_batches) + sum(after.values()) >= within_s:
+        return None
+    first = memory_of_devices(share, boundaries, SPLIT_FAMILIES[ZBV](stages, micro_batches))
+    number, most = max(enumerate(first), key=lambda entry: entry[1].total)
+    if most.total > cluster.memory_bytes:
+        text = f"rank {number} needs {most.total / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB"
+        return Dropped(strategy, MEMORY, text, TWO_CHUNKS)
+    samples = micro_batches * size
+    known = that_fit(IN_V, stages, samples, {size: costs}, _room(first, cluster))
+    best = _fastest(known, stages, samples, _sharing_what_is_sent(costs, route))
+    order = best.candidate.schedule(stages, samples)
+    assert isinstance(order, Schedule)
+    memory = first if best.candidate.family == ZBV else memory_of_devices(share, boundaries, order)
+    terms["bubble"] = max(best.step_s - sum(terms.values()), 0.0)
+    return Plan(strategy, boundaries, micro_batches, memory, terms | after, True, TWO_CHUNKS), _name(best)
+
+
+def may_have_two_chunks(workload: Workload, stages: int) -> bool:
+    """Whether so many devices may hold two stages each: each stage has a layer; and what a split backward would leave
+    for later is unknown where backwards compute activations anew."""
+    return 1 < stages <= workload.num_layers // 2 and not workload.recomputes
+
+
+def with_best_schedules(ranking: Ranking, workload: Workload, cluster: Cluster) -> Ranking:
+    """The ranking of all plans :func:`with_best_schedule`, and of pipelines :func:`with_two_chunks` that are clearly
+    faster than with one stage a device."""
+    found = [with_best_schedule(plan, workload, cluster)[0] for plan in ranking.plans]
+    for plan in tuple(found):
+        if plan.schedule.flushes:
+            within_s, count = (1 - NEAR) * plan.step_s, plan.micro_batches
+            more = with_two_chunks(plan.strategy, workload, cluster, micro_batches=count, within_s=within_s)
+            if more is not None and not isinstance(more, Dropped) and more[0].step_s < within_s:
+                found.append(more[0])
+    return replace(ranking, plans=tuple(sorted(found, key=lambda plan: (plan.step_s, plan.strategy, plan.schedule))))
+
+
+def _is_long(stages: int, micro_batches: int) -> bool:
+    return 2 * stages * micro_batches > SIMULATED_ACTIONS
+
+
+def _fastest(known: Sequence[Candidate], stages: int, samples: int, costs: Costs) -> Prediction:
+    """The fastest; among equals the first. Where messages share what a device sends, no step gets shorter by it: the
+    simulation without, which takes a third of the time, tells which need not be looked at."""
+    planner = Planner(known, stages, samples)
+    alone = replace(costs, hosts=(), egress_bytes_per_s=())
+    found = sorted((planner.predict(candidate, alone) for candidate in known), key=lambda each: each.step_s)
+    if not costs.hosts:
+        return found[0]
+    best = planner.predict(found[0].candidate, costs)
+    for bound in found[1:]:
+        if bound.step_s >= best.step_s:
+            break
+        best = min(best, planner.predict(bound.candidate, costs), key=lambda each: each.step_s)
+    return best
+
+
+def _least_s(costs: Costs, stages: int, micro_batches: int) -> float:
+    """Seconds that no order in V goes below: a device begins when a micro-batch has come to it, and has its work."""
+    filled_s = least_s = 0.0
+    for rank in range(stages):
+        own = (rank, 2 * stages - 1 - rank)
+        work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] for stage in own)
+        least_s = max(least_s, filled_s + micro_batches * work_s)
+        link = costs.down[rank]
+        filled_s += costs.forward_s[rank] + costs.message_bytes[rank] / link.bytes_per_s + link.latency_s
+    return least_s
+
+
+def _sharing_what_is_sent(costs: Costs, route: Sequence[int]) -> Costs:
+    """Costs where all that a device sends at a time shares the rate of its fastest link."""
+    rates: dict[int, float] = {}
+    for stage, (here, there) in enumerate(pairwise(route)):
+        if here != there:
+            for rank, link in ((here, costs.down[stage]), (there, costs.up[stage])):
+                rates[rank] = max(rates.get(rank, 0.0), link.bytes_per_s)
+    if len(route) < 3 or not any(map(isfinite, rates.values())):
+        return costs  # each device sends to one, or nothing takes time
+    ranks = range(max(route) + 1)
+    return replace(costs, hosts=tuple(ranks), egress_bytes_per_s=tuple(rates[rank] for rank in ranks))
+
+
+def _weights_s(workload: Workload, times: Sequence[ItemTime], *, head_is_tied: bool = False) -> list[float]:
+    """Seconds of each item's gradients of weights. A head that is tied to an embedding of its device has them with
+    those of inputs."""
+    found = [WEIGHTS * workload.states.trained * (time.dense[1] + time.experts[1]) for time in times]
+    return [*found[:-1], 0.0 if head_is_tied else found[-1]]
+
+
+def _by_stage(seconds: Sequence[float], boundaries: Sequence[int]) -> tuple[float, ...]:
+    return tuple(sum(seconds[first:end]) for first, end in pairwise(boundaries))
+
+
+def _room(memory: Sequence[StageMemory], cluster: Cluster) -> list[float]:
+    """Bytes for activations on each device."""
+    return [cluster.memory_bytes - (need.total - need.activations) for need in memory]
+
+
+def _name(best: Prediction) -> str:
+    return best.candidate.name.partition(",")[0]
