@@ -1,10 +1,11 @@
 """Is the number of stages that a run chooses at its start the fastest one? Planned, then trained with each of them.
 
     python tests/benchmarks/plan_at_start.py [--hosts 4 2] [--mbit 100 1000 off] [--models llama lora mixtral]
-        [--rounds 2] [--steps 4]
+        [--rounds 2] [--steps 4] [--samples 32] [--stages 2]
 
-Needs root (tests/lab). In each world (hosts, their links, the model) one run plans; then runs with each number of
-stages train on the same samples, in turns. Computing and sockets are real; ranks share this machine's cores.
+Needs root (tests/lab). In each world (hosts, their links, the model, samples of a step) one run plans; then runs with
+each number of stages, whole and in two chunks a rank, train on the same samples, in turns. With ``--stages`` the run
+plans only the chunks. Computing and sockets are real; ranks share this machine's cores.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from facts import facts
 from lab.hosts import Hosts, available
 from lab.training import mbit
 
-LENGTH, MICRO_BATCH, SAMPLES, PATIENCE_S = 64, 2, 32, 600.0
-PREDICTED = re.compile(r"^(\d+) stages?\b.*: (\S+) s a step")
+LENGTH, MICRO_BATCH, PATIENCE_S = 64, 2, 600.0
+PREDICTED = re.compile(r"^(\d+) stages?(?: of (\d+) chunks)?\b.*: (\S+) s a step")
 MODELS = ("llama", "lora", "mixtral")
 """A Llama with all weights trained or with LoRA, and a Mixtral of eight experts on each rank."""
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a run, behind eight that do not count")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--samples", type=int, nargs="+", default=[32], help="of a step, in micro-batches of 2")
+    parser.add_argument("--stages", type=int, help="of all runs, which plan chunks alone (default: planned too)")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -51,10 +54,10 @@ def main() -> None:
     if reason := available():
         sys.exit(reason)
     worlds = []
-    for num_hosts, rate, model in product(args.hosts, args.mbit, args.models):
-        world = {"layers": args.layers, "model": model, "steps": args.steps}
-        found = look_at(num_hosts, rate, world, args.rounds)
-        worlds.append({"hosts": num_hosts, "mbit": rate, "model": model, **found})
+    for num_hosts, rate, model, samples in product(args.hosts, args.mbit, args.models, args.samples):
+        world = {"layers": args.layers, "model": model, "steps": args.steps, "samples": samples}
+        found = look_at(num_hosts, rate, world, args.rounds, args.stages)
+        worlds.append({"hosts": num_hosts, "mbit": rate, "model": model, "samples": samples, **found})
         print(json.dumps(worlds[-1]), flush=True)
     behind = [world["behind_fastest"] for world in worlds]
     errors = [error for world in worlds for error in world["errors"].values()]
@@ -69,9 +72,17 @@ def main() -> None:
     args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def look_at(num_hosts: int, rate: float | None, world: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """One world: what is planned, and seconds of a step with each number of stages."""
-    seconds: dict[int, list[float]] = {stages: [] for stages in (1, 2, 4) if stages <= num_hosts}
+def look_at(
+    num_hosts: int, rate: float | None, world: dict[str, Any], rounds: int, given: int | None
+) -> dict[str, Any]:
+    """One world: what is planned, and seconds of a step with each number of stages and of chunks.
+
+    Args:
+        given: stages of all runs; None: they are planned too.
+    """
+    counts = [stages for stages in (1, 2, 4) if stages <= num_hosts and given in (None, stages)]
+    shapes = [(stages, chunks) for stages in counts for chunks in ((1, 2) if stages > 1 else (1,))]
+    seconds: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
     with Hosts(num_hosts, mbit=rate) as hosts:
 
         def run(**more: Any) -> dict[str, Any]:
@@ -81,22 +92,33 @@ def look_at(num_hosts: int, rate: float | None, world: dict[str, Any], rounds: i
             found: dict[str, Any] = json.loads(line.removeprefix("found "))
             return found
 
-        planned = run(steps=1)
+        planned = run(steps=1, stages=given or "plan", chunks="plan")
         for _ in range(rounds):
-            for stages, known in seconds.items():
-                known.extend(run(stages=stages)["seconds"])
-    measured = {stages: statistics.median(known) for stages, known in seconds.items()}
+            for (stages, chunks), known in seconds.items():
+                known.extend(run(stages=stages, chunks=chunks)["seconds"])
+    measured = {shape: statistics.median(known) for shape, known in seconds.items()}
     fastest = min(measured, key=measured.__getitem__)
-    predicted = {int(stages): float(value) for line in planned["lines"] for stages, value in PREDICTED.findall(line)}
-    errors = {str(stages): round(predicted[stages] / value - 1, 4) for stages, value in measured.items()}
+    chosen = (planned["stages"], planned["chunks"])
+    predicted = {
+        (int(stages), int(chunks or 1)): float(value)
+        for line in planned["lines"]
+        for stages, chunks, value in PREDICTED.findall(line)
+    }
+    errors = {name(shape): round(predicted[shape] / value - 1, 4) for shape, value in measured.items()}
     return {
-        "planned": planned["stages"],
-        "fastest": fastest,
-        "behind_fastest": round(measured[planned["stages"]] / measured[fastest] - 1, 4),
-        "measured_s": {str(stages): round(value, 4) for stages, value in measured.items()},
+        "planned": name(chosen),
+        "fastest": name(fastest),
+        "behind_fastest": round(measured[chosen] / measured[fastest] - 1, 4),
+        "measured_s": {name(shape): round(value, 4) for shape, value in measured.items()},
         "errors": errors,
         "predicted": planned["lines"],
     }
+
+
+def name(shape: tuple[int, int]) -> str:
+    """``"2"`` stages, or ``"2x2"``: each in two chunks."""
+    stages, chunks = shape
+    return f"{stages}x{chunks}" if chunks > 1 else f"{stages}"
 
 
 def train(world: dict[str, Any]) -> None:
@@ -122,9 +144,9 @@ def train(world: dict[str, Any]) -> None:
 
         torch.manual_seed(0)
         model = get_peft_model(AutoModelForCausalLM.from_config(model), LoraConfig(target_modules="all-linear"))
-    pipeline = {"schedule": "adaptive"} | {"stages": world.get("stages", "plan")}
+    pipeline = {"schedule": {"type": "adaptive", "chunks": world["chunks"]}, "stages": world["stages"]}
     config = {
-        "train_batch_size": SAMPLES,
+        "train_batch_size": world["samples"],
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 1},
@@ -140,6 +162,8 @@ def train(world: dict[str, Any]) -> None:
         seconds.append(time.perf_counter() - begun)
     found = {
         "stages": engine.plan.stages,
+        "chunks": engine.plan.schedule.chunks or 1,
+        "schedule": engine.schedule.name,
         "seconds": seconds[8:],
         "lines": [line.removeprefix("plan: ") for line in lines if line.startswith("plan: ")],
     }

@@ -38,12 +38,44 @@ def measure_otherwise(last_rank: str) -> None:
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
 
 
+def measure_facts(bytes_per_s: float | None) -> None:
+    """All layers take as long, links carry so much, and replicas would exchange gradients for hours."""
+    from paceline.planning.cluster import Cluster, Fabric
+    from paceline.runtime import plan_at_start
+
+    if bytes_per_s is None:
+        return
+    measured = plan_at_start.profile_items
+
+    def profile_items(*args: Any, **kwargs: Any) -> Any:
+        embedding, *layers, head = measured(*args, **kwargs)
+        layers = [replace(item, forward_s=0.01, backward_s=0.02) for item in layers]
+        return [
+            replace(item, forward_s=0.0, backward_s=0.0) if item in (embedding, head) else item
+            for item in (embedding, *layers, head)
+        ]
+
+    def measure_cluster(control: Any, device: Any, memory_bytes: int) -> Cluster:
+        link = Fabric(bytes_per_s, 0.0, all_reduce_bytes_per_s=1e12, zero1_bytes_per_s=1.0)
+        return Cluster(2, 1, memory_bytes, across=link)
+
+    plan_at_start.profile_items = profile_items  # type: ignore[assignment]
+    plan_at_start.measure_cluster = measure_cluster  # type: ignore[assignment]
+
+
 def trained(
-    pipeline: dict[str, Any], layers: int = 4, lora: bool = False, last_rank: str = "", **changes: Any
+    asked: dict[str, Any],
+    layers: int = 4,
+    lora: bool = False,
+    last_rank: str = "",
+    bytes_per_s: float | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """On every rank: what was planned, unless stages are given, and the losses of two steps.
 
     Args:
+        asked: of the pipeline, by the section.
+        bytes_per_s: that links are measured to carry (:func:`measure_facts`); None: they are measured.
         last_rank: what measuring layers does there: ``"fails"``, or takes three times as long, ``"is slow"``.
     """
     import torch
@@ -51,6 +83,7 @@ def trained(
     import paceline
 
     measure_otherwise(last_rank)
+    measure_facts(bytes_per_s)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -61,7 +94,7 @@ def trained(
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
-        "paceline": {"pipeline": {"stages": "plan"} | pipeline},
+        "paceline": {"pipeline": {"stages": "plan"} | asked},
         **changes,
     }
     model: Any = model_config(num_hidden_layers=layers)
@@ -90,6 +123,7 @@ def trained(
         "shape": (plan.stages, plan.data_parallel),
         "samples": plan.train_batch_size,
         "schedule": plan.schedule.type,
+        "chunks": plan.schedule.chunks,
         "method": plan.partition_choice.method,
         "chosen": {key: choice.value for key, choice in plan.chosen.items()},
         "losses": losses,
@@ -110,7 +144,7 @@ def test_the_losses_are_those_of_any_number_of_stages(lora: bool) -> None:
     planned = same(run_ranks(trained, 2, {}, lora=lora))
     assert planned["chosen"]["paceline.pipeline.stages"] == planned["shape"][0]
     assert any(line.startswith("plan: measured in") for line in planned["lines"])
-    assert sum(" s a step of " in line for line in planned["lines"]) == 2
+    assert sum(" s a step of " in line for line in planned["lines"]) == 3  # one of two chunks among them
     assert planned["schedule"] == ("1f1b" if planned["shape"][0] == 1 else "adaptive")
     for stages in (1, 2):
         given = same(run_ranks(trained, 2, {"stages": stages}, lora=lora))
@@ -133,9 +167,46 @@ def test_what_the_json_says_is_not_chosen() -> None:
 def test_samples_of_a_step_go_before_speed() -> None:
     """With the micro-batches of a pipeline given, another number of replicas would have other samples."""
     sizes = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
-    found = same(run_ranks(trained, 2, {}, **sizes))
+    found = same(run_ranks(trained, 2, {"schedule": "adaptive"}, **sizes))
     assert found["shape"] == (2, 1)
     assert found["lines"] == ["plan: these batch sizes and layers leave one number of stages to choose from"]
+
+
+FEW = {"train_micro_batch_size_per_gpu": 8}
+"""Two micro-batches a step: filling the pipeline takes a good part of it."""
+FAST, SLOW = 1e12, 2e6
+"""Bytes a second; activations of these micro-batches are tens of kB."""
+
+
+def test_chunks_are_taken_where_links_are_fast() -> None:
+    """Two stages whole, or in two chunks a rank; what is learned is the same."""
+    whole = same(run_ranks(trained, 2, {"stages": 2}, **FEW))
+    of_chunks = {"stages": 2, "schedule": {"type": "adaptive", "chunks": "plan"}}
+    found = {
+        (name, rate): same(run_ranks(trained, 2, pipeline, bytes_per_s=rate, **FEW))
+        for name, pipeline in (("stages", {}), ("chunks", of_chunks))
+        for rate in (FAST, SLOW)
+    }
+    assert {key: each["chunks"] for key, each in found.items()} == {
+        **{("stages", FAST): 2, ("stages", SLOW): None},
+        **{("chunks", FAST): 2, ("chunks", SLOW): None},
+    }
+    for (name, rate), each in found.items():
+        assert (each["shape"], each["schedule"]) == ((2, 1), "adaptive")
+        assert each["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        assert any(line.startswith("plan: 2 stages of 2 chunks: ") for line in each["lines"])
+        chosen = {key.rpartition(".")[2] for key in each["chosen"]}
+        assert ("stages" in chosen) == (name == "stages")
+        assert ("chunks" in chosen) == (name == "chunks" or rate == FAST)
+
+
+def test_where_the_json_leaves_no_choice_of_chunks() -> None:
+    """A schedule that is written says how many; layers must be enough; what is recomputed leaves too much for later."""
+    recomputed = {"pipeline": {"activation_checkpoint_interval": 1}}
+    for pipeline, changes in (({"schedule": "adaptive"}, {}), ({}, {"layers": 3}), ({}, recomputed)):
+        found = same(run_ranks(trained, 2, pipeline, bytes_per_s=FAST, **FEW, **changes))
+        assert found["chunks"] is None
+        assert not any("chunks" in line for line in found["lines"])
 
 
 def test_a_run_that_cannot_be_measured_starts_without_a_plan() -> None:
@@ -169,14 +240,14 @@ def test_jobs_are_planned(tmp_path: Path) -> None:
         assert found["stages"] in (1, 2)
 
 
-def job_that_finds(fastest: int, argv: list[str], last_rank: str = "") -> tuple[int, str]:
-    """On every rank: the job, where measuring shows that ``fastest`` stages are."""
+def job_that_finds(fastest: int, argv: list[str], last_rank: str = "", chunks: int = 1) -> tuple[int, str]:
+    """On every rank: the job, where measuring shows that ``fastest`` stages are, of so many ``chunks``."""
     from paceline.runtime import plan_at_start
 
     measure_otherwise(last_rank)
 
-    def choose(options: Any, usual: int) -> Any:
-        return next(option for option in options if option.stages == fastest)
+    def choose(options: Any, usual: Any) -> Any:
+        return next(option for option in options if option.shape == (fastest, chunks))
 
     plan_at_start.choose = choose  # type: ignore[assignment]
     return finetune(argv)
@@ -228,6 +299,36 @@ def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:
     assert stages == 2
     assert "2 stages, as before the checkpoint" in said
     assert "plan: measured" not in said
+
+
+def test_a_job_keeps_its_chunks_when_it_goes_on(tmp_path: Path) -> None:
+    """In every bit; and goes on with another number, optimizer states and all, when it is planned anew."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 4000)
+
+    def run(output: str, chunks: int, **changes: Any) -> str:
+        """What the job said."""
+        sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
+        argv = flags(**TINY | sizes | {"train_file": text, "output_dir": tmp_path / output} | changes)
+        found = run_ranks(job_that_finds, 2, 2, argv, chunks=chunks)
+        assert [code for code, _ in found] == [0, 0], found
+        return found[0][1]
+
+    def losses(output: str) -> list[float]:
+        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if "loss" in line]
+
+    run("whole", 2)
+    run("parts", 2, max_steps=2)
+    more = {"resume_from_checkpoint": "true"}
+    said = run("parts", 1, **more)
+    assert "the run goes on as before the checkpoint, with 2 stages of 2 chunks: " in said
+    assert losses("parts") == losses("whole")
+    said = run("parts", 1, **more, max_steps=5, replan="true")
+    assert "as before the checkpoint" not in said
+    run("parts", 2, **more, max_steps=6, replan="true")
+    run("whole", 1, **more, max_steps=6)
+    assert losses("parts") == pytest.approx(losses("whole"), rel=1e-6)
 
 
 SCRIPT = """

@@ -74,22 +74,32 @@ class Option(NamedTuple):
         return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {self.memory_bytes / 2**30:.3g} GiB"
 
 
-def predicted(option: Option, workload: Workload, cluster: Cluster, *, expert: int = 1, tuned: bool = False) -> Option:
-    """The option with its step time and memory, or the reason why it cannot be.
+def predicted(
+    option: Option,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    expert: int = 1,
+    tuned: bool = False,
+    within_s: float = inf,
+) -> Option:
+    """The option with its step time and memory, or the reason why it cannot be, or need not be looked at.
 
     Args:
         workload: with the option's micro-batches.
         expert: devices among which experts are spread.
         tuned: the schedule is chosen; otherwise it is 1F1B.
+        within_s: with several chunks, a step that certainly takes longer is not predicted.
     """
     if option.data_parallel % expert:
         why = f"its {option.data_parallel} replicas cannot share experts among {expert}"
         return option._replace(why_not=why)
     strategy, order = Strategy(1, option.stages, option.data_parallel, expert), ONE_F_ONE_B.type
     if option.chunks > 1:
-        found = with_two_chunks(strategy, workload, cluster, micro_batches=option.micro_batches)
+        count = option.micro_batches
+        found = with_two_chunks(strategy, workload, cluster, micro_batches=count, within_s=within_s)
         if found is None:
-            return option._replace(why_not="its steps are too long to be simulated")
+            return option._replace(why_not="its steps are too long, or too long to be simulated")
         if isinstance(found, Dropped):
             return option._replace(why_not=found.text)
         plan, order = found

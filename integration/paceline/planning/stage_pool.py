@@ -30,11 +30,11 @@ class Entry:
     tuned: bool = False
     memory_bytes: float = inf
 
-    def predicted(self, cluster: Cluster, slowness: float = 1.0) -> Option:
+    def predicted(self, cluster: Cluster, slowness: float = 1.0, within_s: float = inf) -> Option:
         """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
         workload = scaled(self.workload, slowness)
         cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, self.memory_bytes))
-        return predicted(self.option, workload, cluster, expert=self.expert, tuned=self.tuned)
+        return predicted(self.option, workload, cluster, expert=self.expert, tuned=self.tuned, within_s=within_s)
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,15 @@ class StagePool:
         where = replace(
             self.cluster, inside=_faster(self.cluster.inside, rate), across=_faster(self.cluster.across, rate)
         )
-        found = [entry.predicted(where, slowness) for entry in self.entries]
+        first = next(entry for entry in self.entries if entry.option.shape == self.stages)
+        now = first.predicted(where, slowness)
+        found, least_s = [now], (1 - WORTH_A_RESTART) * now.step_s
+        for entry in sorted(self.entries, key=lambda entry: entry.option.chunks):
+            if entry is not first:
+                # Chunks that would not be advised need not be simulated, between two steps.
+                found.append(entry.predicted(where, slowness, within_s=least_s))
+                least_s = min(least_s, found[-1].step_s)
         best = choose(found, self.stages)
-        now = next(option for option in found if option.shape == self.stages)
         if best is None or best.shape == self.stages or best.step_s > (1 - WORTH_A_RESTART) * now.step_s:
             return None
         steps = ceil(restart_s / (now.step_s - best.step_s)) if isfinite(now.step_s) else 0

@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.planning.candidates import Candidate, candidates
+from paceline.planning.best_schedule import NEAR
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
-from paceline.planning.stage_choice import NEAR, Option, choose, predicted, scaled, slowdown, with_best_schedule
-from paceline.planning.strategy import Dropped, Plan, plan_of
-from paceline.planning.strategy_costs import pipeline_costs
-from paceline.planning.strategy_shape import Strategy
-from paceline.planning.strategy_times import item_times
+from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
 from paceline.planning.workload import Item, Workload
-from paceline.schedules.simulate import simulate
 
 MIB = 2.0**20
 DEVICES = 4
@@ -44,7 +39,7 @@ def options(work: Workload, where: Cluster, *, tuned: bool = False) -> dict[int,
 
 
 def best(work: Workload, where: Cluster, usual: int = 2) -> int:
-    found = choose(list(options(work, where).values()), usual)
+    found = choose(list(options(work, where).values()), Stages(usual))
     assert found is not None
     return found.stages
 
@@ -71,7 +66,7 @@ def test_what_does_not_fit_is_not_taken() -> None:
     found = options(work, cluster(1_000_000, memory_gib))
     assert "GiB" in found[1].why_not
     assert found[2].step_s == pytest.approx(fits[2].step_s)
-    assert choose([found[1]], 2) is None
+    assert choose([found[1]], Stages(2)) is None
     assert best(work, cluster(1_000_000, memory_gib)) == 2
 
 
@@ -81,44 +76,43 @@ def test_experts_need_replicas_to_be_spread_over() -> None:
 
 
 def test_among_nearly_equal_ones_the_usual_is_taken() -> None:
-    def option(stages: int, step_s: float) -> Option:
-        return Option(stages, 4 // stages, 1, 1, step_s=step_s)
+    def option(stages: int, step_s: float, chunks: int = 1) -> Option:
+        return Option(stages, 4 // stages, 1, 1, step_s=step_s, chunks=chunks)
 
     near, far = 1 + 0.9 * NEAR, 1 + 1.1 * NEAR
-    assert choose([option(1, 1.0), option(2, near), option(4, near)], usual=2) == option(2, near)
-    assert choose([option(1, 1.0), option(2, far), option(4, near)], usual=2) == option(1, 1.0)
-    assert choose([option(1, far), option(2, 1.0), option(4, near)], usual=8) == option(2, 1.0)
+    assert choose([option(1, 1.0), option(2, near), option(4, near)], Stages(2)) == option(2, near)
+    assert choose([option(1, 1.0), option(2, far), option(4, near)], Stages(2)) == option(1, 1.0)
+    assert choose([option(1, far), option(2, 1.0), option(4, near)], Stages(8)) == option(2, 1.0)
+    # Chunks send more messages: the fewest that are as fast, unless the run has them already.
+    assert choose([option(2, 1.0, 2), option(2, near)], Stages(2)) == option(2, near)
+    assert choose([option(2, 1.0, 2), option(2, far)], Stages(2)) == option(2, 1.0, 2)
+    assert choose([option(2, 1.0, 2), option(2, far), option(4, near)], Stages(2)) == option(4, near)
+    assert choose([option(2, near, 2), option(2, 1.0)], Stages(2, 2)) == option(2, near, 2)
 
 
-def test_the_best_schedule_is_that_of_the_tuners_candidates() -> None:
-    """By the simulator, of every one of them that fits."""
-    work, where = workload(), cluster(200)
-    strategy = Strategy(1, 4, 1, 1)
-    plan = plan_of(strategy, work, where)
-    assert isinstance(plan, Plan)
-    found, name = with_best_schedule(plan, work, where)
-    times = item_times(strategy, work, where)
-    held = [times[first:end] for first, end in zip(plan.boundaries, plan.boundaries[1:], strict=False)]
-    costs = pipeline_costs(strategy, work, where, plan.boundaries, held)
-    known = candidates(4, 16, [1], {1: [0.0] * 4}, [1.0] * 4, configured=1)
-    steps = {each.name: simulate(each.schedule(4, 16), costs).makespan_s for each in known}
-    shortest = min(steps.values())
-    first = steps[Candidate(1).name]
-    assert shortest < 0.95 * first  # or there is nothing to be seen
-    assert found.step_s == pytest.approx(plan.step_s - first + shortest)
-    assert steps[f"{name}, micro-batch 1"] == pytest.approx(shortest)
-    assert found.schedule.to_dict() == {"type": "adaptive"}
-    # What it keeps alive is in its memory.
-    peaks = next(each for each in known if each.name == f"{name}, micro-batch 1").peak_activations(4, 16)
-    for need, before, peak, live in zip(found.memory, plan.memory, peaks, (4, 3, 2, 1), strict=True):
-        assert need.activations == pytest.approx(before.activations / live * peak)
-        assert need.states == before.states
-    # Room for two micro-batches more than 1F1B has: longer warm-ups are out.
-    tight = max(need.total for need in plan.memory) * 1.01
-    squeezed = replace(where, memory_bytes=tight)
-    narrow = plan_of(strategy, work, squeezed)
-    assert not isinstance(narrow, Dropped)
-    assert shortest < with_best_schedule(narrow, work, squeezed)[0].step_s - (plan.step_s - first)
+def in_chunks(work: Workload, where: Cluster) -> Option | None:
+    """What is chosen of four stages, whole or in two chunks."""
+    shapes = [Option(DEVICES, 1, 1, work.train_batch_size, chunks=chunks) for chunks in (1, 2)]
+    return choose([predicted(shape, work, where, tuned=True) for shape in shapes], Stages(DEVICES))
+
+
+def test_chunks_where_messages_are_fast_and_micro_batches_few() -> None:
+    few = workload(micro_batches=4)
+    chosen = {mbit: in_chunks(few, cluster(mbit)) for mbit in (1_000, 100_000)}
+    assert {mbit: found and found.chunks for mbit, found in chosen.items()} == {1_000: 1, 100_000: 2}
+    many = in_chunks(workload(micro_batches=128), cluster(100_000))
+    assert many is not None
+    assert many.chunks == 1
+
+
+def test_chunks_that_cannot_be() -> None:
+    """Without a layer for each, where steps are not simulated, and where memory is short."""
+    work, fast, pair = workload(), cluster(100_000), Option(DEVICES, 1, 1, 16, chunks=2)
+    short = replace(work, items=(*work.items[: 2 * DEVICES], work.items[-1]))
+    assert "too long to be simulated" in predicted(pair._replace(micro_batches=1000), work, fast, tuned=True).why_not
+    assert predicted(pair, short, fast, tuned=True).why_not
+    assert predicted(pair, work, fast, tuned=True).why_not == ""
+    assert "rank 0 needs" in predicted(pair, work, cluster(100_000, memory_gib=0.5), tuned=True).why_not
 
 
 def test_devices_of_different_speed() -> None:
@@ -143,3 +137,5 @@ def test_a_line_for_people() -> None:
     assert Option(1, 4, 2, 8, why_not="too large").text == "1 stage x 4 replicas: too large"
     line = Option(4, 1, 2, 8, 1.25, "eager slack=1", 2**30).text
     assert line == "4 stages: 1.25 s a step of 8 micro-batches of 2, eager slack=1, 1 GiB"
+    line = Option(2, 2, 2, 8, 1.25, "zbv", 2**30, chunks=2).text
+    assert line == "2 stages of 2 chunks x 2 replicas: 1.25 s a step of 8 micro-batches of 2, zbv, 1 GiB"

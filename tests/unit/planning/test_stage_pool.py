@@ -9,7 +9,7 @@ import pytest
 
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
-from paceline.planning.stage_choice import Option
+from paceline.planning.stage_choice import Option, Stages
 from paceline.planning.stage_pool import Entry, StagePool, rate_of, seconds_of
 from paceline.planning.workload import Item, Workload
 from paceline.schedules.costs import Costs, Link
@@ -24,7 +24,7 @@ def pool(mbit: float, stages: int, samples: int = 2) -> StagePool:
     work = Workload((ends, *(layer,) * 8, ends), 8, 8, 1, samples, States(weight_bytes=4, shard=True))
     cluster = Cluster(2, 1, 2**40, state_bytes_per_s=1e12, across=Fabric(mbit * 125_000, 1e-4))
     entries = (Entry(Option(1, 2, 1, samples // 2), work), Entry(Option(2, 1, 1, samples), work))
-    return StagePool(entries, cluster, stages)
+    return StagePool(entries, cluster, Stages(stages))
 
 
 def test_a_restart_is_worth_it_when_links_have_become_fast() -> None:
@@ -58,6 +58,21 @@ def test_a_little_is_not_worth_it() -> None:
     now, better = (entry.predicted(even.cluster) for entry in even.entries[::-1])
     assert 0.03 < 1 - better.step_s / now.step_s < 0.2
     assert even.advice(1.0, 1.0, 60.0) is None
+
+
+def test_chunks_are_compared_too() -> None:
+    """Links have become slow, and chunks send twice as much."""
+    layer = Item(ItemMemory("layer", 1_000_000, 40 * MIB, 8 * MIB), 0.01, 0.02)
+    ends = Item(ItemMemory("end", 1_000, 0.0, 8 * MIB), 0.0, 0.0)
+    work = Workload((ends, *(layer,) * 8, ends), 8, 8, 1, 4, States(weight_bytes=4, shard=True))
+    cluster = Cluster(4, 1, 2**40, across=Fabric(2e10, 1e-4))
+    entries = tuple(Entry(Option(4, 1, 1, 4, chunks=chunks), work, tuned=True) for chunks in (1, 2))
+    pool = StagePool(entries, cluster, Stages(4, 2))
+    assert pool.advice(1.0, 1.0, 60.0) is None
+    found = pool.advice(0.005, 1.0, 60.0)
+    assert found is not None
+    assert (found.now.shape, found.better.shape) == (Stages(4, 2), Stages(4))
+    assert replace(pool, stages=Stages(4)).advice(0.005, 1.0, 60.0) is None
 
 
 def test_measured_collectives_become_faster_too() -> None:
