@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MixtralConfig
 
-from paceline.config import PacelineConfig, near_misses
+from paceline.config import PacelineConfig, near_misses, resolve
 from paceline.hf.layer_profile import fingerprint
 from paceline.launch.cli import main
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
@@ -468,3 +468,27 @@ def test_pipelines_with_the_schedules_of_adaptive(plan: Any, tmp_path: Path) -> 
     assert PacelineConfig.of(written).pipeline.schedule.type == "adaptive"
     for found in tuned["plans"]:
         assert found["step_s"] == pytest.approx(sum(found["terms"].values()))
+
+
+def test_pipelines_in_two_chunks(plan: Any, tmp_path: Path) -> None:
+    """Where they are clearly faster, they have a row of their own, and a JSON that says so."""
+    fast = ["--devices", "2", "--flops-per-s", "1e9", "--intra-node-bytes-per-s", "1e10"]
+    few = ["--train-batch-size", "2", "--json"]
+    shown, _ = plan("llama", *fast, *few, "--adaptive", "--write", str(tmp_path / "plans"))
+    found = {each["name"]: each for each in shown["plans"]}
+    two = found["tp1_pp2_dp1_ep1_chunks2"]
+    assert two["step_s"] < 0.97 * found["tp1_pp2_dp1_ep1"]["step_s"]
+    assert two["step_s"] == pytest.approx(sum(two["terms"].values()))
+    assert two["schedule"] == {"type": "adaptive", "chunks": 2}
+    assert two["boundaries"] == [0, 2, 3, 4, 6]
+    written = json.loads((tmp_path / "plans" / "tp1_pp2_dp1_ep1_chunks2.json").read_text())
+    pipeline = PacelineConfig.of(written).pipeline
+    assert (pipeline.stages, pipeline.schedule.type, pipeline.schedule.chunks) == (2, "adaptive", 2)
+    plan_of_job = resolve(
+        written, world_size=2, num_layers=4, num_items=6, state_bytes=None, device_bytes=None, cpu=True
+    )
+    assert (plan_of_job.schedule.chunks, plan_of_job.partition) == (2, [0, 2, 3, 4, 6])
+    usual, _ = plan("llama", *fast, *few)
+    assert "chunks2" not in json.dumps(usual)
+    slow = [*fast[:-1], "1e4", *few]
+    assert "chunks2" not in json.dumps(plan("llama", *slow, "--adaptive")[0])
