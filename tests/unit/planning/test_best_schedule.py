@@ -62,7 +62,7 @@ def after_pipeline_s(plan: Plan) -> float:
     return plan.terms["gradients"] + plan.terms["expert_gradients"] + plan.terms["optimizer"]
 
 
-@pytest.mark.parametrize("mbit", [200, 2_000, 100_000])
+@pytest.mark.parametrize("mbit", [200, 1_000, 100_000])
 def test_one_stage_a_device_has_the_fastest_of_the_tuners_candidates(mbit: float) -> None:
     work, where = workload(16), cluster(mbit)
     plan = plan_of(ALONE, work, where)
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_no_candidate() -> None:
     assert with_best_schedule(plan, work, where)[0].step_s < with_best_schedule(narrow, work, squeezed)[0].step_s
 
 
-@pytest.mark.parametrize("mbit", [200, 2_000, 100_000])
+@pytest.mark.parametrize("mbit", [100, 2_000, 100_000])
 def test_two_stages_a_device_have_the_fastest_of_those_in_v(mbit: float) -> None:
     work = workload()
     found, name = two_chunks(work, cluster(mbit))
@@ -189,16 +189,25 @@ def test_a_ranking_has_the_chunks_that_are_clearly_faster() -> None:
         assert {plan.name for plan in before.plans} == {name for name in names if not name.endswith("_chunks2")}
 
 
-def test_gradients_of_weights_hide_their_reduction() -> None:
-    """Of one micro-batch, those of both stages of a device; nothing else."""
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_gradients_of_weights_hide_their_reduction(chunks: int) -> None:
+    """Of one micro-batch, those of all stages of a device; nothing else."""
     where = replace(cluster(1_000, 8), state_bytes_per_s=1e15)
     pair = Strategy(1, 4, 2, 1)
-    hidden, late = (
-        with_two_chunks(pair, replace(work, states=replace(work.states, overlaps=overlaps)), where, micro_batches=4)
-        for work, overlaps in ((workload(), True), (workload(), False))
-    )
-    assert isinstance(hidden, tuple)
-    assert isinstance(late, tuple)
-    spared = late[0].terms["gradients"] - hidden[0].terms["gradients"]
+
+    def gradients_s(work: Workload) -> float:
+        if chunks == 2:
+            found = with_two_chunks(pair, work, where, micro_batches=4)
+            assert isinstance(found, tuple)
+            return found[0].terms["gradients"]
+        plan = plan_of(pair, work, where)
+        assert isinstance(plan, Plan)
+        tuned, name = with_best_schedule(plan, work, where)
+        assert name in SPLIT_IN_LINE
+        return tuned.terms["gradients"]
+
+    overlapping = workload()
+    late = replace(overlapping, states=replace(overlapping.states, overlaps=False))
     # Two layers, a bucket each: the first one is reduced beside the gradients of the second.
+    spared = gradients_s(replace(late, train_batch_size=8)) - gradients_s(replace(overlapping, train_batch_size=8))
     assert spared == pytest.approx(BACKWARD_S / 2, rel=0.02)  # two buckets have more latency than one exchange
