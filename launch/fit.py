@@ -235,15 +235,16 @@ def _boundaries(
     from paceline.planning.blocks import Device, DoesNotFit
     from paceline.planning.shared_devices import whole_schedule
     from paceline.planning.stages import plan_stages
-    from paceline.runtime.module import items_of, partition_items
+    from paceline.runtime.module import items_of, partition_items, route_of_chunks
     from paceline.runtime.startup import work_boundaries
 
     model = skeleton(config)
     own = items_of(model, anatomy_of(model), length, recomputes=checkpointing)
-    num_stages = len(resolved.schedule.routes(resolved.stages)[0])
+    routes = resolved.schedule.routes(resolved.stages)
+    num_stages = len(routes[0])
     if resolved.partition == WORK:
         if schedule.num_chunks > 1:
-            return partition_items(own, num_stages, WORK)
+            return partition_items(own, num_stages, WORK, route_of_chunks(routes))
         return work_boundaries(own, items, limits, states, whole_schedule(schedule))
     if resolved.partition != HETERO:
         return partition_items(own, num_stages, resolved.partition)

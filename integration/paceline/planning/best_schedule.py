@@ -91,9 +91,9 @@ def with_two_chunks(
     if not may_have_two_chunks(workload, stages) or _is_long(stages, micro_batches):
         return None
     share, times = share_of(strategy, workload, TWO_CHUNKS), item_times(strategy, workload, cluster)
-    boundaries = even_boundaries(share, times, 2 * stages)
-    weights_s = _weights_s(workload, times, head_is_tied=bool(workload.tied_parameters))
     route = v_route(stages)
+    boundaries = even_boundaries(share, times, route)
+    weights_s = _weights_s(workload, times, head_is_tied=bool(workload.tied_parameters))
     stage_times = [times[first:end] for first, end in pairwise(boundaries)]
     held = [(rank, 2 * stages - 1 - rank) for rank in range(stages)]
     computed = [[time for stage in own for time in stage_times[stage]] for own in held]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .blocks import Block, Device
 from .partition import partition
+from .refine import refine
 
 
 def checked_boundaries(boundaries: Sequence[int], num_layers: int, num_stages: int, named: str = "") -> list[int]:
@@ -66,3 +67,26 @@ def by_work(work: Sequence[float], speeds: Sequence[float]) -> list[int]:
         )
     blocks = [Block(float(w)) for w in (work if any(work) else [1.0] * len(work))]
     return list(partition(blocks, [Device(float(speed)) for speed in speeds]).boundaries)
+
+
+def by_work_of_devices(work: Sequence[float], route: Sequence[int]) -> list[int]:
+    """Boundaries of as many runs of layers as ``route`` has stages: first the slowest stage is as fast as can be, then
+    neighbours give each other layers as long as the device with the most work gets less.
+
+    Args:
+        work: of each layer, as of :func:`by_work`.
+        route: device of each stage.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    start = by_work(work, [1.0] * len(route))
+    sums = [0.0, *accumulate(work if any(work) else [1.0] * len(work))]
+
+    def most(cuts: Sequence[int]) -> float:
+        loads = [0.0] * (max(route) + 1)
+        for device, (first, end) in zip(route, pairwise(cuts), strict=True):
+            loads[device] += sums[end] - sums[first]
+        return max(loads)
+
+    return list(refine(start, most)[0])

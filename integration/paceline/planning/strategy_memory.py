@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..schedules.asynchronous import ONE_DIRECTION
 from ..schedules.schedule import Schedule
@@ -15,6 +16,7 @@ from ..schedules.stream import Stream
 from .blocks import Block, Device, DoesNotFit
 from .memory import ItemMemory, StageMemory, States, stage_memory
 from .partition import partition
+from .partition_methods import by_work_of_devices
 from .shared_devices import held_by
 from .stages import over_items, plan_stages
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
@@ -99,9 +101,16 @@ def boundaries_of(
     return over_items(partition(blocks, [Device()] * stages).boundaries)
 
 
-def even_boundaries(share: Share, times: Sequence[ItemTime], stages: int) -> tuple[int, ...]:
-    """The split over items whose slowest stage is fastest, whatever it needs."""
-    return over_items(partition(_blocks(share, times), [Device()] * stages).boundaries)
+def even_boundaries(share: Share, times: Sequence[ItemTime], route: Sequence[int]) -> tuple[int, ...]:
+    """The split over items that a run makes by work where devices hold several stages, whatever these need.
+
+    Args:
+        route: device of each stage.
+    """
+    return over_items(_by_work_of_devices(tuple(block.work for block in _blocks(share, times)), tuple(route)))
+
+
+_by_work_of_devices = lru_cache(maxsize=64)(by_work_of_devices)
 
 
 def _blocks(share: Share, times: Sequence[ItemTime]) -> list[Block]:

@@ -32,7 +32,7 @@ from ..hf.weights import is_pretrained, load_stage, skeleton
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
-from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
+from ..planning.partition_methods import by_work, by_work_of_devices, checked_boundaries, weights_by_class
 from ..planning.stages import over_items
 from ..schedules.directions import chunks_of
 from ..state.named import REPLICATED
@@ -85,7 +85,10 @@ def items_of(
 
 
 def partition_items(
-    items: Sequence[Item], num_stages: int, method: str | Sequence[int] | Mapping[str, float]
+    items: Sequence[Item],
+    num_stages: int,
+    method: str | Sequence[int] | Mapping[str, float],
+    route: Sequence[int] = (),
 ) -> list[int]:
     """Boundaries ``[0, …, len(items)]`` of ``num_stages`` runs of items.
 
@@ -94,6 +97,7 @@ def partition_items(
             layers, ``"type:REGEX"`` counts items whose class name matches, ``{REGEX: weight, …}`` weighs them by the
             first that matches; each stage gets a decoder layer, the first also the embedding, the last the head. Or
             the boundaries themselves.
+        route: device of each stage, where devices hold several along one direction: ``"work"`` balances their sums.
 
     Raises:
         ValueError: a method that is none of these, boundaries that do not fit, or a stage left without layers.
@@ -112,7 +116,8 @@ def partition_items(
         return checked_boundaries(method, len(items), num_stages, named)
     name, _, pattern = method.partition(":")
     if name == WORK:
-        return list(over_items(by_work(_per_layer([item.work for item in items]), [1.0] * num_stages)))
+        work = _per_layer([item.work for item in items])
+        return list(over_items(by_work_of_devices(work, route) if route else by_work(work, [1.0] * num_stages)))
     if name == "uniform":
         weights = [1] * num_layers
     elif name == "parameters":
@@ -140,6 +145,16 @@ def partition_items(
             f"boundaries, or take fewer than {num_stages} stages."
         )
     return list(over_items(layers))
+
+
+def route_of_chunks(routes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Device of each stage where devices hold several along one direction; otherwise empty.
+
+    Args:
+        routes: one a direction.
+    """
+    route = tuple(routes[0])
+    return route if len(routes) == 1 and len(route) > len(set(route)) else ()
 
 
 def _per_layer(weights: Sequence[float]) -> list[float]:
@@ -306,7 +321,7 @@ class CausalLMPipeline(PipelineModule):
         return [stage for stage, (way, _) in zip(self.stages, chunks, strict=True) if way == 0]  # type: ignore[misc]
 
     def _partition_layers(self, method: Any = WORK) -> None:
-        self.parts = partition_items(self.items, self.num_virtual_stages, method)
+        self.parts = partition_items(self.items, self.num_virtual_stages, method, route_of_chunks(self.routes))
         self._set_bounds(self.parts[self.held[0]], self.parts[self.held[0] + 1])
 
     def _build(self) -> None:

@@ -36,7 +36,7 @@ from ..planning.stage_choice import Stages
 from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
 from .hetero import Shape, hetero_boundaries
-from .module import CausalLMPipeline, Item, items_of, partition_items
+from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
 from .plan_at_start import as_before, plan_stages, stages_kept
 
 logger = logging.getLogger("paceline")
@@ -300,9 +300,10 @@ def _by_work(hf_config: PretrainedConfig, resolved: RunPlan, shape: Shape, limit
     """
     model = skeleton(hf_config)
     items = items_of(model, anatomy_of(model), shape.sequence_length, recomputes=shape.gradient_checkpointing)
-    num_stages = len(resolved.schedule.routes(resolved.stages)[0])
+    routes = resolved.schedule.routes(resolved.stages)
+    num_stages = len(routes[0])
     if resolved.schedule.has_directions or resolved.expert_parallel > 1 or num_stages > resolved.stages:
-        return partition_items(items, num_stages, WORK)
+        return partition_items(items, num_stages, WORK, route_of_chunks(routes))
     try:
         memories = count_items(hf_config, **shape._asdict())
     except ValueError:

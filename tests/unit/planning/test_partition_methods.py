@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.planning.partition_methods import by_work, checked_boundaries, weights_by_class
+from paceline.planning.partition_methods import by_work, by_work_of_devices, checked_boundaries, weights_by_class
 
 
 def test_boundaries_that_fit() -> None:
@@ -60,3 +60,28 @@ def test_the_slowest_stage_is_as_fast_as_can_be(work: list[int], data: st.DataOb
     found = by_work(work, speeds)
     assert found in every
     assert slowest(found) == pytest.approx(min(map(slowest, every)))
+
+
+def test_devices_with_several_stages_have_equal_sums() -> None:
+    """A head as long as five layers: the stages beside it on its device get fewer."""
+    work = [1.0] * 7 + [6.0]
+    assert by_work(work, [1.0] * 4) == [0, 2, 4, 7, 8]  # in V the first device has eight layers' work, the other five
+    assert by_work_of_devices(work, (0, 1, 1, 0)) == [0, 1, 4, 7, 8]
+    assert by_work_of_devices(work, (0, 1, 0, 1)) == [0, 3, 4, 7, 8]
+    assert by_work_of_devices([0.0] * 8, (0, 1, 1, 0)) == [0, 2, 4, 6, 8]
+    with pytest.raises(ValueError, match="4 stages are more than the 3 layers"):
+        by_work_of_devices([1.0] * 3, (0, 1, 1, 0))
+
+
+@given(st.lists(st.integers(0, 9), min_size=4, max_size=9), st.sampled_from([(0, 1, 1, 0), (0, 1, 0, 1)]))
+def test_no_device_gets_more_than_with_equal_stages(work: list[int], route: tuple[int, ...]) -> None:
+    def most(cuts: list[int]) -> float:
+        sums = [0.0, 0.0]
+        for device, (first, end) in zip(route, pairwise(cuts), strict=True):
+            sums[device] += sum(work[first:end])
+        return max(sums)
+
+    found = by_work_of_devices(work, route)
+    assert (found[0], found[-1]) == (0, len(work))
+    assert all(first < end for first, end in pairwise(found))
+    assert most(found) <= most(by_work(work, [1.0] * 4))
