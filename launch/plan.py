@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage (default 1)")
     step.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
     step.add_argument(
-        "--adaptive", action="store_true", help='pipelines with the fastest of the schedules of "adaptive", not 1F1B'
+        "--adaptive",
+        action="store_true",
+        help='pipelines with the fastest of the schedules of "adaptive", not 1F1B, with one stage a rank or two',
     )
     step.add_argument(
         "--late-gradients",

@@ -167,6 +167,7 @@ def train(world: dict[str, Any]) -> None:
         "seconds": seconds[8:],
         "lines": [line.removeprefix("plan: ") for line in lines if line.startswith("plan: ")],
     }
+    engine.destroy()
     if os.environ["RANK"] == "0":
         print("found " + json.dumps(found), flush=True)
 

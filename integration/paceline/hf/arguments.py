@@ -264,7 +264,8 @@ class TrainArguments:
         "where there is none.",
     )
     replan: bool = _flag(
-        False, "Measure anew which number of stages is the fastest; else a run that goes on keeps what it chose."
+        False,
+        "Measure anew which number of stages (and chunks) is the fastest; else a run that goes on keeps what it chose.",
     )
     gradient_checkpointing: bool = _flag(False, "Compute activations again in the backward pass to save memory.")
     bf16: bool = _flag(False, "Train in bfloat16.")
