@@ -172,6 +172,8 @@ TINY = {
     "max_train_samples": 400,
     "max_eval_samples": 9,
 }
+TOKENIZER_TEXTS = 4
+"""Of the embedded corpus. With all of it, training a tokenizer takes longer than everything else in such a job."""
 
 
 def flags(**values: Any) -> list[str]:
@@ -180,8 +182,10 @@ def flags(**values: Any) -> list[str]:
 
 def finetune(argv: list[str]) -> tuple[int, str]:
     """The main job on this rank; its exit code and what it wrote to stderr."""
+    from paceline.launch import inputs
     from paceline.launch.finetune import main
 
+    inputs.TOKENIZER_TEXTS = TOKENIZER_TEXTS
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         try:

@@ -21,6 +21,8 @@ _PRELOAD = (
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # stock ZeRO imports it, and with it torch._inductor
     "deepspeed.runtime.zero.stage_1_and_2",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
     "pytest",
     "support.ranks",
     "torch._dynamo",  # the first step of any torch.optim optimizer imports it
@@ -40,17 +42,22 @@ def num_threads() -> int:
 def _run_what_is_slow_once() -> None:
     """Check the models of most tests and the sources of what is patched: both are remembered in a process.
 
-    And transformers compiles a thousand patterns for a process's first model.
+    Transformers compiles a thousand patterns for a process's first model, and matplotlib fills caches with a process's
+    first picture: every main job writes a page of them.
     """
     import torch
 
     from paceline.hf.activations import count_items
     from paceline.hf.check import require_supported
     from paceline.patches.registry import all_patches
+    from paceline.report.line_chart import Series, line_chart
+    from paceline.report.page import template
     from support.jobs import model_config
 
     for patch in all_patches():
         patch.problem()
+    template()
+    line_chart([Series("loss", [[(1, 2.0), (2, 1.0)]])], label="loss", unit="nats")
     with torch.random.fork_rng(devices=[]):
         for family in ("llama", "gpt2", "mixtral"):
             require_supported(model_config(family))

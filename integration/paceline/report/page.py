@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from . import drawing, page_figures
 from .comparison import format_duration, format_figure
 from .expert_loads import Window
 from .step_records import StepRecord
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _RUN = {
     "model_type": "model",
@@ -37,6 +41,21 @@ def render(
         traces: recorded steps, of which it shows those that the report names.
         loads: of experts, for heat maps.
     """
+    return template().render(
+        report=report,
+        figures=page_figures,
+        plural=page_figures.plural,
+        traces={trace.step: trace for trace in traces},
+        loads=loads or {},
+        title=_title(report["run"]),
+        facts=_facts(report["run"]),
+        drawing=drawing,
+    )
+
+
+@cache
+def template() -> Template:
+    """Compiled once in a process."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -56,16 +75,7 @@ def render(
         "whole": lambda value: f"{value:,.0f}",
         "pretty": lambda value: json.dumps(value, indent=2),
     }
-    return environment.get_template("page.html.j2").render(
-        report=report,
-        figures=page_figures,
-        plural=page_figures.plural,
-        traces={trace.step: trace for trace in traces},
-        loads=loads or {},
-        title=_title(report["run"]),
-        facts=_facts(report["run"]),
-        drawing=drawing,
-    )
+    return environment.get_template("page.html.j2")
 
 
 def _title(run: Mapping[str, Any]) -> str:
