@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from support.jobs import ds_config, model_config, step_batches
-from support.ranks import run_ranks
+from support.ranks import OneAfterAnother, run_ranks
 from support.small_layers import batches, layers, loss_of
 
 STEPS = 3
 LAYERS = 6
 INTERLEAVED = {"type": "interleaved", "chunks": 2}
+SCHEDULES = {"interleaved": INTERLEAVED, "dualpipev": {"type": "dualpipev"}}
+PLAIN = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,8 @@ def train(case: Case, schedule: Any) -> dict[str, Any]:
     return found
 
 
-def both(case: Case, schedule: Any) -> list[dict[str, Any]]:
-    return [train(case, "1f1b"), train(case, schedule)]
-
-
 def moved(case: Case, schedule: Any, parts: list[int]) -> Any:
-    """As :func:`train` with 1F1B, and with ``schedule`` whose layers move after the first step and back again."""
+    """Losses and weights with ``schedule`` whose layers move after the first step and back again."""
     engine = build(case, schedule)
     before = [int(part) for part in engine.module.parts]
     losses = []
@@ -106,29 +104,61 @@ def moved(case: Case, schedule: Any, parts: list[int]) -> Any:
         assert (told is None) == (step == STEPS - 1)
     weights = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
     engine.destroy()
-    return [train(case, "1f1b"), {"losses": losses, "weights": weights, "moves": engine.migrations}]
+    return {"losses": losses, "weights": weights, "moves": engine.migrations}
+
+
+def trained_or_moved(case: Case, schedule: Any, parts: list[int] | None) -> dict[str, Any]:
+    return train(case, schedule) if parts is None else moved(case, schedule, parts)
+
+
+PARTS = {"[0, 2, 3, 6, 8]": [0, 2, 3, 6, 8], "[0, 3, 4, 6, 8]": [0, 3, 4, 6, 8], "[0, 2, 4, 6, 8]": [0, 2, 4, 6, 8]}
+MOVES = {
+    zero: OneAfterAnother(
+        trained_or_moved,
+        {
+            PLAIN: (2, (Case(zero=zero), PLAIN, None)),
+            **{
+                (schedule, name): (
+                    2,
+                    (
+                        Case(partition=(0, 3, 5, 6, 8) if parts[1:3] == [2, 4] else (0, 2, 4, 6, 8), zero=zero),
+                        SCHEDULES[schedule],
+                        parts,
+                    ),
+                )
+                for schedule in SCHEDULES
+                for name, parts in PARTS.items()
+            },
+        },
+        at_once=7,
+    )
+    for zero in (0, 1)
+}
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("parts", [[0, 2, 3, 6, 8], [0, 3, 4, 6, 8], [0, 2, 4, 6, 8]], ids=str)
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
-def test_layers_move_between_the_stages_of_all_ranks(schedule: dict[str, Any], parts: list[int], zero: int) -> None:
-    case = Case(partition=(0, 2, 4, 6, 8), zero=zero) if parts[1:3] != [2, 4] else Case(partition=(0, 3, 5, 6, 8))
-    found = run_ranks(moved, 2, case, schedule, parts)
-    for plain, several in found:
-        assert several["losses"] == plain["losses"]
-        assert several["moves"][0]["to"] == parts
-    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_move_between_the_stages_of_all_ranks(schedule: str, parts: str, zero: int) -> None:
+    plain, several = MOVES[zero][PLAIN], MOVES[zero][schedule, parts]
+    for one, other in zip(plain, several, strict=True):
+        assert other["losses"] == one["losses"]
+        assert other["moves"][0]["to"] == PARTS[parts]
+    assert_same_weights(plain, several)
+
+
+def assert_same_weights(plain: list[dict[str, Any]], several: list[dict[str, Any]]) -> None:
+    plain_weights, several_weights = weights_of_all(plain), weights_of_all(several)
     assert plain_weights.keys() == several_weights.keys()
     for name, weight in plain_weights.items():
         assert torch.equal(weight, several_weights[name]), name
 
 
-def weights_of_all(found: list[list[dict[str, Any]]], which: int) -> dict[str, Tensor]:
+def weights_of_all(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     merged: dict[str, Tensor] = {}
-    for ranks in found:
-        for name, weight in ranks[which]["weights"].items():
-            if ".experts." in name and ranks[which].get("spreads_experts"):
+    for rank in ranks:
+        for name, weight in rank["weights"].items():
+            if ".experts." in name and rank.get("spreads_experts"):
                 continue  # each rank has others, in places of its own: losses and exports tell of them
             assert name not in merged or torch.equal(merged[name], weight), f"copies of {name} differ"
             merged[name] = weight
@@ -157,65 +187,86 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_bit_is_that_of_one_stage_a_rank(case: Case, schedule: dict[str, Any]) -> None:
+COPIES = "experts with copies"
+TIED = {zero: Case(replicas=1 + zero, tied=True, zero=zero, options={"gradient_clipping": 0.05}) for zero in (0, 1)}
+ALL = {
+    **CASES,
+    COPIES: replace(CASES["experts"], section={"moe": {"rebalance_every": 1, "replicas": 1}}),
+    **{f"tied, ZeRO {zero}": case for zero, case in TIED.items()},
+}
+TRAINED = {
+    name: OneAfterAnother(
+        train,
+        {
+            kind: (case.devices * case.replicas, (case, schedule))
+            for kind, schedule in {PLAIN: PLAIN, **SCHEDULES}.items()
+        },
+    )
+    for name, case in ALL.items()
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_that_of_one_stage_a_rank(case: str, schedule: str) -> None:
     """Gradients of a layer are added up in the order of the micro-batches, whichever rank has it."""
-    found = run_ranks(both, case.devices * case.replicas, case, schedule)
-    for plain, several in found:
-        assert several["schedule"].startswith(schedule["type"])
+    ranks, other_ranks = TRAINED[case][PLAIN], TRAINED[case][schedule]
+    for plain, several in zip(ranks, other_ranks, strict=True):
+        assert several["schedule"].startswith(schedule)
         assert len(plain["stages"]) == 1
         assert len(several["stages"]) == 2
         assert several["losses"] == plain["losses"]
         assert several["norms"] == pytest.approx(plain["norms"], rel=1e-6)  # a sum over other parts of the model
         assert several["evaluated"] == plain["evaluated"]
         assert all(map(torch.equal, several["seen"], plain["seen"]))
-    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
-    assert plain_weights.keys() == several_weights.keys()
-    for name, weight in plain_weights.items():
-        assert torch.equal(weight, several_weights[name]), name
+    assert_same_weights(ranks, other_ranks)
 
 
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
-def test_with_copies_of_experts_it_is_one_stage_a_rank_to_rounding(schedule: dict[str, Any]) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_copies_of_experts_it_is_one_stage_a_rank_to_rounding(schedule: str) -> None:
     """When experts get copies depends on what computing takes, and copies add up their gradients in parts."""
-    case = replace(CASES["experts"], section={"moe": {"rebalance_every": 1, "replicas": 1}})
-    for plain, several in run_ranks(both, case.devices * case.replicas, case, schedule):
+    for plain, several in zip(TRAINED[COPIES][PLAIN], TRAINED[COPIES][schedule], strict=True):
         assert several["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert several["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("zero", [0, 1])
-def test_tied_weights_and_clipping_agree_to_rounding(schedule: dict[str, Any], zero: int) -> None:
+def test_tied_weights_and_clipping_agree_to_rounding(schedule: str, zero: int) -> None:
     """The embedding's gradient is a sum of two in another order, and the norm one over other parts of the model."""
-    case = Case(replicas=1 + zero, tied=True, zero=zero, options={"gradient_clipping": 0.05})
-    found = run_ranks(both, case.devices * case.replicas, case, schedule)
-    for plain, several in found:
+    ranks, other_ranks = (TRAINED[f"tied, ZeRO {zero}"][kind] for kind in (PLAIN, schedule))
+    for plain, several in zip(ranks, other_ranks, strict=True):
         assert several["losses"] == pytest.approx(plain["losses"], rel=1e-6)
         assert several["norms"] == pytest.approx(plain["norms"], rel=1e-5)
-    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+    plain_weights, several_weights = weights_of_all(ranks), weights_of_all(other_ranks)
     for name, weight in plain_weights.items():
         torch.testing.assert_close(several_weights[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def saved_by_one(case: Case, schedule: Any, other: Any, where: str) -> list[Any]:
-    """Three steps, a checkpoint after the second, from which a pipeline with another schedule goes on; an export."""
+def saved_by_each(case: Case, where: str) -> dict[tuple[str, str | None], float]:
+    """By schedule: three steps, a checkpoint after the second, and an export. Then each goes on from another's.
+
+    Returns:
+        The last loss of each run that saved, by its schedule, and of each that went on, by the pair.
+    """
     import paceline
 
-    engine = build(case, schedule)
-    for step in range(2):
-        engine.train_batch(iter(case.batches(step, 0)))
-    engine.save_checkpoint(where, tag="two")
-    last = engine.train_batch(iter(case.batches(2, 0))).item()
-    paceline.export(engine.module, f"{where}/export", engine.control)
-    engine.destroy()
-    engine = build(case, other)
-    engine.load_checkpoint(where, tag="two")
-    again = engine.train_batch(iter(case.batches(2, 0))).item()
-    paceline.export(engine.module, f"{where}/again", engine.control)
-    engine.destroy()
-    return [last, again]
+    found: dict[tuple[str, str | None], float] = {}
+    schedules = {PLAIN: PLAIN, **SCHEDULES}
+    pairs = [pair for other in SCHEDULES for pair in ((PLAIN, other), (other, PLAIN))]
+    for saved, loaded in [(kind, None) for kind in schedules] + pairs:
+        print(f"case {saved}, {loaded}", flush=True)
+        engine = build(case, schedules[loaded or saved])
+        if loaded is None:
+            for step in range(2):
+                engine.train_batch(iter(case.batches(step, 0)))
+            engine.save_checkpoint(f"{where}/{saved}", tag="two")
+        else:
+            engine.load_checkpoint(f"{where}/{saved}", tag="two")
+        found[saved, loaded] = engine.train_batch(iter(case.batches(2, 0))).item()
+        paceline.export(engine.module, f"{where}/{saved} {loaded}", engine.control)
+        engine.destroy()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -227,21 +278,22 @@ def saved_by_one(case: Case, schedule: Any, other: Any, where: str) -> list[Any]
     ],
     ids=["plain", "tied", "experts"],
 )
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
-def test_checkpoints_and_exports_fit_any_schedule(
-    schedule: dict[str, Any], back: bool, case: Case, tmp_path: Path
-) -> None:
+def test_checkpoints_and_exports_fit_any_schedule(case: Case, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    pair = ("1f1b", schedule) if back else (schedule, "1f1b")
-    found = run_ranks(saved_by_one, case.devices * case.replicas, case, *pair, str(tmp_path))
-    for last, again in found:
-        assert again == pytest.approx(last, rel=1e-6)
-    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("export", "again"))
-    assert not first.state_dict().keys() ^ second.state_dict().keys()
-    for name, weight in first.state_dict().items():
-        torch.testing.assert_close(second.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
+    ranks = run_ranks(saved_by_each, case.devices * case.replicas, case, str(tmp_path))
+    exported = {
+        pair: AutoModelForCausalLM.from_pretrained(tmp_path / f"{pair[0]} {pair[1]}").state_dict() for pair in ranks[0]
+    }
+    gone_on = [pair for pair in ranks[0] if pair[1] is not None]
+    assert len(gone_on) == 4
+    for saved, loaded in gone_on:
+        for found in ranks:
+            assert found[saved, loaded] == pytest.approx(found[saved, None], rel=1e-6), (saved, loaded)
+        first, second = exported[saved, None], exported[saved, loaded]
+        assert not first.keys() ^ second.keys(), (saved, loaded)
+        for name, weight in first.items():
+            torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-6, msg=f"{saved}, {loaded}: {name}")
 
 
 def train_layers(
@@ -296,38 +348,40 @@ def train_layers(
     }
 
 
-def both_layers(case: tuple[str, int, int, int], schedule: Any, partition: Any) -> list[dict[str, Any]]:
-    return [train_layers(case, kind, partition) for kind in ("1f1b", schedule)]
-
-
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
-@pytest.mark.parametrize(
-    ("case", "replicas", "partition"),
-    [
-        (("pair", 2, 0, 0), 1, "uniform"),
-        (("pair", 3, 0, 0), 1, "parameters"),
-        (("pair", 2, 1, 0), 2, [0, 2, 3, 5, 7]),
-        (("tied", 2, 0, 0), 1, "uniform"),
-        (("tied", 2, 0, 1), 1, "uniform"),
-    ],
-    ids=["tuples", "three ranks", "replicas", "tied", "recomputed"],
+OWN = {
+    "tuples": (("pair", 2, 0, 0), 1, "uniform"),
+    "three ranks": (("pair", 3, 0, 0), 1, "parameters"),
+    "replicas": (("pair", 2, 1, 0), 2, [0, 2, 3, 5, 7]),
+    "tied": (("tied", 2, 0, 0), 1, "uniform"),
+    "recomputed": (("tied", 2, 0, 1), 1, "uniform"),
+}
+OWN_TRAINED = OneAfterAnother(
+    train_layers,
+    {
+        (name, kind): (case[1] * replicas, (case, schedule, partition))
+        for name, (case, replicas, partition) in OWN.items()
+        for kind, schedule in {PLAIN: PLAIN, **SCHEDULES}.items()
+    },
+    at_once=9,
 )
-def test_layers_of_ones_own(
-    case: tuple[str, int, int, int], replicas: int, partition: Any, schedule: dict[str, Any]
-) -> None:
-    found = run_ranks(both_layers, case[1] * replicas, case, schedule, partition)
-    is_shared = schedule["type"] == "dualpipev"  # one rank has both ends, whose weight is one: sums in another order
-    for plain, several in found:
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", OWN)
+def test_layers_of_ones_own(case: str, schedule: str) -> None:
+    ranks, other_ranks = OWN_TRAINED[case, PLAIN], OWN_TRAINED[case, schedule]
+    is_shared = schedule == "dualpipev"  # one rank has both ends, whose weight is one: sums in another order
+    for plain, several in zip(ranks, other_ranks, strict=True):
         assert len(several["stages"]) == 2
         assert several["losses"] == (pytest.approx(plain["losses"], rel=1e-6) if is_shared else plain["losses"])
         assert several["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-6)
-    plain_weights, several_weights = (weights_of_all(found, which) for which in (0, 1))
+    if not is_shared:
+        assert_same_weights(ranks, other_ranks)
+        return
+    plain_weights, several_weights = weights_of_all(ranks), weights_of_all(other_ranks)
     assert plain_weights.keys() == several_weights.keys()
     for name, weight in plain_weights.items():
-        if is_shared:
-            torch.testing.assert_close(several_weights[name], weight, rtol=1e-4, atol=1e-6)
-        else:
-            assert torch.equal(several_weights[name], weight), name
+        torch.testing.assert_close(several_weights[name], weight, rtol=1e-4, atol=1e-6)
 
 
 def moved_layers(case: tuple[str, int, int, int], schedule: Any) -> list[dict[str, Any]]:
@@ -336,9 +390,9 @@ def moved_layers(case: tuple[str, int, int, int], schedule: Any) -> list[dict[st
     return [train_layers(case, schedule, partition, move) for partition, move in ((after, None), (before, after))]
 
 
-@pytest.mark.parametrize("schedule", [INTERLEAVED, {"type": "dualpipev"}], ids=["interleaved", "dualpipev"])
-def test_layers_of_ones_own_move(schedule: dict[str, Any]) -> None:
-    found = run_ranks(moved_layers, 2, ("pair", 2, 1, 0), schedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_of_ones_own_move(schedule: str) -> None:
+    found = run_ranks(moved_layers, 2, ("pair", 2, 1, 0), SCHEDULES[schedule])
     for given, moved_ in found:
         for what in ("losses", "evaluated", "stages"):
             assert moved_[what] == given[what]

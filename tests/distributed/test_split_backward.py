@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.hf import cross_entropy
 from support.jobs import ds_config, model_config, step_batches
-from support.ranks import run_ranks
+from support.ranks import OneAfterAnother, run_ranks
 from support.small_layers import layers, loss_of
 
 STEPS, MICRO_BATCHES = 3, 8
+PIECE_BYTES = cross_entropy.PIECE_BYTES
 
 
 def late(schedule: Any, count: int) -> Any:
@@ -76,10 +78,7 @@ def prepared(case: Case) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = model_config(case.family, **{"tie_word_embeddings": False, **case.changes})
-    if case.prepare == "pieces":
-        from paceline.hf import cross_entropy
-
-        cross_entropy.PIECE_BYTES = 1 << 10
+    cross_entropy.PIECE_BYTES = 1 << 10 if case.prepare == "pieces" else PIECE_BYTES
     if case.prepare not in ("frozen", "frozen head", "lora", "lora, head"):
         return config
     torch.manual_seed(3)
@@ -174,10 +173,15 @@ CASES = {
 }
 
 
+WHOLE_AND_SPLIT = OneAfterAnother(
+    whole_and_split, {name: (case.stages * case.replicas, (case, count)) for name, (case, count) in CASES.items()}
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_as_with_whole_backwards(name: str) -> None:
-    case, count = CASES[name]
-    for whole, split in run_ranks(whole_and_split, case.stages * case.replicas, case, count):
+    count = CASES[name][1]
+    for whole, split in WHOLE_AND_SPLIT[name]:
         assert split["losses"] == whole["losses"]
         assert split["norms"] == whole["norms"]
         assert split["evaluated"] == whole["evaluated"]
@@ -197,10 +201,19 @@ HEADS = {
 }
 
 
+OF_ONE_STEP = OneAfterAnother(
+    train,
+    {
+        name: (case.stages, (replace(case, steps=1), 2 if case.kind == "1f1b" else None))
+        for name, (case, _) in HEADS.items()
+    },
+)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_are_left_for_later(name: str) -> None:
     case, is_left = HEADS[name]
-    found = run_ranks(train, case.stages, replace(case, steps=1), 2 if case.kind == "1f1b" else None)
+    found = OF_ONE_STEP[name]
     heads = found[0 if case.kind == "zbv" else -1]["heads"]
     assert heads == [is_left]
 
@@ -234,10 +247,6 @@ def test_layers_that_move_are_split_where_they_come() -> None:
         assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
 
 
-def of_a_family(case: Case, kind: Any) -> list[dict[str, Any]]:
-    return [train(case, None, "1f1b"), train(case, None, kind)]
-
-
 FAMILIES = ["zbh1", "zbh2", "zbv", "vhalf", "vmin"]
 SETTINGS = {
     "two stages": Case(),
@@ -249,11 +258,18 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+OF_FAMILIES = {
+    setting: OneAfterAnother(
+        train, {kind: (case.stages * case.replicas, (case, None, kind)) for kind in ("1f1b", *FAMILIES)}
+    )
+    for setting, case in SETTINGS.items()
+}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_families_give_every_bit_of_1f1b(kind: str, setting: str) -> None:
-    case = SETTINGS[setting]
-    ranks = run_ranks(of_a_family, case.stages * case.replicas, case, kind)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_families_give_every_bit_of_1f1b(setting: str, kind: str) -> None:
+    ranks = list(zip(OF_FAMILIES[setting]["1f1b"], OF_FAMILIES[setting][kind], strict=True))
     whole = {name: weight for found, _ in ranks for name, weight in found["weights"].items()}
     split = {name: weight for _, found in ranks for name, weight in found["weights"].items()}
     for plain, ours in ranks:
@@ -273,11 +289,19 @@ TUNED = {
 }
 
 
+CHOSEN_IN_A_RUN = OneAfterAnother(
+    train,
+    {
+        name: (2, (Case(steps=9, changes={"num_hidden_layers": 6}), None, kind))
+        for name, kind in {"1f1b": "1f1b", **TUNED}.items()
+    },
+)
+
+
 @pytest.mark.parametrize("name", TUNED)
 def test_orders_that_are_chosen_as_the_run_goes_give_every_bit_of_1f1b(name: str) -> None:
     """Both parts of backwards are timed before the first choice, whatever runs then."""
-    case = Case(steps=9, changes={"num_hidden_layers": 6})
-    ranks = run_ranks(of_a_family, case.stages, case, TUNED[name])
+    ranks = list(zip(CHOSEN_IN_A_RUN["1f1b"], CHOSEN_IN_A_RUN[name], strict=True))
     whole = {name: weight for found, _ in ranks for name, weight in found["weights"].items()}
     split = {name: weight for _, found in ranks for name, weight in found["weights"].items()}
     for plain, ours in ranks:
@@ -338,10 +362,15 @@ EARLY = {
 }
 
 
+REDUCTIONS = OneAfterAnother(
+    reductions,
+    {name: (case.stages * case.replicas, (replace(case, bucket=500),)) for name, case in EARLY.items()},
+)
+
+
 @pytest.mark.parametrize("name", EARLY)
 def test_gradients_are_reduced_beside_the_last_backward_of_weights(name: str) -> None:
-    case = replace(EARLY[name], bucket=500)
-    for early, late, places in run_ranks(reductions, case.stages * case.replicas, case):
+    for early, late, places in REDUCTIONS[name]:
         first, second, *_ = _steps(places)
         assert "W" not in first, "it is not known yet whose gradients are left for later"
         assert "W" in second
@@ -393,15 +422,16 @@ def own_layers(kind: str, interval: int) -> tuple[list[float], dict[str, torch.T
     return losses, weights
 
 
-def own_layers_both_ways(kind: str, interval: int) -> list[Any]:
-    return [own_layers("1f1b", interval), own_layers(kind, interval)]
+OWN_LAYERS = OneAfterAnother(
+    own_layers, {(kind, interval): (2, (kind, interval)) for kind in ("1f1b", "zbh1", "zbv") for interval in (0, 1)}
+)
 
 
 @pytest.mark.parametrize("interval", [0, 1])
 @pytest.mark.parametrize("kind", ["zbh1", "zbv"])
 def test_layers_of_ones_own(kind: str, interval: int) -> None:
     """The tied embedding's gradient is a sum in another order where one rank has both ends."""
-    ranks = run_ranks(own_layers_both_ways, 2, kind, interval)
+    ranks = list(zip(OWN_LAYERS["1f1b", interval], OWN_LAYERS[kind, interval], strict=True))
     whole = {name: weight for (_, weights), _ in ranks for name, weight in weights.items()}
     split = {name: weight for _, (_, weights) in ranks for name, weight in weights.items()}
     for (losses, _), (own_losses, _) in ranks:

@@ -47,6 +47,7 @@ def _run_what_is_slow_once() -> None:
     """
     import torch
 
+    from paceline.averaging.presence import coordination
     from paceline.hf.activations import count_items
     from paceline.hf.check import require_supported
     from paceline.patches.registry import all_patches
@@ -56,6 +57,7 @@ def _run_what_is_slow_once() -> None:
 
     for patch in all_patches():
         patch.problem()
+    coordination()
     template()
     line_chart([Series("loss", [[(1, 2.0), (2, 1.0)]])], label="loss", unit="nats")
     with torch.random.fork_rng(devices=[]):

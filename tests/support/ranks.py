@@ -134,6 +134,67 @@ def run_ranks(
     return results
 
 
+class OneAfterAnother:
+    """Cases that the same ranks go through one after another: a start of ranks takes as long as a short training.
+
+    The first case that a test asks for runs those that stand beside it, too. An error names its case. Each case finds
+    the process as the one before it has left it.
+
+    Args:
+        function: as in :func:`run_ranks`, called with the arguments of each case.
+        cases: by name: the number of ranks, and the arguments.
+        at_once: the most cases of one start. Engines leave the threads of their groups behind.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], cases: Mapping[Any, tuple[int, tuple[Any, ...]]], at_once: int = 6
+    ) -> None:
+        self.function = function
+        self.cases = cases
+        self.at_once = at_once
+        self._found: dict[Any, list[Any] | RankError] = {}
+
+    def __getitem__(self, name: Any) -> list[Any]:
+        """What the case has returned, in rank order.
+
+        Raises:
+            RankError: from this case, or from one beside it.
+        """
+        __tracebackhide__ = True
+        if name not in self._found:
+            self._run(name)
+        found = self._found[name]
+        if isinstance(found, RankError):
+            raise found
+        return found
+
+    def _run(self, name: Any) -> None:
+        world_size = self.cases[name][0]
+        alike = [key for key, (size, _) in self.cases.items() if size == world_size]
+        first = alike.index(name) // self.at_once * self.at_once
+        names = alike[first : first + self.at_once]
+        file = sys.modules[self.function.__module__].__file__
+        call = pickle.dumps((self.function.__module__, file, self.function.__qualname__))
+        cases = [(str(key), pickle.dumps((self.cases[key][1], {}))) for key in names]
+        try:
+            ranks = run_ranks(_one_after_another, world_size, call, cases)
+        except RankError as error:
+            self._found.update(dict.fromkeys(names, error))
+        else:
+            self._found.update(zip(names, map(list, zip(*ranks, strict=True)), strict=True))
+
+
+def _one_after_another(call: bytes, cases: Sequence[tuple[str, bytes]]) -> list[Any]:
+    found = []
+    for name, call_args in cases:
+        print(f"case {name}", flush=True)
+        try:
+            found.append(_call(call, call_args))
+        except Exception as error:
+            raise RuntimeError(f"case {name}: {type(error).__name__}: {error}") from error
+    return found
+
+
 def launch(
     args: Sequence[str],
     num_ranks: int,

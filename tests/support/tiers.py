@@ -38,8 +38,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_several_stages_a_rank.py::test_every_bit_is_that_of_one_stage_a_rank[two ranks-dualpipev]",
     ),
     "Zero-bubble schedules": (
-        "distributed/test_split_backward.py::test_families_give_every_bit_of_1f1b[zbh1-two stages]",
-        "distributed/test_split_backward.py::test_families_give_every_bit_of_1f1b[zbv-two stages]",
+        "distributed/test_split_backward.py::test_families_give_every_bit_of_1f1b[two stages-zbh1]",
+        "distributed/test_split_backward.py::test_families_give_every_bit_of_1f1b[two stages-zbv]",
         "distributed/test_split_backward.py::test_gradients_are_reduced_beside_the_last_backward_of_weights[zbh1]",
     ),
     "Compressed boundaries": (
