@@ -23,6 +23,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment test || exit
 cd -- "$REPOSITORY" || exit
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # or every process compiles the package again, and every worker rewrites all tests
 
 failed=()
 
@@ -46,15 +47,24 @@ with_lowest_transformers() {
 
 part style "$PYTHON" -m ruff check .
 part format "$PYTHON" -m ruff format --check .
-part types "$PYTHON" -m mypy
 if [[ "$*" == --all ]]; then
+  # Checking types is one process, and so is installing, which begins the next part.
+  told=$(mktemp)
+  trap 'rm -f -- "$told"' EXIT
+  "$PYTHON" -m mypy >"$told" 2>&1 &
+  checking=$! checked=0
   part "tests with transformers $LOWEST_TRANSFORMERS" with_lowest_transformers
+  wait "$checking" || checked=$?
+  part types eval 'cat -- "$told"; ((checked == 0))'
   set -- "${SIDE_BY_SIDE[@]}" tests
-elif (($# == 0)); then
-  mapfile -t chosen < <("$PYTHON" tests/support/tiers.py)
-  set -- "${SIDE_BY_SIDE[@]}" "${chosen[@]}"
-elif [[ $1 == --all ]]; then
-  shift
+else
+  part types "$PYTHON" -m mypy
+  if (($# == 0)); then
+    mapfile -t chosen < <("$PYTHON" tests/support/tiers.py)
+    set -- "${SIDE_BY_SIDE[@]}" "${chosen[@]}"
+  elif [[ $1 == --all ]]; then
+    shift
+  fi
 fi
 status=${#failed[@]}
 if ((status)); then

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from support import ranks
-from support.ranks import RankError, hang_of, launch, run_ranks
+from support.ranks import OneAfterAnother, RankError, hang_of, launch, run_ranks
 
 LONG_S = 3600
 
@@ -65,6 +65,12 @@ def one_raises_while_others_wait(failing: int) -> None:
         print("about to fail")
         raise ValueError(f"rank {failing} cannot")
     dist.barrier()
+
+
+def process_and(value: int) -> tuple[int, int]:
+    if value < 0:
+        raise ValueError(f"{value} is too little")
+    return os.getpid(), value + int(os.environ["RANK"])
 
 
 def one_dies(failing: int) -> None:
@@ -236,3 +242,20 @@ def _is_running(pid: int) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_cases_share_ranks_and_an_error_names_its_case() -> None:
+    cases = OneAfterAnother(process_and, {number: (2, (number,)) for number in range(3)}, at_once=2)
+    found = {number: cases[number] for number in range(3)}
+    assert {number: [value for _, value in ranks_] for number, ranks_ in found.items()} == {
+        0: [0, 1],
+        1: [1, 2],
+        2: [2, 3],
+    }
+    (first, _), (second, _), (third, _) = (found[number][0] for number in range(3))
+    assert first == second != third
+    failing = OneAfterAnother(process_and, {"good": (1, (1,)), "bad": (1, (-1,)), "elsewhere": (2, (1,))})
+    for name in ("good", "bad"):
+        with pytest.raises(RankError, match="raised RuntimeError: case bad: ValueError: -1 is too little"):
+            failing[name]
+    assert [value for _, value in failing["elsewhere"]] == [1, 2]
