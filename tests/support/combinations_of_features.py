@@ -5,7 +5,7 @@
 A cell is two steps of a pipeline of two stages with two replicas (four processes). Its losses are compared with those
 of one process that has what changes the numbers (precision, clipping, adapters, …) and nothing of the rest. What is
 found must be what ``golden/combinations.json`` says; ``--write`` writes that file and the tables, pair by pair. The
-test has several pairs in one job (:func:`in_few_jobs`): what works among five features works among any two of them.
+test has several pairs in one job (:func:`in_few_jobs`): what works among eight features works among any two of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOLERANCE = 2e-5
 AT_ONCE = 12
 """Jobs that the same processes do one after another: each leaves the threads of its groups behind."""
 
-FEATURES_A_JOB = 5
+FEATURES_A_JOB = 8
 """Of a job that shows several pairs at once."""
 
 NO_FLUSH = {"multidirection", "one_direction", "late_gradients"}
@@ -359,7 +359,7 @@ def readme_part(found: Mapping[str, Mapping[str, Any]]) -> str:
         "start, for a reason of the second table; empty: one key, one value, or too few micro-batches here. Both "
         "tables are written by "
         "`python tests/support/combinations_of_features.py --write`, and held to the truth by "
-        "`tests/distributed/test_combinations.py`, which has up to five features in a job."
+        "`tests/distributed/test_combinations.py`, which has up to eight features in a job."
     )
     reasons = " ".join(f"Ground *{ground}*: {meaning}." for ground, meaning in GROUNDS.items())
     refused = f"Refused at the start, with the values, the reason and what to do instead. {reasons}\n\n{markdown()}"
