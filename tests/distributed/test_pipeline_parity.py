@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.jobs import train, train_alone
-from support.ranks import run_ranks
+from support.ranks import OneAfterAnother, on, run_ranks
 
 
 @lru_cache
@@ -22,11 +22,36 @@ def assert_close(losses: list[float], wanted: list[float], relative: float = 1e-
     assert max(differences) <= relative, f"step {differences.index(max(differences))}: {max(differences):.2e}"
 
 
+UNTIED = {"tie_word_embeddings": False, "steps": 6}
+KINDS = ("prompt", "packed", "ragged")
+PARTITIONS = ([0, 1, 6], [0, 5, 6], "parameters", "type:LlamaDecoderLayer")
+SHAPES = [(stages, replicas, zero) for stages in (1, 2, 3, 4) for replicas in (1, 2) for zero in (0, 1)]
+RUNS = OneAfterAnother(
+    train,
+    {
+        **{(*shape, "tied"): on(shape[0] * shape[1], shape[0], zero=shape[2], clipping=0.5) for shape in SHAPES},
+        **{(*shape, "untied"): on(shape[0] * shape[1], shape[0], zero=shape[2], **UNTIED) for shape in SHAPES},
+        **{kind: on(4, 2, kind=kind, steps=5) for kind in KINDS},
+        **{(family, n): on(n, n, family=family, steps=5) for family in ("gpt2", "mixtral") for n in (2, 3)},
+        **{
+            (family, is_on): on(2, 2, family=family, steps=5, checkpointing=is_on)
+            for family in ("llama", "mixtral")
+            for is_on in (False, True)
+        },
+        **{str(partition): on(2, 2, partition=partition, steps=5) for partition in PARTITIONS},
+        **{
+            f"bf16, ZeRO {zero}": on(2, 2, zero=zero, clipping=0.5, more={"bf16": {"enabled": True}}) for zero in (0, 1)
+        },
+    },
+    at_once=8,
+)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_pipeline_is_single_process(stages: int, replicas: int, zero: int) -> None:
-    ranks = run_ranks(train, stages * replicas, stages, zero=zero, clipping=0.5)
+    ranks = RUNS[stages, replicas, zero, "tied"]
     wanted = reference(clipping=0.5)
     for rank in ranks:
         assert_close(rank["losses"], wanted["losses"])
@@ -46,10 +71,7 @@ def test_stage_counts_agree_bitwise(replicas: int, zero: int) -> None:
 
     Weights are not tied here: of a tied weight the head's and the embedding's gradients are two sums on two stages.
     """
-    runs = [
-        run_ranks(train, stages * replicas, stages, zero=zero, tie_word_embeddings=False, steps=6)
-        for stages in (1, 2, 3, 4)
-    ]
+    runs = [RUNS[stages, replicas, zero, "untied"] for stages in (1, 2, 3, 4)]
     whole = runs[0][0]
     for run in runs[1:]:
         for rank in run:
@@ -58,17 +80,16 @@ def test_stage_counts_agree_bitwise(replicas: int, zero: int) -> None:
                 assert torch.equal(tensor, whole["state"][name]), name
 
 
-@pytest.mark.parametrize("kind", ["prompt", "packed", "ragged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_loss_is_exact_for_every_kind_of_batch(kind: str) -> None:
-    ranks = run_ranks(train, 4, 2, kind=kind, steps=5)
-    assert_close(ranks[0]["losses"], reference(kind=kind, steps=5)["losses"])
+    assert_close(RUNS[kind][0]["losses"], reference(kind=kind, steps=5)["losses"])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_other_families(family: str, stages: int) -> None:
     """Position embeddings that are added; the router's auxiliary loss, whose sums ride along with the activations."""
-    ranks = run_ranks(train, stages, stages, family=family, steps=5)
+    ranks = RUNS[family, stages]
     wanted = reference(family=family, steps=5)
     assert_close(ranks[0]["losses"], wanted["losses"])
     assert_close([ranks[0]["evaluation"]["eval_loss"]], [wanted["evaluation"]["eval_loss"]])
@@ -76,22 +97,21 @@ def test_other_families(family: str, stages: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_activation_checkpointing_changes_nothing(family: str) -> None:
-    plain, checkpointed = (run_ranks(train, 2, 2, family=family, steps=5, checkpointing=on)[0] for on in (False, True))
+    plain, checkpointed = (RUNS[family, is_on][0] for is_on in (False, True))
     assert plain["losses"] == checkpointed["losses"]
     for name, tensor in plain["state"].items():
         assert torch.equal(tensor, checkpointed["state"][name]), name
 
 
-@pytest.mark.parametrize("partition", [[0, 1, 6], [0, 5, 6], "parameters", "type:LlamaDecoderLayer"])
-def test_any_partition(partition: Any) -> None:
+@pytest.mark.parametrize("partition", [*map(str, PARTITIONS)])
+def test_any_partition(partition: str) -> None:
     """Also a stage that holds nothing but the embedding, and one that holds nothing but norm and head."""
-    ranks = run_ranks(train, 2, 2, partition=partition, steps=5)
-    assert_close(ranks[0]["losses"], reference(steps=5)["losses"])
+    assert_close(RUNS[partition][0]["losses"], reference(steps=5)["losses"])
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bf16_follows_fp32(zero: int) -> None:
-    ranks = run_ranks(train, 2, 2, zero=zero, clipping=0.5, more={"bf16": {"enabled": True}})
+    ranks = RUNS[f"bf16, ZeRO {zero}"]
     wanted = reference(clipping=0.5)
     assert_close(ranks[0]["losses"], wanted["losses"], 2e-3)
     assert_close(ranks[0]["norms"], wanted["norms"], 5e-2)

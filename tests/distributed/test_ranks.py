@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from support import ranks
-from support.ranks import OneAfterAnother, RankError, hang_of, launch, run_ranks
+from support.ranks import OneAfterAnother, RankError, hang_of, launch, on, run_ranks
 
 LONG_S = 3600
 
@@ -245,7 +245,7 @@ def _is_running(pid: int) -> bool:
 
 
 def test_cases_share_ranks_and_an_error_names_its_case() -> None:
-    cases = OneAfterAnother(process_and, {number: (2, (number,)) for number in range(3)}, at_once=2)
+    cases = OneAfterAnother(process_and, {number: on(2, number) for number in range(3)}, at_once=2)
     found = {number: cases[number] for number in range(3)}
     assert {number: [value for _, value in ranks_] for number, ranks_ in found.items()} == {
         0: [0, 1],
@@ -254,7 +254,7 @@ def test_cases_share_ranks_and_an_error_names_its_case() -> None:
     }
     (first, _), (second, _), (third, _) = (found[number][0] for number in range(3))
     assert first == second != third
-    failing = OneAfterAnother(process_and, {"good": (1, (1,)), "bad": (1, (-1,)), "elsewhere": (2, (1,))})
+    failing = OneAfterAnother(process_and, {"good": on(1, 1), "bad": on(1, value=-1), "elsewhere": on(2, 1)})
     for name in ("good", "bad"):
         with pytest.raises(RankError, match="raised RuntimeError: case bad: ValueError: -1 is too little"):
             failing[name]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.jobs import ds_config, model_config, step_batches
-from support.ranks import OneAfterAnother, run_ranks
+from support.ranks import OneAfterAnother, on, run_ranks
 from support.small_layers import batches, layers, loss_of
 
 STEPS = 3
@@ -116,15 +116,13 @@ MOVES = {
     zero: OneAfterAnother(
         trained_or_moved,
         {
-            PLAIN: (2, (Case(zero=zero), PLAIN, None)),
+            PLAIN: on(2, Case(zero=zero), PLAIN, None),
             **{
-                (schedule, name): (
+                (schedule, name): on(
                     2,
-                    (
-                        Case(partition=(0, 3, 5, 6, 8) if parts[1:3] == [2, 4] else (0, 2, 4, 6, 8), zero=zero),
-                        SCHEDULES[schedule],
-                        parts,
-                    ),
+                    Case(partition=(0, 3, 5, 6, 8) if parts[1:3] == [2, 4] else (0, 2, 4, 6, 8), zero=zero),
+                    SCHEDULES[schedule],
+                    parts,
                 )
                 for schedule in SCHEDULES
                 for name, parts in PARTS.items()
@@ -198,7 +196,7 @@ TRAINED = {
     name: OneAfterAnother(
         train,
         {
-            kind: (case.devices * case.replicas, (case, schedule))
+            kind: on(case.devices * case.replicas, case, schedule)
             for kind, schedule in {PLAIN: PLAIN, **SCHEDULES}.items()
         },
     )
@@ -358,7 +356,7 @@ OWN = {
 OWN_TRAINED = OneAfterAnother(
     train_layers,
     {
-        (name, kind): (case[1] * replicas, (case, schedule, partition))
+        (name, kind): on(case[1] * replicas, case, schedule, partition)
         for name, (case, replicas, partition) in OWN.items()
         for kind, schedule in {PLAIN: PLAIN, **SCHEDULES}.items()
     },

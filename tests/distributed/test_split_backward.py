@@ -11,7 +11,7 @@ import torch
 
 from paceline.hf import cross_entropy
 from support.jobs import ds_config, model_config, step_batches
-from support.ranks import OneAfterAnother, run_ranks
+from support.ranks import OneAfterAnother, on, run_ranks
 from support.small_layers import layers, loss_of
 
 STEPS, MICRO_BATCHES = 3, 8
@@ -174,7 +174,7 @@ CASES = {
 
 
 WHOLE_AND_SPLIT = OneAfterAnother(
-    whole_and_split, {name: (case.stages * case.replicas, (case, count)) for name, (case, count) in CASES.items()}
+    whole_and_split, {name: on(case.stages * case.replicas, case, count) for name, (case, count) in CASES.items()}
 )
 
 
@@ -204,7 +204,7 @@ HEADS = {
 OF_ONE_STEP = OneAfterAnother(
     train,
     {
-        name: (case.stages, (replace(case, steps=1), 2 if case.kind == "1f1b" else None))
+        name: on(case.stages, replace(case, steps=1), 2 if case.kind == "1f1b" else None)
         for name, (case, _) in HEADS.items()
     },
 )
@@ -260,7 +260,7 @@ SETTINGS = {
 
 OF_FAMILIES = {
     setting: OneAfterAnother(
-        train, {kind: (case.stages * case.replicas, (case, None, kind)) for kind in ("1f1b", *FAMILIES)}
+        train, {kind: on(case.stages * case.replicas, case, None, kind) for kind in ("1f1b", *FAMILIES)}
     )
     for setting, case in SETTINGS.items()
 }
@@ -292,7 +292,7 @@ TUNED = {
 CHOSEN_IN_A_RUN = OneAfterAnother(
     train,
     {
-        name: (2, (Case(steps=9, changes={"num_hidden_layers": 6}), None, kind))
+        name: on(2, Case(steps=9, changes={"num_hidden_layers": 6}), None, kind)
         for name, kind in {"1f1b": "1f1b", **TUNED}.items()
     },
 )
@@ -364,7 +364,7 @@ EARLY = {
 
 REDUCTIONS = OneAfterAnother(
     reductions,
-    {name: (case.stages * case.replicas, (replace(case, bucket=500),)) for name, case in EARLY.items()},
+    {name: on(case.stages * case.replicas, replace(case, bucket=500)) for name, case in EARLY.items()},
 )
 
 
@@ -423,7 +423,7 @@ def own_layers(kind: str, interval: int) -> tuple[list[float], dict[str, torch.T
 
 
 OWN_LAYERS = OneAfterAnother(
-    own_layers, {(kind, interval): (2, (kind, interval)) for kind in ("1f1b", "zbh1", "zbv") for interval in (0, 1)}
+    own_layers, {(kind, interval): on(2, kind, interval) for kind in ("1f1b", "zbh1", "zbv") for interval in (0, 1)}
 )
 
 

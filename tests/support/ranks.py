@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -134,6 +134,19 @@ def run_ranks(
     return results
 
 
+class Case(NamedTuple):
+    """See :func:`on`."""
+
+    world_size: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def on(world_size: int, *args: Any, **kwargs: Any) -> Case:
+    """A case of :class:`OneAfterAnother`: the number of ranks, and what the function is called with."""
+    return Case(world_size, args, kwargs)
+
+
 class OneAfterAnother:
     """Cases that the same ranks go through one after another: a start of ranks takes as long as a short training.
 
@@ -142,13 +155,11 @@ class OneAfterAnother:
 
     Args:
         function: as in :func:`run_ranks`, called with the arguments of each case.
-        cases: by name: the number of ranks, and the arguments.
+        cases: by name, made by :func:`on`.
         at_once: the most cases of one start. Engines leave the threads of their groups behind.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], cases: Mapping[Any, tuple[int, tuple[Any, ...]]], at_once: int = 6
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], cases: Mapping[Any, Case], at_once: int = 6) -> None:
         self.function = function
         self.cases = cases
         self.at_once = at_once
@@ -169,13 +180,13 @@ class OneAfterAnother:
         return found
 
     def _run(self, name: Any) -> None:
-        world_size = self.cases[name][0]
-        alike = [key for key, (size, _) in self.cases.items() if size == world_size]
+        world_size = self.cases[name].world_size
+        alike = [key for key, case in self.cases.items() if case.world_size == world_size]
         first = alike.index(name) // self.at_once * self.at_once
         names = alike[first : first + self.at_once]
         file = sys.modules[self.function.__module__].__file__
         call = pickle.dumps((self.function.__module__, file, self.function.__qualname__))
-        cases = [(str(key), pickle.dumps((self.cases[key][1], {}))) for key in names]
+        cases = [(str(key), pickle.dumps(self.cases[key][1:])) for key in names]
         try:
             ranks = run_ranks(_one_after_another, world_size, call, cases)
         except RankError as error:
