@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from support.jobs import LAYERS, MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
-from support.ranks import run_ranks
+from support.ranks import OneAfterAnother, on, run_ranks
 
 peft = pytest.importorskip("peft")
 
@@ -177,12 +178,8 @@ def train(stages: int, steps: int = STEPS, export_to: str | None = None, **kwarg
     }
     if export_to is not None:
         export(engine.module, export_to, engine.control)
+    engine.destroy()
     return found
-
-
-@lru_cache
-def reference(**kwargs: Any) -> dict[str, Any]:
-    return run_ranks(train_alone, 1, **kwargs)[0]
 
 
 def assert_same(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
@@ -196,29 +193,99 @@ def assert_same(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
             torch.testing.assert_close(tensor, wanted["state"][name], rtol=0, atol=2e-4, msg=name)
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A pipeline and the process that it is compared with.
+
+    Args:
+        both: what both are trained with.
+        ours: what the pipeline has besides.
+    """
+
+    stages: int
+    replicas: int = 1
+    both: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+
+
+UNTIED = {"tie_word_embeddings": False}
+CLIPPED = {**UNTIED, "clipping": 0.5}
+SHAPES = ([0, 1, 6], [0, 5, 6], [0, 2, 4, 6])
+AT_THE_ENDS = ("embedding", "all but the first layer")
+METHODS = ("dora", "rslora", "ia3", "lokr", "late lora")
+COMPARED: dict[Any, Compared] = {
+    **{
+        (frozen, stages): Compared(stages, both={"frozen": FROZEN[frozen], **UNTIED})
+        for frozen, stages in [("first stage", 2), ("the middle", 2), *((name, 3) for name in FROZEN)]
+    },
+    **{
+        (frozen, replicas, zero): Compared(2, replicas, {"frozen": FROZEN[frozen], **CLIPPED}, {"zero": zero})
+        for frozen in ("first stage", "the middle")
+        for replicas, zero in [(2, 0), (2, 1), (1, 1)]
+    },
+    **{
+        (frozen, str(parts)): Compared(len(parts) - 1, 1, {"frozen": FROZEN[frozen], **UNTIED}, {"partition": parts})
+        for frozen in AT_THE_ENDS
+        for parts in SHAPES
+    },
+    **{
+        str(schedule): Compared(2, 1, {"frozen": FROZEN["first stage"], **UNTIED}, {"schedule": schedule})
+        for schedule in ("gpipe", {"type": "kfkb", "k": 2})
+    },
+    "tied": Compared(2, both={"frozen": r"embed|layers\.[01]"}),
+    **{
+        ("lora", stages, replicas): Compared(
+            stages, replicas, {"adapters": "lora", "clipping": 0.5}, {"zero": replicas - 1}
+        )
+        for stages, replicas in [(2, 1), (3, 1), (2, 2)]
+    },
+    **{kind: Compared(2, both={"adapters": kind}) for kind in METHODS},
+    **{
+        kind: Compared(3, 1, {"adapters": kind, **UNTIED}, {"partition": [0, 1, 5, 6]})
+        for kind in ("head", "embedding")
+    },
+    "gpt2": Compared(3, both={"family": "gpt2", "adapters": "biases"}),
+    "mixtral": Compared(2, both={"family": "mixtral", "adapters": "late lora"}),
+}
+OURS = OneAfterAnother(
+    train,
+    {name: on(case.stages * case.replicas, case.stages, **case.both, **case.ours) for name, case in COMPARED.items()},
+)
+THEIRS = OneAfterAnother(train_alone, {str(case.both): on(1, **case.both) for case in COMPARED.values()}, at_once=20)
+
+
+@lru_cache
+def alone(**both: Any) -> dict[str, Any]:
+    return run_ranks(train_alone, 1, **both)[0]
+
+
+def reference(**both: Any) -> dict[str, Any]:
+    return THEIRS[str(both)][0] if str(both) in THEIRS.cases else alone(**both)
+
+
+def assert_as_alone(name: Any) -> None:
+    assert_same(OURS[name], reference(**COMPARED[name].both))
+
+
 # -- frozen parameters -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("frozen", "stages"), [("first stage", 2), ("the middle", 2), *((name, 3) for name in FROZEN)])
 def test_frozen_parameters_change_no_number(frozen: str, stages: int) -> None:
-    kwargs = {"frozen": FROZEN[frozen], "tie_word_embeddings": False}
-    assert_same(run_ranks(train, stages, stages, **kwargs), reference(**kwargs))
+    assert_as_alone((frozen, stages))
 
 
 @pytest.mark.parametrize(("replicas", "zero"), [(2, 0), (2, 1), (1, 1)])
 @pytest.mark.parametrize("frozen", ["first stage", "the middle"])
 def test_frozen_stages_with_replicas_and_zero(frozen: str, replicas: int, zero: int) -> None:
-    kwargs = {"frozen": FROZEN[frozen], "tie_word_embeddings": False, "clipping": 0.5}
-    assert_same(run_ranks(train, 2 * replicas, 2, zero=zero, **kwargs), reference(**kwargs))
+    assert_as_alone((frozen, replicas, zero))
 
 
-@pytest.mark.parametrize("partition", [[0, 1, 6], [0, 5, 6], [0, 2, 4, 6]])
-def test_a_frozen_stage_of_any_shape(partition: list[int]) -> None:
+@pytest.mark.parametrize("partition", [str(parts) for parts in SHAPES])
+def test_a_frozen_stage_of_any_shape(partition: str) -> None:
     """Also a stage of the embedding alone, and one of norm and head alone."""
-    stages = len(partition) - 1
-    for frozen in (FROZEN["embedding"], FROZEN["all but the first layer"]):
-        kwargs = {"frozen": frozen, "tie_word_embeddings": False}
-        assert_same(run_ranks(train, stages, stages, partition=partition, **kwargs), reference(**kwargs))
+    for frozen in AT_THE_ENDS:
+        assert_as_alone((frozen, partition))
 
 
 def test_frozen_stages_do_nothing_that_is_not_needed() -> None:
@@ -243,14 +310,13 @@ def test_frozen_stages_do_nothing_that_is_not_needed() -> None:
         assert not stage["gradients"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", {"type": "kfkb", "k": 2}])
-def test_frozen_stages_in_other_schedules(schedule: Any) -> None:
-    kwargs = {"frozen": FROZEN["first stage"], "tie_word_embeddings": False}
-    assert_same(run_ranks(train, 2, 2, schedule=schedule, **kwargs), reference(**kwargs))
+@pytest.mark.parametrize("schedule", ["gpipe", "{'type': 'kfkb', 'k': 2}"])
+def test_frozen_stages_in_other_schedules(schedule: str) -> None:
+    assert_as_alone(schedule)
 
 
 def test_a_frozen_weight_that_is_tied() -> None:
-    assert_same(run_ranks(train, 2, 2, frozen=r"embed|layers\.[01]"), reference(frozen=r"embed|layers\.[01]"))
+    assert_as_alone("tied")
 
 
 def plain(stages: int, frozen: tuple[int, ...]) -> dict[str, Any]:
@@ -297,32 +363,29 @@ def test_frozen_layers_of_any_pipeline_module(frozen: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (3, 1), (2, 2)])
 def test_lora_is_that_of_one_process(stages: int, replicas: int) -> None:
-    ranks = run_ranks(train, stages * replicas, stages, adapters="lora", zero=replicas - 1, clipping=0.5)
-    assert_same(ranks, reference(adapters="lora", clipping=0.5))
-    for rank in ranks:
+    assert_as_alone(("lora", stages, replicas))
+    for rank in OURS["lora", stages, replicas]:
         assert rank["trained"]
         assert all(re.search(r"\.lora_[AB]\.default\.weight$", name) for name in rank["trained"])
         assert set(rank["states"]) <= set(rank["trained"])
         assert not rank["gradients"]
 
 
-@pytest.mark.parametrize("kind", ["dora", "rslora", "ia3", "lokr", "late lora"])
+@pytest.mark.parametrize("kind", METHODS)
 def test_other_methods(kind: str) -> None:
-    assert_same(run_ranks(train, 2, 2, adapters=kind), reference(adapters=kind))
+    assert_as_alone(kind)
 
 
 @pytest.mark.parametrize("kind", ["head", "embedding"])
 def test_adapters_of_embedding_and_head(kind: str) -> None:
     """On stages of their own, too."""
-    kwargs = {"adapters": kind, "tie_word_embeddings": False}
-    assert_same(run_ranks(train, 3, 3, partition=[0, 1, 5, 6], **kwargs), reference(**kwargs))
+    assert_as_alone(kind)
 
 
-@pytest.mark.parametrize(("family", "kind", "stages"), [("gpt2", "biases", 3), ("mixtral", "late lora", 2)])
-def test_other_families(family: str, kind: str, stages: int) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_other_families(family: str) -> None:
     """Tied embeddings with Conv1D, whose weights lie the other way; a router's loss, whose sums ride along."""
-    kwargs = {"family": family, "adapters": kind}
-    assert_same(run_ranks(train, stages, stages, **kwargs), reference(**kwargs))
+    assert_as_alone(family)
 
 
 def test_frozen_layers_before_the_first_adapter_cost_nothing() -> None:
