@@ -8,8 +8,8 @@ import torch
 from paceline.comm.formats import FORMATS, on_the_wire, pack, unpack
 from paceline.comm.shapes import meta_of
 
-ROUNDING = {"bf16": 2**-8, "int8": 0.5 / 127, "fp8_e4m3": 2**-4, "int4": 0.5 / 7 * (1 + 2**-4)}
-"""Of the largest value of a block (int8, int4), or of the value itself."""
+ROUNDING = {"bf16": 2**-8, "int8": 0.5 / 127, "fp8_e4m3": 2**-4, "int4": 1 - 7 / 8 * (1 - 2**-4)}
+"""Of the largest value of a block (int8, int4: where one of the other sign is as large), or of the value itself."""
 
 BITS = {"bf16": 16, "int8": 8 + 32 / 256, "fp8_e4m3": 8 + 32 / 256, "int4": 4 + 8 / 16 + 32 / 256}
 """A value, of rows of 256."""
@@ -74,6 +74,27 @@ def test_small_blocks_of_a_row_keep_their_precision() -> None:
     assert (error <= torch.maximum(ROUNDING["int4"] * largest, 2**-10 / 448 * largest[:, :1])).all()
     assert (error[:, :5] <= ROUNDING["int4"] * largest[:, :5]).all()
     assert (found.view_as(given)[:, 7] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_all_sixteen_numbers_of_four_bits_are_used(sign: float, dtype: torch.dtype) -> None:
+    """The largest value of a block is the number that has no opposite, whatever its sign."""
+    blocks = torch.arange(-8.0, 8.0) * torch.tensor([[sign], [-sign / 2], [0.0], [sign / 64]])
+    given = blocks.flatten().expand(2, -1).to(dtype)
+    assert torch.equal(unpack(pack(given, FORMATS["int4"])), given)
+
+
+def test_error_of_four_bits() -> None:
+    """Of normally distributed values; the largest value of a block is within the precision of its scale."""
+    given = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    found = unpack(pack(given, FORMATS["int4"]))
+    assert isinstance(found, torch.Tensor)
+    assert 0.07 < float((found - given).norm() / given.norm()) < 0.08
+    blocks, error = given.unflatten(-1, (-1, 16)), (found - given).unflatten(-1, (-1, 16)).abs()
+    largest, where = blocks.abs().max(-1, keepdim=True)
+    assert (error.gather(-1, where) <= 2**-4 * largest).all()
+    assert ((error <= 2**-4 * (1 + 2**-4) * largest) | (blocks.abs() > 7 / 8 * (1 - 2**-4) * largest)).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
