@@ -21,9 +21,13 @@ class BoundaryConfig(Part):
     forward: FormatName | None = Field(
         default=None,
         description='Format of activations between stages, in training: "bf16"; "int8" and "fp8_e4m3": a byte a value, '
-        'a scale for each token; "int4": half a byte, a scale for 16 values. Left out: as they are.',
+        'a scale for each token; "int4": half a byte, a scale for 8 values, the mean of each sequence apart. Left out: '
+        "as they are.",
     )
-    backward: FormatName | None = Field(default=None, description="The same of their gradients. Left out: as they are.")
+    backward: FormatName | None = Field(
+        default=None,
+        description='The same of their gradients; "int4" has a scale for 16 values. Left out: as they are.',
+    )
     allowed: Annotated[tuple[FormatName, ...] | None, BeforeValidator(_tuple), Field(min_length=1)] = Field(
         default=None,
         description='With the schedule "adaptive", instead of both: formats that it may choose for both directions, '

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
-from ..comm.formats import FORMATS, BoundaryFormats
+from ..comm.formats import BoundaryFormats
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
 from ..moe.moving import states_of
@@ -102,7 +102,7 @@ def make_rounding_errors(engine: PacelineEngine) -> RoundingErrors | None:
 
 def formats_of(engine: PacelineEngine) -> BoundaryFormats:
     boundary = engine.plan.boundary
-    return BoundaryFormats(FORMATS.get(boundary.forward or ""), FORMATS.get(boundary.backward or ""))
+    return BoundaryFormats.named(boundary.forward, boundary.backward)
 
 
 def format_choices(engine: PacelineEngine) -> dict[str, FormatCosts]:
@@ -113,7 +113,7 @@ def format_choices(engine: PacelineEngine) -> dict[str, FormatCosts]:
 
 def choose_format(engine: PacelineEngine, name: str) -> None:
     """Send in a format that was chosen, from the next step on; empty: as things are."""
-    formats = BoundaryFormats(FORMATS.get(name), FORMATS.get(name))
+    formats = BoundaryFormats.named(name, name)
     if engine.plan.boundary.allowed is None or engine.held[0].boundary.formats == formats:
         return
     for stage in engine.held:

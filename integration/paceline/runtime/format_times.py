@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..comm.formats import FORMATS, Format
+from ..comm.formats import ACTIVATIONS, Format
 from ..planning.format_costs import AS_IT_IS, FormatCosts
 
 ROWS, WIDTH = 1024, 1024
@@ -18,7 +18,7 @@ TRIES = 5
 
 def format_costs(names: Iterable[str], dtype: torch.dtype, device: torch.device) -> dict[str, FormatCosts]:
     """Costs of formats by name, measured on a tensor of :data:`ROWS` times :data:`WIDTH`; ``""`` is none."""
-    return {"": AS_IT_IS, **{name: _costs(FORMATS[name], dtype, device) for name in names}}
+    return {"": AS_IT_IS, **{name: _costs(ACTIVATIONS[name], dtype, device) for name in names}}
 
 
 def _costs(format: Format, dtype: torch.dtype, device: torch.device) -> FormatCosts:

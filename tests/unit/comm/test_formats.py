@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.formats import FORMATS, on_the_wire, pack, unpack
+from paceline.comm.formats import ACTIVATIONS, FORMATS, Int4, on_the_wire, pack, unpack
 from paceline.comm.shapes import meta_of
 
 ROUNDING = {"bf16": 2**-8, "int8": 0.5 / 127, "fp8_e4m3": 2**-4, "int4": 1 - 7 / 8 * (1 - 2**-4)}
@@ -120,3 +120,47 @@ def test_what_is_encoded_has_memory_of_its_own(name: str) -> None:
     before = unpack(parcel)
     given.zero_()
     assert torch.equal(unpack(parcel), before)
+
+
+# -- activations in four bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 64, 256), (3, 5, 97), (7, 33), (1, 1, 3), (2, 3, 1)])
+def test_what_tokens_have_in_common_costs_no_precision(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Each sequence has a mean of its own, in bf16; what is left is rounded as it would be alone."""
+    generator = torch.Generator().manual_seed(0)
+    common = 4 * torch.randn(*shape[:-2], 1, shape[-1], generator=generator).round()
+    given = (torch.randn(shape, generator=generator) + common).to(dtype)
+    parcel = pack(given, ACTIVATIONS["int4"])
+    assert on_the_wire(meta_of(given), ACTIVATIONS["int4"]).tensors == meta_of(parcel.tensors[0]).tensors
+    found = unpack(parcel)
+    assert isinstance(found, torch.Tensor)
+    assert (found.shape, found.dtype) == (given.shape, dtype)
+    mean = given.float().mean(-2, keepdim=True).to(torch.bfloat16).float()
+    rest = unpack(pack(given.float() - mean, Int4(block=8)))
+    assert isinstance(rest, torch.Tensor)
+    assert torch.equal(found, (rest + mean).to(dtype))
+    if shape[-2] > 30:
+        plain = unpack(pack(given, FORMATS["int4"]))
+        assert isinstance(plain, torch.Tensor)
+        assert 2 * (found - given).float().norm() < (plain - given).float().norm()
+
+
+def test_no_sequence_depends_on_another() -> None:
+    """So that numbers do not depend on what a micro-batch holds besides."""
+    given = values(3, 8, 64)
+    given[2, 5, 7] = torch.nan
+    found = unpack(pack(given, ACTIVATIONS["int4"]))
+    assert isinstance(found, torch.Tensor)
+    for sequence, decoded in zip(given[:2], found[:2], strict=True):
+        alone = unpack(pack(sequence, ACTIVATIONS["int4"]))
+        assert isinstance(alone, torch.Tensor)
+        assert torch.equal(decoded, alone)
+    assert not found[2, 5].isfinite().all(), "an overflow is seen"
+
+
+def test_sequences_of_zeros_stay_zeros() -> None:
+    given = torch.zeros(2, 5, 33)
+    given[1] = -0.0
+    assert torch.equal(unpack(pack(given, ACTIVATIONS["int4"])), given)
