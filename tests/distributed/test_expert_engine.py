@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.planning.expert_speeds import UNEQUAL
 from support import expert_models as models
 from support.expert_models import NATIVE
 from support.ranks import RankError, run_ranks
@@ -99,11 +100,12 @@ def test_moves_change_nothing(
         assert len(set(rank["stock"])) == STEPS * accumulation
 
 
-ROW_S = 3e-4
+ROW_S, TIMES = 4e-4, 4
+"""Seconds of a row, and how many times as long the second rank takes for it: much beside what busy cores add."""
 
 
 def slow_rank_job() -> dict[str, Any]:
-    """The second rank takes three times as long for a row; copies' tokens are shared by the loads of each batch."""
+    """The second rank takes longer for a row; copies' tokens are shared by the loads of each batch."""
     from paceline.moe.auto_ep import RebalancedAutoEPLayer
 
     start()
@@ -112,7 +114,7 @@ def slow_rank_job() -> dict[str, Any]:
 
     def slow(layer: Any, rows: torch.Tensor, *more: Any) -> torch.Tensor:
         rows_here.append(rows.shape[0])
-        time.sleep(rows.shape[0] * ROW_S * (3 if layer.rank else 1))
+        time.sleep(rows.shape[0] * ROW_S * (TIMES if layer.rank else 1))
         return compute(layer, rows, *more)
 
     RebalancedAutoEPLayer._compute = slow  # type: ignore[method-assign]
@@ -132,9 +134,9 @@ def test_busy_experts_leave_a_slow_rank() -> None:
     for rank in ranks:
         assert rank["moves"][0] == rank["stock"]
         torch.testing.assert_close(rank["copies"][0], rank["stock"], rtol=1e-4, atol=1e-4)
-    for name, least in (("moves", 1.2), ("copies", 1.5)):
+    for name, least in (("moves", 1.15), ("copies", 1.3)):
         fast, slow = ranks[0][name][2][-1]["speeds"]
-        assert 2 < fast / slow < 4, name
+        assert UNEQUAL <= fast / slow < 1.5 * TIMES, name
         assert ranks[0][name][1] > least * ranks[1][name][1], name
 
 
