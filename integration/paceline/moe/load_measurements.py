@@ -148,7 +148,8 @@ class LoadMeasurements:
         rows, compute_s, travel_s, num_bytes = (everyone[:, :, width + i] for i in range(4))
         timed = self.step - self._timed_from
         if (were_timed := (compute_s > 0).all(dim=0)).any():
-            self._agreed.add(rank_speeds(rows[:, were_timed].tolist(), compute_s[:, were_timed].tolist()))
+            timed_rows, timed_s = rows[:, were_timed].tolist(), compute_s[:, were_timed].tolist()
+            self._agreed.add(rank_speeds(timed_rows, timed_s, self._agreed.speeds))
         speeds, slowness = self._speeds_of_numbers(everyone[:, 0, width + 4].tolist())
         row_s = _row_s(rows * slowness / timed, compute_s / timed, travel_s / timed)
         names = tuple(layer.name for layer in self.layers)

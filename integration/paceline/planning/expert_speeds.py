@@ -17,11 +17,15 @@ ROUNDS = 8
 """Of fitting costs to speeds and speeds to costs."""
 
 
-def rank_speeds(rows: Sequence[Sequence[float]], compute_s: Sequence[Sequence[float]]) -> list[float] | None:
+def rank_speeds(
+    rows: Sequence[Sequence[float]], compute_s: Sequence[Sequence[float]], known: Sequence[float] | None = None
+) -> list[float] | None:
     """Speeds of the ranks, their geometric mean 1; None: no reason to think that they differ.
 
     A rank takes ``slowness · (fixed + row_s · rows)`` for a layer. The search begins with equal ranks, so what the
-    number of rows explains is not taken for speed. The slowest and the fastest must differ in every layer.
+    number of rows explains is not taken for speed; or with the speeds that are ``known``: once rows go by them, all
+    ranks take as long, which equal ranks would too if rows cost nothing. The slowest and the fastest must differ in
+    every layer.
 
     Args:
         rows: ``[R][L]`` that each rank computed.
@@ -30,7 +34,7 @@ def rank_speeds(rows: Sequence[Sequence[float]], compute_s: Sequence[Sequence[fl
     pairs = [list(zip(*each, strict=True)) for each in zip(rows, compute_s, strict=True)]
     if len(pairs) < 2 or not all(any(row for row, _ in of_rank) for of_rank in pairs):
         return None
-    slowness = [1.0] * len(pairs)
+    slowness = [1 / speed for speed in known or [1.0] * len(pairs)]
     for _ in range(ROUNDS):
         fixed_s, row_s = _costs(
             [(row, seconds / slow) for of_rank, slow in zip(pairs, slowness, strict=True) for row, seconds in of_rank]

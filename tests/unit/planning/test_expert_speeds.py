@@ -49,6 +49,19 @@ def test_one_rank_and_ranks_without_rows_have_no_speeds() -> None:
     assert rank_speeds([[10.0], [0.0]], [[1.0], [0.5]]) is None
 
 
+def test_what_is_known_stays_where_rows_go_by_it_and_ends_with_its_cause() -> None:
+    """Rows by speed take as long on all ranks: alone that could be equal ranks whose rows cost nothing."""
+    slowness = [1.0, 2.0, 4.0, 4.0]
+    rows = [[200.0 / slow] * 2 for slow in slowness]
+    compute_s = [[slow * 2e-4 * row for row in of_rank] for slow, of_rank in zip(slowness, rows, strict=True)]
+    assert rank_speeds(rows, compute_s) is None
+    found = rank_speeds(rows, compute_s, [1 / slow for slow in slowness])
+    assert found is not None
+    assert [found[0] / speed for speed in found] == pytest.approx(slowness, rel=0.05)
+    equal_s = [[2e-4 * row for row in of_rank] for of_rank in rows]
+    assert rank_speeds(rows, equal_s, [1 / slow for slow in slowness]) is None
+
+
 def test_two_intervals_must_agree() -> None:
     agreed = SpeedsInAgreement()
     agreed.add([2.0, 0.5])
