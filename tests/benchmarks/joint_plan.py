@@ -242,6 +242,8 @@ class Job:
                 lines.write(json.dumps(line) + "\n")
                 lines.flush()
         engine.destroy()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def shown(decision: dict[str, Any]) -> dict[str, Any]:
