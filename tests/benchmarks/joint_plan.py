@@ -136,7 +136,7 @@ class Job:
         from transformers.models.qwen3_moe import modeling_qwen3_moe as family
 
         from lab.device import DEVICE
-        from lab.experts import BACKWARD, _Begins, _Computation, _Ends
+        from lab.experts import BACKWARD, Begins, Computation, Ends
         from paceline.moe.hf_experts import HFExpertLayer
 
         job, emulation = self.job, self.emulation
@@ -146,13 +146,13 @@ class Job:
             taken_s = 0.0
 
         def lasting(x: torch.Tensor, seconds: float, run: Any) -> Any:
-            backward = _Computation(Taken(), "backward", BACKWARD * seconds)  # type: ignore[arg-type]
-            forward = _Computation(Taken(), "forward", seconds)  # type: ignore[arg-type]
-            ends = _Ends.apply(x, backward) if x.requires_grad else x
+            backward = Computation(Taken(), "backward", BACKWARD * seconds)  # type: ignore[arg-type]
+            forward = Computation(Taken(), "forward", seconds)  # type: ignore[arg-type]
+            ends = Ends.apply(x, backward) if x.requires_grad else x
             forward.begin()
             output = run(ends)
             forward.end()
-            return _Begins.apply(output, backward) if x.requires_grad else output
+            return Begins.apply(output, backward) if x.requires_grad else output
 
         attend, compute, make = family.Qwen3MoeAttention.forward, HFExpertLayer._compute, family.Qwen3MoeDecoderLayer
 

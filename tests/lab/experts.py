@@ -166,16 +166,16 @@ class EmulatedExperts(GroupedExperts):
         num_rows = int(x.detach().any(dim=1).sum())  # DeepSpeed fills up with rows of zeros
         if not num_rows:
             return super().forward(x, num_tokens_per_expert)  # type: ignore[no-any-return]
-        backward = _Computation(self, "backward", BACKWARD * num_rows * self.row_s)
-        forward = _Computation(self, "forward", num_rows * self.row_s)
-        x = _Ends.apply(x, backward)
+        backward = Computation(self, "backward", BACKWARD * num_rows * self.row_s)
+        forward = Computation(self, "forward", num_rows * self.row_s)
+        x = Ends.apply(x, backward)
         forward.begin()
         output = super().forward(x, num_tokens_per_expert)
         forward.end()
-        return _Begins.apply(output, backward)
+        return Begins.apply(output, backward)
 
 
-class _Computation:
+class Computation:
     """What the emulated device does between two calls."""
 
     def __init__(self, experts: EmulatedExperts, kind: str, seconds: float) -> None:
@@ -193,11 +193,11 @@ class _Computation:
         self._experts.taken_s += time.perf_counter() - self._begun
 
 
-class _Begins(torch.autograd.Function):
+class Begins(torch.autograd.Function):
     """At the experts' output: there their backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, backward: _Computation) -> Tensor:
+    def forward(ctx: Any, output: Tensor, backward: Computation) -> Tensor:
         ctx.computation = backward
         return output.view_as(output)
 
@@ -207,11 +207,11 @@ class _Begins(torch.autograd.Function):
         return gradient, None
 
 
-class _Ends(torch.autograd.Function):
+class Ends(torch.autograd.Function):
     """At the experts' input: there their backward ends."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: _Computation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, backward: Computation) -> Tensor:
         ctx.computation = backward
         return x.view_as(x)
 

@@ -32,7 +32,7 @@ class Format(ABC):
         """Bytes of a row of ``size`` values."""
 
     def coded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the bytes of a tensor of ``shape``."""
+        """The shape that the bytes of a tensor of ``shape`` have."""
         return (*shape[:-1], self.num_bytes(shape[-1]))
 
     @abstractmethod

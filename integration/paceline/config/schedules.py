@@ -191,7 +191,7 @@ def resolve_schedule(
         _check_sizes(sizes, micro_batch_size * num_micro_batches)
         sizes = tuple(sorted({*sizes, micro_batch_size}))
         memory_bytes = None if schedule.memory_gib is None else int(schedule.memory_gib * 2**30)
-        chunks = None if schedule.chunks == "plan" else _check_chunks(schedule, schedule.chunks)
+        chunks = None if schedule.chunks == PLAN else _check_chunks(schedule, schedule.chunks)
         choice = ScheduleChoice(
             kind,
             retune_every=every,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -37,7 +37,7 @@ from .replica_keys import UnequalReplicasConfig
 
 SECTION = "paceline"
 HETERO = "hetero"
-PLAN = "plan"
+PLAN: Final = "plan"
 """A number, of stages or of chunks, that a run chooses by what it measures."""
 WORK = "work"
 METHODS = (WORK, "parameters", "uniform", HETERO)

@@ -147,7 +147,7 @@ def may_be_late(section: PacelineConfig) -> bool:
 def stages_a_rank(section: PacelineConfig) -> int:
     """Stages of the one direction that each rank holds; where they are planned, as long as nothing is measured."""
     schedule = section.pipeline.schedule
-    if schedule is None or schedule.chunks == "plan":
+    if schedule is None or schedule.chunks == PLAN:
         return 1
     if schedule.type in (families.INTERLEAVED, GENERATED):
         return schedule.chunks or CHUNKS

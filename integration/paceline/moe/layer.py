@@ -80,7 +80,7 @@ class ExpertLayer:
     _planned_for: Sequence[float] | None = None
     """Loads that the placement was made for."""
     _speeds: Sequence[float] | None = None
-    """Of the ranks of the group; None: equal."""
+    """Speed of each rank of the group; None: equal."""
     time_depends_on_load = True
     """Whether an expert that gets more tokens takes longer."""
 

@@ -14,7 +14,7 @@ UNEQUAL = 1.5
 """How many times as long the slowest must take as the fastest: less may be what else runs on the host."""
 
 ROUNDS = 8
-"""Of fitting costs to speeds and speeds to costs."""
+"""Times that costs are fitted to speeds, and speeds to costs."""
 
 
 def rank_speeds(

@@ -143,7 +143,7 @@ def moved(old: Placement, new: Placement) -> int:
 
 
 def slowness_of(speeds: Sequence[float] | None, num_devices: int) -> list[float]:
-    """Of each device, how many times as long as on one of mean speed a token takes: 1.0 everywhere where all are equal.
+    """How many times as long as on a device of mean speed a token takes on each; 1.0 where all are equal.
 
     Raises:
         ValueError: there are not ``num_devices`` speeds, or one is not a finite number above 0.

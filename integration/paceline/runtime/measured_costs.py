@@ -26,7 +26,7 @@ MOST_TIMED = 4096
 """Times of layers that are kept, the newest."""
 
 LEAST_PART = 0.1
-"""Of a layer's time, if its experts were evenly busy: less is an error of measurement."""
+"""Smallest share of a layer's time that it would take with evenly busy experts: less is an error of measurement."""
 
 
 @dataclass
@@ -83,11 +83,11 @@ class MeasuredCosts:
     _even: tuple[ItemCosts, ...] = ()
     """:attr:`items`, if all experts were evenly busy."""
     _uneven_s: dict[int, Uneven] = field(default_factory=dict)
-    """Of a sample, by item, on a device of speed 1 once layers were timed."""
+    """Seconds of a sample by item; once layers were timed, on a device of speed 1."""
     _measured_items: tuple[ItemCosts, ...] = ()
     """:attr:`items`, as experts were busy in the last step."""
     _item_speeds: tuple[float, ...] = ()
-    """Of each device, when layers were timed."""
+    """Speed of each device when layers were timed."""
     _item_size: int = 1
     """Samples of a micro-batch when layers were timed."""
     _links: dict[int, Links] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class MeasuredCosts:
         self._slowness = Speeds(len(self._cells))
 
     def _take_uneven(self, reports: Sequence[Report]) -> None:
-        """What layers take longer because of their experts is theirs: it changes with the load, and moves with them."""
+        """Add to each layer the time that its unevenly busy experts take: it changes with the load, and moves along."""
         for report in reports:
             speed = self._item_speeds[report.device] if self._item_speeds else 1.0
             self._uneven_s |= {item: seconds.times(speed) for item, seconds in (report.uneven_s or {}).items()}

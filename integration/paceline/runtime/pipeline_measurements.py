@@ -125,7 +125,8 @@ class PipelineMeasurements:
                 self._try(trial)
                 return False
             self._untried.remove(trial)
-        return self._uneven_experts() is not None  # of all ranks at the same step
+        # Where layers move, what experts add to them is part of that; all ranks know it from the same step on.
+        return not self._times_layers or self._uneven_experts() is not None
 
     def forget(self) -> None:
         """Drop steps and messages since the last planning, and what is known of links."""
