@@ -127,6 +127,12 @@ class Candidate(NamedTuple):
         return tuple(ceil(later * (1 + self.slack) - 1e-9) for later in range(num_stages - 1, -1, -1))
 
 
+@lru_cache(maxsize=128)
+def schedule_of(candidate: Candidate, num_stages: int, samples: int) -> Schedule | Stream:
+    """:meth:`Candidate.schedule`, kept: plannings ask for the same ones again."""
+    return candidate.schedule(num_stages, samples)
+
+
 @lru_cache(maxsize=64)
 def _of_family(name: str, num_devices: int, num_micro_batches: int) -> Schedule:
     """Some are found by simulation, which takes seconds where there are many devices."""

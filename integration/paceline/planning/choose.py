@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from ..schedules.costs import Costs
@@ -13,8 +14,9 @@ from ..schedules.simulate import peak_bytes, simulate
 from ..schedules.steady import steady
 from ..schedules.stream import Stream
 from ..schedules.variation import expected, phases, resampled_s, varies, without_variation
-from .candidates import Candidate
+from .candidates import Candidate, schedule_of
 from .format_costs import AS_IT_IS, FormatCosts, with_format
+from .outlook import outlook
 from .switching import Decision, SwitchRule
 
 # Two predictions this close (relatively) are equal: sums in another order differ by rounding.
@@ -40,9 +42,19 @@ REPLAY_SHARE, ACTION_S = 0.01, 5e-6
 """Replays take at most this share of the time until the next planning, at so many seconds a forward or backward: fewer
 of them where plannings are frequent or steps short."""
 
+OUTLOOK_UP_TO = 2048
+"""Up to so many stages times micro-batches candidates are compared over what may come: a replay of more takes long."""
+
 SLOW, SLOW_SHARE, NEAR = 4.0, 0.01, 0.01
 """Among candidates that differ by less than ``NEAR``, one step in a hundred counts as if messages took four times as
 long in it: a network that is shared gets slower at times, and a longer warm-up costs memory only."""
+
+
+class Past(NamedTuple):
+    """Costs that a planning was made for, by micro-batch size, and the format that they were measured with."""
+
+    costs: Mapping[int, Costs]
+    boundary: str = ""
 
 
 class Prediction(NamedTuple):
@@ -82,7 +94,7 @@ class Choice:
 
 
 class Planner:
-    """The candidates of a run. Their schedules are built once and simulated at every re-planning.
+    """The candidates of a run. Their schedules are simulated at every re-planning.
 
     The same costs give the same predictions: nothing here looks at a clock or draws a number.
 
@@ -90,7 +102,6 @@ class Planner:
         candidates: as of :func:`~paceline.planning.candidates`.
         num_stages: of the pipeline.
         samples: of a step of one pipeline.
-        before: with other candidates, whose schedules are kept.
         formats: by name, costs of what candidates may send in, and of nothing (``""``).
         risk: where messages vary, candidates are compared by this quantile of their steps; None: by the mean.
     """
@@ -100,7 +111,6 @@ class Planner:
         candidates: Iterable[Candidate],
         num_stages: int,
         samples: int,
-        before: Planner | None = None,
         formats: Mapping[str, FormatCosts] = NO_FORMATS,
         risk: float | None = None,
     ) -> None:
@@ -111,15 +121,10 @@ class Planner:
         self._formats = formats
         self.running_format = ""
         """With which costs were measured."""
-        self._schedules: dict[Candidate, Schedule | Stream] = {}
-        if before is not None and (before.num_stages, before.samples) == (num_stages, samples):
-            self._schedules = {c: before._schedules[c] for c in self.candidates if c in before._schedules}
 
     def schedule(self, candidate: Candidate) -> Schedule | Stream:
-        """The order that a candidate runs, built when first asked for."""
-        if candidate not in self._schedules:
-            self._schedules[candidate] = candidate.schedule(self.num_stages, self.samples)
-        return self._schedules[candidate]
+        """The order that a candidate runs."""
+        return schedule_of(candidate, self.num_stages, self.samples)
 
     def predict(self, candidate: Candidate, costs: Costs, replays: int = FINAL) -> Prediction:
         """A step with ``candidate`` at these costs (of one micro-batch of its size).
@@ -143,13 +148,21 @@ class Planner:
         return max(found, default=0.0)
 
     def choose(
-        self, costs: Mapping[int, Costs], current: Candidate, rule: SwitchRule, *, switch_s: float, steps: int
+        self,
+        costs: Mapping[int, Costs],
+        current: Candidate,
+        rule: SwitchRule,
+        *,
+        switch_s: float,
+        steps: int,
+        before: Sequence[Past] = (),
     ) -> Choice:
         """Predict all candidates and decide whether to switch to the best.
 
-        A candidate whose micro-batch size has no costs yet is skipped. Among those that are nearly as fast the best is
-        what slower messages would harm least. Among equally good ones what runs is the best, then what is never late
-        and not rounded, then what needs the least memory.
+        Where costs come and go, the best is what is the fastest over those that may come
+        (:func:`~paceline.planning.outlook.outlook`). A candidate whose micro-batch size has no costs yet is skipped.
+        Among those that are nearly as fast the best is what slower messages would harm least. Among equally good ones
+        what runs is the best, then what is never late and not rounded, then what needs the least memory.
 
         Args:
             costs: by micro-batch size, those of one micro-batch.
@@ -157,6 +170,7 @@ class Planner:
             rule: decides, and remembers what was lost so far.
             switch_s: seconds that a switch costs.
             steps: done since the last re-planning.
+            before: what the last plannings of the same layers were made for, oldest first.
 
         Raises:
             ValueError: the micro-batch size of what runs has no costs.
@@ -168,38 +182,85 @@ class Planner:
             )
         self.running_format = current.boundary
         known = [c for c in dict.fromkeys((current, *self.candidates)) if c.micro_batch_size in costs]
-        predictions, finalists = self._predictions(known, costs, rule.horizon_steps)
+        others = self._may_come(current, before, Past(costs, current.boundary))
+        mean_s = self._mean_s(others)
+        predictions, finalists = self._predictions(known, costs, rule.horizon_steps, mean_s)
         now = predictions[0]
-        shortest = min(_claimed_s(p, current) for p in finalists)
-        near = [p for p in finalists if _claimed_s(p, current) <= shortest * (1 + NEAR)]
+
+        def claimed_s(prediction: Prediction) -> float:
+            return mean_s(prediction) * _claim(prediction.candidate, current)
+
+        shortest = min(map(claimed_s, finalists))
+        near = [p for p in finalists if claimed_s(p) <= shortest * (1 + NEAR)]
         looked_at = {p.candidate: p for p in (*sorted(near, key=self._roomiest)[:FINALISTS], min(near, key=self._rank))}
         looked_at |= {p.candidate: p for p in near if p is now}
         near = [*looked_at.values()]
         slow_s = {p.candidate: self._slow_s(p, costs[p.candidate.micro_batch_size]) for p in near}
 
         def counts_s(prediction: Prediction) -> float:
-            return _claimed_s(prediction, current) + SLOW_SHARE * slow_s[prediction.candidate]
+            return claimed_s(prediction) + SLOW_SHARE * slow_s[prediction.candidate]
 
         least = min(map(counts_s, near))
         ties = [p for p in near if counts_s(p) <= least * (1 + TIE)]
         best = now if now in ties else min(ties, key=self._rank)
-        decision = rule.consider(now.step_s, best.step_s, switch_s, steps)
+        decision = rule.consider(mean_s(now), mean_s(best), switch_s, steps)
+        decision = replace(decision, now_s=now.step_s, best_s=best.step_s)
         if best is not now and now in near and not decision.switch:
             spared_s = slow_s[now.candidate] - slow_s[best.candidate]
             if (counts_s(now) - counts_s(best)) * rule.horizon_steps > switch_s:
                 why = f"as fast, and {spared_s:.4g} s shorter where messages take {SLOW:g} times as long"
                 decision = replace(decision, switch=True, why=why)
+        if others and best is not now:
+            decision = replace(decision, why=f"{decision.why}, over what the last plannings have measured")
         return Choice(
             best.candidate, current, tuple(sorted(predictions, key=lambda p: (p.step_s, p.candidate.key))), decision
         )
 
+    def _may_come(self, current: Candidate, before: Sequence[Past], now: Past) -> list[tuple[float, Past]]:
+        """Costs that may come, each with its share of the time until the next planning."""
+        if not before or self.num_stages * self.samples > OUTLOOK_UP_TO * current.micro_batch_size:
+            return []
+        past = [each for each in before if current.micro_batch_size in each.costs] + [now]
+        states = outlook([self._step_s(current, each) for each in past])
+        return [(state.share, past[state.planning]) for state in states]
+
+    def _mean_s(self, others: Sequence[tuple[float, Past]]) -> Callable[[Prediction], float]:
+        """A function of a prediction: its step in the mean over what may come."""
+        present = 1 - sum(share for share, _ in others)
+
+        @cache
+        def elsewhere_s(candidate: Candidate) -> float:
+            return sum(share * self._step_s(candidate, past) for share, past in others)
+
+        def mean_s(prediction: Prediction) -> float:
+            size = prediction.candidate.micro_batch_size
+            if not all(size in past.costs for _, past in others):
+                return prediction.step_s
+            return present * prediction.step_s + elsewhere_s(prediction.candidate)
+
+        return mean_s
+
+    def _step_s(self, candidate: Candidate, past: Past) -> float:
+        """A step with ``candidate`` as costs were; messages all take what they took in the mean."""
+        costs, then, now = past.costs[candidate.micro_batch_size], past.boundary, candidate.boundary
+        costs = without_variation(with_format(costs, self._formats[then], self._formats[now]))
+        order = self.schedule(candidate)
+        if isinstance(order, Stream):
+            return steady(order, costs).period_s
+        return replay(order, costs, Visits(order, costs)).end_s + costs.step_s
+
     def _predictions(
-        self, known: Sequence[Candidate], costs: Mapping[int, Costs], steps: int
+        self,
+        known: Sequence[Candidate],
+        costs: Mapping[int, Costs],
+        steps: int,
+        mean_s: Callable[[Prediction], float],
     ) -> tuple[list[Prediction], list[Prediction]]:
         """Predict all candidates, the first one first, and again those that may be the best.
 
         Args:
             steps: until the next planning.
+            mean_s: of a prediction, over what may come.
         """
         if not any(varies(each) for each in costs.values()):
             predictions = [self.predict(candidate, costs[candidate.micro_batch_size]) for candidate in known]
@@ -212,7 +273,7 @@ class Planner:
         predictions = [self.predict(candidate, costs[candidate.micro_batch_size], first) for candidate in known]
         if final <= first:
             return predictions, predictions
-        others = sorted(predictions[1:], key=lambda p: (_claimed_s(p, known[0]), self._rank(p)))
+        others = sorted(predictions[1:], key=lambda p: (mean_s(p) * _claim(p.candidate, known[0]), self._rank(p)))
         chosen = [p.candidate for p in (predictions[0], *others[:FINALISTS])]
         again = {candidate: self.predict(candidate, costs[candidate.micro_batch_size], final) for candidate in chosen}
         return [again.get(p.candidate, p) for p in predictions], list(again.values())
@@ -239,9 +300,8 @@ class Planner:
         return candidate.is_late or bool(candidate.boundary), prediction.peak_bytes, alive, candidate.key
 
 
-def _claimed_s(prediction: Prediction, current: Candidate) -> float:
-    """A step as it counts in a comparison: what is new and has a price must save more than others."""
-    candidate = prediction.candidate
+def _claim(candidate: Candidate, current: Candidate) -> float:
+    """How many times as long a step counts in a comparison: what is new and has a price must save more than others."""
     is_made = candidate.made is not None and candidate.made != current.made
     rounds = bool(candidate.boundary) and candidate.boundary != current.boundary
-    return prediction.step_s * (1 + MADE * is_made + ROUNDS * rounds)
+    return 1 + MADE * is_made + ROUNDS * rounds

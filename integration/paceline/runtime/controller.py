@@ -1,14 +1,14 @@
 """The one loop: measure, predict, choose, switch.
 
 At the end of each tuning interval all ranks bring together what they measured, the first rank decides, and all of them
-apply its decision before the same step. The things that change are actuators: a pipeline's schedule, its partition, and
-the placement of experts.
+apply its decision before the same step: the next one, or where deciding takes long, the one after it. The things that
+change are actuators: a pipeline's schedule, its partition, and the placement of experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
 
@@ -35,6 +35,18 @@ class Actuator(Protocol):
 
         Returns:
             What became of it, for the record.
+        """
+
+
+@runtime_checkable
+class PlansAside(Protocol):
+    """An actuator that can find its best option beside a step."""
+
+    def begin(self, steps: int) -> bool:
+        """Begin to do so, for :meth:`Actuator.propose` to take what was found one step later.
+
+        Returns:
+            False: nothing was begun, and the proposal can be made at once; the same on all ranks.
         """
 
 
@@ -107,6 +119,8 @@ class Controller:
         self._changes = changes
         self.measurements, self.log, self._settle = measurements, log, settle
         self._actuators, self._agreement = actuators, agreement
+        self._begun: dict[Actuator, int] = {}
+        """Actuators of a planning that goes on beside a step, and their steps since the last."""
         self._done = 0
         """Steps."""
         self._begin_step()
@@ -137,13 +151,16 @@ class Controller:
 
     def go_on(self, done: int) -> None:
         """Count from ``done`` steps: the run was resumed there."""
-        self._done = done
+        self._done, self._begun = done, {}
         for interval in self._actuators.values():
             interval.go_on(done)
         self._begin_step()
 
     def _between_steps(self) -> None:
         self.measurements.end_step(self._done)
+        if begun := self._begun:
+            self._begun = {}
+            self._decide(begun)
         if self._changes is not None:
             soonest = min(interval.next for interval in self._actuators.values())
             planning = self._changes.planning_by(self._done, soonest)
@@ -160,8 +177,15 @@ class Controller:
         ahead = [interval.next - self._done for interval in self._actuators.values() if interval.every]
         self.measurements.begin_step(self._done, min(ahead, default=None))
 
-    def _plan(self, due: Mapping[Actuator, int]) -> None:
+    def _plan(self, due: dict[Actuator, int]) -> None:
         self.measurements.gather()
+        begun = [actuator.begin(steps) for actuator, steps in due.items() if isinstance(actuator, PlansAside)]
+        if any(begun):
+            self._begun = due
+        else:
+            self._decide(due)
+
+    def _decide(self, due: Mapping[Actuator, int]) -> None:
         proposals = [actuator.propose(steps) for actuator, steps in due.items()]
         changes = self._agreement.from_first([None if p is None else p.change for p in proposals])
         switches = any(change is not None for change in changes)

@@ -48,6 +48,7 @@ from .module import CausalLMPipeline
 from .natural_gradient_part import agreed_limits, heads_of
 from .optimizer_setup import basic_optimizer
 from .pipeline_tuning import pipeline_controller
+from .planning_process import PlanningProcess
 from .programs import Programs
 from .rank_random import OwnRandom
 from .rank_reports import ReportGatherer
@@ -236,6 +237,7 @@ class PacelineEngine(PipelineEngine):
         )
         every = self.plan.report.trace_every
         self.tracer = None if every is None else self._make_tracer(every)
+        self.planning_process = PlanningProcess()
         self.controller = pipeline_controller(
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),
@@ -245,6 +247,7 @@ class PacelineEngine(PipelineEngine):
             notice=self.steps,
             reshare_every=self.plan.reshare_every,
             uneven_experts=self.experts.uneven_s,
+            process=self.planning_process,
         )
 
     def _make_tracer(self, every: int) -> Tracer:
@@ -648,6 +651,8 @@ class PacelineEngine(PipelineEngine):
             self.averager.close()
         if hasattr(self, "checkpointer"):
             self.checkpointer.close()
+        if hasattr(self, "planning_process"):
+            self.planning_process.close()
         super().destroy()
         self.links.close()
 

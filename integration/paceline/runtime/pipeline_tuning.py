@@ -23,6 +23,7 @@ from .movable_layers import Layers
 from .other_plans import OtherPlans
 from .partition_actuator import MovesLayers, PartitionActuator
 from .pipeline_measurements import JobAgreement, PipelineMeasurements
+from .planning_process import PlanningProcess
 from .rank_reports import ReportGatherer, Routes
 from .schedule_actuator import RunsSchedules, ScheduleActuator, trials
 from .share_actuator import ShareActuator, SharesMicroBatches
@@ -52,6 +53,7 @@ def pipeline_controller(
     pool: StagePool | None = None,
     reshare_every: int = 0,
     uneven_experts: Callable[[], Mapping[str, Uneven] | None] = dict,
+    process: PlanningProcess | None = None,
 ) -> Controller | None:
     """Make the controller of a pipeline.
 
@@ -66,6 +68,7 @@ def pipeline_controller(
         pool: other numbers of stages, where the run chose between some.
         reshare_every: steps from one choice of the replicas' shares to the next; 0: they stay.
         uneven_experts: see :class:`PipelineMeasurements`.
+        process: see :class:`ScheduleActuator`.
 
     Returns:
         None if schedule, partition and shares stay as they are.
@@ -83,7 +86,7 @@ def pipeline_controller(
         of_first_replica=is_shared_unequally,
         parts=tuple(layers.parts),
     )
-    schedules = ScheduleActuator(pipeline, costs, agreement, schedule, formats)
+    schedules = ScheduleActuator(pipeline, costs, agreement, schedule, formats, process)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
         trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size, recomputes=recomputes)

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from ..config.schedules import ScheduleChoice
-from ..planning.candidates import FEW, IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
-from ..planning.choose import NO_FORMATS, Choice, Planner
+from ..planning.candidates import Candidate
+from ..planning.choose import NO_FORMATS, Choice, Past, Planner
 from ..planning.format_costs import FormatCosts
+from ..planning.outlook import KEPT
 from ..planning.repartition import Layout
+from ..planning.schedule_search import Found, Measured, Options, SearchArguments, made_orders, search
 from ..planning.shared_devices import live_of, whole_schedule
 from ..planning.switching import SwitchRule
 from ..planning.tuning import SCHEDULE, DecisionRecord, Proposal
-from ..schedules.costs import Costs
 from ..schedules.families import VMIN, ZBV
-from ..schedules.generator import GENERATED, generated
+from ..schedules.generator import GENERATED
 from ..schedules.schedule import Schedule
 from ..schedules.split_families import ZBH1
 from ..schedules.stream import Stream
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .measured_costs import MeasuredCosts
+from .planning_process import PlanningProcess
 
 logger = logging.getLogger("paceline")
 
-GENERATED_UP_TO = 2048
-"""Up to so many stages times micro-batches an order is made anew at each planning: it takes a second there."""
+ASIDE_FROM = 32
+"""From so many stages times micro-batches on a choice is made beside the next step: of fewer, in milliseconds."""
 
 SWITCH_S = 0.01
 """A switch before the first was timed."""
@@ -107,11 +109,11 @@ class ScheduleActuator:
         costs: measured so far, on the rank that decides.
         choice: of the JSON: which schedules there are to choose from, and how often.
         formats: by name, costs of formats that stages may send in.
+        process: chooses beside steps where that takes long; None: it is always done between two of them.
 
     Attributes:
         current: what runs.
         next: what runs after the present planning, as far as it has come.
-        planner: with the candidates of the last proposal.
     """
 
     def __init__(
@@ -121,23 +123,62 @@ class ScheduleActuator:
         agreement: Agreement,
         choice: ScheduleChoice,
         formats: Mapping[str, FormatCosts] = NO_FORMATS,
+        process: PlanningProcess | None = None,
     ) -> None:
         self._pipeline, self._costs, self._agreement, self._choice = pipeline, costs, agreement, choice
-        self._formats = formats
+        self._options = Options(
+            in_v=choice.chunks is not None,
+            only_generated=choice.type == GENERATED,
+            late=choice.late_gradients is True,
+            formats=formats,
+            risk=choice.risk,
+        )
+        self._past: deque[tuple[tuple[int, ...], Past]] = deque(maxlen=KEPT)
+        """Partition and costs at the last choices."""
+        self._process = process
+        self._is_first, self._is_begun = True, False
+        """Whether nothing was chosen yet; on the rank that decides, whether a choice was begun, to be taken."""
         self._rule = SwitchRule(choice.retune_every or 1)
         self.current = self.next = first_candidate(choice, pipeline.micro_batch_size)
-        self.planner: Planner | None = None
+        self._planner: Planner | None = None
+        """With the candidates of the last proposal."""
         self._switch_s = SWITCH_S
         self._num_made = 0
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Compared in the last proposal."""
+        return () if self._planner is None else self._planner.candidates
+
+    def begin(self, steps: int) -> bool:
+        """Have the planning process choose, if that takes long enough to be in the way of a step.
+
+        The first choice is made at once: until then the job runs what is tried.
+        """
+        first, self._is_first = self._is_first, False
+        num_cells = self._pipeline.num_stages * max(self._pipeline.replica_micro_batches)
+        if first or self._process is None or num_cells < ASIDE_FROM:
+            return False
+        if self._agreement.decides:
+            asked = self._question(steps)
+            self._is_begun = asked is not None
+            if asked is not None:
+                self._process.begin(search, *asked)
+        return True
 
     def propose(self, steps: int) -> Proposal[Candidate, None] | None:
         """Predict all candidates that fit, and decide whether the best of them pays."""
         if not self._agreement.decides:
             return None
         WATCH.doing("choosing a schedule and a partition")
-        choice = self._choose(steps)
-        if choice is None:
+        found = self._found(steps)
+        if found is None:
             return None
+        self._planner, self._rule, self._num_made = found.planner, found.rule, found.num_made
+        if found.gives_way:
+            name = self.current.name
+            logger.warning("step %d: %s does not fit in memory as measured now", self._pipeline.global_steps, name)
+        choice = found.choice
         self.next = choice.next
         change = None if choice.next == self.current else choice.next
         return Proposal(change, partial(self._record, choice))
@@ -157,7 +198,7 @@ class ScheduleActuator:
 
     def order(self, candidate: Candidate) -> Schedule | Stream:
         """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
-        return self._pipeline.order if self.planner is None else self.planner.schedule(candidate)
+        return self._pipeline.order if self._planner is None else self._planner.schedule(candidate)
 
     def that_fit(self, layout: Layout, parts: tuple[int, ...], *, makes: bool = True) -> Iterator[Candidate]:
         """Candidates that were measured and fit with other boundaries, in the format that runs.
@@ -165,102 +206,51 @@ class ScheduleActuator:
         Args:
             makes: whether an order that is made for those is among them.
         """
-        if self.planner is None:
+        if self._planner is None:
             return
         costs = {size: layout.costs(self._costs.costs(size), parts) for size in self._costs.sizes()}
-        split = {size: each for size, each in costs.items() if each.weight_s and size in self._costs.saved_bytes}
-        made = self._made(self.planner.samples, split) if makes else ()
-        for other in (*self.planner.candidates, *(each._replace(boundary=self.next.boundary) for each in made)):
+        made: Sequence[Candidate] = ()
+        if makes:
+            split = {size: each for size, each in costs.items() if each.weight_s and size in self._costs.saved_bytes}
+            made = made_orders(self._measured(), self._options, self.current, split, self._num_made)
+            self._num_made += len(made)
+        for other in (*self._planner.candidates, *(each._replace(boundary=self.next.boundary) for each in made)):
             if other.micro_batch_size in costs and other.boundary == self.next.boundary:
                 whole = whole_schedule(self.order(other))
                 live = [live_of(whole, device) for device in range(whole.num_ranks)]
                 if layout.fits(self._costs.costs(other.micro_batch_size), parts, live):
                     yield other
 
-    def _choose(self, steps: int) -> Choice | None:
-        known, pipeline = self._costs, self._pipeline
-        sizes = [size for size in known.sizes() if size in known.saved_bytes]
-        if self.current.micro_batch_size not in known.sizes():
+    def _found(self, steps: int) -> Found | None:
+        if self._is_begun:
+            assert self._process is not None
+            self._is_begun = False
+            found: Found = self._process.result()
+            return found
+        asked = self._question(steps)
+        return None if asked is None else search(*asked)
+
+    def _question(self, steps: int) -> SearchArguments | None:
+        """Everything that the choice depends on; None if what runs was not measured."""
+        if self.current.micro_batch_size not in self._costs.sizes():
             return None
-        configured, num_stages = pipeline.micro_batch_size, pipeline.num_stages
-        samples = configured * pipeline.micro_batches
-        costs = {size: known.costs(size) for size in known.sizes()}
-        found = tuple(
-            candidate._replace(boundary=name)
-            for candidate in self._candidates(sizes, samples, costs)
-            if self._runs_everywhere(candidate, costs)
-            for name in self._formats
+        least = least_candidate(self._choice, self._pipeline.micro_batch_size)
+        measured, parts = self._measured(), self._costs.parts
+        before = tuple(past for of_parts, past in self._past if of_parts == parts)
+        self._past.append((parts, Past(measured.costs, self.current.boundary)))
+        return SearchArguments(
+            *(measured, self._options, self.current, least, self._rule, self._num_made, self._switch_s, steps, before)
         )
-        if self.planner is None or (self.planner.candidates, self.planner.samples) != (found, samples):
-            self.planner = Planner(found, num_stages, samples, self.planner, self._formats, self._choice.risk)
-        # A candidate that no longer fits, or turned out not to, gives way to the smallest, whatever that costs.
-        running = self.current
-        least = least_candidate(self._choice, configured)._replace(boundary=running.boundary)
-        if running != least and not self._fits(running, samples):
-            logger.warning("step %d: %s does not fit in memory as measured now", pipeline.global_steps, running.name)
-            running = least
-        return self.planner.choose(costs, running, self._rule, switch_s=self._switch_s, steps=steps)
 
-    def _candidates(self, sizes: Sequence[int], samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
-        """Schedules that fit in memory, of micro-batches of ``sizes``, whose memory was measured."""
-        known, pipeline, choice = self._costs, self._pipeline, self._choice
-        configured, num_stages = pipeline.micro_batch_size, pipeline.num_stages
-        if choice.chunks is None and choice.type != GENERATED:
-            yield from candidates(
-                num_stages,
-                samples,
-                sizes,
-                known.saved_bytes,
-                known.room_bytes,
-                configured=configured,
-                slacks=SLACKS if len(sizes) * num_stages * pipeline.micro_batches <= FEW else (0.0, 1.0),
-                late=choice.late_gradients is True,
-            )
-        else:
-            yield least_candidate(choice, configured)
-        # How long the backwards of weights take is known once backwards were split.
-        split = {size: costs[size] for size in sizes if costs[size].weight_s}
-        if not split:
-            return
-        names = SPLIT_IN_LINE if choice.chunks is None else IN_V
-        yield from that_fit(names, num_stages, samples, split, known.room_bytes)
-        yield from self._made(samples, split)
-
-    def _runs_everywhere(self, candidate: Candidate, costs: Mapping[int, Costs]) -> bool:
-        """Whether replicas with other shares can run a candidate that fits with this one's."""
-        pipeline, size = self._pipeline, candidate.micro_batch_size
-        for count in set(pipeline.replica_micro_batches) - {pipeline.micro_batches}:
-            samples = count * pipeline.micro_batch_size
-            try:
-                if not candidate.fits(pipeline.num_stages, samples, costs[size], self._costs.room_bytes):
-                    return False
-            except ValueError:  # too few for it
-                return False
-        return True
-
-    def _made(self, samples: int, costs: Mapping[int, Costs]) -> Iterator[Candidate]:
-        """An order for these costs, of each micro-batch size."""
-        num_cells = self._pipeline.num_stages * self._pipeline.micro_batches
-        is_too_large = self._choice.type != GENERATED and num_cells > GENERATED_UP_TO
-        if is_too_large or len(set(self._pipeline.replica_micro_batches)) > 1:
-            return
-        for size, each in costs.items():
-            try:
-                order = generated({tuple(self._costs.routes[0]): each}, samples // size, self._costs.room_bytes)
-            except ValueError:  # nothing fits
-                continue
-            if self.current.made is not None and order.orders == self.current.made.orders:
-                yield self.current._replace(boundary="")
-            elif not order.name.startswith(f"{GENERATED} as "):
-                self._num_made += 1
-                yield Candidate(size, family=f"{GENERATED} {self._num_made}", made=replace(order, name=GENERATED))
-
-    def _fits(self, candidate: Candidate, samples: int) -> bool:
-        """Whether a candidate whose size was measured stays within the room that there is now."""
-        known, size = self._costs, candidate.micro_batch_size
-        if size not in known.saved_bytes:
-            return True
-        return candidate.fits(self._pipeline.num_stages, samples, known.costs(size), known.room_bytes)
+    def _measured(self) -> Measured:
+        known, pipeline = self._costs, self._pipeline
+        return Measured(
+            *(pipeline.num_stages, pipeline.micro_batch_size, pipeline.micro_batches, pipeline.replica_micro_batches),
+            costs={size: known.costs(size) for size in known.sizes()},
+            saved_bytes={size: tuple(each) for size, each in known.saved_bytes.items()},
+            room_bytes=tuple(known.room_bytes),
+            route=tuple(known.routes[0]),
+        )
 
     def _record(self, choice: Choice, outcome: None) -> DecisionRecord:
         decision, step, measured_s = choice.decision, self._pipeline.global_steps, self._costs.measured_s

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from paceline.planning import Candidate, Planner, SwitchRule, candidates
-from paceline.planning.choose import FINAL
+from paceline.planning.choose import FINAL, Past
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.simulate import simulate
 from paceline.schedules.variation import phases, resampled_s
@@ -111,6 +111,45 @@ def test_among_equals_what_slower_messages_harm_least():
     assert choice.decision.now_s == pytest.approx(choice.decision.best_s)
     assert "where messages take 4 times as long" in choice.decision.why
     assert not choose(costs, running, switch_s=5.0, rule=SwitchRule(10)).decision.switch, "not worth it so soon"
+
+
+def with_rates(mbit: tuple[float, ...]) -> Costs:
+    """Four hosts that send at these rates, and messages of half a MiB."""
+    sent = tuple(rate * 1e6 / 8 for rate in mbit)
+    links = [tuple(Link(sent[host + up]) for host in range(3)) for up in (0, 1)]
+    costs = Costs((0.02,) * 4, (0.04,) * 4, (2.0**19,) * 3, *links, hosts=(0, 1, 2, 3), egress_bytes_per_s=sent)
+    return replace(costs, weight_s=(0.02,) * 4)
+
+
+def test_where_rates_come_and_go_the_best_over_what_comes_is_chosen():
+    """What saves 3 % on the slow network takes 14 % longer on the fast one."""
+    slow, fast = {1: with_rates((inf, 1000, 100, 100))}, {1: with_rates((400, 400, 400, 400))}
+    split, eager = Candidate(1, family="zbh2"), Candidate(1, 1, 3.0)
+
+    def best(now, *before):
+        planner = Planner((split, eager), 4, 16)
+        past = [Past(costs) for costs in before]
+        return planner.choose(now, split, SwitchRule(10), switch_s=0.01, steps=10, before=past)
+
+    assert best(fast).next == best(fast, slow, fast, slow).next == split
+    for steady in ((), (slow,) * 7, (fast, *(slow,) * 6)):
+        choice = best(slow, *steady)
+        assert choice.next == eager
+        assert choice.decision.now_s == pytest.approx(1.03 * choice.decision.best_s, abs=0.01)
+    assert best(slow, slow, fast, slow, fast).next == split
+    came_once = best(slow, fast, *(slow,) * 6).decision
+    assert "over what the last plannings have measured" in came_once.why
+    assert came_once.gain_s < best(slow).decision.gain_s
+
+
+def test_what_the_past_knows_nothing_of_is_compared_as_it_is():
+    slow, fast = with_rates((inf, 1000, 100, 100)), with_rates((400, 400, 400, 400))
+    options = [Candidate(1, family="zbh2"), Candidate(2, family="zbh2")]
+    past = [Past({1: costs}) for costs in (fast, slow, fast)]
+    choice = Planner(options, 4, 16).choose(
+        {1: slow, 2: fast}, options[0], SwitchRule(10), switch_s=0.01, steps=10, before=past
+    )
+    assert choice.next == options[1]
 
 
 def test_rounding_is_no_gain():

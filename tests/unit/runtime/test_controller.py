@@ -431,8 +431,8 @@ def test_schedule_and_partition_change_in_one_look() -> None:
     assert what == [("schedule", 6, True), ("partition", 6, True), ("schedule", 11, False), ("partition", 11, False)]
     assert pipe.current != Candidate(CONFIGURED)
     assert controller.decisions[1]["schedule"] == pipe.current.name
-    planner = next(iter(controller._actuators)).planner  # type: ignore[attr-defined]
-    schedules = [c.schedule(3, CONFIGURED * MICRO_BATCHES) for c in planner.candidates]
+    candidates = next(iter(controller._actuators)).candidates  # type: ignore[attr-defined]
+    schedules = [c.schedule(3, CONFIGURED * MICRO_BATCHES) for c in candidates]
     best_s = min(pipe.step_s(parts, schedule) for parts in pipe.every_partition() for schedule in schedules)
     chosen = pipe.current.schedule(3, CONFIGURED * MICRO_BATCHES)
     assert pipe.step_s(pipe.parts, chosen) <= 1.01 * best_s

@@ -12,7 +12,8 @@ from paceline.planning.candidates import FAMILIES, IN_V, SPLIT_IN_LINE, Candidat
 from paceline.planning.choose import NO_FORMATS
 from paceline.planning.format_costs import AS_IT_IS, FormatCosts, with_format
 from paceline.runtime.measured_costs import MeasuredCosts
-from paceline.runtime.schedule_actuator import ScheduleActuator, trials
+from paceline.runtime.planning_process import PlanningProcess
+from paceline.runtime.schedule_actuator import ASIDE_FROM, ScheduleActuator, trials
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import peak_bytes, simulate
@@ -33,7 +34,7 @@ class Pipeline:
         self.order: Any = choice.first(DEVICES, MICRO_BATCHES)
         self.costs = MeasuredCosts(choice.routes(DEVICES))
         part: Any = self
-        self.actuator = ScheduleActuator(part, self.costs, part, choice, formats or NO_FORMATS)
+        self.actuator = ScheduleActuator(part, self.costs, part, choice, formats or NO_FORMATS, PlanningProcess())
         self.formats = formats or NO_FORMATS
         for trial in trials(choice, DEVICES, SIZE):
             self.actuator.apply(trial)
@@ -124,6 +125,37 @@ def test_with_little_of_a_backward_to_leave_stages_wait_less_in_an_order_of_thei
     assert pipeline.seconds(pipeline.order) < 0.99 * min(map(pipeline.seconds, families(IN_V)))
 
 
+@pytest.mark.parametrize("name", CHOICES)
+def test_another_process_chooses_the_same(name: str) -> None:
+    choice, truth, _ = CHOICES[name]
+    here, aside = Pipeline(truth, choice), Pipeline(truth, choice)
+    for seconds in (1.0, 2.0, 0.5, 1.5):
+        for pipeline in (here, aside):
+            pipeline.exact = pipeline.truth = replace(truth, forward_s=tuple(seconds * s for s in truth.forward_s))
+            pipeline.measure()
+        assert aside.actuator.begin(10) == (seconds != 1.0), "the first one is made at once"
+        proposals = [pipeline.actuator.propose(10) for pipeline in (here, aside)]
+        assert proposals[0] is not None
+        assert proposals[1] is not None
+        assert proposals[0].change == proposals[1].change
+        assert proposals[0].record(None).figures == proposals[1].record(None).figures
+        assert here.actuator.candidates == aside.actuator.candidates
+        for pipeline, proposal in zip((here, aside), proposals, strict=True):
+            if proposal is not None and proposal.change is not None:
+                pipeline.actuator.apply(proposal.change)
+                pipeline.measure()
+
+
+def test_a_small_pipeline_chooses_at_once() -> None:
+    pipeline = Pipeline(in_line(), ADAPTIVE)
+    pipeline.actuator.begin(10)
+    pipeline.replica_micro_batches = (ASIDE_FROM // DEVICES - 1,)
+    assert not pipeline.actuator.begin(10)
+    pipeline.replica_micro_batches = (1, ASIDE_FROM // DEVICES)
+    pipeline.decides = False
+    assert pipeline.actuator.begin(10), "the same on all ranks"
+
+
 def test_an_order_of_its_own_stays_while_nothing_changes() -> None:
     pipeline = Pipeline(in_v(0.3), replace(ADAPTIVE, chunks=2))
     chosen = [pipeline.choose() for _ in range(4)]
@@ -169,8 +201,8 @@ def test_what_is_chosen_fits_in_memory(kind: Any, whole_stages: float) -> None:
 def test_with_late_gradients_no_backward_is_split() -> None:
     pipeline = Pipeline(in_line(), replace(ADAPTIVE, late_gradients=True))
     pipeline.actuator.propose(10)
-    assert pipeline.actuator.planner is not None
-    assert not any(candidate.family for candidate in pipeline.actuator.planner.candidates)
+    assert pipeline.actuator.candidates
+    assert not any(candidate.family for candidate in pipeline.actuator.candidates)
 
 
 def test_a_split_backward_is_tried_beside_all_sizes() -> None:

@@ -1,0 +1,120 @@
+"""Calls in another process: their results and errors come back, and without that process the work is done here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.runtime.planning_process import PlanningProcess
+
+
+@pytest.fixture(scope="module")
+def process() -> PlanningProcess:
+    return PlanningProcess()
+
+
+def of(process: PlanningProcess) -> subprocess.Popen[bytes]:
+    found: Any = process._process
+    return found  # type: ignore[no-any-return]
+
+
+def test_a_call_runs_beside_this_process_and_its_result_comes_back(process: PlanningProcess) -> None:
+    process.begin(os.getpid)
+    there = process.result()
+    assert there == of(process).pid != os.getpid()
+    process.begin(Fraction, 3, 4)
+    assert process.result() == Fraction(3, 4)
+
+
+def test_it_does_not_wait_for_the_call(process: PlanningProcess) -> None:
+    begun = time.perf_counter()
+    process.begin(time.sleep, 0.5)
+    assert time.perf_counter() - begun < 0.4
+    process.result()
+    assert time.perf_counter() - begun >= 0.5
+
+
+def test_an_error_is_raised_where_the_result_is_asked_for(process: PlanningProcess) -> None:
+    process.begin(int, "no number")
+    with pytest.raises(ValueError, match="no number"):
+        process.result()
+    process.begin(int, "4")
+    assert process.result() == 4
+
+
+def test_a_result_that_nobody_took_is_not_that_of_the_next_call(process: PlanningProcess) -> None:
+    process.begin(int, "1")
+    process.begin(int, "2")
+    assert process.result() == 2
+
+
+def test_what_is_printed_gets_into_no_answer(process: PlanningProcess) -> None:
+    process.begin(print, "a line")
+    assert process.result() is None
+
+
+def test_without_its_process_the_work_is_done_here(caplog: pytest.LogCaptureFixture) -> None:
+    process = PlanningProcess()
+    process.begin(time.sleep, 600)
+    os.kill(of(process).pid, signal.SIGKILL)
+    process._call = os.getpid, ()  # the same call would take ten minutes here as well
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        assert process.result() == os.getpid()
+        for number in range(2):
+            process.begin(int, str(number))
+            assert process.result() == number
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == ["the process that plans is gone"]
+
+
+def test_a_closed_one_has_no_process_until_the_next_call() -> None:
+    process = PlanningProcess()
+    process.close()
+    process.begin(time.sleep, 600)
+    number = of(process).pid
+    process.close()
+    assert not psutil.pid_exists(number)
+    process.begin(int, "4")
+    assert process.result() == 4
+    process.close()
+
+
+def test_it_needs_no_torch(process: PlanningProcess) -> None:
+    from paceline.planning.schedule_search import search
+
+    process.begin(callable, search)
+    assert process.result()
+    modules = "paceline.planning.schedule_search, paceline.runtime.planning_process"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("end", ["at its end", "killed"])
+def test_it_ends_with_the_rank(end: str) -> None:
+    code = (
+        "import os, time\n"
+        "from paceline.runtime.planning_process import PlanningProcess\n"
+        "process = PlanningProcess()\n"
+        "process.begin(os.getpid)\n"
+        "print(process.result(), flush=True)\n"
+    )
+    if end == "killed":
+        code += "time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        number = int(rank.stdout.readline())
+        if end == "killed":
+            rank.kill()
+        rank.wait(60)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
