@@ -45,7 +45,7 @@ class PlanningProcess:
         try:
             if self._process is None:
                 self._process = _start()
-                self._close = weakref.finalize(self, _end, self._process)
+                self._close = weakref.finalize(self, _end, self._process, os.getpid())
             assert self._process.stdin is not None
             pickle.dump(self._call, self._process.stdin)
             self._process.stdin.flush()
@@ -97,14 +97,16 @@ def _start() -> subprocess.Popen[bytes]:
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         start_new_session=True,
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Not by a process that the rank was copied to."""
+    if os.getpid() == owner:
+        process.kill()
+        process.communicate()
 
 
 def _serve() -> None:

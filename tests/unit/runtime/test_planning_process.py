@@ -87,6 +87,22 @@ def test_a_closed_one_has_no_process_until_the_next_call() -> None:
     process.close()
 
 
+def test_a_copy_of_the_rank_leaves_it_alone(process: PlanningProcess) -> None:
+    code = (
+        "import os, sys\n"
+        "from paceline.runtime.planning_process import PlanningProcess\n"
+        "process = PlanningProcess()\n"
+        "process.begin(int, '4')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    sys.exit()\n"
+        "os.waitpid(child, 0)\n"
+        "assert process.result() == 4\n"
+        "assert not process._is_lost\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_it_needs_no_torch(process: PlanningProcess) -> None:
     from paceline.planning.schedule_search import search
 
