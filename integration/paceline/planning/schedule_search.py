@@ -126,7 +126,7 @@ def search(
     before: Sequence[Past] = (),
 ) -> Found:
     """Predict all candidates that fit, and decide whether the best of them pays."""
-    made = made_orders(measured, options, running, _split(measured), num_made)
+    made = made_orders(measured, options, running, with_weights(measured.costs, measured.saved_bytes), num_made)
     new = [each for each in made if each.made != running.made]
     found = tuple(
         candidate._replace(boundary=name)
@@ -181,14 +181,14 @@ def _known(measured: Measured, options: Options, least: Candidate) -> Iterator[C
             slacks=SLACKS if len(sizes) * num_stages * measured.micro_batches <= FEW else (0.0, 1.0),
             late=options.late,
         )
-    if split := _split(measured):
+    if split := with_weights(measured.costs, measured.saved_bytes):
         names = IN_V if options.in_v else SPLIT_IN_LINE
         yield from that_fit(names, num_stages, samples, split, measured.room_bytes)
 
 
-def _split(measured: Measured) -> dict[int, Costs]:
+def with_weights(costs: Mapping[int, Costs], saved_bytes: Mapping[int, Sequence[float]]) -> dict[int, Costs]:
     """Costs of the sizes that can run with split backwards: how long those take is known once some were split."""
-    return {size: costs for size, costs in measured.costs.items() if costs.weight_s and size in measured.saved_bytes}
+    return {size: each for size, each in costs.items() if each.weight_s and size in saved_bytes}
 
 
 def _runs_everywhere(candidate: Candidate, measured: Measured) -> bool:

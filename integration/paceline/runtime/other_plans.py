@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from ..planning.stage_choice import Stages
-from ..planning.stage_pool import StagePool, rate_of, seconds_of
+from ..planning.stage_pool import Advice, StagePool, rate_of, seconds_of
 from ..planning.tuning import Proposal
 from ..schedules.costs import Costs
 from ..supervise.watch import WATCH
 from .controller import Agreement
+from .planning_process import Call, PlanningProcess
 
 logger = logging.getLogger("paceline")
 
@@ -38,11 +41,20 @@ class OtherPlans:
     Args:
         size: samples of a micro-batch, as configured.
         restart_s: seconds that this run took until it trained.
+        process: compares beside steps, so that its advice comes with the next planning; None: between two of them.
     """
 
     def __init__(
-        self, pool: StagePool, costs: KnowsCosts, agreement: Agreement, *, size: int, restart_s: float
+        self,
+        pool: StagePool,
+        costs: KnowsCosts,
+        agreement: Agreement,
+        *,
+        size: int,
+        restart_s: float,
+        process: PlanningProcess | None = None,
     ) -> None:
+        self._process, self._begun = process, None
         self._pool, self._costs, self._agreement = pool, costs, agreement
         self._size, self._restart_s = size, restart_s
         self._first: tuple[float, float] | None = None
@@ -51,10 +63,16 @@ class OtherPlans:
         self._told: Stages | None = None
         """Stages of the last advice."""
 
+    _begun: tuple[Call, float, float] | None
+    """A comparison in another process, and what it is made for."""
+
     def propose(self, steps: int) -> Proposal[Any, Any] | None:
         """Log what a restart would bring, once for each option."""
         if not self._agreement.decides or self._size not in self._costs.sizes():
             return None
+        if self._begun is not None and self._process is not None:
+            (call, *changes), self._begun = self._begun, None
+            self._say(partial(self._process.result, call), *changes)
         costs = self._costs.costs(self._size)
         rate, seconds = rate_of(costs), seconds_of(costs)
         if rate is None or not seconds:
@@ -66,12 +84,21 @@ class OtherPlans:
         if all(1 / CHANGED < now / then < CHANGED for now, then in zip((faster, slower), self._last, strict=True)):
             return None
         self._last = faster, slower
+        if self._process is None:
+            self._say(partial(self._pool.advice, faster, slower, self._restart_s), faster, slower)
+        else:
+            call = self._process.begin(StagePool.advice, self._pool, faster, slower, self._restart_s)
+            self._begun = call, faster, slower
+        return None
+
+    def _say(self, advice_of: Callable[[], Advice | None], faster: float, slower: float) -> None:
+        """Log an advice, unless it was the last one as well."""
         WATCH.doing("comparing other numbers of stages")
         try:
-            advice = self._pool.advice(faster, slower, self._restart_s)
+            advice = advice_of()
         except Exception as error:  # training can do without
             logger.warning("plan: other numbers of stages are not compared: %s: %s", type(error).__name__, error)
-            return None
+            return
         if advice is not None and advice.better.shape != self._told:
             logger.info(
                 "plan: links are %.3g times as fast as at first, a micro-batch takes %.3g times as long. Now the "
@@ -80,7 +107,6 @@ class OtherPlans:
                 *(faster, slower, advice.better.text, advice.now.text, advice.steps),
             )
         self._told = None if advice is None else advice.better.shape
-        return None
 
     def apply(self, change: Any) -> Any:
         """Never called: nothing is proposed."""

@@ -110,11 +110,13 @@ def pipeline_controller(
                 *(pipeline, layers, measurements, schedules, agreement, partition.repartition_every),
                 follows_schedules=is_adaptive,
                 memory_bytes=partition.memory_bytes,
+                process=process,
             )
         ] = TuningInterval(partition.repartition_every)
     if pool is not None:
         restart_s = time.time() - psutil.Process().create_time()
-        others = OtherPlans(pool, costs, agreement, size=pipeline.micro_batch_size, restart_s=restart_s)
+        aside = process if schedules.plans_aside else None
+        others = OtherPlans(pool, costs, agreement, size=pipeline.micro_batch_size, restart_s=restart_s, process=aside)
         actuators[others] = TuningInterval(min(interval.every for interval in actuators.values()))
     # Steps without a flush run into each other: the host's time tells nothing of a single one.
     changes = (

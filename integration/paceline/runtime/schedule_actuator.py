@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
 from ..config.schedules import ScheduleChoice
 from ..planning.candidates import Candidate
-from ..planning.choose import NO_FORMATS, Choice, Past, Planner
+from ..planning.choose import NO_FORMATS, Choice, Past
 from ..planning.format_costs import FormatCosts
 from ..planning.outlook import KEPT
-from ..planning.repartition import Layout
-from ..planning.schedule_search import Found, Measured, Options, SearchArguments, made_orders, search
-from ..planning.shared_devices import live_of, whole_schedule
+from ..planning.partition_search import Schedules
+from ..planning.schedule_search import Found, Measured, Options, SearchArguments, search
 from ..planning.switching import SwitchRule
 from ..planning.tuning import SCHEDULE, DecisionRecord, Proposal
 from ..schedules.families import VMIN, ZBV
@@ -27,7 +26,7 @@ from ..schedules.stream import Stream
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .measured_costs import MeasuredCosts
-from .planning_process import PlanningProcess
+from .planning_process import Call, PlanningProcess
 
 logger = logging.getLogger("paceline")
 
@@ -114,6 +113,10 @@ class ScheduleActuator:
     Attributes:
         current: what runs.
         next: what runs after the present planning, as far as it has come.
+        candidates: compared in the last proposal.
+        num_made: orders that were made for what was measured.
+        begun: on the rank that decides, a choice in another process, until it is proposed.
+        is_at_once: a choice is due in the present planning, and made between two steps.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class ScheduleActuator:
         process: PlanningProcess | None = None,
     ) -> None:
         self._pipeline, self._costs, self._agreement, self._choice = pipeline, costs, agreement, choice
-        self._options = Options(
+        self.options = Options(
             in_v=choice.chunks is not None,
             only_generated=choice.type == GENERATED,
             late=choice.late_gradients is True,
@@ -136,19 +139,15 @@ class ScheduleActuator:
         self._past: deque[tuple[tuple[int, ...], Past]] = deque(maxlen=KEPT)
         """Partition and costs at the last choices."""
         self._process = process
-        self._is_first, self._is_begun = True, False
-        """Whether nothing was chosen yet; on the rank that decides, whether a choice was begun, to be taken."""
+        self.begun: Call | None = None
+        self.is_at_once = False
+        self._is_first = True
+        """Whether nothing was chosen yet."""
         self._rule = SwitchRule(choice.retune_every or 1)
         self.current = self.next = first_candidate(choice, pipeline.micro_batch_size)
-        self._planner: Planner | None = None
-        """With the candidates of the last proposal."""
+        self.candidates: tuple[Candidate, ...] = ()
         self._switch_s = SWITCH_S
-        self._num_made = 0
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Compared in the last proposal."""
-        return () if self._planner is None else self._planner.candidates
+        self.num_made = 0
 
     def begin(self, steps: int) -> bool:
         """Have the planning process choose, if that takes long enough to be in the way of a step.
@@ -156,25 +155,28 @@ class ScheduleActuator:
         The first choice is made at once: until then the job runs what is tried.
         """
         first, self._is_first = self._is_first, False
-        num_cells = self._pipeline.num_stages * max(self._pipeline.replica_micro_batches)
-        if first or self._process is None or num_cells < ASIDE_FROM:
-            return False
-        if self._agreement.decides:
+        self.begun, self.is_at_once = None, first or not self.plans_aside
+        if not self.is_at_once and self._process is not None and self._agreement.decides:
             asked = self._question(steps)
-            self._is_begun = asked is not None
-            if asked is not None:
-                self._process.begin(search, *asked)
-        return True
+            self.begun = None if asked is None else self._process.begin(search, *asked)
+        return not self.is_at_once
+
+    @property
+    def plans_aside(self) -> bool:
+        """Whether plannings of this pipeline take long; the same on all ranks."""
+        num_cells = self._pipeline.num_stages * max(self._pipeline.replica_micro_batches)
+        return self._process is not None and num_cells >= ASIDE_FROM
 
     def propose(self, steps: int) -> Proposal[Candidate, None] | None:
         """Predict all candidates that fit, and decide whether the best of them pays."""
+        self.is_at_once = False
         if not self._agreement.decides:
             return None
         WATCH.doing("choosing a schedule and a partition")
         found = self._found(steps)
         if found is None:
             return None
-        self._planner, self._rule, self._num_made = found.planner, found.rule, found.num_made
+        self.candidates, self._rule, self.num_made = found.planner.candidates, found.rule, found.num_made
         if found.gives_way:
             name = self.current.name
             logger.warning("step %d: %s does not fit in memory as measured now", self._pipeline.global_steps, name)
@@ -196,36 +198,14 @@ class ScheduleActuator:
             self.current = self.next = first_candidate(self._choice, self.current.micro_batch_size)
         self._pipeline.run_candidate(self.current)
 
-    def order(self, candidate: Candidate) -> Schedule | Stream:
-        """The order that a candidate runs; without candidates, that of the pipeline, which stays."""
-        return self._pipeline.order if self._planner is None else self._planner.schedule(candidate)
-
-    def that_fit(self, layout: Layout, parts: tuple[int, ...], *, makes: bool = True) -> Iterator[Candidate]:
-        """Candidates that were measured and fit with other boundaries, in the format that runs.
-
-        Args:
-            makes: whether an order that is made for those is among them.
-        """
-        if self._planner is None:
-            return
-        costs = {size: layout.costs(self._costs.costs(size), parts) for size in self._costs.sizes()}
-        made: Sequence[Candidate] = ()
-        if makes:
-            split = {size: each for size, each in costs.items() if each.weight_s and size in self._costs.saved_bytes}
-            made = made_orders(self._measured(), self._options, self.current, split, self._num_made)
-            self._num_made += len(made)
-        for other in (*self._planner.candidates, *(each._replace(boundary=self.next.boundary) for each in made)):
-            if other.micro_batch_size in costs and other.boundary == self.next.boundary:
-                whole = whole_schedule(self.order(other))
-                live = [live_of(whole, device) for device in range(whole.num_ranks)]
-                if layout.fits(self._costs.costs(other.micro_batch_size), parts, live):
-                    yield other
+    def for_partitions(self) -> Schedules:
+        """What a partition may run with, after the last proposal."""
+        return Schedules(self.next, self._pipeline.order, self.candidates, self.num_made)
 
     def _found(self, steps: int) -> Found | None:
-        if self._is_begun:
-            assert self._process is not None
-            self._is_begun = False
-            found: Found = self._process.result()
+        begun, self.begun = self.begun, None
+        if begun is not None and self._process is not None:
+            found: Found = self._process.result(begun)
             return found
         asked = self._question(steps)
         return None if asked is None else search(*asked)
@@ -235,14 +215,15 @@ class ScheduleActuator:
         if self.current.micro_batch_size not in self._costs.sizes():
             return None
         least = least_candidate(self._choice, self._pipeline.micro_batch_size)
-        measured, parts = self._measured(), self._costs.parts
+        measured, parts = self.measured(), self._costs.parts
         before = tuple(past for of_parts, past in self._past if of_parts == parts)
         self._past.append((parts, Past(measured.costs, self.current.boundary)))
         return SearchArguments(
-            *(measured, self._options, self.current, least, self._rule, self._num_made, self._switch_s, steps, before)
+            *(measured, self.options, self.current, least, self._rule, self.num_made, self._switch_s, steps, before)
         )
 
-    def _measured(self) -> Measured:
+    def measured(self) -> Measured:
+        """The pipeline as it was measured."""
         known, pipeline = self._costs, self._pipeline
         return Measured(
             *(pipeline.num_stages, pipeline.micro_batch_size, pipeline.micro_batches, pipeline.replica_micro_batches),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 from dataclasses import replace
 from math import ceil, inf
 
@@ -42,6 +44,13 @@ def test_a_restart_is_worth_it_when_links_have_become_fast() -> None:
     slower = slow.advice(1000.0, 2.0, 60.0)
     assert slower is not None
     assert slower.steps < found.steps
+
+
+def test_another_process_can_be_asked() -> None:
+    slow = pool(100, stages=2)
+    found = slow.advice(1000.0, 1.0, 60.0)
+    assert found is not None
+    assert pickle.loads(pickle.dumps(slow)).advice(1000.0, 1.0, 60.0) == found
 
 
 def test_and_back() -> None:

@@ -14,12 +14,15 @@ from paceline.config.partitions import PartitionChoice
 from paceline.config.schedules import ScheduleChoice
 from paceline.measure.layer_timer import ItemTimes
 from paceline.measure.recorder import Recorded, Recorder, StepTimes
+from paceline.planning import partition_search
 from paceline.planning.candidates import Candidate
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
 from paceline.runtime import partition_actuator as subject
+from paceline.runtime import schedule_actuator
 from paceline.runtime.controller import Controller
 from paceline.runtime.pipeline_tuning import pipeline_controller
+from paceline.runtime.planning_process import PlanningProcess
 from paceline.runtime.rank_reports import LayerReport, Report
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import one_f_one_b
@@ -389,7 +392,7 @@ def test_a_gain_within_what_predictions_are_off_by_moves_nothing(monkeypatch: py
     gain = 1 - pipe.best_s() / pipe.step_s(pipe.parts)
     assert gain > 0.02, "the default would refuse it"
     for least, moves in ((gain * 1.01, 0), (gain * 0.99, 1)):
-        monkeypatch.setattr(subject, "LEAST_GAIN", least)
+        monkeypatch.setattr(partition_search, "LEAST_GAIN", least)
         pipe = Pipe(speeds, num_layers=60)
         pipe.train(follow(pipe), 12)
         assert len(pipe.noted("move")) == moves
@@ -436,6 +439,30 @@ def test_schedule_and_partition_change_in_one_look() -> None:
     best_s = min(pipe.step_s(parts, schedule) for parts in pipe.every_partition() for schedule in schedules)
     chosen = pipe.current.schedule(3, CONFIGURED * MICRO_BATCHES)
     assert pipe.step_s(pipe.parts, chosen) <= 1.01 * best_s
+
+
+def test_another_process_finds_the_same_partition_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the schedule that it is for is found there."""
+    monkeypatch.setattr(schedule_actuator, "ASIDE_FROM", 1)
+    found: list[tuple[list[Any], list[Any], list[Any]]] = []
+    for process in (None, PlanningProcess()):
+        pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.4)
+        controller = pipe.controller(ADAPTIVE, PartitionChoice("uniform", EVERY), process=process)
+        pipe.train(controller, 8)
+        pipe.speeds = (1.0, 2.0, 4.0)
+        pipe.train(controller, 12)
+        kept = ("what", "from", "to", "predicted_best_s", "switched")
+        decided = [{key: decision[key] for key in kept} for decision in controller.decisions]
+        found.append((pipe.noted("move"), decided, [decision["step"] for decision in controller.decisions]))
+        if process is not None:
+            process.close()
+    (moves, decided, steps), (moves_aside, decided_aside, steps_aside) = found
+    assert len(moves) == 2
+    assert decided_aside == decided
+    assert [parts for _, parts in moves_aside] == [parts for _, parts in moves]
+    assert moves_aside[0][0] == moves[0][0], "the first one is made at once"
+    assert moves_aside[1][0] == moves[1][0] + 1
+    assert steps_aside == [step + (step > steps[0]) for step in steps]
 
 
 def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions() -> None:

@@ -84,6 +84,42 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines(caplog)) == 3  # it was not so in between
 
 
+class Local:
+    """In place of another process: computes when the result is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def begin(self, function: Any, *arguments: Any) -> int:
+        self.calls.append((function, arguments))
+        return len(self.calls) - 1
+
+    def result(self, call: int) -> Any:
+        function, (pool, *arguments) = self.calls[call]
+        return getattr(pool, function.__name__)(*arguments)
+
+
+def test_with_another_process_it_is_said_at_the_next_planning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+    pool, costs, process = Pool(), Costing(), Local()
+    plans = OtherPlans(
+        pool,  # type: ignore[arg-type]
+        costs,
+        Deciding(True),
+        size=2,
+        restart_s=30.0,
+        process=process,  # type: ignore[arg-type]
+    )
+    said = []
+    for costs.rate in (1e6, 1e7, 1e7, 2e7):
+        plans.propose(100)
+        said.append(len(lines(caplog)))
+    assert said == [0, 0, 1, 1]
+    assert [arguments for _, arguments in process.calls] == [(pool, 10.0, 1.0, 30.0), (pool, 20.0, 1.0, 30.0)]
+    assert pool.asked == [(10.0, 1.0, 30.0)]
+    assert "links are 10 times" in lines(caplog)[0]
+
+
 def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     pool, costs = Pool(), Costing()

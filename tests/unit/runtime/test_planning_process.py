@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.runtime.planning_process import PlanningProcess
+from paceline.runtime.planning_process import KEPT, PlanningProcess
 
 
 @pytest.fixture(scope="module")
@@ -28,50 +28,56 @@ def of(process: PlanningProcess) -> subprocess.Popen[bytes]:
 
 
 def test_a_call_runs_beside_this_process_and_its_result_comes_back(process: PlanningProcess) -> None:
-    process.begin(os.getpid)
-    there = process.result()
+    there = process.result(process.begin(os.getpid))
     assert there == of(process).pid != os.getpid()
-    process.begin(Fraction, 3, 4)
-    assert process.result() == Fraction(3, 4)
+    assert process.result(process.begin(Fraction, 3, 4)) == Fraction(3, 4)
 
 
 def test_it_does_not_wait_for_the_call(process: PlanningProcess) -> None:
     begun = time.perf_counter()
-    process.begin(time.sleep, 0.5)
+    call = process.begin(time.sleep, 0.5)
+    other = process.begin(len, bytes(1 << 20))  # much more than a pipe holds
     assert time.perf_counter() - begun < 0.4
-    process.result()
+    assert process.result(call) is None
     assert time.perf_counter() - begun >= 0.5
+    assert process.result(other) == 1 << 20
 
 
 def test_an_error_is_raised_where_the_result_is_asked_for(process: PlanningProcess) -> None:
-    process.begin(int, "no number")
-    with pytest.raises(ValueError, match="no number"):
-        process.result()
-    process.begin(int, "4")
-    assert process.result() == 4
+    call = process.begin(int, "no number")
+    depending = process.begin(abs, call)
+    for each in (call, depending):
+        with pytest.raises(ValueError, match="no number"):
+            process.result(each)
+    assert process.result(process.begin(int, "4")) == 4
 
 
-def test_a_result_that_nobody_took_is_not_that_of_the_next_call(process: PlanningProcess) -> None:
-    process.begin(int, "1")
-    process.begin(int, "2")
-    assert process.result() == 2
+def test_a_call_may_be_an_argument_of_a_later_one(process: PlanningProcess) -> None:
+    numbers = process.begin(list, "321")
+    assert process.result(process.begin(sorted, numbers)) == ["1", "2", "3"]
+    assert process.result(numbers) == ["3", "2", "1"]
+
+
+def test_results_that_nobody_took_are_those_of_no_other_call(process: PlanningProcess) -> None:
+    calls = [process.begin(int, str(number)) for number in range(KEPT + 3)]
+    assert process.result(calls[-1]) == KEPT + 2
+    assert process.result(calls[-2]) == KEPT + 1
 
 
 def test_what_is_printed_gets_into_no_answer(process: PlanningProcess) -> None:
-    process.begin(print, "a line")
-    assert process.result() is None
+    assert process.result(process.begin(print, "a line")) is None
 
 
 def test_without_its_process_the_work_is_done_here(caplog: pytest.LogCaptureFixture) -> None:
     process = PlanningProcess()
+    number = process.begin(os.getpid)
     process.begin(time.sleep, 600)
+    text = process.begin(str, number)
     os.kill(of(process).pid, signal.SIGKILL)
-    process._call = os.getpid, ()  # the same call would take ten minutes here as well
     with caplog.at_level(logging.WARNING, logger="paceline"):
-        assert process.result() == os.getpid()
-        for number in range(2):
-            process.begin(int, str(number))
-            assert process.result() == number
+        assert process.result(text) == str(os.getpid())
+        for each in range(2):
+            assert process.result(process.begin(int, str(each))) == each
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == ["the process that plans is gone"]
 
 
@@ -82,8 +88,7 @@ def test_a_closed_one_has_no_process_until_the_next_call() -> None:
     number = of(process).pid
     process.close()
     assert not psutil.pid_exists(number)
-    process.begin(int, "4")
-    assert process.result() == 4
+    assert process.result(process.begin(int, "4")) == 4
     process.close()
 
 
@@ -92,12 +97,12 @@ def test_a_copy_of_the_rank_leaves_it_alone(process: PlanningProcess) -> None:
         "import os, sys\n"
         "from paceline.runtime.planning_process import PlanningProcess\n"
         "process = PlanningProcess()\n"
-        "process.begin(int, '4')\n"
+        "call = process.begin(int, '4')\n"
         "child = os.fork()\n"
         "if not child:\n"
         "    sys.exit()\n"
         "os.waitpid(child, 0)\n"
-        "assert process.result() == 4\n"
+        "assert process.result(call) == 4\n"
         "assert not process._is_lost\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -106,9 +111,8 @@ def test_a_copy_of_the_rank_leaves_it_alone(process: PlanningProcess) -> None:
 def test_it_needs_no_torch(process: PlanningProcess) -> None:
     from paceline.planning.schedule_search import search
 
-    process.begin(callable, search)
-    assert process.result()
-    modules = "paceline.planning.schedule_search, paceline.runtime.planning_process"
+    assert process.result(process.begin(callable, search))
+    modules = "paceline.planning.partition_search, paceline.runtime.planning_process"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
@@ -119,8 +123,7 @@ def test_it_ends_with_the_rank(end: str) -> None:
         "import os, time\n"
         "from paceline.runtime.planning_process import PlanningProcess\n"
         "process = PlanningProcess()\n"
-        "process.begin(os.getpid)\n"
-        "print(process.result(), flush=True)\n"
+        "print(process.result(process.begin(os.getpid)), flush=True)\n"
     )
     if end == "killed":
         code += "time.sleep(600)"
