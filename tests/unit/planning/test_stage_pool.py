@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-
 from dataclasses import replace
 from math import ceil, inf
 
