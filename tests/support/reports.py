@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.comm.transport import Record
 from paceline.measure.recorder import Recorded, StepTimes
@@ -67,7 +67,7 @@ class Run:
             length_s = ended - begun
             for stage, report in enumerate(found):
                 offset = self.offsets_s[stage]
-                own = [span._replace(start=span.start + offset, end=span.end + offset) for span in spans[stage]]
+                own = [replace(span, start=span.start + offset, end=span.end + offset) for span in spans[stage]]
                 report.steps.append(StepTimes(begun + offset, ended + offset, own, key=("1f1b", self.size)))
         return found
 
@@ -125,7 +125,7 @@ def simulated(
                     step.spans.append(Recorded(WAIT, span.micro_batch, now, span.start_s, span.chunk))
                 step.spans.append(Recorded(span.kind, span.micro_batch, span.start_s, span.end_s, span.chunk))
                 now = span.end_s
-            step.spans = [s._replace(start=s.start + offsets[rank], end=s.end + offsets[rank]) for s in step.spans]
+            step.spans = [replace(s, start=s.start + offsets[rank], end=s.end + offsets[rank]) for s in step.spans]
             step.ended_s = now + offsets[rank]
             found[rank].steps.append(step)
     for sent in sorted(run.transfers, key=lambda transfer: transfer.start_s):

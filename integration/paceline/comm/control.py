@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import CheckpointError
 from .groups import gloo_group
+
+Value = TypeVar("Value")
+
+
+class Gather(Protocol):
+    """Brings the value of each of several ranks to all of them. Collective."""
+
+    def __call__(self, value: Value, /) -> list[Value]: ...
 
 
 class PeerError(RuntimeError):
@@ -78,32 +86,32 @@ class ControlPlane:
         dist.all_reduce(values, group=self.pipe)
         return values
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Value) -> list[Value]:
         """``value`` of every rank, in rank order, on every rank."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.world)
         return values
 
-    def gather_over_stages(self, value: Any) -> list[Any]:
+    def gather_over_stages(self, value: Value) -> list[Value]:
         """``value`` of every stage of this pipeline, on each of them."""
         values: list[Any] = [None] * dist.get_world_size(self.pipe)
         dist.all_gather_object(values, value, group=self.pipe)
         return values
 
-    def gather_at_first(self, value: Any) -> list[Any]:
+    def gather_at_first(self, value: Value) -> list[Value]:
         """``value`` of every rank, in rank order, on rank 0; an empty list elsewhere."""
         rank = dist.get_rank()
         values: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
         dist.gather_object(value, values if rank == 0 else None, dst=0, group=self.world)
         return values
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: Value) -> Value:
         """Rank 0's ``value``, on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.world)
         return values[0]
 
-    def over_stages(self, value: Any, source: int) -> Any:
+    def over_stages(self, value: Value, source: int) -> Value:
         """``value`` of the rank ``source``, on every stage of its pipeline: tensors, on the CPU, and more."""
         own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().contiguous(), value)
         told = [tree_map_only(Tensor, lambda tensor: _Place(tensor.shape, tensor.dtype), own)]

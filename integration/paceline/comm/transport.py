@@ -21,13 +21,13 @@ from datetime import timedelta
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..measure.clock import WorkTimes, work_times
+from ..measure.clock import Moment, WorkTimes, work_times
 from .formats import Format, Parcel, on_the_wire, unpack
 from .groups import gloo_group
 from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
@@ -51,16 +51,17 @@ TIMEOUT = timedelta(days=7)
 NOTHING = Meta(())
 
 
-class Record(NamedTuple):
-    """One message, as one end of its lane saw it; seconds of this host's monotonic clock."""
+@dataclass(frozen=True)
+class Record(Generic[Moment]):
+    """One message, as one end of its lane saw it."""
 
     number: int
     """On its lane, from the first on: the same at both ends."""
     micro_batch: int
     num_bytes: int
-    begun_s: Any
-    """When it could be sent, or when its receive was posted; an event, where a GPU does it, until it is read."""
-    done_s: Any
+    begun_s: Moment
+    """When it could be sent, or when its receive was posted."""
+    done_s: Moment
     """When it had arrived. On the sending side: when the backend was done with it."""
 
 
@@ -120,7 +121,7 @@ class Lane:
     ) -> None:
         self._announces, self._failed = announces, [] if failed is None else failed
         self.name, self.peer, self.is_sender, self.group, self.shapes = name, peer, is_sender, group, shapes
-        self.records: deque[Record] = deque(maxlen=RECORDS)
+        self.records: deque[Record[Any]] = deque(maxlen=RECORDS)
         self._num_records = 0
         self._device, self._staging, self._batch = device, staging, batch
         self._arriving: dict[int, _Message] = {}

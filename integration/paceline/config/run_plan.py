@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Choice(NamedTuple):
     """A value that was chosen because its key was left out."""
 
-    value: Any
+    value: object
     why: str
 
 

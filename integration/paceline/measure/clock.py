@@ -13,9 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+Moment = TypeVar("Moment")
+"""Seconds of the host's monotonic clock; where a GPU works, an event until somebody reads it."""
 
 IDLE = ("idle", 0)
 PENDING = 1024

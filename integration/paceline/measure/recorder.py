@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from .clock import host_seconds
+from .clock import Moment, host_seconds
 
 COMPUTED = frozenset((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
 """Kinds of computations."""
@@ -22,7 +22,8 @@ STEPS = 8
 """Steps that are remembered."""
 
 
-class Recorded(NamedTuple):
+@dataclass(frozen=True)
+class Recorded(Generic[Moment]):
     """Something that a rank did between two moments.
 
     Args:
@@ -33,8 +34,8 @@ class Recorded(NamedTuple):
 
     kind: str
     number: int
-    start: Any
-    end: Any
+    start: Moment
+    end: Moment
     chunk: int = 0
 
 
@@ -45,7 +46,7 @@ class StepTimes:
     begun_s: Any
     """When the device began with it, behind all that the step before had left to it."""
     ended_s: Any = 0.0
-    spans: list[Recorded] = field(default_factory=list)
+    spans: list[Recorded[Any]] = field(default_factory=list)
     key: Any = None
     """What the step ran under: times of different keys are not mixed."""
     unusual: set[tuple[str, int, int]] = field(default_factory=set)
@@ -54,7 +55,7 @@ class StepTimes:
     def read(self, seconds: Callable[[Any], float]) -> None:
         """Turn events into seconds of the host's clock."""
         self.begun_s, self.ended_s = seconds(self.begun_s), seconds(self.ended_s)
-        self.spans = [span._replace(start=seconds(span.start), end=seconds(span.end)) for span in self.spans]
+        self.spans = [replace(span, start=seconds(span.start), end=seconds(span.end)) for span in self.spans]
 
     def durations(self, kind: str, chunk: int = 0) -> list[float]:
         """Seconds of each forward (``"F"``) or backward (``"B"``), without the unusual ones if there are others."""
@@ -97,7 +98,7 @@ class Recorder:
         """The step was none: it failed."""
         self._current = None
 
-    def add(self, span: Recorded) -> None:
+    def add(self, span: Recorded[Any]) -> None:
         """Something ran between two moments."""
         if self._current is not None:
             self._current.spans.append(span)
@@ -105,13 +106,13 @@ class Recorder:
     def computed_s(self) -> float:
         """Seconds of the forwards and backwards of the step that runs now. Waits for the device."""
         total = 0.0
-        for kind, _, start, end, _ in self._current.spans if self._current is not None else ():
-            if kind in COMPUTED:
-                if isinstance(start, float):
-                    total += end - start
+        for span in self._current.spans if self._current is not None else ():
+            if span.kind in COMPUTED:
+                if isinstance(span.start, float):
+                    total += span.end - span.start
                 else:
-                    end.synchronize()
-                    total += start.elapsed_time(end) / 1e3
+                    span.end.synchronize()
+                    total += span.start.elapsed_time(span.end) / 1e3
         return total
 
     def leave_out(self, kind: str, number: int, chunk: int = 0) -> None:

@@ -75,7 +75,7 @@ class Moved:
     seconds: float
     before: Placements
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, float]:
         return {"moved": self.num_moved, "num_bytes": self.num_bytes, "seconds": self.seconds}
 
 
@@ -145,7 +145,7 @@ class Rebalancer:
 
     # -- between steps, as somebody asks -------------------------------------------------------------------------
 
-    def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
+    def place(self, placements: Mapping[str, Placement]) -> dict[str, float]:
         """Move experts so that the named layers have these placements, between two steps. Collective over the group.
 
         Returns:

@@ -59,7 +59,7 @@ class Stages:
             own: of this stage, on its first rank.
         """
         found = self.control.gather_at_first([record.of_stage(self.stage) for record in own])
-        return sorted((record for told in found for record in told), key=lambda record: record.stage)
+        return sorted((record for told in found for record in told), key=lambda record: record.stage or 0)
 
 
 class StageAgreement:

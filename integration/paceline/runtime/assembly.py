@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ..averaging.averager import Averager, make_averager
@@ -62,7 +63,7 @@ def causal_lm_runners(held: Sequence[HeldStage]) -> list[CausalLMRunner]:
     return [one.runner for one in held if isinstance(one.runner, CausalLMRunner)]
 
 
-def make_mirrors(engine: PacelineEngine, model: Any) -> Mirrors | None:
+def make_mirrors(engine: PacelineEngine, model: PipelineModule) -> Mirrors | None:
     """Ranks that hold the same stages, where the schedule has directions or no flush. Collective."""
     choice = engine.plan.schedule
     if not choice.shares_updates:
@@ -337,7 +338,7 @@ def make_checkpointer(engine: PacelineEngine) -> Checkpointer:
     )
 
 
-def _shape(engine: PacelineEngine) -> dict[str, Any]:
+def _shape(engine: PacelineEngine) -> dict[str, object]:
     """The shape of this run, for a checkpoint of it."""
     return {
         "stages": engine.num_stages,

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..messages import brief
 from ..optim.sharded import ShardedOptimizer
@@ -60,7 +61,7 @@ class Trained(Protocol):
     global_steps: int
     global_samples: int
     micro_batches: int
-    lr_scheduler: Any
+    lr_scheduler: LRScheduler | None
     skipped_steps: int
 
     def train_batch_size(self) -> int: ...

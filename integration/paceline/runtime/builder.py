@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from ..comm.control import ControlPlane
 from ..config import RunPlan
-from .module import CausalLMPipeline
+from .module import CausalLMPipeline, ModelSource
 from .startup import dtype_of, first_partition
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 def build_pipeline(
-    model: str | Path | PretrainedConfig | PreTrainedModel,
+    model: ModelSource,
     hf_config: PretrainedConfig,
     resolved: RunPlan,
     control: ControlPlane,
@@ -24,8 +26,8 @@ def build_pipeline(
     gradient_checkpointing: bool = False,
     seed: int = 42,
     timeout: timedelta | None = None,
-    peft_config: Any = None,
-    **from_pretrained: Any,
+    peft_config: PeftConfig | None = None,
+    **from_pretrained: object,
 ) -> CausalLMPipeline:
     """Choose the first partition and load this rank's stage. Collective.
 

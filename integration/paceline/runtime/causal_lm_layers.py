@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from ..config.section import HETERO, WORK
+from ..config.section import HETERO, WORK, Method
 from ..hf.layer_kinds import layer_kinds
 from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
@@ -33,7 +33,7 @@ class CausalLMLayers(Layers):
     def check(self, parts: Sequence[int]) -> list[int]:
         return partition_items(self.module.items, self.module.num_virtual_stages, list(parts))
 
-    def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
+    def boundaries(self, method: Method, profile: str | None) -> list[int] | None:
         if method in (HETERO, WORK):
             return None  # what they look at is looked at before there is an engine
         return partition_items(self.module.items, self.module.num_virtual_stages, method)
@@ -93,7 +93,7 @@ class CausalLMLayers(Layers):
     def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
         """They are copies, and nobody else has them."""
 
-    def _pattern(self) -> Any:
+    def _pattern(self) -> PreTrainedModel:
         """The whole model without memory, of which layers are copied; with the hooks that the stage's own has."""
         module = self.module
         if not module.pattern:

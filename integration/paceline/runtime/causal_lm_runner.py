@@ -8,9 +8,9 @@ Legend: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,16 +24,45 @@ from .module import CausalLMPipeline
 from .reach import Reach
 from .stage_runner import Live, LossBook, StageRunner, Surroundings, gradient_of
 
-Seen = tuple[Tensor, Any]
+Seen = tuple[Tensor, object]
 """Sum of a micro-batch's losses, and what somebody wanted of its logits."""
+
+
+Item_co = TypeVar("Item_co", covariant=True)
+
+
+class Numbered(Protocol[Item_co]):
+    """What belongs to the micro-batches of a step, or of several, by their numbers."""
+
+    def __getitem__(self, number: int, /) -> Item_co: ...
+
+    def __iter__(self) -> Iterator[Item_co]: ...
+
+    def __len__(self) -> int: ...
+
+
+class OwnLoss(Protocol):
+    """Computes losses on the last stage; see :class:`.trainer_loss.TrainersLoss`."""
+
+    def __call__(
+        self,
+        stage: CausalLMStage,
+        logits: Tensor,
+        batch: Mapping[str, Tensor],
+        routing: Tensor | None,
+        *,
+        num_items: int,
+        router_share: float,
+        num_micro_batches: int | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass
 class StepBook:
     """Micro-batches that are under way, by their numbers."""
 
-    shapes: Sequence[MicroBatchShape] = ()
-    loaded: Sequence[MicroBatch] = ()
+    shapes: Numbered[MicroBatchShape] = ()
+    loaded: Numbered[MicroBatch] = ()
     """On the ranks that read data; as many as there are shapes."""
     label_tokens: int = 0
     """Label tokens of the whole newest step, of all replicas."""
@@ -59,7 +88,7 @@ class Inspection:
         whole_loss: with the router's, where the model has one.
     """
 
-    see: Callable[[Tensor, Tensor], Any] | None = None
+    see: Callable[[Tensor, Tensor], object] | None = None
     whole_loss: bool = False
     seen: list[Seen] = field(default_factory=list)
 
@@ -84,7 +113,7 @@ class StreamShapes(Shapes):
             return None
         assert isinstance(key, MicroBatchShape)
         width, dtype = self._stream
-        tensors: list[Any] = [((key.batch, key.length, width), dtype)]
+        tensors: list[tuple[tuple[int, ...], torch.dtype]] = [((key.batch, key.length, width), dtype)]
         if key.side:
             tensors.append(((len(key.side), key.batch, key.length), torch.int32))
         if self._router_size is not None:
@@ -108,8 +137,8 @@ class CausalLMRunner(StageRunner):
         wants_logits: whether an evaluation asks for them.
     """
 
-    own_loss: Callable[..., Tensor] | None = None
-    """Computes losses instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+    own_loss: OwnLoss | None = None
+    """Computes losses instead of the model."""
 
     inspection: Inspection | None = None
     """Set while an evaluation looks at single micro-batches."""

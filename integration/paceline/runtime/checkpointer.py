@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,8 @@ from ..state.rank_states import ParameterGroups, RankStates, SavedPart
 
 logger = logging.getLogger("paceline")
 
+Value = TypeVar("Value")
+
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
@@ -30,7 +32,7 @@ class Agreement(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def gather(self, value: Any) -> list[Any]: ...
+    def gather(self, value: Value) -> list[Value]: ...
 
     def settle(self, error: BaseException | None, doing: str) -> object: ...
 
@@ -49,9 +51,9 @@ class Counters(Protocol):
 class PlacedExperts(Protocol):
     """Experts that lie on several ranks, as :class:`~paceline.runtime.expert_part.Experts`."""
 
-    def placements(self) -> Mapping[str, Any]: ...
+    def placements(self) -> Mapping[str, list[list[int]]]: ...
 
-    def take(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, saved: Sequence[Mapping[str, list[list[int]]]]) -> None:
         """Lay experts as the ranks of another run had them, before their parameters are read."""
 
     def fetch(self) -> None:
@@ -91,7 +93,7 @@ class Checkpointer:
         *,
         world_size: int,
         replica: int,
-        shape: Callable[[], dict[str, Any]],
+        shape: Callable[[], dict[str, object]],
         groups: ParameterGroups | None,
         scheduler: SavedPart,
         learned: Mapping[str, SavedPart],
@@ -115,7 +117,7 @@ class Checkpointer:
         self,
         save_dir: str | Path,
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, object] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
@@ -220,7 +222,7 @@ class Checkpointer:
     def _pieces(self, trained_only: bool) -> Iterator[Piece]:
         return pieces(self._model, self._optimizer, replica=self._replica, trained_only=trained_only)
 
-    def _meta(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _meta(self, client_state: Mapping[str, object] | None) -> dict[str, object]:
         return {
             **{name: getattr(self._counters, name) for name in COUNTERS},
             "optimizer": self._optimizer_name(),
@@ -233,7 +235,7 @@ class Checkpointer:
             },
         }
 
-    def _rank_state(self) -> dict[str, Any]:
+    def _rank_state(self) -> dict[str, object]:
         # Of each rank: groups, and with them what a scheduler keeps for each, may differ between stages.
         return {
             "groups": [] if self._groups is None else self._groups.state_dict(),
@@ -263,7 +265,7 @@ class Checkpointer:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, object]]:
         """Load a checkpoint of any shape: other stages, partition, replicas, ZeRO stage.
 
         Training goes on bitwise as it would have where the shape is the same; the states of random number generators
@@ -298,7 +300,7 @@ class Checkpointer:
         self._experts.fetch()
         with self._control.together(f"loading {path}"):
             if not load_module_only:
-                self._load_rest(checkpoint.meta, rank_states, states=states, schedule=load_lr_scheduler_states)
+                self._load_rest(checkpoint, rank_states, states=states, schedule=load_lr_scheduler_states)
         checkpoint.close()
         return str(path), dict(checkpoint.meta["client_state"])
 
@@ -327,9 +329,10 @@ class Checkpointer:
         return own is not None and saved == own
 
     def _load_rest(
-        self, meta: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]], *, states: bool, schedule: bool
+        self, checkpoint: Checkpoint, rank_states: Sequence[Mapping[str, object]], *, states: bool, schedule: bool
     ) -> None:
         """Take the states that are no tensors of the model or the optimizer."""
+        meta = checkpoint.meta
         for name in COUNTERS:
             setattr(self._counters, name, meta[name])
         self._experts.resume(self._counters.global_steps)

@@ -237,7 +237,7 @@ class PacelineEngine(PipelineEngine):
         )
         every = self.plan.report.trace_every
         self.tracer = None if every is None else self._make_tracer(every)
-        self.planning_process = PlanningProcess()
+        self.planning_process: PlanningProcess = PlanningProcess()
         self.controller = pipeline_controller(
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),

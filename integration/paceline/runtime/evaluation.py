@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from .causal_lm_steps import CausalLMSteps
 class Pipeline(Protocol):
     """The engine, as far as running forwards goes."""
 
-    data_iterator: Any
+    data_iterator: Iterator[object] | None
     module: nn.Module
     micro_batches: int
 
@@ -56,7 +56,7 @@ class Evaluation:
         self._pipeline, self._steps, self._book, self._runners = pipeline, steps, book, runners
         self._control, self._loss_rank, self._is_pipe_parallel = control, loss_rank, is_pipe_parallel
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, float]:
         """Mean loss per label token over all of ``batches``, of all replicas together.
 
         Args:
@@ -79,8 +79,8 @@ class Evaluation:
         return {"eval_loss": loss, "perplexity": float(torch.tensor(loss).exp()), "eval_tokens": int(sums[1])}
 
     def predict(
-        self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
-    ) -> Iterator[tuple[Tensor, Any]]:
+        self, batches: Iterable[object], see: Callable[[Tensor, Tensor], object] | None = None
+    ) -> Iterator[tuple[Tensor, object]]:
         """Give the model's own loss of each of ``batches`` (NaN without a label token), and what ``see`` makes of it.
 
         Several batches are under way at a time. Collective: all ranks take all that there is, in the same order.
@@ -100,7 +100,7 @@ class Evaluation:
 
     @torch.no_grad()
     def _run(
-        self, batches: Iterator[Any], see: Callable[[Tensor, Tensor], Any] | None, whole_loss: bool = False
+        self, batches: Iterator[object], see: Callable[[Tensor, Tensor], object] | None, whole_loss: bool = False
     ) -> Iterator[list[Seen]]:
         """Pass ``batches`` forward, as many at a time as a step has; what the last stage has seen of them.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,8 +23,8 @@ class ExpertGroups:
     """
 
     size: int = 1
-    sharing: Any = None
-    alike: Any = None
+    sharing: dist.ProcessGroup | None = None
+    alike: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, data_groups: Sequence[Sequence[int]], size: int, rank: int) -> ExpertGroups:
@@ -50,7 +49,8 @@ class ExpertGroups:
         return cls(size, _own_of(sharing, rank), _own_of(alike, rank) if replicas > size else None)
 
 
-def _own_of(groups: Sequence[list[int]], rank: int) -> Any:
+def _own_of(groups: Sequence[list[int]], rank: int) -> dist.ProcessGroup:
     """Makes all groups, on all ranks in the same order."""
     made = [dist.new_group(ranks) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+    own: dist.ProcessGroup = next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+    return own

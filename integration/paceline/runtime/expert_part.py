@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from deepspeed import comm as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from ..comm.control import ControlPlane
+from ..comm.control import ControlPlane, Gather
 from ..config.expert_choice import MoeChoice
 from ..config.optimizers import ELEMENTWISE
 from ..moe.hf_experts import HFExpertLayer
@@ -76,7 +78,7 @@ class SharedExperts:
         alike = Domain.of(self.groups.alike)
         return lambda parameter: alike if is_spread(parameter) else None
 
-    def broadcast(self, parameters: Iterable[nn.Parameter], everyone: Any) -> None:
+    def broadcast(self, parameters: Iterable[nn.Parameter], everyone: ProcessGroup | None) -> None:
         """Have replicas begin with the weights of the first, and experts with those of the first that has them.
 
         Args:
@@ -97,7 +99,7 @@ def interval_of(section: MoeChoice) -> TuningInterval:
 def expert_controller(
     layers: Sequence[ExpertLayer],
     states: States,
-    group: Any,
+    group: ProcessGroup | None,
     device: torch.device,
     section: MoeChoice,
     decided: DecisionLog,
@@ -153,7 +155,7 @@ class Experts:
         *,
         control: ControlPlane,
         stages: Stages | None,
-        group: Callable[[], Any],
+        group: Callable[[], ProcessGroup | None],
         device: torch.device,
         states: Callable[[], States],
         is_last_backward: Callable[[], bool],
@@ -213,7 +215,7 @@ class Experts:
         if self.rebalancer is not None and self.rebalancer.loads.file is None:
             self.rebalancer.loads.file = file
 
-    def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
+    def place(self, placements: Mapping[str, Placement]) -> dict[str, float]:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
 
         Returns:
@@ -234,8 +236,7 @@ class Experts:
             )
         if self.rebalancer is None:
             return {"moved": 0, "num_bytes": 0, "seconds": 0.0}
-        own: dict[str, Any] = self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
-        return own
+        return self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
 
     # -- layers that move between stages -------------------------------------------------------------------------
 
@@ -243,7 +244,11 @@ class Experts:
         """Placements and counts of the layers whose names begin with one of ``prefixes``."""
         return {name: layer.leave() for name, layer in self.layers.items() if name.startswith(tuple(prefixes))}
 
-    def follow(self, left: Mapping[str, LayerState], gather: Callable[[Any], list[Any]]) -> None:
+    def leave(self, prefixes: Sequence[str]) -> Callable[[Gather], None]:
+        """:meth:`follow`, with the :meth:`state_of` of now."""
+        return partial(self.follow, self.state_of(prefixes))
+
+    def follow(self, left: Mapping[str, LayerState], gather: Gather) -> None:
         """Begin the layers that have come, with their experts where they lay; :meth:`fetch` brings values to copies.
 
         Args:
@@ -263,7 +268,7 @@ class Experts:
         """Experts on each rank by the layer's name, for a checkpoint; nothing where they stay."""
         return {} if self.rebalancer is None else self.rebalancer.placements()
 
-    def take(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, saved: Sequence[Mapping[str, list[list[int]]]]) -> None:
         """Lay experts as they were in the run that was saved, if they lay on as many ranks: before all else is read."""
         if self.rebalancer is None:
             return

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,8 @@ def hetero_boundaries(
             )
             _tell(plan, measured, "rank 0's" if given is None else "that of the profile")
             found = list(plan.boundaries), measured
-    result: tuple[list[int], Profile] = control.from_first(found)
+    result = control.from_first(found)
+    assert result is not None, "the first rank has found it"
     return result
 
 
@@ -244,7 +245,7 @@ def link_rates(
 class _Path(NamedTuple):
     """The way that messages between stages take."""
 
-    group: Any
+    group: dist.ProcessGroup | None
     device: torch.device
 
     def exchange(self, peer: int, num_bytes: int, sends: bool) -> float:

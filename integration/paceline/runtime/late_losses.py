@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.groups import gloo_group
@@ -17,13 +18,22 @@ from ..comm.transport import TIMEOUT
 from ..supervise.watch import EVERYONE, WATCH
 
 
+class Monitor(Protocol):
+    """DeepSpeed's monitors."""
+
+    enabled: bool
+
+    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+        """Write ``(name, value, samples so far)``."""
+
+
 class Monitored(Protocol):
     """DeepSpeed's engine, as far as it tells of losses."""
 
     global_rank: int
     global_steps: int
     global_samples: int
-    monitor: Any
+    monitor: Monitor
 
     def get_lr(self) -> list[float]: ...
 
@@ -39,7 +49,11 @@ class LateLosses:
     """
 
     def __init__(
-        self, monitored: Monitored, world: Any, device: torch.device, waiting: Callable[[], AbstractContextManager[Any]]
+        self,
+        monitored: Monitored,
+        world: dist.ProcessGroup,
+        device: torch.device,
+        waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._monitored, self._waiting = monitored, waiting
         on_host = device.type == "cpu"

@@ -509,7 +509,7 @@ def _overhead(step: StepTimes) -> float:
     return float(max(ended_s - begun_s - busy, 0.0)) / count
 
 
-def _schedule_of(step: StepTimes) -> tuple[list[Recorded], float, float]:
+def _schedule_of(step: StepTimes) -> tuple[list[Recorded[float]], float, float]:
     """Computations and waits of a step, when the first of them began and the last one ended."""
     spans = [span for span in step.spans if span.kind in OF_SCHEDULE]
     return spans, min(span.start for span in spans), max(span.end for span in spans)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,16 @@ def count_label_tokens(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def read_micro_batch(batch: Any) -> MicroBatch:
+@runtime_checkable
+class _HasKeys(Protocol):
+    """A mapping, or nearly one."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def __getitem__(self, name: str, /) -> object: ...
+
+
+def read_micro_batch(batch: object) -> MicroBatch:
     """A micro-batch from what a data loader yields: a mapping with Hugging Face's names, or ``(inputs, labels)``.
 
     One that is a :class:`MicroBatch` already is taken as it is.
@@ -85,7 +94,7 @@ def read_micro_batch(batch: Any) -> MicroBatch:
     """
     if isinstance(batch, MicroBatch):
         return batch
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+    if isinstance(batch, _HasKeys):
         given = dict(batch)
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, labels = batch

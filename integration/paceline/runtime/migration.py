@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.control import ControlPlane
+from ..comm.control import ControlPlane, Gather
 from ..comm.staging import ranks_sharing
 from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
@@ -65,11 +65,13 @@ class StageParameters(NamedTuple):
 class Learned(Protocol):
     """Estimates that are learned of layers beside the optimizer, and go with them."""
 
-    def state_of(self, prefixes: Sequence[str]) -> dict[str, Any]:
-        """Estimates of the layers whose names begin with one of ``prefixes``, before they leave."""
+    def leave(self, prefixes: Sequence[str]) -> Callable[[Gather], None]:
+        """Keep the estimates of the layers whose names begin with one of ``prefixes``, before they leave.
 
-    def follow(self, left: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Take on the layers that have come, with their estimates, from what has left the ranks of a pipeline."""
+        Returns:
+            What takes on the layers that have come, with their estimates, when all are where they belong. It gathers
+            over the stages of a pipeline, whose ranks call it together.
+        """
 
 
 @dataclass(frozen=True)
@@ -334,11 +336,11 @@ class Migrator:
         layers, optimizer, seat = self._layers, self._optimizer, self._seat
         is_concerned = change.concerns_this_stage
         holdings = Holdings(layers, optimizer, seat.suffix) if is_concerned else None
-        estimates = [part.state_of([layers.prefix(item) for item in change.leaving]) for part in self._learned]
+        follows = [part.leave([layers.prefix(item) for item in change.leaving]) for part in self._learned]
         unlink_full_access(optimizer)
         layers.swap(change.new, arrived)
-        for part, left in zip(self._learned, estimates, strict=True):
-            part.follow(left, self._control.gather_over_stages)
+        for follow in follows:
+            follow(self._control.gather_over_stages)
         wishes = None
         if is_concerned:
             self._rebuild_optimizer(notes, arrived)

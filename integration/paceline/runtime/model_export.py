@@ -9,7 +9,7 @@ killed export leaves nothing that looks whole.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,18 @@ from ..hf.stage import CausalLMStage
 from .module import CausalLMPipeline
 
 
+class SavesFiles(Protocol):
+    """A tokenizer, or a processor."""
+
+    def save_pretrained(self, directory: Path, /) -> object: ...
+
+
 def export(
     pipeline: CausalLMPipeline,
     directory: str | Path,
     control: ControlPlane,
     *,
-    tokenizer: Any = None,
+    tokenizer: SavesFiles | None = None,
     max_shard_size: str | int = "5GB",
 ) -> None:
     """Write ``pipeline`` as a Hugging Face checkpoint. Collective: all ranks call it.
@@ -95,7 +101,7 @@ def export(
 
 
 def _export_adapters(
-    pipeline: CausalLMPipeline, adapters: Adapters, target: Path, control: ControlPlane, tokenizer: Any
+    pipeline: CausalLMPipeline, adapters: Adapters, target: Path, control: ControlPlane, tokenizer: SavesFiles | None
 ) -> None:
     """The adapters of all stages in one file, which PEFT wants; rank 0 has them all for a moment."""
     state: dict[str, Tensor] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
@@ -25,10 +25,10 @@ from .stage_runner import LossBook, PlainRunner, StageRunner, Surroundings
 class Reader(Protocol):
     """The engine, as far as reading data goes."""
 
-    data_iterator: Any
+    data_iterator: Iterator[object] | None
     global_steps: int
 
-    def _next_batch(self) -> Any: ...
+    def _next_batch(self) -> object: ...
 
     def checkpoint_error(self) -> BaseException | None: ...
 
@@ -110,7 +110,7 @@ class ModelSupport(ABC):
 
     def _modules_of(self, stage: int) -> nn.Module:
         """What a stage has of this rank's modules, tied ones too."""
-        module: Any = self.module
+        module = self.module
         if len(self.routes[0]) == module.num_stages:
             whole: nn.Module = module
             return whole
@@ -128,7 +128,7 @@ class ModelSupport(ABC):
     @abstractmethod
     def make_steps(
         self, reader: Reader, control: ControlPlane, device: torch.device, raises: _Raises, num_sharing: int
-    ) -> Any:
+    ) -> Steps:
         """What reads steps.
 
         Args:
@@ -174,7 +174,7 @@ class PlainSteps:
 
     def __init__(self, reader: Reader, control: ControlPlane, raises: _Raises, *, reads: bool) -> None:
         self._reader, self._control, self._raises, self.reads = reader, control, raises, reads
-        self._loaded: list[Any] = []
+        self._loaded: list[object] = []
 
     def open(self, num_micro_batches: int, *, cut: Cut | None = None, partial: bool = False) -> int:
         """Read the whole step before it begins: a rank whose data ends, or is broken, stops all of them together."""
@@ -191,7 +191,7 @@ class PlainSteps:
             self.change_is_noticed = self._control.settle(error, doing, notices=self.notices_change)
         return num_micro_batches
 
-    def batch(self, number: int) -> Any:
+    def batch(self, number: int) -> object:
         """A micro-batch of the step, on a rank that reads."""
         return self._loaded[number]
 
@@ -202,7 +202,7 @@ class PlainSupport(ModelSupport):
     def __init__(self, module: PipelineModule) -> None:
         super().__init__(module)
         self._shapes_version = 0
-        self._chunks: dict[int, Any] = {}
+        self._chunks: dict[int, PipelineModule] = {}
         self._chunks_of: tuple[int, ...] = ()
         """Boundaries under which chunks were made."""
 
@@ -217,7 +217,7 @@ class PlainSupport(ModelSupport):
         return self._steps
 
     def make_runner(self, chunk: int, around: Around) -> PlainRunner:
-        module: Any = self.module
+        module = self.module
         return PlainRunner(
             held_stages(module)[chunk],
             len(self.routes[0]),
@@ -233,9 +233,9 @@ class PlainSupport(ModelSupport):
             shapes_version=lambda: self._shapes_version,
         )
 
-    def _chunk(self, number: int) -> Any:
+    def _chunk(self, number: int) -> PipelineModule:
         """A stage of this rank with the layers that it has now."""
-        module: Any = self.module
+        module = self.module
         if not hasattr(module, "chunk"):
             return module
         parts = tuple(module.parts)

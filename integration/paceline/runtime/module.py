@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from deepspeed.runtime import utils as ds_utils
@@ -22,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from ..comm.control import ControlPlane
 from ..comm.transport import TIMEOUT
 from ..config import exclusion
-from ..config.section import HETERO, WORK, check_method
+from ..config.section import HETERO, WORK, Method, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.model_workload import work_of_items
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
@@ -37,6 +37,9 @@ from ..planning.stages import over_items
 from ..schedules.directions import chunks_of
 from ..state.named import REPLICATED
 from .expert_groups import ExpertGroups
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = logging.getLogger("paceline")
 
@@ -172,7 +175,7 @@ def cut_of(parts: Sequence[int], stage: int) -> Cut:
     return Cut(layer[0], layer[1], first=start == 0, last=stop == end)
 
 
-def config_of(source: str | Path | PretrainedConfig | PreTrainedModel, **from_hub: Any) -> PretrainedConfig:
+def config_of(source: ModelSource, **from_hub: object) -> PretrainedConfig:
     """The config of a model that is given by name, by config or in memory, with PEFT's adapters or without."""
     source = unwrapped(source)
     if isinstance(source, PretrainedConfig):
@@ -180,6 +183,10 @@ def config_of(source: str | Path | PretrainedConfig | PreTrainedModel, **from_hu
     if isinstance(source, PreTrainedModel):
         return source.config
     return AutoConfig.from_pretrained(source, **from_hub)
+
+
+ModelSource: TypeAlias = str | Path | PretrainedConfig | PreTrainedModel
+"""A model's hub name or directory, its config, or the model in memory."""
 
 
 class CausalLMPipeline(PipelineModule):
@@ -212,7 +219,7 @@ class CausalLMPipeline(PipelineModule):
 
     def __init__(
         self,
-        source: str | Path | PretrainedConfig | PreTrainedModel,
+        source: ModelSource,
         *,
         num_stages: int,
         partition: str | Sequence[int] | Mapping[str, float] = WORK,
@@ -223,8 +230,8 @@ class CausalLMPipeline(PipelineModule):
         expert_parallel: int = 1,
         config: PretrainedConfig | None = None,
         timeout: timedelta | None = None,
-        peft_config: Any = None,
-        **from_pretrained: Any,
+        peft_config: PeftConfig | None = None,
+        **from_pretrained: object,
     ) -> None:
         source = unwrapped(source)
         from_hub = {name: from_pretrained[name] for name in FROM_HUB if name in from_pretrained}
@@ -320,7 +327,7 @@ class CausalLMPipeline(PipelineModule):
         chunks = chunks_of(self.stage_id, self.routes)
         return [stage for stage, (way, _) in zip(self.stages, chunks, strict=True) if way == 0]  # type: ignore[misc]
 
-    def _partition_layers(self, method: Any = WORK) -> None:
+    def _partition_layers(self, method: Method = WORK) -> None:
         self.parts = partition_items(self.items, self.num_virtual_stages, method, route_of_chunks(self.routes))
         self._set_bounds(self.parts[self.held[0]], self.parts[self.held[0] + 1])
 
@@ -346,7 +353,7 @@ class CausalLMPipeline(PipelineModule):
             return {}
         return take_share(part, self._grid.get_data_parallel_rank() % self.expert_parallel, self.expert_parallel)
 
-    def _own_copy(self, source: Any, *, is_last: bool) -> Any:
+    def _own_copy(self, source: ModelSource, *, is_last: bool) -> ModelSource:
         """A model in memory is cut in place: each stage has it to itself."""
         return copy.deepcopy(source) if isinstance(source, PreTrainedModel) and not is_last else source
 
@@ -363,11 +370,19 @@ class CausalLMPipeline(PipelineModule):
                 if parameter is own:
                     module._parameters[leaf] = shared
 
-    def _load(self, cut: Cut, source: Any) -> CausalLMStage:
+    def _load(self, cut: Cut, source: ModelSource) -> CausalLMStage:
         """What ``cut`` holds of the model, on the CPU. A model in memory loses the rest."""
         if not isinstance(source, PreTrainedModel):
             directory = None if isinstance(source, PretrainedConfig) else source
-            stage = load_stage(directory, self.config, cut, dtype=self._dtype, seed=self._seed, **self._from_pretrained)
+            stage = load_stage(
+                directory,
+                self.config,
+                cut,
+                dtype=self._dtype,
+                seed=self._seed,
+                allow_empty=False,
+                **self._from_pretrained,
+            )
             if self._injects:
                 assert self.adapters is not None
                 inject(stage.model, self.adapters, self._seed)
@@ -389,7 +404,7 @@ class CausalLMPipeline(PipelineModule):
         out: tuple[Tensor, Tensor | None] = self.stages[chunk](stream, side, routing)
         return out
 
-    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+    def _index_tied_modules(self) -> dict[str, dict[str, object]]:
         """The embedding on the first stage and its copy, the head's weight, on the last; none where a rank has both."""
         ends = self.routes[0][0], self.routes[0][-1]
         if not self.is_tied or ends[0] == ends[1] or len(self.routes) > 1:
@@ -411,7 +426,7 @@ class CausalLMPipeline(PipelineModule):
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
 
-    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, torch.distributed.ProcessGroup]]:
         return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
 
     @staticmethod

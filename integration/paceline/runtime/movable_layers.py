@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
+from ..config.section import Method
 from ..state.named import REPLICATED
 
 
@@ -35,7 +36,7 @@ class TensorNote:
     dtype: torch.dtype
     requires_grad: bool = False
     group: int | None = None
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, object] | None = None
     num_owners: int = 1
     copied_bytes: int = 0
 
@@ -47,7 +48,7 @@ class TensorNote:
 class Layers(ABC):
     """The items of one rank's stages."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: PipelineModule) -> None:
         self.module = module
 
     @property
@@ -78,7 +79,7 @@ class Layers(ABC):
         """
 
     @abstractmethod
-    def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
+    def boundaries(self, method: Method, profile: str | None) -> list[int] | None:
         """Boundaries that a JSON's partition method gives a module that is there; None: it was built so."""
 
     @abstractmethod

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
+from ..comm.control import Gather
 from ..config.natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from ..optim.max_change import Limits
 from ..optim.natural_layers import NaturalGradients
 from ..state.rank_states import RankStates
 
 logger = logging.getLogger("paceline")
-
-Gather = Callable[[Any], list[Any]]
-"""Given this rank's value, returns those of all ranks of a group, in their order."""
 
 MOSTLY = 0.5
 """Share of the updates at the floor from which a run is told that natural gradients do little."""
@@ -88,7 +86,7 @@ class NaturalGradientPart:
 
     # -- files and moving layers ---------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Estimates of this rank's layers, by the name of the weight."""
         return self._layers.state_dict()
 
@@ -96,18 +94,22 @@ class NaturalGradientPart:
         """Go on with the estimates of a run that was saved; those of this rank's replica before others."""
         self.load(saved.nearest_last)
 
-    def load(self, states: Iterable[Mapping[str, Any]]) -> None:
+    def load(self, states: Iterable[Mapping[str, object]]) -> None:
         """Take this rank's estimates from those of several ranks; of one weight the last counts."""
-        merged: dict[str, Any] = {}
+        merged: dict[str, object] = {}
         for state in states:
             merged |= state
         self._layers.load_state_dict({name: _to(state, self._device) for name, state in merged.items()})
 
-    def state_of(self, prefixes: Sequence[str]) -> dict[str, Any]:
+    def state_of(self, prefixes: Sequence[str]) -> dict[str, object]:
         """Estimates of the layers whose names begin with one of ``prefixes``."""
         return {name: state for name, state in self.state_dict().items() if name.startswith(tuple(prefixes))}
 
-    def follow(self, left: Mapping[str, Any], gather: Gather) -> None:
+    def leave(self, prefixes: Sequence[str]) -> Callable[[Gather], None]:
+        """:meth:`follow`, with the :meth:`state_of` of now."""
+        return partial(self.follow, self.state_of(prefixes))
+
+    def follow(self, left: Mapping[str, object], gather: Gather) -> None:
         """Adopt the layers that have come, with their estimates; a replica's layers take those of the same replica.
 
         Args:
@@ -115,7 +117,8 @@ class NaturalGradientPart:
             gather: over the stages of this rank's pipeline, which call this together.
         """
         self._layers.adopt(self._model)
-        self.load([*gather(_to(left, torch.device("cpu"))), self.state_dict()])
+        cpu = torch.device("cpu")
+        self.load([*gather({name: _to(state, cpu) for name, state in left.items()}), self.state_dict()])
 
 
 def agreed_limits(
@@ -143,7 +146,7 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
     return [head for head in found if isinstance(head, nn.Module)]
 
 
-def loss_scale_of(optimizer: Any) -> float:
+def loss_scale_of(optimizer: object) -> float:
     """Factor by which DeepSpeed multiplies a loss before its backward."""
     for name in ("loss_scale", "cur_scale"):
         scale = getattr(optimizer, name, None)
@@ -152,7 +155,7 @@ def loss_scale_of(optimizer: Any) -> float:
     return 1.0
 
 
-def _to(state: Any, device: torch.device) -> Any:
+def _to(state: object, device: torch.device) -> object:
     if isinstance(state, Mapping):
         return {key: _to(value, device) for key, value in state.items()}
     return state.to(device) if torch.is_tensor(state) else state

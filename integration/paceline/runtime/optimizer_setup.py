@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
 from ..config.section import value_at
 from ..optim.step_options import StepOptions
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
 
+Parameters: TypeAlias = Sequence[nn.Parameter] | Sequence[Mapping[str, object]]
+"""Parameters, or groups of them."""
 
-def basic_optimizer(engine: Any, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+
+def basic_optimizer(
+    engine: DeepSpeedEngine,
+    client_optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer] | None,
+    parameters: Parameters,
+) -> torch.optim.Optimizer:
     """The optimizer of the caller, or the one that the JSON names, over the parameters that train.
 
     Args:
@@ -50,7 +59,7 @@ def check_own_parameters(basic: torch.optim.Optimizer, own: Collection[nn.Parame
         )
 
 
-def step_options(engine: Any, grid: Any, *, spreads_experts: bool) -> StepOptions:
+def step_options(engine: DeepSpeedEngine, grid: PipelineParallelGrid, *, spreads_experts: bool) -> StepOptions:
     """Options of the optimizer that the JSON and the grid of ranks decide.
 
     Args:
@@ -87,7 +96,7 @@ def step_options(engine: Any, grid: Any, *, spreads_experts: bool) -> StepOption
     )
 
 
-def overlaps_reduction(ds_config: Mapping[str, Any], backend: str, *, spreads_experts: bool) -> bool:
+def overlaps_reduction(ds_config: Mapping[str, object], backend: str, *, spreads_experts: bool) -> bool:
     """Whether buckets are reduced during the last backward.
 
     In a rank's last backward all its receives are done, so that no transfer between stages waits for a reduction that

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..planning.stage_choice import Stages
 from ..planning.stage_pool import Advice, StagePool, rate_of, seconds_of
-from ..planning.tuning import Proposal
 from ..schedules.costs import Costs
 from ..supervise.watch import WATCH
 from .controller import Agreement
@@ -63,33 +62,32 @@ class OtherPlans:
         self._told: Stages | None = None
         """Stages of the last advice."""
 
-    _begun: tuple[Call, float, float] | None
+    _begun: tuple[Call[Advice | None], float, float] | None
     """A comparison in another process, and what it is made for."""
 
-    def propose(self, steps: int) -> Proposal[Any, Any] | None:
+    def propose(self, steps: int) -> None:
         """Log what a restart would bring, once for each option."""
         if not self._agreement.decides or self._size not in self._costs.sizes():
-            return None
+            return
         if self._begun is not None and self._process is not None:
-            (call, *changes), self._begun = self._begun, None
-            self._say(partial(self._process.result, call), *changes)
+            (call, faster, slower), self._begun = self._begun, None
+            self._say(partial(self._process.result, call), faster, slower)
         costs = self._costs.costs(self._size)
         rate, seconds = rate_of(costs), seconds_of(costs)
         if rate is None or not seconds:
-            return None
+            return
         if self._first is None:
             self._first = rate, seconds
-            return None
+            return
         faster, slower = rate / self._first[0], seconds / self._first[1]
         if all(1 / CHANGED < now / then < CHANGED for now, then in zip((faster, slower), self._last, strict=True)):
-            return None
+            return
         self._last = faster, slower
         if self._process is None:
             self._say(partial(self._pool.advice, faster, slower, self._restart_s), faster, slower)
         else:
-            call = self._process.begin(StagePool.advice, self._pool, faster, slower, self._restart_s)
+            call = self._process.begin(partial(self._pool.advice, faster, slower, self._restart_s))
             self._begun = call, faster, slower
-        return None
 
     def _say(self, advice_of: Callable[[], Advice | None], faster: float, slower: float) -> None:
         """Log an advice, unless it was the last one as well."""
@@ -108,6 +106,6 @@ class OtherPlans:
             )
         self._told = None if advice is None else advice.better.shape
 
-    def apply(self, change: Any) -> Any:
+    def apply(self, change: object) -> object:
         """Never called: nothing is proposed."""
         raise AssertionError(f"no change is proposed, and {change} is to be applied")

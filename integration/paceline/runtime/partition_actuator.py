@@ -64,7 +64,7 @@ class PartitionActuator:
         process: searches beside steps where that takes long; None: it is always done between two of them.
     """
 
-    _begun: Call | None
+    _begun: Call[FoundPartition | None] | None
     """On the rank that decides, a search in another process, until it is proposed."""
 
     def __init__(
@@ -100,9 +100,11 @@ class PartitionActuator:
         if first or self._schedules.is_at_once or not self._schedules.plans_aside:
             return False
         if self._process is not None and self._agreement.decides:
-            arguments = self._question(steps)
+            arguments, schedule = self._question(steps), self._schedules.begun
             if arguments is not None:
-                self._begun = self._process.begin(search_partition, arguments, self._schedules.begun)
+                search = partial(search_partition, arguments)
+                begun = self._process.begin(search) if schedule is None else self._process.begin_after(schedule, search)
+                self._begun = begun
         return True
 
     def propose(self, steps: int) -> Proposal[PartitionChange, bool] | None:
@@ -139,8 +141,7 @@ class PartitionActuator:
     def _found(self, steps: int) -> FoundPartition | None:
         begun, self._begun = self._begun, None
         if begun is not None and self._process is not None:
-            found: FoundPartition | None = self._process.result(begun)
-            return found
+            return self._process.result(begun)
         arguments = self._question(steps)
         return None if arguments is None else search_partition(arguments)
 

@@ -8,7 +8,6 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -16,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as stock
 from torch import nn
 
-from ..config.section import HETERO, WORK, check_method
+from ..config.section import HETERO, WORK, Method, check_method
 from ..measure.probe import device_speed
 from ..measure.profile_file import Profile
 from ..planning.partition_methods import by_work, checked_boundaries, weights_by_class
@@ -52,10 +51,10 @@ class PipelineModule(stock.PipelineModule):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         partition_profile: str | Path | None = None,
         routes: Sequence[Sequence[int]] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self.partition_profile = partition_profile
         self._routes = None if routes is None else tuple(map(tuple, routes))
@@ -91,7 +90,7 @@ class PipelineModule(stock.PipelineModule):
         found._precompute_checkpointable_values()
         return found
 
-    def _partition_layers(self, method: Any = "uniform") -> None:
+    def _partition_layers(self, method: Method = "uniform") -> None:
         if self.partition_profile is None and not is_ours(method) and self._routes is None:
             super()._partition_layers(method)
             # numpy's integers, which random.seed refuses: with seed_layers DeepSpeed's own module fails here.
@@ -111,13 +110,15 @@ def held_stages(module: stock.PipelineModule) -> tuple[int, ...]:
     return tuple(stage for _, stage in chunks_of(module.stage_id, routes_of(module)))
 
 
-def taking_our_methods(original: Callable[..., None]) -> Callable[..., None]:
+def taking_our_methods(
+    original: Callable[[stock.PipelineModule, Method], None],
+) -> Callable[[stock.PipelineModule, Method], None]:
     """``PipelineModule._partition_layers`` that takes boundaries, weights by class and ``"hetero"`` too.
 
     See :class:`PipelineModule`, which takes them without a patch.
     """
 
-    def _partition_layers(self: stock.PipelineModule, method: Any = "uniform") -> None:
+    def _partition_layers(self: stock.PipelineModule, method: Method = "uniform") -> None:
         if is_ours(method):
             partition_layers(self, method)
         else:
@@ -126,19 +127,19 @@ def taking_our_methods(original: Callable[..., None]) -> Callable[..., None]:
     return _partition_layers
 
 
-def is_ours(method: Any) -> bool:
+def is_ours(method: object) -> bool:
     """Whether DeepSpeed lacks this partition method."""
     return not isinstance(method, str) or method.lower() in (HETERO, WORK)
 
 
-def partition_layers(module: stock.PipelineModule, method: Any, profile: str | Path | None = None) -> None:
+def partition_layers(module: stock.PipelineModule, method: Method, profile: str | Path | None = None) -> None:
     """``PipelineModule._partition_layers`` for a method of ours; as :func:`boundaries_for`."""
     _set_parts(module, boundaries_for(module, method, profile))
     if module.global_rank == 0:
         logger.info("the partition %s cuts the %d layers at %s", method, module._num_layers, module.parts)
 
 
-def boundaries_for(module: stock.PipelineModule, method: Any, profile: str | Path | None = None) -> list[int]:
+def boundaries_for(module: stock.PipelineModule, method: Method, profile: str | Path | None = None) -> list[int]:
     """Boundaries over the layers of a pipeline module for any partition method, DeepSpeed's own included.
 
     The module stays as it is. With ``"hetero"`` all ranks must call it.
@@ -156,7 +157,7 @@ def boundaries_for(module: stock.PipelineModule, method: Any, profile: str | Pat
             f"partition_profile is {str(profile)!r} and partition_method is {method!r}: a profile belongs to 'hetero'; "
             "drop it, or write 'hetero'."
         )
-    if not is_ours(method):
+    if isinstance(method, str) and not is_ours(method):
         return _stock_boundaries(module, method)
     if isinstance(method, str) and method.lower() == WORK:
         raise ValueError(
@@ -233,14 +234,14 @@ def _stage_speeds(module: stock.PipelineModule) -> list[float]:
     return [min(of_stage[stage]) for stage in range(module.num_stages)]
 
 
-def _num_parameters(layer: Any) -> float:
+def _num_parameters(layer: object) -> float:
     if isinstance(layer, stock.LayerSpec):
         with torch.random.fork_rng(devices=[]):  # the layers that are kept draw what they would have drawn
             layer = layer.build()
     return float(sum(p.numel() for p in layer.parameters())) if isinstance(layer, nn.Module) else 0.0
 
 
-def _class_name(layer: Any) -> str:
+def _class_name(layer: object) -> str:
     """What DeepSpeed's ``type:`` looks at; empty for a callable without a name."""
     if isinstance(layer, stock.LayerSpec):
         return str(layer.typename.__name__)

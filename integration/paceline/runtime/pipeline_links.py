@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..comm.shapes import Shapes
 from ..comm.staging import Staging, staging_for
@@ -36,7 +36,7 @@ class Links:
         order: str | None,
         activation_shapes: Callable[[], Shapes],
         announces: bool,
-        group: Any,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.pipe_number = next((number for number, pipe in enumerate(pipes) if rank in pipe), rank)
         self.ranks: Sequence[int] = next((pipe for pipe in pipes if rank in pipe), [rank])

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import nn
 
 from ..config import exclusion
 from ..config.expert_choice import MoeChoice
-from ..config.section import SECTION
+from ..config.section import SECTION, value_at
 from ..moe.auto_ep import RebalancedAutoEPLayer
 from ..moe.deepspeed_moe import RebalancedMOELayer
 from ..moe.layer import ExpertLayer
@@ -95,7 +94,7 @@ class PlainExperts:
             if layer.replicas is not None:
                 layer.replicas.forget()
 
-    def place(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
+    def place(self, placements: Mapping[str, Placement]) -> dict[str, float]:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
 
         Returns:
@@ -123,7 +122,7 @@ class PlainExperts:
         with self.rebalancer.in_order():
             yield
 
-    def saved_with(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    def saved_with(self, client_state: Mapping[str, object] | None) -> dict[str, object]:
         """The client state of a checkpoint, with the placements in it.
 
         Raises:
@@ -136,9 +135,9 @@ class PlainExperts:
         state[SECTION] = {PLACEMENTS: placements, SIZES: dict(Spread.of(self._engine).sizes)}
         return state
 
-    def restore(self, client_state: Mapping[str, Any] | None) -> None:
+    def restore(self, client_state: Mapping[str, object] | None) -> None:
         """Take the placements of the run that was saved out of its client state, if they fit."""
-        saved = dict(client_state or {}).get(SECTION, {}).get(PLACEMENTS, {})
+        saved = value_at(client_state or {}, f"{SECTION}.{PLACEMENTS}") or {}
         if isinstance(client_state, dict):
             client_state.pop(SECTION, None)
         if self.rebalancer is not None and (placements := _fitting(saved, self.layers)):
@@ -216,7 +215,7 @@ def take_over(model: nn.Module, section: MoeChoice, is_last_backward: Callable[[
     return layers
 
 
-def _fitting(saved: Mapping[str, Any], layers: Mapping[str, ExpertLayer]) -> dict[str, Placement]:
+def _fitting(saved: Mapping[str, list[list[int]]], layers: Mapping[str, ExpertLayer]) -> dict[str, Placement]:
     """The placements that were saved, if all of them can be those of ``layers``."""
     if saved.keys() != layers.keys():
         return {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from ..config.section import Method
 from ..planning.partition_methods import checked_boundaries
 from ..planning.repartition import stage_of
 from .movable_layers import Layers, TensorNote, empty_tensors, forget_tensors, items_of_stages, tensors_of_layer
@@ -45,7 +45,7 @@ class PlainLayers(Layers):
     def held(self) -> tuple[int, ...]:
         return held_stages(self.module)
 
-    def boundaries(self, method: Any, profile: str | None) -> list[int] | None:
+    def boundaries(self, method: Method, profile: str | None) -> list[int] | None:
         return boundaries_for(self.module, method, profile)
 
     def _shares_tensors(self, item: int) -> int | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_
 from ..hf.layer_profile import fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
+from ..json_values import as_whole
 from ..measure.collectives import agreed
 from ..measure.profile_file import Profile, device_profile
 from ..planning.cluster import Cluster
@@ -111,7 +112,7 @@ def plan_stages(
     usual: RunPlan,
     shape: Shape,
     trained: Callable[[], float] | None,
-    kept: Mapping[str, Any] | None = None,
+    kept: Mapping[str, object] | None = None,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
 
@@ -150,7 +151,7 @@ def _chosen(
     measured: Measured,
     trained: Callable[[], float] | None,
     begun: float,
-    kept: Mapping[str, Any] | None,
+    kept: Mapping[str, object] | None,
 ) -> RunPlan | None:
     chosen: RunPlan | None = None
     with control.together("planning the stages"):
@@ -241,12 +242,12 @@ def stages_of(plan: RunPlan) -> Stages:
     return Stages(plan.stages, plan.schedule.chunks or 1)
 
 
-def stages_kept(kept: Mapping[str, Any]) -> Stages:
+def stages_kept(kept: Mapping[str, object]) -> Stages:
     """The stages that an earlier start of this run has chosen."""
-    return Stages(kept[STAGES], kept.get(PLANNED_CHUNKS, 1))
+    return Stages(as_whole(STAGES, kept[STAGES]), as_whole(PLANNED_CHUNKS, kept.get(PLANNED_CHUNKS, 1)))
 
 
-def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, Any]) -> RunPlan:
+def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, object]) -> RunPlan:
     """The option that an earlier start of this run has chosen; what the JSON says by now goes before."""
     plan = options[stages_kept(kept)]
     are_written = len(options) > len({stages.num_stages for stages in options}) == 1

@@ -15,8 +15,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger("paceline")
 
@@ -25,14 +26,32 @@ KEPT = 8
 
 _PACKAGES = Path(__file__).resolve().parents[2]
 
+Result = TypeVar("Result")
+Earlier = TypeVar("Earlier")
 
-class Call(NamedTuple):
-    """A call that was begun. As an argument of a later one it stands for its result."""
+
+@dataclass(frozen=True, eq=False)
+class Call(Generic[Result]):
+    """A call that was begun.
+
+    Args:
+        here: computes its result in this process.
+    """
 
     number: int
+    here: Callable[[], Result]
 
 
-_Work = tuple[Callable[..., Any], tuple[Any, ...]]
+class _Asked(NamedTuple):
+    """A call, as the process gets it.
+
+    Args:
+        function: without arguments, or of the result of the call ``after``.
+    """
+
+    number: int
+    function: object
+    after: int | None
 
 
 class PlanningProcess:
@@ -41,56 +60,59 @@ class PlanningProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] | None = None
-        self._calls: dict[Call, _Work] = {}
-        """The last :data:`KEPT`."""
         self._num_calls = 0
         self._is_lost = False
 
-    def begin(self, function: Callable[..., Any], *arguments: Any) -> Call:
-        """Begin ``function(*arguments)``.
+    def begin(self, function: Callable[[], Result]) -> Call[Result]:
+        """Begin ``function()``.
 
         Args:
-            function: of a module. It can be pickled, as can its arguments and its result.
+            function: of a module, with its arguments as a ``partial``: it can be pickled, as can its result.
         """
-        call = Call(self._num_calls)
-        self._num_calls += 1
-        self._calls[call] = function, arguments
-        self._calls.pop(Call(call.number - KEPT), None)
-        if not self._is_lost:
-            try:
-                if self._process is None:
-                    self._process = _start()
-                    self._close = weakref.finalize(self, _end, self._process, os.getpid())
-                self._send((call, function, arguments))
-            except OSError as error:
-                self._lose(error)
+        call = Call(self._num_calls, function)
+        self._begin(_Asked(call.number, function, None))
         return call
 
-    def result(self, call: Call) -> Any:
+    def begin_after(self, earlier: Call[Earlier], function: Callable[[Earlier], Result]) -> Call[Result]:
+        """Begin ``function`` of what an earlier call returns, as :meth:`begin`."""
+        call = Call(self._num_calls, lambda: function(self.result(earlier)))
+        self._begin(_Asked(call.number, function, earlier.number))
+        return call
+
+    def result(self, call: Call[Result]) -> Result:
         """Wait for what a call returns, or raise what it raises. Once, and of the last :data:`KEPT` calls."""
         if not self._is_lost:
             try:
-                self._send(call)
+                self._send(call.number)
                 assert self._process is not None
                 assert self._process.stdout is not None
-                returned, value = pickle.load(self._process.stdout)
+                answer: tuple[Result] | Exception = pickle.load(self._process.stdout)
             except (EOFError, OSError, pickle.UnpicklingError) as error:
                 self._lose(error)
             else:
-                if not returned:
-                    raise value
-                return value
-        function, arguments = self._calls[call]
-        return function(*(self.result(each) if isinstance(each, Call) else each for each in arguments))
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer[0]
+        return call.here()
 
     def close(self) -> None:
         """End the process, if it was started; another call starts another one."""
         if self._close is not None:
             self._close()
         self._process = self._close = None
-        self._calls.clear()
 
-    def _send(self, what: Any) -> None:
+    def _begin(self, asked: _Asked) -> None:
+        self._num_calls += 1
+        if not self._is_lost:
+            try:
+                if self._process is None:
+                    self._process = _start()
+                    self._close = weakref.finalize(self, _end, self._process, os.getpid())
+                self._send(asked)
+            except OSError as error:
+                self._lose(error)
+
+    def _send(self, what: _Asked | int) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         pickle.dump(what, self._process.stdin)
@@ -122,39 +144,35 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def serve() -> None:
-    """In the process: compute what is asked for, and send the result once that is asked for."""
+    """In the process: compute what is asked for, and send the result once its number comes."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that is printed gets into an answer
-    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(asked,), daemon=True).start()
-    results: dict[Call, tuple[bool, Any]] = {}
+    results: dict[int, tuple[object] | Exception] = {}
     while True:
         what = asked.get()
-        if isinstance(what, Call):
+        if isinstance(what, int):
             pickle.dump(results.pop(what), answers)
             answers.flush()
-            continue
-        call, function, arguments = what
-        try:
-            results[call] = True, function(*(_value(each, results) for each in arguments))
-        except Exception as error:
-            results[call] = False, error
-        results.pop(Call(call.number - KEPT), None)
+        else:
+            earlier = () if what.after is None else results[what.after]
+            results[what.number] = earlier if isinstance(earlier, Exception) else _answer(what.function, earlier)
+            results.pop(what.number - KEPT, None)
 
 
-def _read(asked: queue.SimpleQueue[Any]) -> None:
+def _answer(function: object, arguments: tuple[object, ...]) -> tuple[object] | Exception:
+    assert callable(function)
+    try:
+        return (function(*arguments),)
+    except Exception as error:
+        return error
+
+
+def _read(asked: queue.SimpleQueue[_Asked | int]) -> None:
     """Beside the computation, for which the rank does not wait; the end of the rank ends it."""
     while True:
         try:
             asked.put(pickle.load(sys.stdin.buffer))
         except EOFError:
             os._exit(0)
-
-
-def _value(argument: Any, results: dict[Call, tuple[bool, Any]]) -> Any:
-    if not isinstance(argument, Call):
-        return argument
-    returned, value = results[argument]
-    if not returned:
-        raise value
-    return value

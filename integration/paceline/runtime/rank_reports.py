@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class Report:
     replica: int
     host: str
     steps: list[StepTimes]
-    records: dict[LaneKey, list[Record]]
+    records: dict[LaneKey, list[Record[float]]]
     saved_bytes: dict[int, dict[int, float]]
     """Bytes that a live micro-batch keeps, by micro-batch size and chunk."""
     room_bytes: float
@@ -160,7 +160,7 @@ class ReportGatherer:
         *,
         links: Links,
         module: nn.Module,
-        optimizer: Any,
+        optimizer: object,
     ) -> None:
         self._control, self._meter, self._device = control, meter, device
         self._links, self._module, self._optimizer = links, module, optimizer
@@ -212,7 +212,7 @@ class ReportGatherer:
         """Report none of the messages that are there now; ``after`` as of :meth:`gather`."""
         self._messages(after)
 
-    def _messages(self, after: dict[LaneKey, int]) -> dict[LaneKey, list[Record]]:
+    def _messages(self, after: dict[LaneKey, int]) -> dict[LaneKey, list[Record[float]]]:
         """Messages of this rank's lanes beyond ``after``, in seconds of the host's clock."""
         records = {}
         seconds = host_seconds(self._meter.clock.now)
@@ -220,7 +220,7 @@ class ReportGatherer:
             for name, lane in self._links.transports[direction].lanes(stage).items():
                 key = LaneKey(direction, stage, name)
                 records[key] = [
-                    record._replace(begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
+                    replace(record, begun_s=seconds(record.begun_s), done_s=seconds(record.done_s))
                     for record in list(lane.records)
                     if record.number > after.get(key, 0)
                 ]
@@ -230,7 +230,7 @@ class ReportGatherer:
         return records
 
 
-def bytes_per_parameter(module: nn.Module, optimizer: Any) -> tuple[float, float]:
+def bytes_per_parameter(module: nn.Module, optimizer: object) -> tuple[float, float]:
     """Bytes that each parameter takes on this rank, with all that belongs to it.
 
     Returns:
@@ -255,7 +255,7 @@ class Seen(NamedTuple):
     source: int
     """Device that sent it."""
     target: int
-    record: Record
+    record: Record[float]
 
     @property
     def kind(self) -> str:
@@ -273,12 +273,12 @@ def messages(
             are skipped.
     """
     clocks = clocks_of(reports)
-    matched: list[tuple[LaneKey, int, int, Record, Record]] = []
+    matched: list[tuple[LaneKey, int, int, Record[float], Record[float]]] = []
     together: dict[tuple[int, float], float] = {}
     """By device and end, when the last of what ended there at that moment could begin: a batch of NCCL ends as one."""
 
-    def ready(source: int, target: int, sent: Record, received: Record) -> float:
-        return float(max(sent.begun_s - clocks[source], received.begun_s - clocks[target]))
+    def ready(source: int, target: int, sent: Record[float], received: Record[float]) -> float:
+        return max(sent.begun_s - clocks[source], received.begun_s - clocks[target])
 
     for sends, receives, source, target in _lanes(routes):
         own = {record.number: record for record in reports[source].records.get(sends, [])}
@@ -297,7 +297,7 @@ def messages(
             after[key] = record.number
         done = record.done_s - clocks[target]
         begun = min(together[target, record.done_s], done)
-        found.append(Seen(lane, source, target, record._replace(begun_s=begun, done_s=done)))
+        found.append(Seen(lane, source, target, replace(record, begun_s=begun, done_s=done)))
     return found
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def check_scheduler_object(scheduler: Any, optimizer: Any) -> None:
+def check_scheduler_object(scheduler: object, optimizer: object) -> None:
     """Raise ValueError if ``scheduler`` is an object over another optimizer: its steps would change nothing.
 
     Args:

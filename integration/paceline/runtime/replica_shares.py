@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 
 from .micro_batches import count_label_tokens
+
+Data = TypeVar("Data")
 
 
 class ReplicaShares:
@@ -25,12 +28,12 @@ class ReplicaShares:
         group: ranks of the same stage, one a pipeline.
     """
 
-    def __init__(self, replicas: int, own: int, group: Any) -> None:
+    def __init__(self, replicas: int, own: int, group: dist.ProcessGroup | None) -> None:
         self.replicas, self.own, self._group = replicas, own, group
         self.rows_at_end = 0
         """Rows of an evaluation's last batch that do not only fill it up; 0 in any other batch, or if all count."""
 
-    def take(self, dataset: Any, description: str, batch_size: int, *, trains: bool) -> Any:
+    def take(self, dataset: object, description: str, batch_size: int, *, trains: bool) -> object:
         """This pipeline's rows of a stream; other data are shared out by :meth:`prepare`.
 
         Raises:
@@ -47,12 +50,12 @@ class ReplicaShares:
         # Batch by batch: accelerate would give each pipeline files of its own, and not equally many batches.
         return IterableDatasetShard(dataset, batch_size, num_processes=self.replicas, process_index=self.own)
 
-    def prepare(self, accelerator: Any, loader: Any, num_workers: int) -> Any:
+    def prepare(self, accelerator: Accelerator, loader: DataLoader[Data], num_workers: int) -> DataLoader[Data]:
         """As accelerate's, for as many readers as there are pipelines. Batches stay on the CPU, for the engine."""
         if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
             loader.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=self.own)
         is_shared_out = isinstance(loader.dataset, IterableDatasetShard)
-        prepared = prepare_data_loader(
+        prepared: DataLoader[Data] = prepare_data_loader(
             loader,
             num_processes=1 if is_shared_out else self.replicas,
             process_index=0 if is_shared_out else self.own,
@@ -68,7 +71,7 @@ class ReplicaShares:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    def gather(self, data: Any) -> Any:
+    def gather(self, data: Data) -> Data:
         """Tensors of all pipelines, one after another; their stages have the same."""
         if self.replicas == 1:
             return data
@@ -79,14 +82,16 @@ class ReplicaShares:
             dist.all_gather(found, own, group=self._group)
             return torch.cat(found)
 
-        return recursively_apply(gather, data, error_on_other_type=True)
+        gathered: Data = recursively_apply(gather, data, error_on_other_type=True)
+        return gathered
 
-    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, data: Data, use_gather_object: bool = False) -> Data:
         """And without what only fills the last batch up."""
         data = self.gather(data)
         if not self.rows_at_end:
             return data
-        return recursively_apply(lambda tensor: tensor[: self.rows_at_end], data)
+        counting: Data = recursively_apply(lambda tensor: tensor[: self.rows_at_end], data)
+        return counting
 
     def share_of_loss(self, loss: Tensor, labels: Tensor, device: torch.device) -> Tensor:
         """Weigh a batch's loss, so that the mean over pipelines is that of all label tokens, as Trainer has it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class RoundingErrors:
         self._num_boundaries = num_boundaries
         self._seen: dict[tuple[str, int], Tensor] = {}
         """Since the last report, squared norms of what is rounded away and of what was to be sent."""
-        self._first: dict[str, list[float]] = {}
+        self._first: dict[str, list[float | None]] = {}
 
     def see(self, kind: str, boundary: int, value: Value, parcel: Parcel) -> None:
         """Compare the first message of a boundary since the last report with what arrives of it."""
@@ -68,18 +69,19 @@ class RoundingErrors:
                 found[kind] = [error if norm else None for error, norm in zip(errors, norms, strict=True)]
         return found
 
-    def warn_of_growth(self, found: dict[str, list[Any]]) -> None:
+    def warn_of_growth(self, found: Mapping[str, Sequence[float | None]]) -> None:
         """Warn of errors that have grown to :data:`GROWTH` times what they were at first; of each once."""
         for kind, errors in found.items():
             first = self._first.setdefault(kind, list(errors))
             for boundary, error in enumerate(errors):
-                if not first[boundary]:  # none yet, or nothing that was lost
+                at_first = first[boundary]
+                if not at_first:  # none yet, or nothing that was lost
                     first[boundary] = error
-                elif error is not None and error > GROWTH * first[boundary]:
+                elif error is not None and error > GROWTH * at_first:
                     what = "activations" if kind == "forward" else "gradients"
                     logger.warning(
                         "%s between the stages %d and %d lose %.2g of their size by rounding, and %.2g at first: "
                         "choose a finer paceline.pipeline.boundary.%s.",
-                        *(what, boundary, boundary + 1, error, first[boundary], kind),
+                        *(what, boundary, boundary + 1, error, at_first, kind),
                     )
                     first[boundary] = float("inf")

@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import deepspeed
 import torch
@@ -29,6 +29,7 @@ from ..measure.clock import Clock
 from ..measure.device_memory import peak_bytes
 from ..measure.flops import flops_per_token
 from ..measure.profile_file import FILE_NAME as PROFILE
+from ..optim.sharded import ShardedOptimizer
 from ..planning.tuning import DecisionLog
 from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
 from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
@@ -36,6 +37,7 @@ from ..report.running import Running, StepLog
 from ..report.tally import Loss, Tally
 from ..schedules.schedule import Schedule
 from .expert_part import Experts
+from .late_losses import Monitor
 from .module import CausalLMPipeline
 from .rounding_errors import RoundingErrors
 from .startup import dtype_of
@@ -52,14 +54,14 @@ class TrainingEngine(Protocol):
     cut: int
     """Samples of a micro-batch."""
     clock: Clock
-    device: Any
+    device: torch.device | str
     stage_id: int
     dp_world_size: int
     global_steps: int
     global_samples: int
     skipped_steps: int
-    optimizer: Any
-    monitor: Any
+    optimizer: ShardedOptimizer
+    monitor: Monitor
     averager: Averager | None
     experts: Experts
     rounding_errors: RoundingErrors | None
@@ -90,15 +92,15 @@ class RunLog:
         run_dir: Path,
         plan: RunPlan,
         control: ControlPlane,
-        facts: Mapping[str, Any] | None = None,
-        listeners: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        facts: Mapping[str, object] | None = None,
+        listeners: Sequence[Callable[[Mapping[str, object]], None]] = (),
     ) -> None:
         self._more, self._listeners = dict(facts or {}), listeners
         self.engine, self.pipeline, self.run_dir = engine, engine.module, run_dir
         self.plan, self.control = plan, control
         self.is_first = dist.get_rank() == 0
         self.tally, self.step_log = Tally(), StepLog()
-        self.evaluation: dict[str, Any] | None = None
+        self.evaluation: dict[str, float] | None = None
         """The last one's figures."""
         self.train_loss = math.nan
         """The loss that was reported last."""
@@ -159,7 +161,7 @@ class RunLog:
         learning_rate: float | None,
         loss: float | None = None,
         grad_norm: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Write a line of ``metrics.jsonl``, after those of what was decided since the last one. Collective.
 
         Args:
@@ -199,12 +201,12 @@ class RunLog:
         self.tell(line)
         return line
 
-    def tell_evaluation(self, where: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    def tell_evaluation(self, where: Mapping[str, object], figures: Mapping[str, float]) -> None:
         """Write the figures of an evaluation, after ``where``: its step, and what goes with that."""
         self.evaluation = dict(figures)
         self.tell({**where, **figures})
 
-    def tell(self, record: Mapping[str, Any]) -> None:
+    def tell(self, record: Mapping[str, object]) -> None:
         """Write ``record`` to the metrics file, to listeners and, by samples as they count, to DeepSpeed's monitors."""
         self.metrics.write(record)
         if self.is_first:
@@ -240,12 +242,12 @@ class RunLog:
             self.metrics.write({"step": step, "ran": ran})
         self.metrics.close()
 
-    def _natural_gradient(self) -> dict[str, Any]:
+    def _natural_gradient(self) -> dict[str, object]:
         """Figures of natural gradients and max change, of all stages and replicas; none where they are off.
 
         Collective.
         """
-        told: dict[str, Any] = {}
+        told: dict[str, object] = {}
         if self.engine.optimizer.max_change is not None:
             told["max_change"] = self.engine.optimizer.max_change_report
         own = self.engine.natural_gradient_report()
@@ -260,7 +262,7 @@ class RunLog:
         }
         return told
 
-    def _rounding(self) -> dict[str, Any]:
+    def _rounding(self) -> dict[str, object]:
         """What formats of boundaries round away; none where nothing is rounded. Collective."""
         errors = self.engine.rounding_errors
         if errors is None:
@@ -277,7 +279,7 @@ class RunLog:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def summary(self, steps: int, sequence_length: int, train_loss: float | None = None) -> dict[str, Any] | None:
+    def summary(self, steps: int, sequence_length: int, train_loss: float | None = None) -> dict[str, object] | None:
         """Write ``summary.json``, and return it on the first rank. Collective.
 
         Args:
@@ -332,7 +334,7 @@ class RunLog:
         where = " + ".join(lines[stage].partition(": ")[2] for stage in self.pipeline.held)
         return where, sum(p.numel() for p in self.pipeline.parameters())
 
-    def _start(self, num_steps: int) -> dict[str, Any]:
+    def _start(self, num_steps: int) -> dict[str, object]:
         """Facts known when training begins, for the report of a run that does not come to its end."""
         loads: str | Path | None = None  # this rank's stage may have no experts
         if self.engine.experts.follow_load and self.plan.moe is not None:
@@ -348,7 +350,7 @@ class RunLog:
             **self._more,
         }
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, object]:
         device = torch.device(self.engine.device)
         hardware = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

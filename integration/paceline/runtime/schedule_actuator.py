@@ -139,7 +139,7 @@ class ScheduleActuator:
         self._past: deque[tuple[tuple[int, ...], Past]] = deque(maxlen=KEPT)
         """Partition and costs at the last choices."""
         self._process = process
-        self.begun: Call | None = None
+        self.begun: Call[Found] | None = None
         self.is_at_once = False
         self._is_first = True
         """Whether nothing was chosen yet."""
@@ -158,7 +158,7 @@ class ScheduleActuator:
         self.begun, self.is_at_once = None, first or not self.plans_aside
         if not self.is_at_once and self._process is not None and self._agreement.decides:
             asked = self._question(steps)
-            self.begun = None if asked is None else self._process.begin(search, *asked)
+            self.begun = None if asked is None else self._process.begin(partial(search, *asked))
         return not self.is_at_once
 
     @property
@@ -205,8 +205,7 @@ class ScheduleActuator:
     def _found(self, steps: int) -> Found | None:
         begun, self.begun = self.begun, None
         if begun is not None and self._process is not None:
-            found: Found = self._process.result(begun)
-            return found
+            return self._process.result(begun)
         asked = self._question(steps)
         return None if asked is None else search(*asked)
 

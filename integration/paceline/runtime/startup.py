@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -48,13 +48,22 @@ FROZEN_BYTES = 4
 """Per parameter of a model of which only adapters are trained: its weight in fp32; the adapters are small."""
 
 
+class _Room(TypedDict):
+    """The world, and what a model takes of a device and finds on it."""
+
+    world_size: int
+    num_layers: int
+    state_bytes: int
+    device_bytes: int
+
+
 def plan_for(
     hf_config: PretrainedConfig,
-    ds_config: Mapping[str, Any],
+    ds_config: Mapping[str, object],
     section: PacelineConfig,
     control: ControlPlane,
     *,
-    args: Any = None,
+    args: object = None,
     given: Iterable[str] = (),
     num_steps: Callable[[RunPlan], int] | None = None,
     trained: Callable[[], float] | None = None,
@@ -62,7 +71,7 @@ def plan_for(
     gradient_checkpointing: bool = False,
     is_quantised: bool = False,
     plans_unasked: bool = False,
-    kept: Mapping[str, Any] | None = None,
+    kept: Mapping[str, object] | None = None,
 ) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once. Collective.
 
@@ -86,7 +95,7 @@ def plan_for(
     num_layers = anatomy_of(model).num_layers
     world_size = dist.get_world_size()
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
-    room: dict[str, Any] = {
+    room: _Room = {
         "world_size": world_size,
         "num_layers": num_layers,
         "state_bytes": (STATE_BYTES if trained is None else FROZEN_BYTES) * _parameters_of_rank(model, ds_config),
@@ -97,7 +106,7 @@ def plan_for(
     dist.all_reduce(least, dist.ReduceOp.MIN)
     room["device_bytes"] = int(least)
 
-    def filled(config: Mapping[str, Any], max_steps: int | None, section: PacelineConfig = section) -> RunPlan:
+    def filled(config: Mapping[str, object], max_steps: int | None, section: PacelineConfig = section) -> RunPlan:
         stages, _ = resolve_stages(section, config, **room)
         complete = fill_auto(
             config,
@@ -170,10 +179,10 @@ def plan_for(
 
 
 def _options(
-    ds_config: Mapping[str, Any],
+    ds_config: Mapping[str, object],
     usual: RunPlan,
     section: PacelineConfig,
-    filled: Callable[[Mapping[str, Any], int | None, PacelineConfig], RunPlan],
+    filled: Callable[[Mapping[str, object], int | None, PacelineConfig], RunPlan],
     stages: Iterable[int],
     chunks: Iterable[int],
 ) -> dict[Stages, RunPlan]:
@@ -214,15 +223,15 @@ def _options(
     return found
 
 
-def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+def dtype_of(ds_config: Mapping[str, object]) -> torch.dtype:
     """The dtype that DeepSpeed will train in."""
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if ds_config.get(name, {}).get("enabled"):
+        if value_at(ds_config, f"{name}.enabled"):
             return dtype
     return torch.float32
 
 
-def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> int:
+def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, object]) -> int:
     """Of a model in one stage: all, but of the experts one rank's share."""
     whole = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for layer in experts_of(model).values() for p in layer.parameters())
@@ -276,7 +285,8 @@ def first_partition(
             if dist.get_rank() == 0:
                 found = _by_work(hf_config, resolved, shape, [choice.memory_bytes or least] * resolved.stages)
                 logger.info("partition %s: by the work of the items", found)
-        boundaries: list[int] = control.from_first(found)
+        boundaries = control.from_first(found)
+        assert boundaries is not None, "the first rank has found them"
         return boundaries, None
     return hetero_boundaries(
         hf_config,
@@ -338,7 +348,7 @@ def work_boundaries(
         return partition_items(items, stages, "parameters")
 
 
-def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, Any], section: PacelineConfig) -> RunPlan:
+def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object], section: PacelineConfig) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for a pipeline that is built already.
 
     Args:

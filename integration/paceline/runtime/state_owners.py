@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -35,7 +34,7 @@ class Holders:
     """
 
     ranks: tuple[int, ...]
-    group: Any
+    group: dist.ProcessGroup | None
     owners: Mapping[int, tuple[int, ...] | None]
 
     def domain(self, stage: int) -> Domain:
@@ -58,8 +57,8 @@ class Mirrors:
 
     stages: Holders
     experts: Holders
-    model_group: Any
-    planning_group: Any = None
+    model_group: dist.ProcessGroup | None
+    planning_group: dist.ProcessGroup | None = None
 
     @classmethod
     def create(
@@ -131,8 +130,8 @@ def over_directions(
     stage_of: Callable[[nn.Parameter], int],
     is_spread: Callable[[nn.Parameter], bool],
     choice: ScheduleChoice,
-    ds_config: Mapping[str, Any],
-    ties: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
+    ds_config: Mapping[str, object],
+    ties: Callable[[], Sequence[tuple[nn.Parameter, dist.ProcessGroup]]],
     *,
     spreads_experts: bool,
 ) -> StepOptions:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,24 +52,24 @@ class Ahead:
         state: what the iterator would have gone on from before, if it tells.
     """
 
-    iterator: Any
+    iterator: object
     loaded: list[MicroBatch]
     error: BaseException | None
     header: Tensor
-    work: Any
-    state: Any
+    work: dist.Work
+    state: object
 
     @classmethod
     def begin(
         cls,
-        iterator: Any,
+        iterator: object,
         read: Callable[[], tuple[list[MicroBatch], list[int], BaseException | None]],
         *,
         place: tuple[int, int] | None,
         shape: tuple[int, int, int],
         is_new: bool,
         stops: bool,
-        group: Any,
+        group: dist.ProcessGroup,
     ) -> Ahead:
         """Read a step and begin to agree on it. Collective, without waiting for anybody.
 
@@ -81,8 +80,7 @@ class Ahead:
             is_new: whether the iterator is another than that of the step before.
             stops: whether this rank was asked to stop.
         """
-        tells = hasattr(iterator, "state_dict") and place is not None
-        state = iterator.state_dict() if tells else None
+        state = iterator.state_dict() if place is not None and hasattr(iterator, "state_dict") else None
         loaded, own, error = read()
         header = torch.zeros(shape[0] * shape[1] * shape[2] + FLAGS, dtype=torch.int64)
         if place is not None:

@@ -4,42 +4,52 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 from ..comm.control import ControlPlane
 from ..supervise.lifetime import current
 from ..supervise.watch import EVERYONE, WATCH
 from .causal_lm_runner import StepBook
 from .causal_lm_steps import COLUMNS, CausalLMSteps, Read, Replicas, shapes_in
+from .micro_batches import MicroBatch, MicroBatchShape
 from .model_support import Reader
 from .step_agreement import Agreed, Ahead
 
 logger = logging.getLogger("paceline")
 
 
-class ByNumber(Sequence[Any]):
+Item = TypeVar("Item")
+
+
+class TellsState(Protocol):
+    """An iterator that can be gone on from."""
+
+    def state_dict(self) -> object: ...
+
+
+class ByNumber(Generic[Item]):
     """What belongs to the micro-batches of the last steps, by their number in the run: step · M + micro-batch.
 
-    As a sequence it is that of the newest step.
+    Its length and its items in turn are those of the newest step.
     """
 
     def __init__(self, num_micro_batches: int, num_steps: int) -> None:
         self._count, self._num_steps = num_micro_batches, num_steps
-        self._steps: dict[int, Sequence[Any]] = {}
-        self._newest: Sequence[Any] = ()
+        self._steps: dict[int, Sequence[Item]] = {}
+        self._newest: Sequence[Item] = ()
 
-    def add(self, step: int, values: Sequence[Any]) -> None:
+    def add(self, step: int, values: Sequence[Item]) -> None:
         self._steps[step] = self._newest = values
         self._steps.pop(step - self._num_steps, None)
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number: int) -> Item:
         step, micro_batch = divmod(number, self._count)
         return self._steps[step][micro_batch]
 
     def __len__(self) -> int:
         return len(self._newest)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         return iter(self._newest)
 
 
@@ -68,8 +78,9 @@ class StepsAhead:
         self._reader, self._steps, self._book, self._control = reader, steps, book, control
         self._replicas, self._num_micro_batches = replicas, num_micro_batches
         self._ahead: Ahead | None = None
-        self._last_iterator: Any = None
-        self._shapes, self._loaded = (ByNumber(num_micro_batches, num_steps) for _ in range(2))
+        self._last_iterator: Iterator[object] | None = None
+        self._shapes: ByNumber[MicroBatchShape] = ByNumber(num_micro_batches, num_steps)
+        self._loaded: ByNumber[MicroBatch] = ByNumber(num_micro_batches, num_steps)
         self._table_shape = (replicas.size, steps.readers.size, 1 + num_micro_batches * COLUMNS)
 
     def begin(self, number: int) -> None:
@@ -105,7 +116,7 @@ class StepsAhead:
             self._ahead.work.wait()
             self._ahead = None
 
-    def data_state(self, iterator: Any) -> Any:
+    def data_state(self, iterator: TellsState) -> object:
         """``iterator.state_dict()`` as of the end of the last step."""
         ahead = self._ahead
         if ahead is not None and ahead.iterator is iterator and ahead.state is not None:

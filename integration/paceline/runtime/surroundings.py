@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
@@ -21,7 +20,7 @@ class DeepSpeedSurroundings:
         reduces_early: begin to reduce gradients beside the computations that complete them.
     """
 
-    def __init__(self, engine: Any, *, reduces_early: bool) -> None:
+    def __init__(self, engine: PipelineEngine, *, reduces_early: bool) -> None:
         self._engine, self._reduces_early = engine, reduces_early
 
     def load(self) -> AbstractContextManager[None]:

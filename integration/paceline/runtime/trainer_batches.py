@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ..hf.masks import IGNORED
 from .replica_shares import ReplicaShares
@@ -19,33 +20,35 @@ class Predicts(Protocol):
     """An engine's evaluation of several batches at a time."""
 
     def predict(
-        self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
-    ) -> Iterator[tuple[Tensor, Any]]: ...
+        self, batches: Iterable[object], see: Callable[[Tensor, Tensor], object] | None = None
+    ) -> Iterator[tuple[Tensor, object]]: ...
 
 
-class Batch(dict[str, Any]):
+class Batch(dict[str, object]):
     """An evaluation batch, and what a pipeline makes of it."""
 
-    outcome: tuple[Tensor, Any]
+    outcome: tuple[Tensor, object]
 
 
 class Seeing:
     """What an evaluation keeps of logits, on the last stage."""
 
-    def __init__(self, preprocess: Callable[[Any, Any], Any] | None) -> None:
+    def __init__(self, preprocess: Callable[[Tensor, Tensor], object] | None) -> None:
         self._preprocess = preprocess
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Any:
+    def __call__(self, logits: Tensor, labels: Tensor) -> object:
         return logits if self._preprocess is None else self._preprocess(logits, labels)
 
 
 class EvaluatedAhead:
     """A data loader of an evaluation whose batches are evaluated, several at a time, before they are handed out."""
 
-    def __init__(self, engine: Predicts, loader: Any, see: Seeing | None, shares: ReplicaShares) -> None:
+    def __init__(
+        self, engine: Predicts, loader: DataLoader[Mapping[str, object]], see: Seeing | None, shares: ReplicaShares
+    ) -> None:
         self._engine, self._loader, self._see, self._shares = engine, loader, see, shares
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
 
     def __len__(self) -> int:
@@ -54,7 +57,7 @@ class EvaluatedAhead:
     def __iter__(self) -> Iterator[Batch]:
         read: list[Batch] = []
 
-        def batches() -> Iterator[Any]:
+        def batches() -> Iterator[object]:
             for batch in self._loader:
                 read.append(Batch(batch))
                 yield _with_labels(without_extras(batch))
@@ -77,7 +80,7 @@ class EvaluatedAhead:
             self._shares.rows_at_end = 0
 
 
-def without_extras(batch: Any) -> dict[str, Any]:
+def without_extras(batch: Mapping[str, object]) -> dict[str, object]:
     """Of Trainer's batch what concerns the model."""
     told_again = _PACKED if "position_ids" in batch else ()
     return {
@@ -87,5 +90,7 @@ def without_extras(batch: Any) -> dict[str, Any]:
     }
 
 
-def _with_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    return batch if "labels" in batch else {**batch, "labels": torch.full_like(batch["input_ids"], IGNORED)}
+def _with_labels(batch: dict[str, object]) -> dict[str, object]:
+    if "labels" in batch:
+        return batch
+    return {**batch, "labels": torch.full_like(torch.as_tensor(batch["input_ids"]), IGNORED)}

@@ -6,11 +6,12 @@ there as it is, with an object in place of the model that answers with the logit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -34,6 +35,12 @@ def refused_loss(kind: type) -> str:
     return ""
 
 
+class ComputeLoss(Protocol):
+    """A Trainer's ``compute_loss``."""
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor], *, num_items_in_batch: Tensor | None) -> Tensor: ...
+
+
 class TrainersLoss:
     """The loss of a micro-batch as a Trainer computes it.
 
@@ -42,7 +49,7 @@ class TrainersLoss:
         num_replicas: pipelines side by side: the processes that a plain Trainer would have.
     """
 
-    def __init__(self, trainer: Any, compute: Callable[..., Tensor], num_replicas: int) -> None:
+    def __init__(self, trainer: Trainer, compute: ComputeLoss, num_replicas: int) -> None:
         self._trainer, self._compute, self._num_replicas = trainer, compute, num_replicas
 
     def __call__(
@@ -83,7 +90,7 @@ class TrainersLoss:
         return loss / self._num_replicas  # the mean of the processes, as data-parallel gradients are
 
 
-def trainers_loss(trainer: Any, num_replicas: int) -> TrainersLoss | None:
+def trainers_loss(trainer: Trainer, num_replicas: int) -> TrainersLoss | None:
     """None where the model's own loss counts."""
     if home_of(type(trainer), "compute_loss") not in (_TRAINERS, _TRLS):
         return TrainersLoss(trainer, trainer.compute_loss, num_replicas)
@@ -112,9 +119,10 @@ class _LastStage(nn.Module):
     def _get_name(self) -> str:
         return type(self._stage[0].model).__name__
 
-    def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
+    def forward(
+        self, *, labels: Tensor | None = None, num_items_in_batch: Tensor | None = None, **inputs: object
+    ) -> CausalLMOutputWithPast:
         (stage,), (logits, batch, routing, router_share) = self._stage, self._known
-        labels, num_items = inputs.pop("labels", None), inputs.pop("num_items_in_batch", None)
         for name, value in inputs.items():
             if value is not batch.get(name) and not (
                 name in ("return_dict", "use_cache") or value is None or value is False
@@ -126,15 +134,15 @@ class _LastStage(nn.Module):
                 )
         loss = None
         if labels is not None:
-            loss = stage.loss(logits, labels, routing, num_items, router_share=router_share)
+            loss = stage.loss(logits, labels, routing, num_items_in_batch, router_share=router_share)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 class _Processes:
     """An accelerator that counts pipelines, not ranks, as processes."""
 
-    def __init__(self, accelerator: Any, num_processes: int) -> None:
+    def __init__(self, accelerator: Accelerator, num_processes: int) -> None:
         self._accelerator, self.num_processes = accelerator, num_processes
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._accelerator, name)

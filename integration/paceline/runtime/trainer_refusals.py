@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from ..averaging.combining import combining_fault
 from ..config import PacelineConfig, RunPlan, read_ds_config
@@ -52,7 +50,7 @@ def refused_kind(kind: type) -> str:
     return ""
 
 
-def refused(trainer: Any, mixin: type) -> str:
+def refused(trainer: Trainer, mixin: type) -> str:
     """What a script asks for that a pipeline cannot do: value, rule and remedy; empty if there is nothing."""
     args = trainer.args
     named = [
@@ -134,7 +132,7 @@ def refused_shape(args: TrainingArguments, resolved: RunPlan) -> str:
     return ""
 
 
-def refused_combining(trainer: Any) -> str:
+def refused_combining(trainer: Trainer) -> str:
     """Why islands cannot fit their weights on this Trainer's data; empty if they can, or there are none."""
     section = read_ds_config(trainer.args.deepspeed).get("paceline") if trainer.args.deepspeed is not None else None
     if not isinstance(section, dict):

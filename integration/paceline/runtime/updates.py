@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..optim.asynchronous_updates import AsynchronousUpdates
 from ..optim.sharded import ShardedOptimizer
@@ -12,7 +13,7 @@ from ..optim.sharded import ShardedOptimizer
 class FlushedUpdates:
     """Updates of an engine whose steps end with a flush: DeepSpeed's own methods."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
 
     def backward_complete(self, stage: int) -> None:
@@ -40,7 +41,9 @@ class StreamUpdates:
         applied: called when new values are in the model.
     """
 
-    def __init__(self, engine: Any, optimizer: ShardedOptimizer, num_held: int, applied: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: PipelineEngine, optimizer: ShardedOptimizer, num_held: int, applied: Callable[[], None]
+    ) -> None:
         self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
 

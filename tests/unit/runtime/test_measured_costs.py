@@ -59,7 +59,7 @@ def test_the_halves_of_split_backwards_are_told_apart() -> None:
                     spans.append(span)
                     continue
                 middle = span.end - share * (span.end - span.start)
-                spans += [span._replace(kind="I", end=middle), span._replace(kind="W", start=middle)]
+                spans += [replace(span, kind="I", end=middle), replace(span, kind="W", start=middle)]
             step.spans[:] = spans
     costs = known(reports).costs(2)
     assert costs.forward_s == pytest.approx(run.forward_s)
@@ -74,7 +74,7 @@ def test_gradients_may_be_smaller_than_activations() -> None:
     for report in reports:
         for key, records in report.records.items():
             if key.name.startswith("gradients"):
-                report.records[key] = [record._replace(num_bytes=record.num_bytes // 4) for record in records]
+                report.records[key] = [replace(record, num_bytes=record.num_bytes // 4) for record in records]
     costs = known(reports).costs(2)
     assert (costs.message_bytes, costs.gradient_share) == ((4000.0,) * 2, 0.25)
 
@@ -128,7 +128,7 @@ def test_a_link_is_what_the_looks_at_it_found_on_average() -> None:
 def test_the_host_takes_time_beside_each_computation() -> None:
     (report, *others) = Run().reports()
     for step in report.steps:  # a millisecond of Python after each
-        moved = [s._replace(start=s.start + 1e-3 * i, end=s.end + 1e-3 * i) for i, s in enumerate(step.spans)]
+        moved = [replace(s, start=s.start + 1e-3 * i, end=s.end + 1e-3 * i) for i, s in enumerate(step.spans)]
         step.spans[:] = moved
     gaps, computations = len(report.steps[0].spans) - 1, 2 * MICRO_BATCHES
     costs = known([report, *others]).costs(2)

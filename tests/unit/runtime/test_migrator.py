@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.control import Gather
 from paceline.runtime.migration import Migrator, Seat, StageParameters
 from paceline.runtime.movable_layers import Layers, TensorNote, empty_tensors
 from paceline.state.named import SPREAD
@@ -96,12 +97,14 @@ class Estimates:
     def __init__(self, items: Sequence[int]) -> None:
         self.known = {f"{item}.weight": item for item in items}
 
-    def state_of(self, prefixes: Sequence[str]) -> dict[str, Any]:
-        return {name: state for name, state in self.known.items() if name.startswith(tuple(prefixes))}
+    def leave(self, prefixes: Sequence[str]) -> Callable[[Gather], None]:
+        left = {name: state for name, state in self.known.items() if name.startswith(tuple(prefixes))}
 
-    def follow(self, left: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-        for told in gather(dict(left)):
-            self.known |= told
+        def follow(gather: Gather) -> None:
+            for told in gather(left):
+                self.known |= told
+
+        return follow
 
 
 class Rank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.runtime.rank_reports import LaneKey, messages
@@ -21,7 +23,7 @@ def test_messages_are_on_the_first_stages_clock_and_begin_when_both_ends_are_rea
     reports = run.reports()
     late = reports[1].records[lane(1, "activations_in")][0]
     ready = late.done_s - 0.003  # its receive was posted three milliseconds before it had come
-    reports[1].records[lane(1, "activations_in")][0] = late._replace(begun_s=ready)
+    reports[1].records[lane(1, "activations_in")][0] = replace(late, begun_s=ready)
     first, second, *_ = [seen for seen in messages(reports, ROUTES) if (seen.kind, seen.source) == ("activation", 0)]
     assert first.record.begun_s == pytest.approx(ready + 70.0 + 5.0)
     assert first.record.done_s - first.record.begun_s == pytest.approx(0.003)
@@ -57,9 +59,9 @@ def test_what_ended_in_one_batch_began_when_the_last_of_it_could() -> None:
     gradient = reports[1].records[lane(1, "gradients_out")][0]
     end_s = gradient.begun_s + 0.002
     batch_end_s = max(end_s, alone.record.begun_s + late_s)
-    reports[1].records[lane(1, "gradients_out")][0] = gradient._replace(begun_s=batch_end_s - 0.002, done_s=batch_end_s)
+    reports[1].records[lane(1, "gradients_out")][0] = replace(gradient, begun_s=batch_end_s - 0.002, done_s=batch_end_s)
     received = reports[0].records[lane(0, "gradients_in")][0]
-    reports[0].records[lane(0, "gradients_in")][0] = received._replace(done_s=batch_end_s)
-    arrived[0] = arrived[0]._replace(done_s=batch_end_s)
+    reports[0].records[lane(0, "gradients_in")][0] = replace(received, done_s=batch_end_s)
+    arrived[0] = replace(arrived[0], done_s=batch_end_s)
     first = next(seen for seen in messages(reports, ROUTES) if (seen.kind, seen.source) == ("activation", 0))
     assert first.record.done_s - first.record.begun_s == pytest.approx(0.002)

@@ -91,7 +91,7 @@ def test_steps_that_run_into_each_other_are_looked_at_by_rank() -> None:
     for report in reports:
         for step in report.steps:  # a wait for an update among the computations
             where = len(step.spans) // 2
-            step.spans.insert(where, step.spans[where]._replace(kind="step", number=-1, end=step.spans[where].start))
+            step.spans.insert(where, replace(step.spans[where], kind="step", number=-1, end=step.spans[where].start))
     measured = MeasuredCosts(stream.routes, has_flush=False)
     measured.update([replace(report, steps=report.steps[2:5]) for report in reports])
     assert measured.measured_s == pytest.approx(0.24, rel=0.15)
@@ -104,8 +104,8 @@ def test_updates_among_the_computations_are_beside_them() -> None:
     reports = simulated(stream.unrolled(3), Costs.uniform(2, 0.01, 0.02), num_windows=3)
     for report in reports:
         for step in report.steps:  # everything after the second span comes later, by what an update takes
-            late = [span._replace(start=span.start + 0.05, end=span.end + 0.05) for span in step.spans[2:]]
-            update = step.spans[1]._replace(kind="step", number=-1, start=step.spans[1].end, end=late[0].start)
+            late = [replace(span, start=span.start + 0.05, end=span.end + 0.05) for span in step.spans[2:]]
+            update = replace(step.spans[1], kind="step", number=-1, start=step.spans[1].end, end=late[0].start)
             step.spans[2:] = [update, *late]
             step.ended_s += 0.05
     measured = MeasuredCosts(stream.routes, has_flush=False)
