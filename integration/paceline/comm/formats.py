@@ -137,9 +137,9 @@ class InCommonApart(Format):
     e4m3. What is rounded away of directions and coefficients is a part of the difference, and so not lost.
 
     Few numbers tell most of what tokens differ in while a model begins to learn: their mean was half to nine tenths of
-    the energy of hidden states in the first steps from scratch, and four directions nine tenths of the rest, and two
-    thirds in the last steps. If all is rounded together, little is left of the remainder. Gradients have no such mean
-    (1 % of their energy), and rows of zeros among them stay zeros.
+    the energy of hidden states in the first steps from scratch, and a sixth in the last ones; four directions were
+    eight to nine tenths of the rest, and two thirds. If all is rounded together, little is left of the remainder.
+    Gradients have no such mean (1 % of their energy), and rows of zeros among them stay zeros.
 
     The directions are found by one step of a subspace iteration from a fixed start (Halko et al. 2011), for each
     sequence anew: nothing is remembered between messages.
