@@ -120,6 +120,7 @@ def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, exper
     """Experts on so many ranks, and elsewhere than at the start; the whole model after two steps, on the first rank."""
     import paceline
     from paceline.averaging.masters_by_name import PipelineMasters
+    from paceline.planning.experts import Placement
     from support import expert_models
 
     changes: dict[str, Any] = {"gradient_accumulation_steps": MICRO_BATCHES // expert_parallel}
@@ -128,7 +129,8 @@ def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, exper
     config = config_of(light, 1, averaging, **changes)
     if expert_parallel > 1:
         config["paceline"]["moe"] = {"rebalance_every": 0}
-    engine, *_ = paceline.initialize(model=model_config("mixtral", router_aux_loss_coef=0.0), config=config)
+    model = model_config("mixtral", router_aux_loss_coef=0.0, num_local_experts=5)
+    engine, *_ = paceline.initialize(model=model, config=config)
     if expert_parallel > 1:
         expert_models.scatter_experts(engine, 1)
     rank = engine.grid.data_parallel_id
@@ -137,11 +139,8 @@ def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, exper
     masters = PipelineMasters(engine.control, engine.module, engine.optimizer, engine.experts.fetch)
     names = sorted(masters.numels())
     found = masters.gather(names)
-    moved = expert_parallel > 1 and any(
-        held != tuple(range(len(held) * number, len(held) * (number + 1)))
-        for layer in engine.expert_layers.values()
-        for number, held in enumerate(layer.placement.devices)
-    )
+    in_order = Placement.contiguous(5, expert_parallel)
+    moved = any(layer.placement != in_order for layer in engine.expert_layers.values())
     return None if found is None else (dict(zip(names, found, strict=True)), moved)
 
 

@@ -13,7 +13,19 @@ import torch
 
 from paceline.checkpoint import Checkpoint
 from paceline.launch.cli import main
-from support.expert_pipelines import DEEPSEEK, Case, joined, make, model_config, shuffle, state, steps
+from support.expert_pipelines import (
+    DEEPSEEK,
+    Case,
+    joined,
+    make,
+    model_config,
+    most_in_empty_slots,
+    order,
+    packed,
+    shuffle,
+    state,
+    steps,
+)
 from support.jobs import BATCH, LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, step_batches
 from support.ranks import run_ranks
 
@@ -24,15 +36,23 @@ CLIPPED = Case(zero=1, clipping=0.5)
 DENSE_FIRST = Case("deepseek_v3", zero=1, clipping=0.5)
 RECOMPUTED = Case("deepseek_v3", checkpointing=True)
 BF16 = Case(zero=1, clipping=0.5, dtype="bf16")
-CASES = (PLAIN, CLIPPED, DENSE_FIRST, RECOMPUTED, BF16)
+FIVE = Case(zero=1, clipping=0.5, num_experts=5)
+SIX = Case("deepseek_v3", clipping=0.5, checkpointing=True, num_experts=6)
+FIVE_BF16 = FIVE._replace(dtype="bf16")
+FIVE_ON_THREE = FIVE._replace(zero=0, micro_batches=6)
+CASES = (PLAIN, CLIPPED, DENSE_FIRST, RECOMPUTED, BF16, FIVE, SIX, FIVE_BF16, FIVE_ON_THREE)
 
 
 def train(cases: list[Case], stages: int, experts: int) -> dict[Case, dict[str, Any]]:
+    """Experts that are no multiple of the ranks that share them move: some ranks have more, others fewer or none."""
     found = {}
     for case in cases:
-        engine = make(case, stages, experts)
+        moves = case.num_experts % experts > 0
+        engine = make(case, stages, experts, **({"moe": {"rebalance_every": 0, "replicas": 1}} if moves else {}))
         losses, norms = [], []
         for step in range(STEPS):
+            if moves and step == 1:
+                engine.place_experts(dict.fromkeys(engine.expert_layers, packed(case.num_experts, experts)))
             losses += steps(engine, step, 1)
             norms.append(engine.grad_norm())
         replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
@@ -46,6 +66,7 @@ def train(cases: list[Case], stages: int, experts: int) -> dict[Case, dict[str, 
             "evaluations": evaluations,
             "state": state(engine),
             "kept": kept,
+            "empty": most_in_empty_slots(engine),
         }
         engine.destroy()
     return found
@@ -63,16 +84,19 @@ def alone() -> dict[Case, dict[str, Any]]:
         (1, 2, 2, [DENSE_FIRST]),
         (2, 2, 2, [PLAIN, CLIPPED, DENSE_FIRST, RECOMPUTED, BF16]),
         (1, 2, 4, [CLIPPED, PLAIN]),
-        (1, 4, 4, [PLAIN]),
+        (1, 4, 4, [PLAIN, FIVE, SIX, FIVE_BF16]),
+        (1, 3, 3, [FIVE_ON_THREE]),
+        (1, 3, 6, [FIVE_ON_THREE._replace(zero=1)]),
     ],
 )
 def test_experts_on_several_ranks_change_nothing(stages: int, experts: int, replicas: int, cases: list[Case]) -> None:
     ranks = run_ranks(train, stages * replicas, cases, stages, experts)
     for case in cases:
-        found, wanted = [rank[case] for rank in ranks], alone()[case]
+        found, wanted = [rank[case] for rank in ranks], alone()[case if case in CASES else case._replace(zero=0)]
         exact = case.dtype == "fp32"
         assert any(rank["kept"] for rank in found)
-        assert all(slots == 4 // experts for rank in found for slots in rank["kept"].values())
+        assert all(slots == -(-case.num_experts // experts) for rank in found for slots in rank["kept"].values())
+        assert all(rank["empty"] == 0.0 for rank in found)
         for rank in found:
             assert rank["losses"] == found[0]["losses"]
             assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6 if exact else 2e-3), case
@@ -111,15 +135,20 @@ def load(root: str, stages: int, experts: int, case: Case) -> list[float]:
     engine.load_checkpoint(f"{root}/out", tag="saved")
     if experts == 2:
         for layer in engine.expert_layers.values():
-            assert layer.placement.devices == ((2, 3), (1, 0)), f"{layer.name} does not lie as it was saved"
+            assert layer.placement.devices == order(0, case.num_experts), f"{layer.name} does not lie as it was saved"
+    assert most_in_empty_slots(engine) == 0.0
     engine.save_checkpoint(f"{root}/out", tag=f"again-{stages}-{experts}")
     return steps(engine, BEFORE, AFTER)
 
 
 @pytest.mark.parametrize(
     ("case", "into"),
-    [(DENSE_FIRST, [(4, 1, 2), (2, 2, 1), (4, 1, 4)]), (BF16._replace(family="deepseek_v3"), [(2, 1, 2)])],
-    ids=["fp32", "bf16"],
+    [
+        (DENSE_FIRST, [(4, 1, 2), (2, 2, 1), (4, 1, 4)]),
+        (BF16._replace(family="deepseek_v3"), [(2, 1, 2)]),
+        (DENSE_FIRST._replace(num_experts=5, micro_batches=6), [(4, 2, 2), (3, 1, 3), (2, 2, 1)]),
+    ],
+    ids=["fp32", "bf16", "five"],
 )
 def test_checkpoint_fits_every_number_of_ranks(case: Case, into: list[tuple[int, int, int]], tmp_path: Path) -> None:
     """Saved with experts in no order, it knows them by their numbers: it loads anywhere, and exports as the model."""
@@ -127,9 +156,11 @@ def test_checkpoint_fits_every_number_of_ranks(case: Case, into: list[tuple[int,
 
     wanted = run_ranks(save, 4, str(tmp_path), 2, 2, case)[0]
     checkpoint = Checkpoint.open(tmp_path / "out" / "saved")
-    assert checkpoint.shape("model.layers.2.mlp.experts.down_proj") == (4, 32, 16)
+    assert checkpoint.shape("model.layers.2.mlp.experts.down_proj") == (case.num_experts, 32, 16)
     for world_size, stages, experts in into:
         found = run_ranks(load, world_size, str(tmp_path), stages, experts, case)[0]
+        if (world_size, stages, experts) == (4, 2, 2):
+            assert found == wanted, "in every bit, as it was saved in this shape"
         assert found == pytest.approx(wanted, rel=1e-5 if case.dtype == "fp32" else 1e-2)
         again = Checkpoint.open(tmp_path / "out" / f"again-{stages}-{experts}")
         assert sorted(again.names) == sorted(checkpoint.names)
@@ -160,6 +191,7 @@ def train_placed(case: Case, schedule: Any) -> list[dict[str, Any]]:
             if moves and step % 2:
                 shuffle(engine)
             losses += steps(engine, step, 1)
+        assert most_in_empty_slots(engine) == 0.0
         routed = sum(int(layer.routed.sum()) for layer in engine.expert_layers.values())
         windows = len(engine.rebalancer.windows)
         decided = [(decision["step"], decision["stage"]) for decision in engine.rebalancer.decisions]
@@ -174,10 +206,11 @@ def train_placed(case: Case, schedule: Any) -> list[dict[str, Any]]:
     ("case", "schedule", "stages"),
     [
         (Case("deepseek_v3", zero=1), "1f1b", (0, 1)),
+        (Case("deepseek_v3", zero=1, num_experts=5), "1f1b", (0, 1)),
         (RECOMPUTED, "1f1b", (0, 1)),
         (RECOMPUTED, {"type": "multidirection", "staleness": 0, "directions": 2}, (0,)),
     ],
-    ids=["zero1", "zero0-recomputed", "directions"],
+    ids=["zero1", "zero1-five", "zero0-recomputed", "directions"],
 )
 def test_where_experts_lie_changes_nothing(case: Case, schedule: Any, stages: tuple[int, ...]) -> None:
     ranks = run_ranks(train_placed, 4, case, schedule)
@@ -237,7 +270,7 @@ def train_late(case: Case, pipeline: dict[str, Any]) -> list[dict[str, Any]]:
     [
         (Case("deepseek_v3", zero=1), {"type": "one_direction"}, [0, 2, 5]),
         (PLAIN, {"type": "one_direction"}, "uniform"),
-        (CLIPPED, {"type": "multidirection"}, "uniform"),
+        (CLIPPED._replace(num_experts=5), {"type": "multidirection"}, "uniform"),
         (PLAIN, {"type": "multidirection", "directions": 2, "optimizer_owners": "mirror"}, "uniform"),
     ],
     ids=["a stage without experts", "one direction", "owners", "there and back"],

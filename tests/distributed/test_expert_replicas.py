@@ -122,7 +122,7 @@ def resume_job(directory: str) -> dict[str, Any]:
 def test_copies_are_there_again_after_a_resume(tmp_path: Path) -> None:
     for rank in run_ranks(resume_job, 2, str(tmp_path)):
         placements, _ = rank["saved"]
-        assert any(len(held) > 4 for devices in placements.values() for held in devices)
+        assert any(len(held) > 4 for told in placements.values() for held in told["placement"])
         assert rank["resumed"] == rank["saved"]
 
 

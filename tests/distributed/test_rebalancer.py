@@ -105,7 +105,7 @@ def run(section: dict[str, Any] | None, *, skewed: bool, row_s: float, ep: int) 
     if section is not None:
         assert engine.rebalancer is not None
         found |= {"decisions": engine.rebalancer.decisions, "windows": engine.rebalancer.windows}
-        found["placements"] = engine.rebalancer.placements()
+        found["placements"] = {n: told["placement"] for n, told in engine.rebalancer.placements().items()}
         found["copies"] = [
             {
                 "placement": layer.placement.devices,

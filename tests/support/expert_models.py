@@ -132,12 +132,14 @@ def train(engine: Any, micro_steps: Iterable[int], rank: int | None = None) -> l
 
 
 def random_placement(seed: int, num_experts: int, num_ranks: int) -> Any:
-    """Equally many experts on each rank, in any order."""
+    """Equally many experts on each rank, in any order; up to one more on any ranks, if their number is no multiple."""
     from paceline.planning.experts import Placement
 
-    experts = random.Random(seed).sample(range(num_experts), num_experts)
-    own = num_experts // num_ranks
-    return Placement(tuple(tuple(experts[rank * own : (rank + 1) * own]) for rank in range(num_ranks)))
+    draw = random.Random(seed)
+    experts = draw.sample(range(num_experts), num_experts)
+    sizes = [len(held) for held in Placement.contiguous(num_experts, num_ranks).devices]
+    draw.shuffle(sizes)
+    return Placement(tuple(tuple(experts.pop() for _ in range(size)) for size in sizes))
 
 
 def scatter_experts(engine: Any, seed: int) -> None:

@@ -40,13 +40,18 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     checkpointing: bool = False
     layers: int = 3
+    num_experts: int = 4
+    micro_batches: int = MICRO_BATCHES
 
 
-def model_config(family: str, num_layers: int = 3) -> Any:
+def model_config(family: str, num_layers: int = 3, num_experts: int = 4) -> Any:
     from transformers import AutoConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": num_layers}
-    more = {"mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}[family]
+    more = {
+        "mixtral": {**MIXTRAL, "num_local_experts": num_experts},
+        "deepseek_v3": {**DEEPSEEK, "n_routed_experts": num_experts, "n_group": 1 if num_experts % 2 else 2},
+    }[family]
     return AutoConfig.for_model(family, vocab_size=97, tie_word_embeddings=False, **sizes, **more)
 
 
@@ -55,7 +60,7 @@ def make(case: Case, stages: int, experts: int, **section: Any) -> Any:
 
     replicas = int(os.environ["WORLD_SIZE"]) // stages
     config = ds_config(
-        gradient_accumulation_steps=MICRO_BATCHES // replicas,
+        gradient_accumulation_steps=case.micro_batches // replicas,
         gradient_clipping=case.clipping,
         zero_optimization={"stage": case.zero},
         bf16={"enabled": case.dtype == "bf16"},
@@ -65,7 +70,8 @@ def make(case: Case, stages: int, experts: int, **section: Any) -> Any:
         config["expert_parallel"] = {"enabled": True, "autoep_size": experts, "preset_model": case.family}
     if case.checkpointing:
         config["pipeline"] = {"activation_checkpoint_interval": 1}
-    engine, *_ = paceline.initialize(model=model_config(case.family, case.layers), config=config)
+    model = model_config(case.family, case.layers, case.num_experts)
+    engine, *_ = paceline.initialize(model=model, config=config)
     return engine
 
 
@@ -97,6 +103,36 @@ def joined(ranks: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
+Order = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def order(number: int, num_experts: int = 4) -> Order:
+    """Experts of two ranks, one of two orders; of five experts the first rank has two in one of them, else three."""
+    rest = tuple(range(4, num_experts))
+    return ((3, 1, *rest), (0, 2)) if number % 2 else ((2, 3), (1, 0, *rest))
+
+
+def packed(num_experts: int, num_ranks: int) -> Any:
+    """The last ranks own all that they have room for; the first one owns what is left, perhaps none, and has a copy."""
+    from paceline.planning.experts import Placement
+
+    size = -(-num_experts // num_ranks)
+    own = [tuple(range(num_experts)[size * rank : size * (rank + 1)]) for rank in reversed(range(num_ranks))]
+    return Placement(((*own[0], 0), *own[1:]), tuple(map(len, own)))
+
+
+def most_in_empty_slots(engine: Any) -> float:
+    """The largest number, without its sign, in values, masters and states of this rank's slots without an expert."""
+    from paceline.state.named import parts_of
+
+    num_held = {p: len(layer.own_experts) for layer in engine.expert_layers.values() for p in layer.parameters()}
+    rows = [parameter.detach()[held:] for parameter, held in num_held.items()]
+    for owned in engine.optimizer.owned:
+        held = max(num_held.get(owned.parameter, owned.stop) - owned.start, 0)
+        rows += [part[held:] for part in parts_of(engine.optimizer, owned).values() if part.dim()]
+    return max((float(found.abs().max()) for found in rows if found.numel()), default=0.0)
+
+
 def shuffle(engine: Any, *, by_name: bool = False) -> None:
     """Put the experts of every layer in an order of its own; on two ranks, each with a copy of one of the other's.
 
@@ -108,7 +144,7 @@ def shuffle(engine: Any, *, by_name: bool = False) -> None:
     placements = {}
     for position, (name, layer) in enumerate(engine.expert_layers.items()):
         number = int(name.split(".")[2]) if by_name else position
-        first, second = ((3, 1), (0, 2)) if number % 2 else ((2, 3), (1, 0))
+        first, second = order(number, layer.num_experts)
         copies = ((*first, second[0]), (*second, first[1])) if layer.num_replicas else (first, second)
-        placements[name] = Placement(copies, (2, 2))
+        placements[name] = Placement(copies, (len(first), len(second)))
     engine.place_experts(placements)

@@ -80,7 +80,7 @@ class RebalancedAutoEPLayer(ExpertLayer, AutoEPMoELayer):
 
     def take_on(self, placement: Placement, loads: Sequence[float] | None = None) -> None:
         super().take_on(placement, loads)
-        owned = [list(held[: self.num_slots]) for held in placement.devices]
+        owned = [list(placement.own_experts(device)) for device in range(placement.num_devices)]
         self.expert_placement_descriptor = make_autoep_placement_descriptor(self.num_experts, owned)
         for name in WEIGHTS:
             meta = getattr(getattr(self.experts, name), DS_AUTOEP_UC_META)

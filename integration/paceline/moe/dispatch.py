@@ -26,7 +26,7 @@ class SlotTable:
     """From experts to slots.
 
     Args:
-        num_slots: that a rank owns.
+        num_slots: own ones of a rank, of which the last may be empty; copies come after all of them.
         num_replicas: its slots for copies.
         loads: tokens by expert, for shares of the copies that even out the ranks; None for equal shares.
         speeds: of the ranks, by which shares even them out; None: equal.
@@ -51,8 +51,11 @@ class SlotTable:
         most = max(len(ranks) for ranks in placement.copies)
         self.width = num_slots + (num_replicas if most > 1 else 0)
         at = [
-            {expert: rank * self.width + slot for slot, expert in enumerate(held)}
-            for rank, held in enumerate(placement.devices)
+            {
+                expert: rank * self.width + (place if place < owned else num_slots + place - owned)
+                for place, expert in enumerate(held)
+            }
+            for rank, (held, owned) in enumerate(zip(placement.devices, placement.owned, strict=True))
         ]
         self.copies = [[at[rank][expert] for rank in ranks] for expert, ranks in enumerate(placement.copies)]
         padded = [slots + slots[-1:] * (most - len(slots)) for slots in self.copies]

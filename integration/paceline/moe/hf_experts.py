@@ -7,8 +7,8 @@ are the family's own, and so is the implementation that the model is configured 
 added up here in the order in which that implementation does it. No number depends on where an expert lies: its rows
 come in the order of the ranks that sent them.
 
-Legend: E experts of the model, P slots of a rank, T tokens of this rank, K experts that a token goes to, H hidden size,
-F width of an expert.
+Legend: E experts of the model, P own slots of a rank, T tokens of this rank, K experts that a token goes to, H hidden
+size, F width of an expert.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..planning.experts import Placement
 from ..state.named import SPREAD
 from .dispatch import Exchange, take_rows
 from .layer import EVEN, ExpertLayer, SlotPart, SlotWeights
@@ -67,26 +68,36 @@ def check_experts(model: nn.Module, size: int) -> None:
     if not found:
         raise ValueError(f"{asked}: {name} has no experts that can lie on several ranks; {remedy}")
     for path, module in found.items():
-        if module.num_experts % size:
+        if module.num_experts < size:
             raise ValueError(
-                f"{asked}: it must divide the number of experts, and {path} has {module.num_experts}; choose a divisor."
+                f"{asked}: it must not exceed the number of experts, and {path} has {module.num_experts}; choose fewer "
+                "ranks."
             )
 
 
-def take_share(model: nn.Module, rank: int, size: int) -> dict[str, HFExpertLayer]:
-    """Keep, in place, rank ``rank``'s of ``size`` equal shares of the experts of each layer.
+def share_of(experts: Any, size: int) -> int:
+    """Parameters of one layer's experts that each of ``size`` ranks has room for."""
+    each = sum(parameter.numel() for parameter in experts.parameters()) // experts.num_experts
+    return int(each * -(-experts.num_experts // size))
 
-    Names of parameters stay, their first dimension shrinks. Before it can be used each layer wants :meth:`begin`.
+
+def take_share(model: nn.Module, rank: int, size: int) -> dict[str, HFExpertLayer]:
+    """Keep, in place, rank ``rank``'s of ``size`` shares of the experts of each layer, equal up to one expert.
+
+    Names of parameters stay, their first dimension shrinks to that of the largest share: what a smaller one has too
+    much is 0. Before it can be used each layer wants :meth:`begin`.
 
     Returns:
         the layers by name, in the model's order.
     """
     found: dict[str, HFExpertLayer] = {}
     for name, module in experts_of(model).items():
-        num_slots = module.num_experts // size
+        own = Placement.contiguous(module.num_experts, size).own_experts(rank)
         for parameter in module.parameters():
             # A copy, so that the memory of the others is free.
-            parameter.data = parameter.data[rank * num_slots : (rank + 1) * num_slots].clone()
+            share = parameter.data.new_zeros(-(-module.num_experts // size), *parameter.shape[1:])
+            share[: len(own)] = parameter.data[own[0] : own[-1] + 1]
+            parameter.data = share
             setattr(parameter, SPREAD, True)
         family: Any = type(module)
         module.__class__ = _spread(family)

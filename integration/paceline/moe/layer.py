@@ -1,12 +1,17 @@
 """What all expert layers of ours have in common, whichever library the layer itself comes from.
 
-Each rank of an expert-parallel group has *slots*. The first of them hold experts that the rank owns: parameters of the
-model, with masters and moments. The others hold copies of experts that other ranks own: their values are fetched after
-each step, their gradients go to the owner before the next. A :class:`~paceline.planning.experts.Placement` says which
-expert lies in which slot of which rank; router, auxiliary loss, checkpoints and exports know experts by their number in
-the model only.
+Each rank of an expert-parallel group has *slots*. The first P of them are its own, for experts that the rank owns:
+parameters of the model, with masters and moments. The others hold copies of experts that other ranks own: their values
+are fetched after each step, their gradients go to the owner before the next. A
+:class:`~paceline.planning.experts.Placement` says which expert lies in which slot of which rank; router, auxiliary
+loss, checkpoints and exports know experts by their number in the model only.
 
-Legend: E experts of the model, R ranks of the group, T tokens of this rank, K experts that a token goes to.
+P = ceil(E / R) on every rank, so that parameters have the same shape everywhere. Where R does not divide E, some ranks
+own fewer: their last own slots are empty. No token goes there, and values, masters and moments of an empty slot are 0:
+so it has no gradient, no elementwise optimizer changes it, no norm sees it, and nothing outside knows it.
+
+Legend: E experts of the model, R ranks of the group, P own slots of a rank, T tokens of this rank, K experts that a
+token goes to.
 """
 
 from __future__ import annotations
@@ -69,7 +74,7 @@ class ExpertLayer:
     size: int
     num_experts: int
     num_slots: int
-    """Of experts that a rank owns."""
+    """P, for experts that a rank owns."""
     num_replicas: int
     """Further slots of each rank, for copies."""
     placement: Placement
@@ -93,7 +98,7 @@ class ExpertLayer:
         """
         self.name, self.group = name, group
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self.num_experts, self.num_slots, self.num_replicas = num_experts, num_experts // self.size, num_replicas
+        self.num_experts, self.num_slots, self.num_replicas = num_experts, -(-num_experts // self.size), num_replicas
         self.splitting = splitting
         self.device = next(self.parameters()).device  # type: ignore[attr-defined]
         self.routed = torch.zeros(num_experts, dtype=torch.int64, device=self.device)
@@ -106,8 +111,14 @@ class ExpertLayer:
 
     @property
     def own_experts(self) -> tuple[int, ...]:
-        """Experts of this rank's own slots, by their numbers in the model."""
-        return self.placement.devices[self.rank][: self.num_slots]
+        """Experts of this rank's own slots, by their numbers in the model; slots after them are empty."""
+        return self.placement.own_experts(self.rank)
+
+    @property
+    def num_empty(self) -> int:
+        """Parameters of this rank's slots that are empty."""
+        slots = range(len(self.own_experts), self.num_slots)
+        return sum(part.numel for slot in slots for part in self.parts(slot))
 
     def take_on(self, placement: Placement, loads: Sequence[float] | None = None) -> None:
         """Send tokens by ``placement`` from now on: what the slots hold must be there already.
@@ -134,19 +145,31 @@ class ExpertLayer:
 
     def check(self, placement: Placement) -> None:
         """Raise ValueError if the ranks cannot hold the experts so."""
-        widths = [len(experts) for experts in placement.devices]
-        owned = [list(placement.owners).count(device) for device in range(placement.num_devices)]
+        copies = [len(experts) - owned for experts, owned in zip(placement.devices, placement.owned, strict=True)]
         if (placement.num_experts, placement.num_devices) != (self.num_experts, self.size):
             raise ValueError(
                 f"{self.name} has {self.num_experts} experts on {self.size} ranks, the placement "
                 f"{placement.num_experts} on {placement.num_devices}: give one for this layer."
             )
-        if any(each != self.num_slots for each in owned) or max(widths) > self.num_slots + self.num_replicas:
+        if max(placement.owned) > self.num_slots or max(copies) > self.num_replicas:
             raise ValueError(
                 f"{self.name} has {self.num_slots} own slots and {self.num_replicas} for copies on each rank, the "
-                f"placement owns {owned} and holds {widths}: every rank must own {self.num_slots} and hold at most "
-                f"{self.num_slots + self.num_replicas}; give fewer copies, or raise paceline.moe.replicas."
+                f"placement owns {list(placement.owned)} and copies {copies}: a rank can own at most {self.num_slots} "
+                f"and copy at most {self.num_replicas}; give fewer copies, or raise paceline.moe.replicas."
             )
+
+    def from_saved(self, saved: Any) -> Placement:
+        """The placement of a checkpoint (:meth:`Placement.to_json`), with as many copies as there is room for now.
+
+        Raises:
+            ValueError: it is not of this layer.
+        """
+        found = Placement.from_json(saved)
+        widths = [owned + self.num_replicas for owned in found.owned]
+        devices = tuple(held[:width] for held, width in zip(found.devices, widths, strict=True))
+        found = Placement(devices, found.owned)
+        self.check(found)
+        return found
 
     def leave(self) -> LayerState:
         """Give what the layer that takes this one's place on another stage needs beside the weights. Between steps."""

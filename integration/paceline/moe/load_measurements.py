@@ -184,7 +184,7 @@ class LoadMeasurements:
             "step": self.step,
             "steps": self._steps,
             "layers": [
-                {"name": layer.name, "loads": loads, "placement": [list(held) for held in layer.placement.devices]}
+                {"name": layer.name, "loads": loads, **layer.placement.to_json()}
                 for layer, loads in zip(self.layers, self.window.loads, strict=True)
             ],
         }

@@ -86,6 +86,7 @@ def move_experts(
         carry_out(rounds, plans[0].layer.device, group=group, in_place=True, progress=progress)
         for plan in plans:
             plan.make_values(rank)
+            plan.empty_slots(rank)
         get_accelerator().synchronize()
         now = time.perf_counter()
         # The end of the slowest is the end of all.
@@ -155,6 +156,16 @@ class _Plan:
                 for _, span in spans(weight, MASTER, route.new_slot, self.told[rank]):
                     at = (route.new_slot, *span)
                     self.elements(number, VALUE, *at).copy_(self.elements(number, MASTER, *at))
+
+    def empty_slots(self, rank: int) -> None:
+        """Fill this rank's own slots that no expert has any more with zeros, as all empty ones are."""
+        device = self.told[rank].device
+        for slot in range(self.new.owned[device], self.layer.placement.owned[device]):
+            for weight in self.weights:
+                parameter, first = weight.places[slot]
+                for held in self.held[parameter]:
+                    start, stop = first - held.start, first + weight.numel - held.start
+                    held.tensor[max(start, 0) : max(stop, 0)].zero_()
 
     def elements(self, weight: int, kind: str, slot: int, start: int, stop: int) -> Tensor:
         """Elements of a weight in an own slot: writing to them changes what the wrapper has."""

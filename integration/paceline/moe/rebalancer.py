@@ -199,9 +199,9 @@ class Rebalancer:
             if layer.time_depends_on_load and layer.name in window.names
         }
 
-    def placements(self) -> dict[str, list[list[int]]]:
+    def placements(self) -> dict[str, Any]:
         """By name of the layer, the experts on each rank: in a form for JSON."""
-        return {layer.name: [list(held) for held in layer.placement.devices] for layer in self.layers}
+        return {layer.name: layer.placement.to_json() for layer in self.layers}
 
     # -- called by the loop --------------------------------------------------------------------------------------
 

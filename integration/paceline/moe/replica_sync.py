@@ -22,7 +22,7 @@ class Replicas:
     """The slots for copies of one layer on this rank.
 
     Args:
-        weights: the stacked weights of the experts that this rank owns, ``[slots, …]`` each.
+        weights: the stacked weights of this rank's own slots, ``[slots, …]`` each.
         num_replicas: slots for copies.
         is_last_backward: whether the gradients of a step are complete with the backward that runs now; until then those
             of the copies are kept here.
@@ -45,15 +45,13 @@ class Replicas:
     def take_on(self, placement: Placement) -> None:
         """Hold the copies that ``placement`` puts here, from the next :meth:`fetch` on."""
         self.settle()
-        num_own = self.weights[0].shape[0]
-        held = placement.devices
         owners = placement.owners
-        slot_of = {expert: slot for rank in range(self.size) for slot, expert in enumerate(held[rank][:num_own])}
+        slot_of = {expert: slot for slot, expert in enumerate(placement.own_experts(self.rank))}
         # Copies here by owner, and own slots that others have copies of by who has them; both in the others' order.
         self._here: list[list[int]] = [[] for _ in range(self.size)]
         self._there: list[list[int]] = [[] for _ in range(self.size)]
-        for rank in range(self.size):
-            for copy, expert in enumerate(held[rank][num_own:]):
+        for rank, (held, owned) in enumerate(zip(placement.devices, placement.owned, strict=True)):
+            for copy, expert in enumerate(held[owned:]):
                 if rank == self.rank:
                     self._here[owners[expert]].append(copy)
                 if owners[expert] == self.rank:

@@ -183,6 +183,16 @@ class _ExpertHook:
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> Tensor:
+        num_held = len(getattr(self._layer, "own_experts", gradient))
+        if num_held == len(gradient):
+            return self._divided(gradient)
+        # Other ranks have more of the layer's experts: the rest of the stack is empty, and nothing is learned from it.
+        found = torch.zeros_like(gradient)
+        if num_held:
+            found[:num_held] = self._divided(gradient[:num_held])
+        return found
+
+    def _divided(self, gradient: Tensor) -> Tensor:
         natural = self._layer.natural
         dim_out, dim_in = gradient.shape[1:]
         wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient

@@ -6,11 +6,12 @@ its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from math import fsum, inf
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,30 @@ class Placement:
         starts = [device * size + min(device, larger) for device in range(num_devices + 1)]
         return cls(tuple(tuple(range(starts[device], starts[device + 1])) for device in range(num_devices)))
 
+    @classmethod
+    def from_json(cls, value: Any) -> Placement:
+        """The placement that :meth:`to_json` gave; rows alone, as files once had them, are of devices that own alike.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if isinstance(value, Mapping):
+            return cls(tuple(map(tuple, value["placement"])), tuple(value["owned"]))
+        devices = tuple(map(tuple, value))
+        num_experts = len({expert for held in devices for expert in held})
+        return cls(devices, (num_experts // max(1, len(devices)),) * len(devices))
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """``placement``, a row of experts for each device, and ``owned``, how many of a row, the first, are its own."""
+        return {"placement": [list(held) for held in self.devices], "owned": list(self.owned)}
+
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+    def own_experts(self, device: int) -> tuple[int, ...]:
+        """Experts that a device owns, in the order of its slots."""
+        return self.devices[device][: self.owned[device]]
 
     @cached_property
     def num_experts(self) -> int:

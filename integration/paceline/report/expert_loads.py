@@ -163,7 +163,7 @@ def _layers(values: Mapping[str, Any]) -> dict[str, Window]:
         raise ValueError(f"it has {steps} steps, the last is {step}: both are at least 1")
     found = {}
     for layer in values["layers"]:
-        placement = Placement(tuple(map(tuple, layer["placement"])))
+        placement = Placement(tuple(map(tuple, layer["placement"])), tuple(layer.get("owned", ())))
         loads = checked_loads(layer["loads"], placement.num_experts)
         found[str(layer["name"])] = Window(step, steps, tuple(loads), placement)
     return found

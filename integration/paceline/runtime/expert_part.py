@@ -264,7 +264,7 @@ class Experts:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def placements(self) -> dict[str, list[list[int]]]:
+    def placements(self) -> dict[str, Any]:
         """Experts on each rank by the layer's name, for a checkpoint; nothing where they stay."""
         return {} if self.rebalancer is None else self.rebalancer.placements()
 
@@ -274,10 +274,8 @@ class Experts:
             return
         merged = {name: held for placements in saved for name, held in placements.items()}
         for name, layer in self.layers.items():
-            if len(merged.get(name, ())) == layer.size:
-                width = layer.num_slots + layer.num_replicas
-                devices = tuple(tuple(held[:width]) for held in merged[name])
-                layer.take_on(Placement(devices, (layer.num_slots,) * layer.size))
+            if name in merged and Placement.from_json(merged[name]).num_devices == layer.size:
+                layer.take_on(layer.from_saved(merged[name]))
 
     def fetch(self) -> None:
         """Bring new values to the copies of experts."""

@@ -132,13 +132,14 @@ def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
     for name, layer in pipeline.expert_layers.items():
         if rank >= layer.size:
             continue  # has the same as a rank before it
-        experts = [expert for held in layer.placement.devices for expert in held[: layer.num_slots]]
         for leaf, parameter in layer.named_parameters():  # type: ignore[attr-defined]
             shares = [torch.empty_like(parameter) for _ in range(layer.size)] if rank == 0 else None
             dist.gather(parameter.detach().contiguous(), shares, group=layer.group, group_dst=0)
             if shares is not None:
                 whole = torch.empty((layer.num_experts, *parameter.shape[1:]), dtype=parameter.dtype)
-                whole[experts] = torch.cat([share.cpu() for share in shares])
+                for device, share in enumerate(shares):
+                    own = list(layer.placement.own_experts(device))
+                    whole[own] = share[: len(own)].cpu()
                 found[f"{name}.{leaf}"] = whole
     return found
 

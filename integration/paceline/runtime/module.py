@@ -207,8 +207,8 @@ class CausalLMPipeline(PipelineModule):
             from ``seed`` by name: the same for every number of stages. Not for a model in memory.
         routes: device of each stage, one route a direction, as of :class:`~paceline.schedules.Schedule`; None: one
             direction with a stage a device. There are at most as many stages as decoder layers.
-        expert_parallel: ranks of a stage that share its experts; divides the number of replicas and that of experts. A
-            rank has read, or drawn, its whole stage before it keeps its share of them.
+        expert_parallel: ranks of a stage that share its experts; divides the number of replicas, and is at most that of
+            experts. A rank has read, or drawn, its whole stage before it keeps its share of them.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
         from_pretrained: passed to transformers (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 

@@ -222,11 +222,7 @@ def _fitting(saved: Mapping[str, list[list[int]]], layers: Mapping[str, ExpertLa
     placements = {}
     try:
         for name, held in saved.items():
-            layer = layers[name]
-            width = layer.num_slots + layer.num_replicas  # of copies as many as there is room for now
-            devices = tuple(tuple(experts[:width]) for experts in held)
-            placements[name] = Placement(devices, (layer.num_slots,) * len(devices))
-            layer.check(placements[name])
+            placements[name] = layers[name].from_saved(held)
     except ValueError:
         return {}
     return placements

@@ -332,7 +332,8 @@ class RunLog:
         """Contents of this rank's stages, in words, and how many parameters those are."""
         lines = self.pipeline.describe()
         where = " + ".join(lines[stage].partition(": ")[2] for stage in self.pipeline.held)
-        return where, sum(p.numel() for p in self.pipeline.parameters())
+        empty = sum(layer.num_empty for layer in self.pipeline.expert_layers.values())
+        return where, sum(p.numel() for p in self.pipeline.parameters()) - empty
 
     def _start(self, num_steps: int) -> dict[str, object]:
         """Facts known when training begins, for the report of a run that does not come to its end."""

@@ -5,7 +5,8 @@ is taken apart into :class:`~paceline.checkpoint.Piece` (rows of one tensor), an
 read rows by name, such as a checkpoint of any shape. What moves between ranks that train: :mod:`.exchange`.
 
 Of experts that lie on several ranks a rank has some rows, in any order. Outside they are the rows of one tensor, by the
-experts' numbers in the model (:class:`Numbering`): the same for every number of ranks and every placement.
+experts' numbers in the model (:class:`Numbering`): the same for every number of ranks and every placement. A rank with
+fewer experts than others has empty rows after its own, which are 0, and which nothing outside knows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Numbering:
 
     Args:
         shape: of the whole tensor.
-        rows: number in it of each row here; None if they are all there are, in order.
+        rows: number in it of each row here, where those after them are empty; None if they are all there are, in order.
         num_shares: ranks that have different rows of it.
     """
 
@@ -61,11 +62,14 @@ class Numbering:
     num_shares: int = 1
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Rows ``start`` to ``stop - 1`` here as ``(first, end, number of the first)``, cut where numbers jump."""
+        """Rows ``start`` to ``stop - 1`` here as ``(first, end, number of the first)``, cut where numbers jump.
+
+        Without those that are empty.
+        """
         if self.rows is None:
             yield start, stop, start
             return
-        first = start
+        first, stop = start, min(stop, len(self.rows))
         for row in range(start + 1, stop + 1):
             if row == stop or self.rows[row] != self.rows[row - 1] + 1:
                 yield first, row, self.rows[first]
@@ -240,12 +244,14 @@ def _kind_of_value(source: Source, name: str) -> str:
 
 
 def _read(source: Source, name: str, kind: str, numbering: Numbering, start: int, stop: int) -> Tensor:
-    """Read what belongs to rows ``start`` to ``stop - 1`` here."""
+    """Read what belongs to rows ``start`` to ``stop - 1`` here; 0 belongs to those that are empty."""
     if not numbering.shape:
         return source.read(name, kind)
-    parts = [
-        source.read(name, kind, number, number + end - first) for first, end, number in numbering.runs(start, stop)
-    ]
+    runs = list(numbering.runs(start, stop))
+    num_empty = stop - (runs[-1][1] if runs else start)
+    parts = [source.read(name, kind, number, number + end - first) for first, end, number in runs]
+    if num_empty:
+        parts.append(source.read(name, kind, 0, 1).new_zeros(num_empty, *numbering.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -60,6 +60,12 @@ def test_copies_share_the_tokens_of_their_expert(loads: list[float] | None) -> N
             assert found[slot].item() == pytest.approx(100 * share, abs=1)
 
 
+def test_copies_lie_behind_all_own_slots_whether_these_are_empty_or_not() -> None:
+    table = SlotTable(Placement(((0, 1, 2), (2, 0)), owned=(2, 1)), 2, 1, CPU)
+    assert table.width == 3
+    assert table.copies == [[0, 5], [1], [3, 2]]
+
+
 def test_a_gradient_adds_up_in_the_order_of_the_experts_wherever_they_lie() -> None:
     chosen, counts = chosen_by_router(64, 5, seed=1)
     x = torch.randn(64, 7)

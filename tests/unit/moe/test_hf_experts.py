@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.hf.family_configs import tiny_configs
 from paceline.hf.stage import Cut
 from paceline.hf.weights import load_stage, skeleton
 from paceline.moe.hf_experts import check_experts, experts_of, take_share
+from paceline.moe.layer import ExpertLayer
 from paceline.planning.experts import Placement
 
 ORDER = (2, 0, 3, 1)
@@ -61,17 +63,35 @@ def test_same_numbers_in_every_order(family: str, implementation: str) -> None:
         assert torch.equal(layer.routed, other.routed), "loads are by the experts' numbers in the model"
 
 
-def test_a_share_keeps_names_and_its_rows() -> None:
+@pytest.mark.parametrize(("rank", "size", "rows"), [(1, 2, [2, 3]), (0, 3, [0, 1]), (1, 3, [2, None])])
+def test_a_share_keeps_names_and_its_rows(rank: int, size: int, rows: list[int | None]) -> None:
     model = model_of("mixtral", "grouped_mm")
     whole = copy.deepcopy(model).state_dict()
-    layers = take_share(model, 1, 2)
+    layers = take_share(model, rank, size)
     assert list(layers) == [f"model.layers.{number}.mlp.experts" for number in range(4)]
     state = model.state_dict()
     assert state.keys() == whole.keys()
     for name, tensor in state.items():
-        assert torch.equal(tensor, whole[name][2:] if ".experts." in name else whole[name]), name
+        if ".experts." in name:
+            wanted = [torch.zeros_like(tensor[0]) if row is None else whole[name][row] for row in rows]
+            assert torch.equal(tensor, torch.stack(wanted)), name
+        else:
+            assert torch.equal(tensor, whole[name]), name
     weight = layers["model.layers.0.mlp.experts"].down_proj
     assert weight.untyped_storage().nbytes() == weight.nbytes, "the memory of the other share is free"
+
+
+def test_a_rank_owns_and_copies_at_most_what_it_has_slots_for() -> None:
+    layer: Any = SimpleNamespace(name="mlp", num_experts=5, size=3, num_slots=2, num_replicas=1)
+    for devices, owned in (((0, 1, 2), (3, 4), (2,)), (2, 2, 1)), (((4,), (2, 3), (0, 1)), ()):
+        ExpertLayer.check(layer, Placement(devices, owned))
+    right = r"^mlp has 2 own slots and 1 for copies on each rank, the placement owns "
+    with pytest.raises(ValueError, match=right + re.escape("[3, 2, 0] and copies [0, 0, 0]: a rank can own at most 2")):
+        ExpertLayer.check(layer, Placement(((0, 1, 2), (3, 4), ())))
+    with pytest.raises(
+        ValueError, match=right + re.escape("[2, 2, 1] and copies [0, 0, 2]: ") + ".*raise paceline.moe"
+    ):
+        ExpertLayer.check(layer, Placement(((0, 1), (2, 3), (4, 0, 1)), (2, 2, 1)))
 
 
 @pytest.mark.parametrize(
@@ -84,9 +104,13 @@ def test_a_share_keeps_names_and_its_rows() -> None:
             "transformer.blocks.0.ffn.experts of DbrxForCausalLM (model type 'dbrx') is a DbrxExperts, which does not "
             "keep its experts as transformers' experts interface does, and they cannot lie on several ranks; leave ",
         ),
-        ("mixtral", 3, "it must divide the number of experts, and model.layers.0.mlp.experts has 4; choose a divisor."),
+        (
+            "mixtral",
+            5,
+            "it must not exceed the number of experts, and model.layers.0.mlp.experts has 4; choose fewer ranks.",
+        ),
     ],
-    ids=["none", "of another kind", "no divisor"],
+    ids=["none", "of another kind", "too many"],
 )
 def test_refused_before_anything_is_loaded(family: str, size: int, message: str) -> None:
     whole = skeleton(tiny_configs(type(AutoConfig.for_model(family)))[0])

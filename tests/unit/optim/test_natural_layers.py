@@ -458,6 +458,36 @@ def test_experts_alone_know_how_many_rows_a_loss_is_the_mean_of() -> None:
             torch.testing.assert_close(one.learned.eigenvalues, other.learned.eigenvalues)
 
 
+class Stack(nn.Module):
+    """Experts of a rank, which may have room for more."""
+
+    def __init__(self, num_held: int, num_slots: int) -> None:
+        super().__init__()
+        self.own_experts = tuple(range(num_held))
+        self.up = nn.Parameter(torch.zeros(num_slots, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.einsum("eni,eoi->eno", x, self.up[: len(x)]) - x[..., :6]).square().sum()
+
+
+@pytest.mark.parametrize("num_held", [0, 2])
+def test_nothing_is_learned_from_slots_without_an_expert(num_held: int) -> None:
+    found = []
+    for num_slots in (2, 3):
+        stack = Stack(num_held, num_slots).double()
+        known = natural(nn.ModuleDict({"experts": stack}), num_samples_history=20.0)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            stack.zero_grad()
+            stack(torch.randn(num_held, 7, 8).double()).backward()
+        assert stack.up.grad is not None
+        assert not stack.up.grad[num_held:].any()
+        found.append((stack.up.grad[:num_held], known.state_dict().keys()))
+    (gradient, names), (padded, others) = found
+    assert torch.equal(gradient, padded)
+    assert len(names) == len(others) == (num_held > 0)
+
+
 def test_experts_whose_parameters_are_replaced_are_adopted_anew() -> None:
     """A layer that has been on another stage; attributes of a parameter may be copied with it."""
     model = make("mixtral")

@@ -33,6 +33,18 @@ def test_what_is_best_already_stays() -> None:
     assert (again.placements, again.switch_s, again.best_s) == ({}, 0.0, again.now_s)
 
 
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_a_device_may_own_fewer_than_it_has_room_for(num_replicas: int) -> None:
+    layer = LayerLoad((80.0, 10.0, 10.0, 10.0, 10.0), Placement.contiguous(5, 3), 1.0)
+    assert seconds(layer.placement, layer.loads) == pytest.approx(0.09)
+    found = candidates(layer, num_replicas=num_replicas)
+    assert min(seconds(placement, layer.loads) for placement in found) <= 0.08  # alone, or with copies
+    for placement in found:
+        assert max(placement.owned) <= 2
+        copied = [len(held) - own for held, own in zip(placement.devices, placement.owned, strict=True)]
+        assert max(copied) <= num_replicas
+
+
 def test_a_small_gain_is_none() -> None:
     nearly = (10.1, 10.0, 10.0, 10.0, 10.0, 10.0, 9.95, 9.95)
     assert propose([LayerLoad(nearly, CONTIGUOUS, 0.0)], FREE, horizon_steps=1000).placements == {}

@@ -27,6 +27,17 @@ def write(path: Path, *windows: dict[str, Any]) -> Path:
     return path
 
 
+def test_owners_are_those_that_the_file_names(tmp_path: Path) -> None:
+    placement = [
+        [0, 1, 3],
+        [1, 2, 3],
+    ]  # by position the first device would own three experts, of which one is not first
+    line = window(10, placement)
+    line["layers"][0]["owned"] = [1, 3]
+    (found,) = read([write(tmp_path / "loads", line)])["a"]
+    assert found.placement.owners == (0, 1, 1, 1)
+
+
 def test_a_layer_that_was_placed_anew(tmp_path: Path) -> None:
     moved = [[0, 3], [2, 1]]
     log = write(tmp_path / "loads", window(10), window(30, moved, steps=20), window(40, moved, (1, 1, 1, 1)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.config.expert_choice import MoeChoice
-from paceline.moe.layer import LayerState
+from paceline.moe.layer import ExpertLayer, LayerState
 from paceline.planning.experts import Placement
 from paceline.planning.tuning import DecisionLog
 from paceline.runtime import expert_part
@@ -25,7 +25,8 @@ IN_ORDER, SWAPPED = Placement(((0, 1), (2, 3))), Placement(((0, 2), (1, 3)))
 class Layer(nn.Module):
     """Two slots on each of two ranks."""
 
-    size, num_slots, num_replicas, placement = 2, 2, 1, IN_ORDER
+    size, num_replicas, placement = 2, 1, IN_ORDER
+    from_saved = ExpertLayer.from_saved
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +85,8 @@ class FakeRebalancer:
         self.calls.append(dict(placements))
         return {"moved": 2, "num_bytes": 8, "seconds": 0.5}
 
-    def placements(self) -> dict[str, list[list[int]]]:
-        return {"mlp": [[0, 1], [2, 3]]}
+    def placements(self) -> dict[str, Any]:
+        return {"mlp": IN_ORDER.to_json()}
 
     def follow(self, layers: Sequence[Layer]) -> None:
         self.calls.append(("follow", layers))
@@ -218,13 +219,25 @@ def test_layers_that_come_begin_as_those_that_left_and_their_rebalancer_follows(
     assert found.calls == [("follow", [another])]
 
 
-@pytest.mark.parametrize(("saved", "taken"), [([[0, 2, 1], [1, 3, 0]], [SWAPPED]), ([[0, 1, 2, 3]], [])])
-def test_a_saved_placement_is_taken_on_without_copies_if_it_fits(saved: list[list[int]], taken: list[Any]) -> None:
+WITH_COPIES = Placement(((0, 2, 1), (1, 3, 0)), (2, 2))
+UNEVEN = Placement(((0, 2, 4, 1), (1, 3, 0)), (3, 2))
+
+
+@pytest.mark.parametrize(
+    ("saved", "taken"),
+    [
+        (WITH_COPIES.to_json(), [WITH_COPIES]),
+        ([[0, 2, 1], [1, 3, 0]], [WITH_COPIES]),  # as checkpoints once had it
+        ({"placement": [[0, 2, 4, 1, 3], [1, 3, 0, 2]], "owned": [3, 2]}, [UNEVEN]),
+        (Placement(((0, 1, 2, 3),)).to_json(), []),
+    ],
+    ids=["alike", "without owners", "uneven", "one rank"],
+)
+def test_a_saved_placement_is_taken_on_with_as_many_copies_as_fit(saved: Any, taken: list[Any]) -> None:
     of, layer = shared()
     part = experts(of, MoeChoice())
     part.take([{}, {"mlp": saved}])
-    found = [(call.devices, call.owned) for call in layer.calls if isinstance(call, Placement)]
-    assert found == [(((0, 2, 1), (1, 3, 0)), (2, 2))][: len(taken)]
+    assert [call for call in layer.calls if isinstance(call, Placement)] == taken
 
 
 def test_what_the_engine_must_know_of_shared_experts() -> None:

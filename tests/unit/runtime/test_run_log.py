@@ -55,7 +55,8 @@ class Engine:
             total_parameters=2,
             config=SimpleNamespace(model_type="llama"),
             describe=lambda: ["stage 0: embedding"],
-            parameters=lambda: [torch.zeros(2)],
+            parameters=lambda: [torch.zeros(3)],
+            expert_layers={"mlp": SimpleNamespace(num_empty=1)},
         )
         self.decisions, self.clock, self.averager = DecisionLog(), Clock(), None
         self.schedule = SimpleNamespace(name="kfkb k=2, micro-batch 4")
@@ -111,6 +112,7 @@ def test_the_start_names_the_plan_and_the_file_of_loads(begun: tuple[Engine, Run
     assert (start["stages"], start["micro_batches"], start["planned_steps"]) == (2, 8, 10)
     assert start["expert_loads"] == LOADS
     assert start["paceline"]["pipeline"]["stages"] == 2
+    assert log.totals.parameters == 2, "room without an expert is none"
 
 
 def test_decisions_and_measurements_come_before_the_line_of_their_interval(begun: tuple[Engine, RunLog]) -> None:

@@ -19,6 +19,9 @@ def test_runs_are_the_rows_in_order(numbers: list[int], held: int, data: st.Data
     runs = list(Numbering((8, 3), rows, 2).runs(start, stop))
     found = [(row, number + row - first) for first, end, number in runs for row in range(first, end)]
     assert found == [(row, rows[row]) for row in range(start, stop)]
+    assert list(Numbering((8, 3), rows, 2).runs(start, stop + held)) == list(
+        Numbering((8, 3), rows, 2).runs(start, held)
+    )
     jumps = [row for row in range(start + 1, stop) if rows[row] != rows[row - 1] + 1]
     assert [first for first, _, _ in runs] == [start, *jumps]
 
