@@ -80,19 +80,20 @@ class States:
             overlaps=_object(ds_config, "zero_optimization").get("overlap_comm") is not False,
         )
 
-    def of(self, num_parameters: int, elsewhere: int = 0) -> tuple[float, float, float, float]:
+    def of(self, num_parameters: int, elsewhere: int = 0, empty: int = 0) -> tuple[float, float, float, float]:
         """Bytes of (weights, gradients, masters, moments) for so many parameters, on each rank.
 
         Args:
             elsewhere: those of them that are on other ranks only, of experts that replicas share. Each rank holds as
                 many, and with ZeRO 1 the states of all are spread over all replicas in any case.
+            empty: parameters for which the ranks that share experts have room together, and no expert.
 
         Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter
         that a rank owns are whole, so a rank may have a little more or less than its share.
         """
         here = num_parameters - elsewhere
         trained = self.trained * here
-        dealt = self.trained * num_parameters if self.shard else trained
+        dealt = self.trained * (num_parameters + empty) if self.shard else trained
         owned = self.owned * dealt / (self.data_parallel if self.shard else 1)
         has_masters = self.beside or self.weight_bytes < MASTER_BYTES
         masters = MASTER_BYTES * owned if has_masters else 0.0
@@ -129,6 +130,7 @@ class ItemMemory(NamedTuple):
         output_bytes: of the activation that it passes on.
         working_bytes: beyond that while it computes: what is recomputed, or the logits and their gradient.
         elsewhere: parameters of its experts that a rank of the stage does not hold, since others do.
+        empty: parameters for which the ranks that share its experts have room together beyond these.
     """
 
     name: str
@@ -137,6 +139,12 @@ class ItemMemory(NamedTuple):
     output_bytes: float
     working_bytes: float = 0.0
     elsewhere: int = 0
+    empty: int = 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Arguments of :meth:`States.of`."""
+        return self.num_parameters, self.elsewhere, self.empty
 
 
 @dataclass(frozen=True)
@@ -186,8 +194,8 @@ def stage_memory(
     held = items[start:stop]
     incoming = items[start - 1].output_bytes if start else 0.0
     outgoing = held[-1].output_bytes if stop < len(items) else 0.0
-    counts = sum(item.num_parameters for item in held), sum(item.elsewhere for item in held)
-    weights, gradients, masters, moments = states.of(*counts)
+    counts = zip(*(item.counts for item in held), strict=True)
+    weights, gradients, masters, moments = states.of(*map(sum, counts))
     # The output lives as long as the rest: it is where the backward begins.
     saved = sum(item.saved_bytes for item in held) + outgoing
     # One input that arrives early, its predecessor's gradient on its way out, and the gradient that arrives.

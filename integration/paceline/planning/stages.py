@@ -220,7 +220,7 @@ def _blocks(
     for layer in range(last + 1):
         held = range(0 if layer == 0 else layer + 1, len(items) if layer == last else layer + 2)
         forward.append(sum(seconds[index][0] for index in held))
-        parameters = [(items[index].num_parameters, items[index].elsewhere) for index in held]
+        parameters = [items[index].counts for index in held]
         blocks.append(
             Block(
                 work=sum(sum(seconds[index]) for index in held),

@@ -2,8 +2,8 @@
 
 Source: ``expert placement``, claims 1 and 2 of the seed system: permute tensor, data, pipeline and expert parallelism
 over the devices, predict each by what the gate permits or what its load is, and keep the best. Within one strategy
-every device has a fixed number of experts; which ones they are is the placement's business, and may change while
-training goes on.
+every device has room for a fixed number of experts; which ones they are is the placement's business, and may change
+while training goes on.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Ranking:
 def strategies(
     num_devices: int, *, num_layers: int, num_heads: int = 1, num_kv_heads: int = 1, num_experts: int = 0
 ) -> Iterator[Strategy]:
-    """Every (t, p, d, ep, edp) with t·p·d = N, ep·edp = d, E mod ep = 0, t | heads, t | kv heads, p ≤ layers; once.
+    """Every (t, p, d, ep, edp) with t·p·d = N, ep·edp = d, ep ≤ E, t | heads, t | kv heads, p ≤ layers; once.
 
     Raises:
         ValueError: a number that must be at least 1 is not.
@@ -113,7 +113,7 @@ def strategies(
                 continue
             data = num_devices // tensor // pipeline
             for expert in divisors(data):
-                if expert == 1 or (num_experts and num_experts % expert == 0):
+                if expert <= max(1, num_experts):
                     yield Strategy(tensor, pipeline, data, expert)
 
 

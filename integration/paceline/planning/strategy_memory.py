@@ -69,7 +69,8 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
             saved = whole + (saved - whole) / tensor
         working = memory.working_bytes / (tensor if index == last else 1)
         items.append(ItemMemory(memory.name, count, saved, memory.output_bytes, working))
-        experts.append(-(-item.expert_parameters // (strategy.expert * tensor)))
+        held = item.expert_parameters * workload.most_experts(strategy.expert)
+        experts.append(-(-held // (max(1, workload.num_experts) * tensor)))
     states = replace(
         workload.states,
         shard=workload.states.shard or schedule.directions > 1,

@@ -107,11 +107,16 @@ class Workload:
         """Items with experts."""
         return [index for index, item in enumerate(self.items) if item.expert_parameters]
 
+    def most_experts(self, expert_parallel: int) -> int:
+        """Experts that each of so many devices has room for."""
+        return -(-self.num_experts // expert_parallel)
+
     def imbalance(self, expert_parallel: int) -> dict[int, float]:
         """Rows of the busiest of so many devices, as a multiple of the mean, by MoE item.
 
-        With one device there is none. A gate of unlimited capacity may send every token to experts of one device:
-        all of its K choices, or as many as there are.
+        With one device there is none. Where their number does not divide E, some have an expert more, and are busier
+        also if all experts are alike. A gate of unlimited capacity may send every token to experts of one device: all
+        of its K choices, or as many as there are.
         """
         if expert_parallel not in self._imbalance:
             found = [self._of_layer(layer, expert_parallel) for layer in range(len(self.moe_layers))]
@@ -121,13 +126,15 @@ class Workload:
     def _of_layer(self, layer: int, num_devices: int) -> float:
         if num_devices == 1:
             return 1.0
-        most = num_devices * min(self.top_k, self.num_experts // num_devices) / self.top_k
+        held = self.most_experts(num_devices)
+        even = held * num_devices / self.num_experts
+        most = num_devices * min(self.top_k, held) / self.top_k
         if self.capacity_factor is not None:
-            most = min(most, self.capacity_factor)
+            most = min(most, self.capacity_factor * even)
         if self.worst:
             return most
         if not self.loads:
-            return min(1.0, most)
+            return min(even, most)
         loads = self.loads[layer]
         placed = greedy(loads, num_devices) if self.rebalanced else Placement.contiguous(self.num_experts, num_devices)
         return min(most, imbalance(placed, loads))

@@ -30,7 +30,7 @@ from ..hf.quiet_transformers import quiet
 from ..hf.weights import causal_config, skeleton
 from ..measure.host_names import host_name
 from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
-from ..moe.hf_experts import experts_of
+from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
 from ..planning.stages import StagePlan, plan_stages
@@ -274,12 +274,15 @@ def _memory(
     config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int
 ) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be."""
-    experts = [0] * len(items)
+    shares = [(0, 0)] * len(items)
     if expert_parallel > 1:
         with quiet():
             model = skeleton(causal_config(config))
         for number, layer in enumerate(anatomy_of(model).layers_of(model), 1):
-            experts[number] = sum(p.numel() for own in experts_of(layer).values() for p in own.parameters())
+            found = experts_of(layer).values()
+            whole = sum(p.numel() for experts in found for p in experts.parameters())
+            share = sum(share_of(experts, expert_parallel) for experts in found)
+            shares[number] = whole - share, expert_parallel * share - whole
     try:
         working = [item.working_bytes for item in count_items(config, **shape._asdict())]
     except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
@@ -287,9 +290,10 @@ def _memory(
     return [
         ItemMemory(
             *(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra),
-            elsewhere=own - own // expert_parallel,
+            elsewhere=elsewhere,
+            empty=empty,
         )
-        for item, extra, own in zip(items, working, experts, strict=True)
+        for item, extra, (elsewhere, empty) in zip(items, working, shares, strict=True)
     ]
 
 

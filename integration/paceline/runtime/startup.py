@@ -28,7 +28,7 @@ from ..hf.weights import skeleton
 from ..measure.device_memory import available_bytes
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
-from ..moe.hf_experts import experts_of
+from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device, DoesNotFit
 from ..planning.divisors import divisors
 from ..planning.memory import ItemMemory, States
@@ -233,11 +233,14 @@ def dtype_of(ds_config: Mapping[str, object]) -> torch.dtype:
 
 def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, object]) -> int:
     """Of a model in one stage: all, but of the experts one rank's share."""
-    whole = sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for layer in experts_of(model).values() for p in layer.parameters())
+    whole = int(sum(p.numel() for p in model.parameters()))
     section = value_at(ds_config, EXPERT_PARALLEL)
-    shares = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
-    return int(whole - experts + experts // shares) if isinstance(shares, int) and shares > 0 else whole
+    size = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
+    if not isinstance(size, int) or size < 1:
+        return whole
+    layers = experts_of(model).values()
+    experts = sum(p.numel() for layer in layers for p in layer.parameters())
+    return whole - int(experts) + sum(share_of(layer, size) for layer in layers)
 
 
 def first_partition(

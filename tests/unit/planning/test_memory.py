@@ -44,6 +44,12 @@ def test_states_of_experts_that_replicas_share(states: States, expected: tuple[f
     assert states.of(N, 400) == expected
 
 
+def test_states_of_experts_that_are_no_multiple_of_the_ranks() -> None:
+    """Three experts of 200 lie on two ranks, each with room for two; 400 are on both."""
+    assert States(data_parallel=2).of(N, 200, 200) == (3200, 3200, 0, 6400)
+    assert States(data_parallel=2, shard=True).of(N, 200, 200) == (3200, 3200, 0, 8 * (400 + 200))
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -14,6 +14,7 @@ from paceline.planning.memory import ItemMemory, States, stage_memory
 from paceline.planning.shared_devices import held_by, whole_schedule
 from paceline.planning.strategy import BATCH, MEMORY, Dropped, Plan, Ranking, Strategy, plan_of, search, strategies
 from paceline.planning.strategy_costs import TERMS
+from paceline.planning.strategy_memory import share_of
 from paceline.planning.strategy_shape import ONE_F_ONE_B, PipelineSchedule, late_schedules
 from paceline.planning.workload import Item, Workload
 from paceline.schedules import verify
@@ -78,7 +79,7 @@ def test_every_strategy_once(devices: int, experts: int, layers: int, heads: int
             for tensor, pipeline, data, expert, expert_data in product(numbers, numbers, numbers, numbers, numbers)
             if tensor * pipeline * data == devices
             and expert * expert_data == data
-            and (experts % expert == 0 if experts else expert == 1)
+            and expert <= max(experts, 1)
             and heads % tensor == 0
             and kv_heads % tensor == 0
             and pipeline <= layers
@@ -94,7 +95,13 @@ def test_every_strategy_once(devices: int, experts: int, layers: int, heads: int
     for strategy in found:
         assert strategy.num_devices == devices
         assert strategy.expert * strategy.expert_data == strategy.data
-        assert max(experts, 1) % strategy.expert == 0
+        assert strategy.expert <= max(experts, 1)
+
+
+@pytest.mark.parametrize(("experts", "devices", "held"), [(4, 2, 2), (5, 1, 5), (5, 2, 3), (5, 3, 2), (5, 5, 1)])
+def test_a_device_has_room_for_as_many_experts_as_the_others(experts: int, devices: int, held: int) -> None:
+    share = share_of(Strategy(1, 1, devices, devices), workload(experts=experts))
+    assert set(share.experts) == {0, 8_000_000 * held}
 
 
 def test_a_number_that_cannot_be() -> None:
@@ -213,6 +220,10 @@ def test_a_gate_with_a_capacity_bounds_the_busiest_device() -> None:
     assert set(workload(experts=4, worst=True).imbalance(2).values()) == {2.0}
     assert set(free.imbalance(4).values()) == {2.0}  # each token goes to an expert at most once
     assert list(free.imbalance(2).values()) == pytest.approx([1.96] * 8)
+    # Three devices have two, two and one of five: the busiest have 2 / 5 of the load instead of 1 / 3.
+    assert set(workload(experts=5).imbalance(3).values()) == {6 / 5}
+    assert set(workload(experts=5, capacity_factor=0.5).imbalance(3).values()) == {3 / 5}
+    assert set(workload(experts=5, worst=True).imbalance(3).values()) == {3.0}
     ranking = step_s(search(free, cluster()))
     assert all(seconds <= ranking[strategy] for strategy, seconds in step_s(search(bounded, cluster())).items())
 

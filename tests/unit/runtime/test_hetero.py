@@ -9,6 +9,9 @@ from paceline.measure.profile_file import DeviceProfile, ItemProfile
 from paceline.runtime.hetero import Shape, _devices, _Look, _memory
 from support.expert_pipelines import model_config
 
+EACH = 3 * 32 * 48
+"""Parameters of an expert."""
+
 GIB = 1 << 30
 
 
@@ -28,9 +31,12 @@ def test_rank_0_may_be_one_of_the_slow_ones() -> None:
     assert (first.speed, second.speed) == (1.0, pytest.approx(2.0))
 
 
-@pytest.mark.parametrize(("ranks", "elsewhere"), [(1, 0), (2, 2 * 3 * 32 * 48), (4, 3 * 3 * 32 * 48)])
-def test_a_rank_has_a_share_of_the_experts(ranks: int, elsewhere: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "elsewhere", "empty"), [(1, 0, 0), (2, 2 * EACH, 0), (3, 2 * EACH, 2 * EACH), (4, 3 * EACH, 0)]
+)
+def test_a_rank_has_a_share_of_the_experts(ranks: int, elsewhere: int, empty: int) -> None:
     """Three matrices each; the other items are whole."""
     items = [ItemProfile(f"{n}", "", 0.0, 0.0, 0, 0, 10**6) for n in range(5)]
     found = _memory(model_config("mixtral"), Shape(torch.float32, 1, 8), items, ranks)
     assert [item.elsewhere for item in found] == [0, elsewhere, elsewhere, elsewhere, 0]
+    assert [item.empty for item in found] == [0, empty, empty, empty, 0]
