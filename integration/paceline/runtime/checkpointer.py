@@ -51,9 +51,9 @@ class Counters(Protocol):
 class PlacedExperts(Protocol):
     """Experts that lie on several ranks, as :class:`~paceline.runtime.expert_part.Experts`."""
 
-    def placements(self) -> Mapping[str, list[list[int]]]: ...
+    def placements(self) -> Mapping[str, object]: ...
 
-    def take(self, saved: Sequence[Mapping[str, list[list[int]]]]) -> None:
+    def take(self, saved: Sequence[Mapping[str, object]]) -> None:
         """Lay experts as the ranks of another run had them, before their parameters are read."""
 
     def fetch(self) -> None:

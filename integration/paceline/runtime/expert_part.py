@@ -264,11 +264,11 @@ class Experts:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def placements(self) -> dict[str, Any]:
+    def placements(self) -> Mapping[str, object]:
         """Experts on each rank by the layer's name, for a checkpoint; nothing where they stay."""
         return {} if self.rebalancer is None else self.rebalancer.placements()
 
-    def take(self, saved: Sequence[Mapping[str, list[list[int]]]]) -> None:
+    def take(self, saved: Sequence[Mapping[str, object]]) -> None:
         """Lay experts as they were in the run that was saved, if they lay on as many ranks: before all else is read."""
         if self.rebalancer is None:
             return

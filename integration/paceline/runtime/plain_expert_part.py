@@ -215,7 +215,7 @@ def take_over(model: nn.Module, section: MoeChoice, is_last_backward: Callable[[
     return layers
 
 
-def _fitting(saved: Mapping[str, list[list[int]]], layers: Mapping[str, ExpertLayer]) -> dict[str, Placement]:
+def _fitting(saved: Mapping[str, object], layers: Mapping[str, ExpertLayer]) -> dict[str, Placement]:
     """The placements that were saved, if all of them can be those of ``layers``."""
     if saved.keys() != layers.keys():
         return {}
