@@ -51,7 +51,10 @@ long in it: a network that is shared gets slower at times, and a longer warm-up 
 
 
 class Past(NamedTuple):
-    """Costs that a planning was made for, by micro-batch size, and the format that they were measured with."""
+    """Costs that a planning was made for, by micro-batch size, and the format that they were measured with.
+
+    How single messages varied does not count.
+    """
 
     costs: Mapping[int, Costs]
     boundary: str = ""

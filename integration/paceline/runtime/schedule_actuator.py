@@ -23,6 +23,7 @@ from ..schedules.generator import GENERATED
 from ..schedules.schedule import Schedule
 from ..schedules.split_families import ZBH1
 from ..schedules.stream import Stream
+from ..schedules.variation import without_variation
 from ..supervise.watch import WATCH
 from .controller import Agreement
 from .measured_costs import MeasuredCosts
@@ -216,7 +217,8 @@ class ScheduleActuator:
         least = least_candidate(self._choice, self._pipeline.micro_batch_size)
         measured, parts = self.measured(), self._costs.parts
         before = tuple(past for of_parts, past in self._past if of_parts == parts)
-        self._past.append((parts, Past(measured.costs, self.current.boundary)))
+        costs = {size: without_variation(each) for size, each in measured.costs.items()}
+        self._past.append((parts, Past(costs, self.current.boundary)))
         return SearchArguments(
             *(measured, self.options, self.current, least, self._rule, self.num_made, self._switch_s, steps, before)
         )
