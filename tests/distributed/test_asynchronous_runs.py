@@ -194,8 +194,8 @@ def live_micro_batches() -> int:
     steps(engine, 0, 4)
     live = most = 0
     for step in engine.meter.recorder.steps():
-        for kind, *_ in step.spans:
-            live += {"F": 1, "B": -1}.get(kind, 0)
+        for span in step.spans:
+            live += {"F": 1, "B": -1}.get(span.kind, 0)
             most = max(most, live)
     engine.flush()
     return most

@@ -22,18 +22,22 @@ SAMPLES = 16
 
 
 def measure_otherwise(last_rank: str) -> None:
-    """On the second rank, measuring layers does what ``last_rank`` says."""
+    """On the second rank, measuring layers does what ``last_rank`` says.
+
+    Where it is slow, times are the same in every run: what else the machine does must not make the first rank slow too.
+    """
     from paceline.runtime import plan_at_start
 
-    if not last_rank or os.environ["RANK"] != "1":
+    is_last = os.environ["RANK"] == "1"
+    if not last_rank or (last_rank == "fails" and not is_last):
         return
     measured = plan_at_start.profile_items
+    unit_s = 0.015 if is_last else 0.005
 
     def profile_items(*args: Any, **kwargs: Any) -> Any:
         if last_rank == "fails":
             raise RuntimeError("out of memory")
-        found = measured(*args, **kwargs)
-        return [replace(item, forward_s=3 * item.forward_s, backward_s=3 * item.backward_s) for item in found]
+        return [replace(item, forward_s=unit_s, backward_s=2 * unit_s) for item in measured(*args, **kwargs)]
 
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
 
