@@ -141,21 +141,28 @@ class InCommonApart(Format):
     eight to nine tenths of the rest, and two thirds. If all is rounded together, little is left of the remainder.
     Gradients have no such mean (1 % of their energy), and rows of zeros among them stay zeros.
 
+    Sequences of fewer than ``least_rows`` are encoded as rows alone: what is apart would be more than it saves.
+
     The directions are found by one step of a subspace iteration from a fixed start (Halko et al. 2011), for each
     sequence anew: nothing is remembered between messages.
     """
 
     of_rows: Format
     most_directions: int = 4
+    least_rows: int = 64
 
     def num_bytes(self, size: int) -> int:
         return self._num_directions(size) + self.of_rows.num_bytes(size)
 
     def coded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if shape[-2] < self.least_rows:
+            return self.of_rows.coded_shape(shape)
         return (*shape[:-2], self._further_rows(shape[-1]) + shape[-2], self.num_bytes(shape[-1]))
 
     def encode(self, tensor: Tensor) -> Tensor:
         size = tensor.shape[-1]
+        if tensor.shape[-2] < self.least_rows:
+            return self.of_rows.encode(tensor)
         values = tensor.detach().float().reshape(-1, *tensor.shape[-2:])
         mean = values.mean(-2, keepdim=True).to(torch.bfloat16)
         rest = values - mean
@@ -174,6 +181,8 @@ class InCommonApart(Format):
         return torch.cat([common, own], dim=-2).view(self.coded_shape(tuple(tensor.shape)))
 
     def decode(self, coded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        if coded.shape[-1] == self.of_rows.num_bytes(size):
+            return self.of_rows.decode(coded, size, dtype)
         rows, num_directions = self._further_rows(size), self._num_directions(size)
         every = coded.reshape(-1, *coded.shape[-2:])
         common, own = every[:, :rows].flatten(1), every[:, rows:]
