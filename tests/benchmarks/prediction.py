@@ -191,7 +191,8 @@ def compare(hosts: Hosts, setting: Setting, goodput: float, args: argparse.Names
         egress_bytes_per_s=(sent,) * setting.stages,
     )
     if setting.format:
-        seconds = format_costs([setting.format], torch.float32, torch.device("cpu"))[setting.format]
+        shape = 1, message_bytes // 4  # the lab's messages are one row, of which int4 sends nothing apart
+        seconds = format_costs([setting.format], torch.float32, torch.device("cpu"), shape)[setting.format]
         share = FORMATS[setting.format].num_bytes(message_bytes // 4) / message_bytes
         costs = with_format(costs, AS_IT_IS, seconds._replace(share=share))
     simulated = simulate(schedule, costs).makespan_s
