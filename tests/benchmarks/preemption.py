@@ -98,8 +98,9 @@ def main() -> None:
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one contestant: its steps count against the seconds they took. The last one, which ends after the time is up,
-    when the hosts of others are being taken down, does not count.
+    """Figures of one contestant: its steps count against the seconds they took.
+
+    The last one, which ends after the time is up, when the hosts of others are being taken down, does not count.
     """
     timed = [r for r in records if r["round"] >= 0][:-1]
     seconds = [r["seconds"] for r in timed]

@@ -89,7 +89,7 @@ class Float8(Format):
 
 
 DIRECTIONS = Float8()
-"""Of the directions of :class:`InCommonApart`."""
+"""Format of the directions of :class:`InCommonApart`."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class BoundaryConfig(Part):
         default=None,
         description='Format of activations between stages, in training: "bf16"; "int8" and "fp8_e4m3": a byte a value, '
         'a scale for each token; "int4": half a byte, a scale for 8 values, the mean and four directions of each '
-        "sequence apart. Left out: as they are.",
+        "sequence of 64 tokens or more apart. Left out: as they are.",
     )
     backward: FormatName | None = Field(
         default=None,

@@ -63,7 +63,7 @@ class Placement:
             ValueError: it is none.
         """
         if isinstance(value, Mapping):
-            return cls(tuple(map(tuple, value["placement"])), tuple(value["owned"]))
+            return cls(tuple(map(tuple, value.get("placement", ()))), tuple(value.get("owned", ())))
         devices = tuple(map(tuple, value))
         num_experts = len({expert for held in devices for expert in held})
         return cls(devices, (num_experts // max(1, len(devices)),) * len(devices))

@@ -8,9 +8,9 @@ Legend: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .module import CausalLMPipeline
 from .reach import Reach
 from .stage_runner import Live, LossBook, StageRunner, Surroundings, gradient_of
 
+if TYPE_CHECKING:
+    from .trainer_loss import TrainersLoss
+
 Seen = tuple[Tensor, object]
 """Sum of a micro-batch's losses, and what somebody wanted of its logits."""
 
@@ -32,29 +35,13 @@ Item_co = TypeVar("Item_co", covariant=True)
 
 
 class Numbered(Protocol[Item_co]):
-    """What belongs to the micro-batches of a step, or of several, by their numbers."""
+    """Items of the micro-batches of a step, or of several, by their numbers."""
 
     def __getitem__(self, number: int, /) -> Item_co: ...
 
     def __iter__(self) -> Iterator[Item_co]: ...
 
     def __len__(self) -> int: ...
-
-
-class OwnLoss(Protocol):
-    """Computes losses on the last stage; see :class:`.trainer_loss.TrainersLoss`."""
-
-    def __call__(
-        self,
-        stage: CausalLMStage,
-        logits: Tensor,
-        batch: Mapping[str, Tensor],
-        routing: Tensor | None,
-        *,
-        num_items: int,
-        router_share: float,
-        num_micro_batches: int | None = None,
-    ) -> Tensor: ...
 
 
 @dataclass
@@ -137,7 +124,7 @@ class CausalLMRunner(StageRunner):
         wants_logits: whether an evaluation asks for them.
     """
 
-    own_loss: OwnLoss | None = None
+    own_loss: TrainersLoss | None = None
     """Computes losses instead of the model."""
 
     inspection: Inspection | None = None

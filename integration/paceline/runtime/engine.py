@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ..moe.hf_experts import HFExpertLayer
     from ..moe.rebalancer import Rebalancer
     from ..planning.experts import Placement
+    from .trainer_loss import TrainersLoss
 
 TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
@@ -447,12 +448,12 @@ class PacelineEngine(PipelineEngine):
         return int(self.train_batch_size()) if tokens is None else int(tokens)
 
     @property
-    def own_loss(self) -> Callable[..., Tensor] | None:
-        """Computes losses on the last stage instead of the model, as :class:`.trainer_loss.TrainersLoss` does."""
+    def own_loss(self) -> TrainersLoss | None:
+        """Computes losses on the last stage instead of the model."""
         return assembly.causal_lm_runners(self.held)[0].own_loss
 
     @own_loss.setter
-    def own_loss(self, compute: Callable[..., Tensor] | None) -> None:
+    def own_loss(self, compute: TrainersLoss | None) -> None:
         for runner in assembly.causal_lm_runners(self.held):
             runner.own_loss = compute
 

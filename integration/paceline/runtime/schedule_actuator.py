@@ -200,7 +200,7 @@ class ScheduleActuator:
         self._pipeline.run_candidate(self.current)
 
     def for_partitions(self) -> Schedules:
-        """What a partition may run with, after the last proposal."""
+        """Schedules that a partition may run with, after the last proposal."""
         return Schedules(self.next, self._pipeline.order, self.candidates, self.num_made)
 
     def _found(self, steps: int) -> Found | None:

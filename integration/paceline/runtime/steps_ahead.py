@@ -28,7 +28,7 @@ class TellsState(Protocol):
 
 
 class ByNumber(Generic[Item]):
-    """What belongs to the micro-batches of the last steps, by their number in the run: step · M + micro-batch.
+    """Items of the micro-batches of the last steps, by their number in the run: step · M + micro-batch.
 
     Its length and its items in turn are those of the newest step.
     """

@@ -146,7 +146,7 @@ def test_what_tokens_have_in_common_costs_no_precision(shape: tuple[int, ...], d
 
 
 def test_bits_of_activations() -> None:
-    """Of a wide model hardly more than the codes and their scales; both in the README."""
+    """In a wide model hardly more than the codes and their scales; both in the README."""
     format = ACTIVATIONS["int4"]
     for rows, size, bits in ((2048, 4096, 5.04), (64, 64, 6.84)):
         coded_rows, width = format.coded_shape((rows, size))

@@ -122,7 +122,7 @@ def with_rates(mbit: tuple[float, ...]) -> Costs:
 
 
 def test_where_rates_come_and_go_the_best_over_what_comes_is_chosen():
-    """What saves 3 % on the slow network takes 14 % longer on the fast one."""
+    """A schedule that saves 3 % on the slow network takes 14 % longer on the fast one."""
     slow, fast = {1: with_rates((inf, 1000, 100, 100))}, {1: with_rates((400, 400, 400, 400))}
     split, eager = Candidate(1, family="zbh2"), Candidate(1, 1, 3.0)
 
