@@ -233,7 +233,7 @@ def _writer_of(file: Path) -> int:
 
 
 def _is_running(pid: int) -> bool:
-    for _ in range(50):
+    for _ in range(250):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -20,7 +20,7 @@ class Ended:
     codes: list[int]
     outputs: list[str]
     left: list[int]
-    """Process groups that still have a process."""
+    """Process groups that still have a process seconds after their rank has ended."""
 
     @property
     def causes(self) -> list[str]:
@@ -57,11 +57,19 @@ class Running:
             ranks.processes[stopped].join()
         codes = [process.exitcode for process in ranks.processes]
         outputs = [ranks.output(rank) for rank in range(self.world_size)]
-        return Ended(codes, outputs, [pid for pid in pids if has_processes(pid)])
+        return Ended(codes, outputs, still_running(pids))
 
     def kill(self) -> None:
         self.ranks.kill()
         self.directory.cleanup()
+
+
+def still_running(groups: list[int], patience_s: float = 5.0) -> list[int]:
+    """Those of ``groups`` that keep a process. Whatever a rank has started ends shortly after it, not with it."""
+    deadline = time.monotonic() + patience_s
+    while (left := [group for group in groups if has_processes(group)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 def has_processes(group: int) -> bool:
