@@ -81,7 +81,9 @@ def reported(save: Save, error: Exception) -> str:
     """The cause of a failure in a line, by the names that files would have had."""
     if isinstance(error, FailedElsewhere):
         return str(error)
-    if save.rank and isinstance(error, OSError) and not save.draft.exists():  # rank 0 is about to say why
+    # What this rank has just written is gone: rank 0 is deleting the draft, and about to say why.
+    is_deleted = isinstance(error, OSError) and (isinstance(error, FileNotFoundError) or not save.draft.exists())
+    if save.rank and is_deleted:
         for _ in _moments(VERDICT_DELAY_S):
             with contextlib.suppress(FileNotFoundError):
                 return save.verdict.read_text()

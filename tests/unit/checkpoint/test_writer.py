@@ -24,6 +24,7 @@ from paceline.checkpoint import (
     latest_checkpoint,
     new_run,
 )
+from paceline.checkpoint.publish import Save, reported
 from support.saves import Ranks, filled, saved, small_file_system
 
 
@@ -307,3 +308,14 @@ def test_a_full_disk(small_disk: Path, culprit: int) -> None:
     assert hidden(small_disk) == [f".checkpoint-2.{ranks.writers[0].run}-1.failed"]
     assert ranks.save(small_disk, "checkpoint-2", filled(2.0), keep=1) == [None, None]
     assert os.statvfs(small_disk).f_bavail == free
+
+
+def test_a_file_that_vanishes_while_rank_0_deletes_the_draft_is_no_cause(tmp_path: Path) -> None:
+    """The folder is still there then: what rank 0 is about to say is the cause."""
+    save = Save(tmp_path, "checkpoint-2", new_run(), 1, rank=2, world_size=3, time_limit_s=60.0)
+    save.draft.mkdir()
+    speaking = threading.Timer(0.1, lambda: save.verdict.write_text("rank 1: no room"))
+    speaking.start()
+    vanished = FileNotFoundError(2, "No such file or directory", str(save.draft / "rank_00002.done.tmp"))
+    assert reported(save, vanished) == "rank 1: no room"
+    speaking.join()
