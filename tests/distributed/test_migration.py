@@ -259,11 +259,14 @@ def differences(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor], relative
 
 def train(engineer: Engineer, moves: Moves, steps: int = STEPS, schedules: Mapping[int, str] | None = None) -> Any:
     """Losses, rates, evaluations and all tensors of a run; the bytes that moved."""
+    from paceline.runtime import migration
     from paceline.schedules import families
 
     engine = engineer.engine()
     losses: list[float] = []
     num_bytes = 0
+    is_ahead = engineer.options.get("ahead")
+    migration.LEAST_BYTES = 1
     for step in range(steps):
         if step in (schedules or {}):
             kind, *options = schedules[step].split()
@@ -273,6 +276,12 @@ def train(engineer: Engineer, moves: Moves, steps: int = STEPS, schedules: Mappi
             figures = engine.repartition(parts)
             assert engine.module.parts == list(parts), engine.module.parts
             num_bytes += figures["bytes"] if figures else 0
+        if is_ahead and (coming := moves.get(step + 1)):
+            engine.prepare_repartition(coming[0] if step != 3 else coming[-1])  # once for another move than comes
+        if is_ahead and step == 1:
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(1.0 if parameter.requires_grad else 1.5)
         losses += [engine.train_batch(engineer.batches(engine, step)).item(), *engine.get_lr()]
     if engineer.options.get("interval") and not isinstance(engineer, PlainEngineer):
         layers = [engine.layers.get(item) for item in engine.layers.here]
@@ -330,6 +339,7 @@ MODELS: dict[int, list[Case]] = {
         case("gpt2", seed=7, family="gpt2"),
         case("mixtral", seed=8, family="mixtral"),
         case("groups", seed=9, frozen=True, groups=True, without=["optimizer"]),
+        case("ahead", seed=23, frozen=True, ahead=True, without=["optimizer"], groups=True),
         case("warm-up", seed=10, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}),
         case("numbers", seed=22, numbers=True, without=["optimizer"]),
         case("schedules", seed=11, schedules={0: "kfkb k=2", 2: "eager slack=1", 3: "gpipe", 4: "1f1b"}),
@@ -345,6 +355,7 @@ MODELS: dict[int, list[Case]] = {
         case("ZeRO 1, two replicas, bf16", seed=17, zero=1, more=BF16, changes=UNTIED),
         case("ZeRO 0, two replicas, bf16", seed=18, more=BF16),
         case("ZeRO 1, Adafactor", seed=19, zero=1, more=of_optimizer("Adafactor")),
+        case("ZeRO 1, ahead", seed=24, zero=1, frozen=True, ahead=True, more=BF16),
         case("ZeRO 1, groups, frozen", seed=20, zero=1, frozen=True, groups=True, without=["optimizer"]),
     ],
 }

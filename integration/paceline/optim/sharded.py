@@ -65,6 +65,8 @@ class ShardedOptimizer(ZeROOptimizer):
         self.loss_scaler = scaler = options.loss_scaler
         self.dynamic_loss_scale = bool(scaler is not None and scaler.dynamic)
         self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
+        self._arrive: Callable[[], None] | None = None
+        """Puts masters and states into place that are still on their way here."""
         self.is_settled: Callable[[], bool] = lambda: True
         """Whether all steps that have begun are done; who runs the steps knows."""
         limits = options.max_change
@@ -90,8 +92,8 @@ class ShardedOptimizer(ZeROOptimizer):
         layout, times, options = self.layout, self._tasks.times, self._options
         self._norm = GradientNorm(layout, self._sums, times, options.max_norm)
         self.gradients = GradientBuckets(layout, times, options)
-        self.rows = OwnedRows(layout, self.optimizer, kept)
-        parts = (self.gradients, self.rows, self._norm, self._changes, self.outcome, self._own_times, self._tasks)
+        self._rows = OwnedRows(layout, self.optimizer, kept)
+        parts = (self.gradients, self._rows, self._norm, self._changes, self.outcome, self._own_times, self._tasks)
         self.updates = AsynchronousUpdates(self.optimizer, layout, *parts, options) if options.is_asynchronous else None
         """Steps beside the computation; None: :meth:`step` takes them."""
 
@@ -112,6 +114,7 @@ class ShardedOptimizer(ZeROOptimizer):
             groups: the parameters of each group of the basic optimizer, whose options stay. The others as at first.
         """
         self._check_idle()
+        self.settle_states()
         self.gradients.release(keep_values=True)
         kept = self.rows.kept()
         self.rows.release()
@@ -135,6 +138,26 @@ class ShardedOptimizer(ZeROOptimizer):
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
+    def expect_states(self, arrive: Callable[[], None]) -> None:
+        """Masters and states are still on their way here: call ``arrive`` before anybody looks at them again.
+
+        The next :meth:`step` does. Values and gradients of the model are not among them.
+        """
+        self.settle_states()
+        self._arrive = arrive
+
+    def settle_states(self) -> None:
+        """Wait for masters and states that are on their way here, if any are."""
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+
+    @property
+    def rows(self) -> OwnedRows:
+        """Masters of this rank's rows; others after :meth:`rebuild`."""
+        self.settle_states()
+        return self._rows
+
     @property
     def owned(self) -> list[Owned]:
         """Rows that this rank steps; another list after :meth:`rebuild`."""
@@ -150,6 +173,7 @@ class ShardedOptimizer(ZeROOptimizer):
 
     @property
     def state(self) -> Any:
+        self.settle_states()
         return self.optimizer.state
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -164,7 +188,7 @@ class ShardedOptimizer(ZeROOptimizer):
         """Forget all gradients but those of updates under way; the buckets' memory stays."""
         self.gradients.zero()
         if self.updates is None:
-            self.rows.forget_gradients()
+            self._rows.forget_gradients()
 
     @property
     def loss_scale(self) -> float:
@@ -200,6 +224,7 @@ class ShardedOptimizer(ZeROOptimizer):
         """
         if self.updates is not None:
             raise NotImplementedError("asynchronous updates have no step: call backward_complete, finish_step, apply.")
+        self.settle_states()
         gradients, touched = self.gradients.reduced()
         squares, touched = self._norm.survey(gradients, touched)
         scale = self.loss_scale * self._options.divisor
@@ -234,6 +259,7 @@ class ShardedOptimizer(ZeROOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Of this rank's part; checkpoints are written by name instead (:mod:`paceline.state.named`)."""
         self._check_idle()
+        self.settle_states()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": [owned.master.detach() for owned in self.owned],
@@ -244,6 +270,7 @@ class ShardedOptimizer(ZeROOptimizer):
     def load_state_dict(self, state: Mapping[str, Any], **kwargs: Any) -> None:
         """Put :meth:`state_dict` of the same rank in the same shape back. Collective over the group."""
         self._check_idle()
+        self.settle_states()
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         for owned, master in zip(self.owned, state["masters"], strict=True):
             owned.master.copy_(master)
@@ -252,6 +279,7 @@ class ShardedOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Take the hooks off, and give every parameter memory of its own again."""
+        self.settle_states()
         if self.updates is not None:
             self.updates.stop()
             self.updates = None

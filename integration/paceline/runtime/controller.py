@@ -1,14 +1,15 @@
 """The one loop: measure, predict, choose, switch.
 
 At the end of each tuning interval all ranks bring together what they measured, the first rank decides, and all of them
-apply its decision before the same step: the next one, or where deciding takes long, the one after it. The things that
-change are actuators: a pipeline's schedule, its partition, and the placement of experts.
+apply its decision before the same step: the next one, or one later where deciding takes long, or a part of the change
+can be made beside a step. The things that change are actuators: a pipeline's schedule, its partition, and the placement
+of experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ..planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
 
@@ -48,6 +49,26 @@ class PlansAside(Protocol):
         Returns:
             False: nothing was begun, and the proposal can be made at once; the same on all ranks.
         """
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """An actuator that can do a part of a change beside a step."""
+
+    def prepare(self, change: Any) -> bool:
+        """Begin to do so. Collective.
+
+        Returns:
+            Whether the change is to wait for the step that comes; the same on all ranks.
+        """
+
+
+class Decided(NamedTuple):
+    """What was proposed and agreed on in one planning, of each actuator that took part."""
+
+    actuators: Sequence[Actuator]
+    proposals: Sequence[Proposal[Any, Any] | None]
+    changes: Sequence[Any]
 
 
 class Measurements(Protocol):
@@ -121,6 +142,8 @@ class Controller:
         self._actuators, self._agreement = actuators, agreement
         self._begun: dict[Actuator, int] = {}
         """Actuators of a planning that goes on beside a step, and their steps since the last."""
+        self._prepared: Decided | None = None
+        """Decisions that take effect after a step beside which they are prepared."""
         self._done = 0
         """Steps."""
         self._begin_step()
@@ -151,13 +174,16 @@ class Controller:
 
     def go_on(self, done: int) -> None:
         """Count from ``done`` steps: the run was resumed there."""
-        self._done, self._begun = done, {}
+        self._done, self._begun, self._prepared = done, {}, None
         for interval in self._actuators.values():
             interval.go_on(done)
         self._begin_step()
 
     def _between_steps(self) -> None:
         self.measurements.end_step(self._done)
+        if (prepared := self._prepared) is not None:
+            self._prepared = None
+            self._carry_out(prepared)
         if begun := self._begun:
             self._begun = {}
             self._decide(begun)
@@ -188,11 +214,25 @@ class Controller:
     def _decide(self, due: Mapping[Actuator, int]) -> None:
         proposals = [actuator.propose(steps) for actuator, steps in due.items()]
         changes = self._agreement.from_first([None if p is None else p.change for p in proposals])
+        decided = Decided(tuple(due), proposals, changes)
+        waits = [self._prepare(actuator, change) for actuator, change in zip(due, changes, strict=True)]
+        if any(waits):
+            self._prepared = decided
+        else:
+            self._carry_out(decided)
+
+    @staticmethod
+    def _prepare(actuator: Actuator, change: Any) -> bool:
+        return change is not None and isinstance(actuator, Prepares) and actuator.prepare(change)
+
+    def _carry_out(self, decided: Decided) -> None:
+        actuators, proposals, changes = decided
         switches = any(change is not None for change in changes)
         self.measurements.before_switch(switches=switches)
         self._settle(switches)
         outcomes = [
-            None if change is None else actuator.apply(change) for actuator, change in zip(due, changes, strict=True)
+            None if change is None else actuator.apply(change)
+            for actuator, change in zip(actuators, changes, strict=True)
         ]
         own = [p.record(outcome) for p, outcome in zip(proposals, outcomes, strict=True) if p is not None]
         self.log.add(self._agreement.records(own))

@@ -773,6 +773,24 @@ class PacelineEngine(PipelineEngine):
         WATCH.idle()
         return migration
 
+    def prepare_repartition(self, parts: Sequence[int]) -> bool:
+        """Send what no step changes of the layers that :meth:`repartition` is to move after the next step, beside it.
+
+        Collective, between steps.
+
+        Returns:
+            Whether that was begun; there must be enough of it.
+
+        Raises:
+            ValueError: as from :meth:`repartition`.
+        """
+        new = None if self.migrator is None else self.migrator.agree(parts)
+        if self.migrator is None or new is None:
+            return False
+        forget_messages(self.held)
+        with self.naming_lost_peers():
+            return self.migrator.prepare(new)
+
     @property
     def migrations(self) -> Sequence[Migration]:
         """Figures of the last migrations."""

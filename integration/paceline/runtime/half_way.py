@@ -27,10 +27,10 @@ class HalfWay:
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
         """Around what must not end in the middle."""
-        self._left_in = what
+        around, self._left_in = self._left_in, what
         try:
             yield
         except BaseException as error:
             self._left_in = f"{what}; {type(error).__name__}: {error}"
             raise
-        self._left_in = None
+        self._left_in = around

@@ -5,6 +5,10 @@ the optimizer's states, buffers, and what is frozen. First all that can fail is 
 they are to come, their memory is checked): if it fails on any rank, all stay as they were. Then modules are swapped,
 the optimizer is laid out for the parameters that are there now, and every tensor goes straight to the rank that needs
 it (:mod:`..state.exchange`): with ZeRO 1 each row of a state from its old owner to its new one.
+
+Training stands still for the values alone: nobody looks at masters and states before the end of the next step, and
+until then they follow beside it (:mod:`..state.exchange_beside`). What is frozen can be sent beside the step before
+(:mod:`.layers_ahead`). Not so on GPUs, where it was never tried, and where updates are made beside computation.
 """
 
 from __future__ import annotations
@@ -12,23 +16,28 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.control import ControlPlane, Gather
+from ..comm.groups import gloo_group
 from ..comm.staging import ranks_sharing
+from ..comm.transport import TIMEOUT
 from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
-from ..state.exchange import carry_out, in_rounds, plan_moves, sent_bytes
-from ..state.named import MASTER, is_spread, link_full_access, parts_of, unlink_full_access
+from ..state.exchange import Move, Transfer, carry_out, in_rounds, plan_moves, sent_bytes
+from ..state.exchange_beside import ExchangeBeside
+from ..state.named import MASTER, VALUE, is_spread, link_full_access, parts_of, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
+from .layers_ahead import LEAST_BYTES, LayersAhead, frozen_bytes
 from .movable_layers import Layers, TensorNote, items_of_stages, tensors_of_layer
 from .stage_tensors import Holdings, Wishes, transfer
 
@@ -45,13 +54,15 @@ Migration = TypedDict(
         "to": list[int],
         "bytes": int,
         "most_bytes": int,
+        "paused_bytes": int,
         "seconds": float,
         "transfer_s": float,
         "rebuild_s": float,
     },
 )
 """Figures of a migration: ``bytes`` are those sent from rank to rank, ``most_bytes`` those of the rank that sends the
-most, ``transfer_s`` the exchange of the slowest rank and ``rebuild_s`` all else."""
+most. Of these ``paused_bytes`` were sent while training stood still, for ``seconds``: ``transfer_s`` is that exchange,
+of the slowest rank, and ``rebuild_s`` all else."""
 
 
 class StageParameters(NamedTuple):
@@ -140,6 +151,9 @@ class Migrator:
         self._optimizer, self._device = optimizer, device
         self._parameters, self._step, self._half_way = parameters, step, half_way
         self._learned, self._after = learned, after
+        self._made_group: dist.ProcessGroup | None = None
+        """Carries what moves beside steps; made when layers move for the first time."""
+        self._ahead: LayersAhead | None = None
 
     def agree(self, parts: Sequence[int]) -> list[int] | None:
         """Check on all ranks that layers can move so that ``parts`` holds; None where nothing is to move.
@@ -154,6 +168,44 @@ class Migrator:
                 raise ValueError(f"ranks ask for different partitions, {asked}: give all the same.")
             new = self._layers.check(asked[0])
         return None if new == self._layers.parts else new
+
+    def prepare(self, new: list[int]) -> bool:
+        """Begin to send what no step changes of the layers that :meth:`migrate` is to move after the next step.
+
+        Returns:
+            Whether there is so much of that that it pays; the same on all ranks.
+
+        Raises:
+            ValueError: as from :meth:`migrate`.
+        """
+        self._forget_ahead()
+        if not self._may_move_beside:
+            return False
+        self._optimizer.settle_states()
+        WATCH.doing("preparing to move layers", EVERYONE)
+        begun = time.perf_counter()
+        change = _Change(self._layers.parts, new, self._layers.held)
+        notes = self._notes(change)
+        if frozen_bytes(notes) < LEAST_BYTES:
+            return False
+        arrived = self._make(change, notes, None)
+        self._ahead = LayersAhead(
+            *(self._control.gather, self._layers, new, change.leaving, arrived, notes),
+            suffix=self._seat.slice_name,
+            replica=self._seat.replica,
+            rank=self._seat.rank,
+            device=self._device,
+            group=self._group(),
+        )
+        self._ahead.prepared_s = time.perf_counter() - begun
+        return True
+
+    def _forget_ahead(self) -> None:
+        """Let go of layers that were prepared and are not to come now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.arrive()
+            self._layers.unmake(ahead.arrived)
 
     def migrate(self, new: list[int], memory_bytes: int | None = None) -> Migration:
         """Move layers to the boundaries ``new``, which :meth:`agree` gave. Between steps.
@@ -170,20 +222,25 @@ class Migrator:
         WATCH.doing("preparing to move layers", EVERYONE)
         old = self._layers.parts
         change = _Change(old, new, self._layers.held)
+        if self._ahead is not None and (self._ahead.before, self._ahead.parts) != (old, new):
+            self._forget_ahead()
         notes = self._notes(change)
         arrived = self._make(change, notes, memory_bytes)
         with self._half_way("layers were being moved"):
             WATCH.doing("moving layers", EVERYONE)
-            sent, transfer_s = self._move(change, notes, arrived)
+            sent, paused, transfer_s = self._move(change, notes, arrived)
             self._after()
             # The end of the slowest is the end of all.
-            seconds = self._control.gather((transfer_s, time.perf_counter() - begun))
+            prepared_s = 0.0 if self._ahead is None else self._ahead.prepared_s
+            seconds = self._control.gather((transfer_s, prepared_s + time.perf_counter() - begun))
+        self._ahead = None
         migration: Migration = {
             "step": self._step(),
             "from": old,
             "to": new,
             "bytes": sum(sent),
             "most_bytes": max(sent),
+            "paused_bytes": max(paused),
             "seconds": max(whole for _, whole in seconds),
             "transfer_s": max(transfer for transfer, _ in seconds),
             "rebuild_s": max(whole - transfer for transfer, whole in seconds),
@@ -201,20 +258,24 @@ class Migrator:
     def _make(
         self, change: _Change, notes: Mapping[int, Sequence[TensorNote]], memory_bytes: int | None
     ) -> dict[int, nn.Module | None]:
-        """Make the layers that come, not yet filled; on all ranks or on none."""
+        """Make the layers that come, not yet filled; on all ranks or on none. Those that were prepared are there."""
         WATCH.doing("making layers that come")
         arrived: dict[int, nn.Module | None] = {}
         error: Exception | None = None
         try:
             self._check(change, notes, memory_bytes)
-            for item in change.arriving:
-                arrived[item] = self._layers.make(item, notes[item])
+            if self._ahead is not None:
+                arrived.update(self._ahead.arrived)
+            else:
+                for item in change.arriving:
+                    arrived[item] = self._layers.make(item, notes[item])
         except Exception as caught:
             error = caught
         WATCH.doing("preparing to move layers", EVERYONE)
         try:
             self._control.settle(error, f"preparing to move layers ({_shown(change.old)} to {_shown(change.new)})")
         except BaseException:
+            self._forget_ahead()
             self._layers.unmake(arrived)
             raise
         return arrived
@@ -286,6 +347,8 @@ class Migrator:
         found = [note for item in change.arriving for note in notes[item]]
         trained = [note for note in found if note.group is not None]
         come = sum(note.num_bytes + note.copied_bytes for note in found)
+        if self._ahead is not None:  # its layers have their memory
+            come = 0
         # What is trained has masters, states and gradients beside its value, as what is here has.
         states, gradients = self._bytes_per_value_byte()
         beside = sum(note.num_bytes * (gradients + states / note.num_owners) for note in trained)
@@ -331,10 +394,14 @@ class Migrator:
         change: _Change,
         notes: Mapping[int, Sequence[TensorNote]],
         arrived: Mapping[int, nn.Module | None],
-    ) -> tuple[list[int], float]:
-        """Swap layers, and bring every tensor to its rank: bytes that each rank sent, and seconds of the exchange."""
+    ) -> tuple[list[int], list[int], float]:
+        """Swap layers, and bring every tensor to its rank: bytes that each rank sent, which of them training waited
+        for, and the seconds in which it did."""
         layers, optimizer, seat = self._layers, self._optimizer, self._seat
         is_concerned = change.concerns_this_stage
+        begun = time.perf_counter()
+        there = frozenset[str]() if self._ahead is None else self._ahead.arrive()
+        waited_s = time.perf_counter() - begun
         holdings = Holdings(layers, optimizer, seat.suffix) if is_concerned else None
         follows = [part.leave([layers.prefix(item) for item in change.leaving]) for part in self._learned]
         unlink_full_access(optimizer)
@@ -344,20 +411,54 @@ class Migrator:
         wishes = None
         if is_concerned:
             self._rebuild_optimizer(notes, arrived)
-            wishes = Wishes(layers, optimizer, arrived, seat.suffix)
+            wishes = Wishes(layers, optimizer, arrived, seat.suffix, there)
         told = self._control.gather((holdings.held if holdings else [], wishes.wanted if wishes else [], seat.replica))
         held = [t[0] for t in told]
         moves = plan_moves(held, [t[1] for t in told], [t[2] for t in told])
-        begun = time.perf_counter()
         own: Sequence[Tensor] = holdings.tensors if holdings else ()
-        rounds = ([t for m in r if (t := transfer(m, held, own, wishes, seat.rank))] for r in in_rounds(moves))
-        goes_on = partial(WATCH.doing, "moving layers", EVERYONE)
-        carry_out(rounds, self._device, progress=goes_on)
-        transfer_s = time.perf_counter() - begun
-        if wishes is not None:
+
+        def rounds(moves: Iterable[Move]) -> Iterator[list[Transfer]]:
+            for one in in_rounds(moves):
+                yield [t for move in one if (t := transfer(move, held, own, wishes, seat.rank))]
+
+        begun = time.perf_counter()
+        at_once = [move for move in moves if not self._may_move_beside or held[move.source][move.held].kind == VALUE]
+        carry_out(rounds(at_once), self._device, progress=_goes_on)
+        transfer_s = waited_s + time.perf_counter() - begun
+        if self._may_move_beside:
+            later = [move for move in moves if held[move.source][move.held].kind != VALUE]
+            self._follow(list(rounds(later)), wishes)
+        elif wishes is not None:
             wishes.settle(optimizer)
         link_full_access(optimizer)
-        return sent_bytes(moves, len(told)), transfer_s
+        sent, ahead = sent_bytes(moves, len(told)), [0] * len(told) if self._ahead is None else self._ahead.sent
+        return [sum(each) for each in zip(sent, ahead, strict=True)], sent_bytes(at_once, len(told)), transfer_s
+
+    @property
+    def _may_move_beside(self) -> bool:
+        """Whether some of what moves may do so beside steps."""
+        return self._device.type == "cpu" and self._optimizer.updates is None
+
+    def _follow(self, rounds: Sequence[Sequence[Transfer]], wishes: Wishes | None) -> None:
+        """Have masters and states come beside the next step, whose update is the first to look at them."""
+        group = self._group()
+        if not any(rounds):
+            return
+        beside, optimizer = ExchangeBeside(rounds, self._device, group), self._optimizer
+
+        def arrive() -> None:
+            with self._half_way("layers were being moved"), WATCH.waiting("moving states of layers", EVERYONE):
+                beside.wait(progress=partial(WATCH.doing, "moving states of layers", EVERYONE))
+                if wishes is not None:
+                    wishes.settle(optimizer)
+
+        optimizer.expect_states(arrive)
+
+    def _group(self) -> dist.ProcessGroup:
+        """For what moves beside steps. Collective the first time."""
+        if self._made_group is None:
+            self._made_group = gloo_group(timeout=TIMEOUT)
+        return self._made_group
 
     def _rebuild_optimizer(
         self, notes: Mapping[int, Sequence[TensorNote]], arrived: Mapping[int, nn.Module | None]
@@ -391,6 +492,10 @@ class _Change:
     @property
     def concerns_this_stage(self) -> bool:
         return bool(self.leaving or self.arriving)
+
+
+def _goes_on() -> None:
+    WATCH.doing("moving layers", EVERYONE)
 
 
 def _shown(parts: Sequence[int]) -> str:

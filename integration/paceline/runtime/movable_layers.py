@@ -44,6 +44,11 @@ class TensorNote:
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no step changes it."""
+        return self.is_parameter and self.group is None
+
 
 class Layers(ABC):
     """The items of one rank's stages."""

@@ -42,6 +42,9 @@ class MovesLayers(Protocol):
     def migrations(self) -> Sequence[Migration]:
         """Figures of the last ones."""
 
+    def prepare_repartition(self, parts: Sequence[int]) -> bool:
+        """Send ahead what can be of the layers that a repartition after the next step moves, if it pays. Collective."""
+
     def repartition(self, parts: Sequence[int]) -> object:
         """Have the stages hold the items that ``parts`` says. Collective."""
 
@@ -121,6 +124,15 @@ class PartitionActuator:
         change = PartitionChange(found.parts, found.candidate) if found.decision.switch else None
         return Proposal(change, partial(self._record, found))
 
+    def prepare(self, change: PartitionChange) -> bool:
+        """Begin to send layers, if much of them can be sent before they move."""
+        try:
+            return self._pipeline.prepare_repartition(change.parts)
+        except Exception as error:
+            if not is_shared(error):
+                raise
+            return False  # moving them will say so again
+
     def apply(self, change: PartitionChange) -> bool:
         """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""
         if self._measurements.guesses:
@@ -150,7 +162,7 @@ class PartitionActuator:
         costs, migrations = self._measurements.costs, self._pipeline.migrations
         if not costs.items:
             return None
-        sent = [m["most_bytes"] / m["transfer_s"] for m in migrations if m["most_bytes"] > MUCH]
+        sent = [m["paused_bytes"] / m["transfer_s"] for m in migrations if m["paused_bytes"] > MUCH]
         return PartitionArguments(
             layout=costs.layout(self._layers.cuts(), self._memory_bytes),
             measured=self._schedules.measured(),

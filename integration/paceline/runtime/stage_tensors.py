@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 
 import torch
@@ -49,10 +49,18 @@ class Wishes:
 
     States of the optimizer get memory of their own when their first elements come; what already lies here as it is
     wanted stays there.
+
+    Args:
+        there: names of values that have come before.
     """
 
     def __init__(
-        self, layers: Layers, optimizer: ShardedOptimizer, arrived: Mapping[int, nn.Module | None], suffix: Suffix
+        self,
+        layers: Layers,
+        optimizer: ShardedOptimizer,
+        arrived: Mapping[int, nn.Module | None],
+        suffix: Suffix,
+        there: Collection[str] = (),
     ) -> None:
         self.wanted: list[Wanted] = []
         self._targets: list[Tensor | Owned] = []
@@ -60,8 +68,10 @@ class Wishes:
         self._numbers: set[tuple[int, str]] = set()
         for item, layer in arrived.items():
             for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
-                self.wanted.append(Wanted(layers.prefix(item) + name + suffix(tensor), 0, tensor.numel(), VALUE))
-                self._targets.append(tensor.detach())
+                whole_name = layers.prefix(item) + name + suffix(tensor)
+                if whole_name not in there:
+                    self.wanted.append(Wanted(whole_name, 0, tensor.numel(), VALUE))
+                    self._targets.append(tensor.detach())
         for owned in optimizer.owned:
             self.wanted.append(Wanted(owned.name + suffix(owned.parameter), *elements_of(owned), None))
             self._targets.append(owned)

@@ -193,6 +193,7 @@ class Pipe(Job):
         self.current = Candidate(CONFIGURED)
         self.migrations: list[dict[str, Any]] = []
         self.rebuild_s = 0.3
+        self.sends_ahead = False
         self.steps: list[StepTimes] = []
         self.log: list[tuple[int, str, Any]] = []
 
@@ -226,13 +227,19 @@ class Pipe(Job):
         self._note("schedule", candidate)
         self.current = candidate
 
+    def prepare_repartition(self, parts: tuple[int, ...]) -> bool:
+        self._note("prepare", parts)
+        if error := self.refuse(parts):
+            raise error
+        return self.sends_ahead
+
     def repartition(self, parts: tuple[int, ...]) -> None:
         self._note("move", parts)
         if error := self.refuse(parts):
             raise error
         assert parts != self.parts, "nothing to move"
         self.parts = parts
-        self.migrations.append({"rebuild_s": self.rebuild_s, "most_bytes": 0, "transfer_s": 0.0})
+        self.migrations.append({"rebuild_s": self.rebuild_s, "paused_bytes": 0, "transfer_s": 0.0})
 
     def train(self, controller: Controller, steps: int) -> None:
         for _ in range(steps):
@@ -463,6 +470,34 @@ def test_another_process_finds_the_same_partition_one_step_later(monkeypatch: py
     assert moves_aside[0][0] == moves[0][0], "the first one is made at once"
     assert moves_aside[1][0] == moves[1][0] + 1
     assert steps_aside == [step + (step > steps[0]) for step in steps]
+
+
+def test_layers_that_are_sent_ahead_move_one_step_later_together_with_the_schedule_for_them() -> None:
+    found = []
+    for sends_ahead in (False, True):
+        pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.4)
+        pipe.sends_ahead = sends_ahead
+        controller = follow(pipe, ADAPTIVE)
+        pipe.train(controller, 14)
+        assert [step for step, _ in pipe.noted("prepare")] == [6]
+        found.append((pipe.noted("move"), pipe.noted("schedule")[-1], controller.decisions))
+    (moved, schedule, decided), (moved_later, schedule_later, decided_later) = found
+    assert [(step + 1, parts) for step, parts in moved] == moved_later
+    assert (schedule[0] + 1, schedule[1]) == schedule_later
+    whole = ("what", "from", "to", "predicted_best_s", "switched", "migration")
+    assert [{k: d.get(k) for k in whole} for d in decided] == [{k: d.get(k) for k in whole} for d in decided_later]
+
+
+def test_a_run_that_is_resumed_forgets_what_it_was_about_to_do() -> None:
+    pipe = Pipe((4.0, 2.0, 1.0))
+    pipe.sends_ahead = True
+    controller = follow(pipe)
+    while not pipe.noted("prepare"):
+        pipe.train(controller, 1)
+    controller.go_on(pipe.global_steps)
+    pipe.sends_ahead = False
+    pipe.train(controller, 1)
+    assert [step for step, _ in pipe.noted("move")] == [step for step, _ in pipe.noted("prepare")][1:]
 
 
 def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions() -> None:

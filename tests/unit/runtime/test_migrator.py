@@ -190,7 +190,8 @@ def test_layers_move_with_their_states_and_train_on_as_if_they_had_stayed() -> N
         assert (events, figures) == ([], [])
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in state)
-        assert moved_events == ["enter", "after", "leave"] * 3
+        # States are waited for at the end of the next step.
+        assert moved_events == ["enter", "after", "leave", "enter", "leave"] * 3
         assert (
             {"0.weight", "1.weight", "2.weight", "3.weight"}
             >= estimates.keys()
@@ -200,6 +201,7 @@ def test_layers_move_with_their_states_and_train_on_as_if_they_had_stayed() -> N
         assert (first["step"], first["from"], first["to"]) == (7, OLD, NEW)
         # Weight and bias, two moments of each element, and a step count of each.
         assert first["bytes"] == first["most_bytes"] == 4 * (3 * 4 * (WIDTH + 1) + 2)
+        assert first["paused_bytes"] == 4 * 4 * (WIDTH + 1)
         assert first["transfer_s"] > 0
         assert first["rebuild_s"] > 0
 

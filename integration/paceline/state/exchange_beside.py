@@ -1,0 +1,65 @@
+"""An exchange of tensors that goes on beside a rank's steps, until somebody needs what it brings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any
+
+import torch
+
+from .exchange import Transfer, carry_out
+
+LOOK_S = 0.5
+"""Between two looks at how far an exchange has come, while somebody waits for it."""
+
+
+class ExchangeBeside:
+    """Carries out rounds of transfers on a thread.
+
+    Nobody may write to the tensors that leave, or look at the places, before :meth:`wait` has returned.
+
+    Args:
+        rounds: transfers from and to this rank, as :func:`~.exchange.carry_out` takes them.
+        group: that carries them, and nothing else until they are done.
+    """
+
+    def __init__(self, rounds: Sequence[Sequence[Transfer]], device: torch.device, group: Any) -> None:
+        self.seconds = 0.0
+        """What it took, once it is done."""
+        self._rounds, self._device, self._group = rounds, device, group
+        self._num_messages = 0
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name="paceline-exchange", daemon=True)
+        self._thread.start()
+
+    def wait(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Return when everything has arrived and been sent.
+
+        Args:
+            progress: called after messages.
+
+        Raises:
+            RuntimeError: a connection was lost.
+        """
+        seen = 0
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+            if self._num_messages != seen:
+                seen = self._num_messages
+                progress()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        begun = time.perf_counter()
+        try:
+            carry_out(self._rounds, self._device, group=self._group, progress=self._note)
+        except BaseException as error:
+            self._error = error
+        self._rounds = ()
+        self.seconds = time.perf_counter() - begun
+
+    def _note(self) -> None:
+        self._num_messages += 1
