@@ -262,6 +262,7 @@ def moves(what: str, where: str, root: str) -> None:
     import deepspeed
 
     from paceline.runtime import migration
+    from paceline.state import exchange_beside
     from paceline.supervise.lifetime import end_process
     from paceline.supervise.watch import WATCH
 
@@ -275,6 +276,8 @@ def moves(what: str, where: str, root: str) -> None:
 
         if where == "exchange":
             migration.carry_out = has_an_accident
+        elif where == "beside":  # masters and states, on a thread
+            exchange_beside.carry_out = has_an_accident
         else:
             engine.layers.make = has_an_accident
     try:
@@ -300,6 +303,9 @@ MOVING = {
     ("is stopped", "exchange"): r"rank 1 is gone \(nothing heard for \d+ s: stopped, or.*at step 2, moving layers",
     ("raises", "exchange"): r"rank 1 failed at step 2, moving layers: MemoryError: no more of it",
     ("spins", "exchange"): r"all ranks wait for each other, the limit is 3 s: .*at step 2, moving layers",
+    ("is killed", "beside"): r"rank 1 is gone \(its process ended without a word\).*at step 2, ",
+    ("raises", "beside"): r"rank 1 failed at step 2, .*: MemoryError: no more of it",
+    ("spins", "beside"): r"all ranks wait for each other, the limit is 3 s: .*at step 2, moving states of layers",
     ("spins", "make"): r"rank 1 hangs at step 2, making layers that come: \d s in accident \(accidents.py:\d+\); the ",
 }
 
@@ -328,7 +334,8 @@ def test_an_accident_while_layers_move_ends_all_and_is_told_once(
     assert ended.left == []
 
 
-def test_a_job_that_lost_a_rank_while_layers_moved_resumes(jobs_with_accidents: Any) -> None:
-    job, root = jobs_with_accidents["is killed", "exchange"]
+@pytest.mark.parametrize("where", ["exchange", "beside"])
+def test_a_job_that_lost_a_rank_while_layers_moved_resumes(where: str, jobs_with_accidents: Any) -> None:
+    job, root = jobs_with_accidents["is killed", where]
     job.end()
     assert run_ranks(goes_on, 2, str(root))[0] == run_ranks(goes_on, 2, None)[0][2:]

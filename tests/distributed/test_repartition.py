@@ -38,10 +38,9 @@ LATENCY_S = 0.03
 """That ranks are told their links have: much to gain by another order than 1F1B."""
 
 
-def emulation_of(speeds: Sequence[float], num_layers: int, **more: Any) -> Emulation:
-    return Emulation.of(
-        len(speeds), [WORK_S], [WORK_S], 64, 8, num_layers=num_layers, speeds=speeds, optimizer="Adam", **more
-    )
+def emulation_of(speeds: Sequence[float], num_layers: int, message_bytes: int = 64, **more: Any) -> Emulation:
+    of_layers = [WORK_S], [WORK_S], message_bytes, 8
+    return Emulation.of(len(speeds), *of_layers, num_layers=num_layers, speeds=speeds, optimizer="Adam", **more)
 
 
 class Warnings(logging.Handler):
@@ -85,6 +84,7 @@ def run(
     report: dict[str, Any] | None = None,
     folder: Path | None = None,
     latency_s: float | None = None,
+    freezes: bool = False,
 ) -> dict[str, Any]:
     """A run on this rank: what it lost, where the layers lay in every step, what the controller decided."""
     import deepspeed
@@ -108,7 +108,10 @@ def run(
     module = PipelineModule(
         layers_of(emulation, tied), num_stages=emulation.num_ranks, loss_fn=loss, partition_method=method
     )
-    engine, *_ = paceline.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not (freezes and name.endswith("ballast")))
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine, *_ = paceline.initialize(model=module, model_parameters=trained, config=config)
     if folder is not None:
         engine.run_dir = folder
     if latency_s is not None:
@@ -137,7 +140,7 @@ def online(every: int = EVERY, **more: Any) -> dict[str, Any]:
 
 def run_both(speeds: Sequence[float], num_layers: int, steps: int, section: dict[str, Any], **more: Any) -> Any:
     """A run that follows its devices, and the same computation on one partition, where nobody sleeps."""
-    options = {key: more.pop(key) for key in ("speed_changes", "layer_bytes") if key in more}
+    options = {key: more.pop(key) for key in ("speed_changes", "layer_bytes", "message_bytes") if key in more}
     followed = run(emulation_of(speeds, num_layers, **options), steps, section, **more)
     tied = {"tied": more["tied"]} if "tied" in more else {}
     fixed = run(emulation_of([AT_ONCE] * len(speeds), num_layers), steps, {"partition": "uniform"}, **tied)
@@ -171,6 +174,19 @@ def test_uneven_devices_get_the_layers_that_suit_them(speeds: tuple[float, ...],
     assert first["migration"] == followed["migrations"][0]
     assert first["predicted_now_s"] > 0.9 * step_s(emulation, uniform), "a busy machine takes longer"
     assert all(rank["decisions"] == [] for rank, _ in ranks[1:])
+
+
+def test_what_is_frozen_comes_before_its_layer() -> None:
+    """Its layer moves a step after that was decided, and training waits for little."""
+    large = {"layer_bytes": 1 << 20, "message_bytes": 1 << 18}
+    ranks = run_ranks(run_both, 2, (3.0, 1.0), 8, 9, online(), freezes=True, **large)
+    check_same(ranks)
+    followed = ranks[0][0]
+    assert followed["parts"][:5] == [(0, 4, 8)] * 5
+    first, moved = followed["decisions"][0], followed["migrations"][0]
+    assert (first["step"], first["switched"], first["migration"]) == (5, True, moved)
+    assert moved["bytes"] > 1 << 20
+    assert moved["paused_bytes"] < 1 << 12
 
 
 def test_layers_leave_a_device_that_slows_down_and_come_back() -> None:
