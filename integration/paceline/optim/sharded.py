@@ -138,6 +138,12 @@ class ShardedOptimizer(ZeROOptimizer):
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
+    @property
+    def may_wait_for_states(self) -> bool:
+        """Whether masters and states may come here beside a step: not where updates are made beside it, and not yet on
+        GPUs, where it was never tried."""
+        return self.layout.device.type == "cpu" and self.updates is None
+
     def expect_states(self, arrive: Callable[[], None]) -> None:
         """Masters and states are still on their way here: call ``arrive`` before anybody looks at them again.
 

@@ -124,7 +124,7 @@ class _Search:
         # Another schedule for the layers as they lie is a matter of the other rule.
         if parts == layout.parts or best_s > now_s * (1 - LEAST_GAIN):
             parts, best, best_s = layout.parts, running, now_s
-        decision = asked.rule.consider(now_s, best_s, self._switch_s(parts), asked.steps)
+        decision = asked.rule.consider(now_s, best_s, self._switch_s(parts, now_s), asked.steps)
         most_bytes = max(layout.sent_bytes(parts))
         return FoundPartition(
             *(layout.parts, parts, best, decision, most_bytes, asked.rule, self._num_made, self._over())
@@ -178,14 +178,18 @@ class _Search:
                 if self._layout.fits(measured, parts, self._live(other)):
                     yield other
 
-    def _switch_s(self, parts: Parts) -> float:
+    def _switch_s(self, parts: Parts, now_s: float) -> float:
         """Seconds of moving layers, by what the last moves took; without a flush, also of finishing the steps that are
         under way and of filling the pipeline again."""
         asked, running = self._asked, self._schedules.running
         costs = asked.measured.costs[running.micro_batch_size]
         order = self._order(running)
         drain_s = drained_s(order, costs) if isinstance(order, Stream) else 0.0
-        return drain_s + self._layout.migration_s(costs, parts, asked.rebuild_s, asked.sent_per_s)
+        num_micro_batches = whole_schedule(order).num_micro_batches
+        links = zip(costs.message_bytes, costs.down, costs.up, strict=True)
+        busy_s = max((num_micro_batches * (n / d.bytes_per_s + n / u.bytes_per_s) for n, d, u in links), default=0.0)
+        idle_s = max(0.0, now_s - busy_s)
+        return drain_s + self._layout.migration_s(costs, parts, asked.rebuild_s, asked.sent_per_s, idle_s)
 
     def _search(self, candidate: Candidate, known: Parts | None = None) -> tuple[Parts, float]:
         num_actions = actions_of(self._order(candidate))

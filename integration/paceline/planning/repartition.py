@@ -60,6 +60,7 @@ class Layout:
         limit_bytes: of each device, for states and live micro-batches together.
         state_bytes: of each device, for each parameter there.
         moved_bytes: what goes with a parameter that changes its device: value, master, states.
+        paused_bytes: those of them that training waits for; None: all. The others move beside steps.
         routes: device of each stage, one route a direction; empty: stage s is on device s.
     """
 
@@ -69,6 +70,7 @@ class Layout:
     limit_bytes: tuple[float, ...]
     state_bytes: tuple[float, ...]
     moved_bytes: float = 0.0
+    paused_bytes: float | None = None
     routes: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -171,12 +173,18 @@ class Layout:
         return flows
 
     def migration_s(
-        self, now: Costs, parts: Sequence[int], rebuild_s: float, earlier_bytes_per_s: float | None = None
+        self,
+        now: Costs,
+        parts: Sequence[int],
+        rebuild_s: float,
+        earlier_bytes_per_s: float | None = None,
+        idle_s: float = 0.0,
     ) -> float:
-        """Seconds that moving the items would take.
+        """Seconds that moving the items would take from training.
 
         Args:
             rebuild_s: all that is not sending.
+            idle_s: of a step, in which links have nothing to do: what moves beside it costs nothing for so long.
             earlier_bytes_per_s: at which items moved before. Small messages take as long as they do for other reasons
                 than the link: then the faster of the two rates counts.
         """
@@ -200,7 +208,9 @@ class Layout:
         inside = median([rate for rate in links if rate < inf] or [inf])
         taken = [seconds(num_bytes, egress[host]) for host, num_bytes in leaving.items()]
         taken += [seconds(num_bytes, inside) for num_bytes in within.values()]
-        return rebuild_s + max(taken, default=0.0)
+        whole_s = max(taken, default=0.0)
+        share = 1.0 if self.paused_bytes is None or not self.moved_bytes else self.paused_bytes / self.moved_bytes
+        return rebuild_s + share * whole_s + max(0.0, (1 - share) * whole_s - idle_s)
 
     def best(
         self,

@@ -76,6 +76,8 @@ class MeasuredCosts:
     """Bytes for each parameter, one number a device."""
     moved_bytes: float = 0.0
     """Bytes that go with a parameter to another device."""
+    paused_bytes: float = 0.0
+    """Those that training waits for."""
     _slowness: Speeds | None = None
     """Seconds of each cell for its work, followed over the intervals."""
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
@@ -133,6 +135,7 @@ class MeasuredCosts:
         by_device = [[r for r in everywhere if r.device == device] for device in range(self.num_devices)]
         self.state_bytes = [max(r.state_bytes for r in own) for own in by_device]
         self.moved_bytes = max(r.moved_bytes for r in everywhere)
+        self.paused_bytes = max(r.paused_bytes for r in everywhere)
         self.room_bytes = [min(r.room_bytes for r in own) for own in by_device]
         self._take_memory(everywhere)
         self._latency_s = {}
@@ -277,6 +280,7 @@ class MeasuredCosts:
         return Layout(
             *(self.items, self.parts, tuple(cuts), tuple(limits), tuple(self.state_bytes)),
             moved_bytes=self.moved_bytes,
+            paused_bytes=self.paused_bytes,
             routes=tuple(tuple(route) for route in self.routes),
         )
 

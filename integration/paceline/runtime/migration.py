@@ -179,7 +179,7 @@ class Migrator:
             ValueError: as from :meth:`migrate`.
         """
         self._forget_ahead()
-        if not self._may_move_beside:
+        if not self._optimizer.may_wait_for_states:
             return False
         self._optimizer.settle_states()
         WATCH.doing("preparing to move layers", EVERYONE)
@@ -422,10 +422,11 @@ class Migrator:
                 yield [t for move in one if (t := transfer(move, held, own, wishes, seat.rank))]
 
         begun = time.perf_counter()
-        at_once = [move for move in moves if not self._may_move_beside or held[move.source][move.held].kind == VALUE]
+        is_beside = optimizer.may_wait_for_states
+        at_once = [move for move in moves if not is_beside or held[move.source][move.held].kind == VALUE]
         carry_out(rounds(at_once), self._device, progress=_goes_on)
         transfer_s = waited_s + time.perf_counter() - begun
-        if self._may_move_beside:
+        if is_beside:
             later = [move for move in moves if held[move.source][move.held].kind != VALUE]
             self._follow(list(rounds(later)), wishes)
         elif wishes is not None:
@@ -433,11 +434,6 @@ class Migrator:
         link_full_access(optimizer)
         sent, ahead = sent_bytes(moves, len(told)), [0] * len(told) if self._ahead is None else self._ahead.sent
         return [sum(each) for each in zip(sent, ahead, strict=True)], sent_bytes(at_once, len(told)), transfer_s
-
-    @property
-    def _may_move_beside(self) -> bool:
-        """Whether some of what moves may do so beside steps."""
-        return self._device.type == "cpu" and self._optimizer.updates is None
 
     def _follow(self, rounds: Sequence[Sequence[Transfer]], wishes: Wishes | None) -> None:
         """Have masters and states come beside the next step, whose update is the first to look at them."""

@@ -80,6 +80,8 @@ class Report:
     """Bytes of each parameter on this rank: value, gradient, master, states."""
     moved_bytes: float = 0.0
     """Those of them that go with a parameter to another stage."""
+    paused_bytes: float = 0.0
+    """Those of these that training waits for; see :mod:`.migration`."""
     deferred_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
     """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps."""
     uneven_s: dict[int, Uneven] | None = field(default_factory=dict)
@@ -186,7 +188,7 @@ class ReportGatherer:
         """
         if len(self.clocks) < COMPARISONS or not self._is_one_machine:
             self.clocks.append(compare_clocks(self._control, self._links.ranks, is_ring(self._links.routes)))
-        state_bytes, moved_bytes = bytes_per_parameter(self._module, self._optimizer)
+        state_bytes, moved_bytes, paused_bytes = bytes_per_parameter(self._module, self._optimizer)
         if memory_bytes is None:
             memory_bytes = room_bytes(self._device, ranks_sharing(self._device))
         report = Report(
@@ -203,6 +205,7 @@ class ReportGatherer:
             layers=dict(layers or {}),
             state_bytes=state_bytes,
             moved_bytes=moved_bytes,
+            paused_bytes=paused_bytes,
             uneven_s=None if uneven_s is None else dict(uneven_s),
         )
         reports: list[Report] = self._control.gather_at_first(report)
@@ -230,21 +233,25 @@ class ReportGatherer:
         return records
 
 
-def bytes_per_parameter(module: nn.Module, optimizer: object) -> tuple[float, float]:
+def bytes_per_parameter(module: nn.Module, optimizer: object) -> tuple[float, float, float]:
     """Bytes that each parameter takes on this rank, with all that belongs to it.
 
     Returns:
-        All of it, and what goes along when the parameter moves to another rank: all but its gradient.
+        All of it; what goes along when the parameter moves to another rank: all but its gradient; and what training
+        waits for then.
     """
     parameters = list(module.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     if not count:
-        return 0.0, 0.0
-    own, gradients = (
-        (optimizer.num_bytes(), optimizer.gradients.num_bytes()) if isinstance(optimizer, ShardedOptimizer) else (0, 0)
-    )
-    whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters) + own
-    return whole / count, (whole - gradients) / count
+        return 0.0, 0.0, 0.0
+    values = sum(parameter.nbytes for parameter in parameters)
+    if not isinstance(optimizer, ShardedOptimizer):
+        return values / count, values / count, values / count
+    whole = values + optimizer.num_bytes()
+    moved = whole - optimizer.gradients.num_bytes()
+    is_beside = optimizer.may_wait_for_states
+    trained = sum(parameter.nbytes for parameter in parameters if optimizer.layout.trains(parameter))
+    return whole / count, moved / count, (trained if is_beside else moved) / count
 
 
 class Seen(NamedTuple):

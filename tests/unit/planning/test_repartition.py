@@ -158,6 +158,11 @@ def test_a_migration_takes_as_long_as_the_host_that_sends_longest() -> None:
     assert plan.migration_s(now, (0, 1, 3, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 24.0
     large = replace(now, message_bytes=(5.0, float(LARGE)))
     assert plan.migration_s(large, (0, 2, 5, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 120.0
+    # A third of it is waited for; the rest moves beside steps, whose links have time for some of it.
+    beside = replace(plan, paused_bytes=plan.moved_bytes / 3)
+    assert beside.migration_s(now, (0, 2, 5, 6), 0.5) == pytest.approx(0.5 + 120.0)
+    assert beside.migration_s(now, (0, 2, 5, 6), 0.5, idle_s=30.0) == pytest.approx(0.5 + 40.0 + 50.0)
+    assert beside.migration_s(now, (0, 2, 5, 6), 0.5, idle_s=100.0) == pytest.approx(0.5 + 40.0)
     unknown = costs_of(plan, (1, 1, 1))
     assert plan.migration_s(unknown, (0, 1, 3, 6), 0.5) == 0.5
     assert plan.migration_s(unknown, (0, 1, 3, 6), 0.5, earlier_bytes_per_s=50.0) == 0.5 + 24.0
