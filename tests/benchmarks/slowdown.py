@@ -1,8 +1,8 @@
 """Devices that change their speed: how soon our engine is at the new optimum, what that costs, and when it stays put.
 
-    python tests/benchmarks/slowdown.py [--runs slowdown noise unsteady heavy] [--repartition-every 8]
+    python tests/benchmarks/slowdown.py [--runs slowdown noise unsteady heavy frozen] [--repartition-every 8]
 
-Needs root (tests/lab). Four runs, all of layers that sleep for their work by the speed of their device now:
+Needs root (tests/lab). Five runs, all of layers that sleep for their work by the speed of their device now:
 
 * ``slowdown``: one device falls to a part of its speed and recovers. Beside our engine, ``online``, run DeepSpeed's
   and, for every phase, the best partition of all by simulation, which says what a step could take.
@@ -10,6 +10,10 @@ Needs root (tests/lab). Four runs, all of layers that sleep for their work by th
 * ``unsteady``: every device has another speed in every step, within the same share.
 * ``heavy``: large layers, slow links, a device that gets a little slower: moving layers does not pay within a period,
   but it does over the run.
+* ``frozen``: the same with large layers whose weights are frozen, as with LoRA.
+
+``waited_share`` of a migration is the time that training waited for its bytes, by what the busiest host's take at the
+link's rate.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,12 +134,13 @@ def unsteady(args: argparse.Namespace, emulation: Emulation) -> dict[str, Any]:
     return _steady(args, replace(emulation, speed_changes=tuple(changes)))
 
 
-def heavy(args: argparse.Namespace, emulation: Emulation) -> dict[str, Any]:
+def heavy(args: argparse.Namespace, emulation: Emulation, *, is_frozen: bool = False) -> dict[str, Any]:
     """A migration that pays over the run and not within a period."""
     period = args.repartition_every
     slow_at, end = period // 2 + 1, (4 * args.periods + 1) * period
     change = SpeedChange(slow_at, args.rank, args.heavy_slow * args.speeds[args.rank])
-    emulation = replace(emulation, layer_bytes=args.heavy_layer_kib * 1024, speed_changes=(change,))
+    layer_bytes = args.heavy_layer_kib * 1024
+    emulation = replace(emulation, layer_bytes=layer_bytes, is_frozen=is_frozen, speed_changes=(change,))
     with Hosts(emulation.num_ranks, mbit=args.heavy_mbit) as hosts:
         records = _run(hosts, [f"online={online(period)}"], emulation, end)
         bytes_per_s = _bytes_per_s(hosts, args.heavy_mbit)
@@ -167,6 +173,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, Emulation], dict[str, Any]]] = {
     "noise": noise,
     "unsteady": unsteady,
     "heavy": heavy,
+    "frozen": partial(heavy, is_frozen=True),
 }
 
 
@@ -227,7 +234,9 @@ def _migrations(records: list[dict[str, Any]], bytes_per_s: float) -> list[dict[
     for record in records:
         if move := record.get("migration"):
             limit_s = PAUSE_FACTOR * move["most_bytes"] / bytes_per_s + move["rebuild_s"]
-            found.append({**move, "limit_s": round(limit_s, 4), "within_limit": move["seconds"] <= limit_s})
+            waited = (move["seconds"] - move["rebuild_s"]) / (move["most_bytes"] / bytes_per_s)
+            limits = {"limit_s": round(limit_s, 4), "within_limit": move["seconds"] <= limit_s}
+            found.append({**move, **limits, "waited_share": round(waited, 4)})
     return found
 
 

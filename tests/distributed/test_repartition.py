@@ -84,7 +84,6 @@ def run(
     report: dict[str, Any] | None = None,
     folder: Path | None = None,
     latency_s: float | None = None,
-    freezes: bool = False,
 ) -> dict[str, Any]:
     """A run on this rank: what it lost, where the layers lay in every step, what the controller decided."""
     import deepspeed
@@ -108,8 +107,6 @@ def run(
     module = PipelineModule(
         layers_of(emulation, tied), num_stages=emulation.num_ranks, loss_fn=loss, partition_method=method
     )
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not (freezes and name.endswith("ballast")))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     engine, *_ = paceline.initialize(model=module, model_parameters=trained, config=config)
     if folder is not None:
@@ -140,7 +137,8 @@ def online(every: int = EVERY, **more: Any) -> dict[str, Any]:
 
 def run_both(speeds: Sequence[float], num_layers: int, steps: int, section: dict[str, Any], **more: Any) -> Any:
     """A run that follows its devices, and the same computation on one partition, where nobody sleeps."""
-    options = {key: more.pop(key) for key in ("speed_changes", "layer_bytes", "message_bytes") if key in more}
+    of_emulation = ("speed_changes", "layer_bytes", "is_frozen", "message_bytes")
+    options = {key: more.pop(key) for key in of_emulation if key in more}
     followed = run(emulation_of(speeds, num_layers, **options), steps, section, **more)
     tied = {"tied": more["tied"]} if "tied" in more else {}
     fixed = run(emulation_of([AT_ONCE] * len(speeds), num_layers), steps, {"partition": "uniform"}, **tied)
@@ -178,8 +176,8 @@ def test_uneven_devices_get_the_layers_that_suit_them(speeds: tuple[float, ...],
 
 def test_what_is_frozen_comes_before_its_layer() -> None:
     """Its layer moves a step after that was decided, and training waits for little."""
-    large = {"layer_bytes": 1 << 20, "message_bytes": 1 << 18}
-    ranks = run_ranks(run_both, 2, (3.0, 1.0), 8, 9, online(), freezes=True, **large)
+    large = {"layer_bytes": 1 << 20, "is_frozen": True, "message_bytes": 1 << 18}
+    ranks = run_ranks(run_both, 2, (3.0, 1.0), 8, 9, online(), **large)
     check_same(ranks)
     followed = ranks[0][0]
     assert followed["parts"][:5] == [(0, 4, 8)] * 5

@@ -123,6 +123,10 @@ def section_of(name: str) -> dict[str, Any]:
     raise ValueError(f"no contestant {name}: it must be one of {', '.join(NAMES)}, or LABEL={{JSON of ours}}")
 
 
+def _trained(net: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+
 def _config(emulation: Emulation, section: dict[str, Any] | None = None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -142,7 +146,7 @@ def _stock(method: str, emulation: Emulation) -> Step:
     net = PipelineModule(
         layers=_layers(emulation), num_stages=emulation.num_ranks, loss_fn=loss, partition_method=method
     )
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=_config(emulation))
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=_trained(net), config=_config(emulation))
     return _deepspeed_step(engine, emulation)
 
 
@@ -155,7 +159,7 @@ def _dualpipev(emulation: Emulation) -> Step:
         loss_fn=loss,
         partition_method="uniform",
     )
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=_config(emulation))
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=_trained(net), config=_config(emulation))
     return _deepspeed_step(engine, emulation)
 
 
@@ -176,9 +180,7 @@ def _engine(emulation: Emulation, section: dict[str, Any]) -> Any:
         partition_method=method,
         routes=None if route is None else [route],
     )
-    engine, *_ = paceline.initialize(
-        model=net, model_parameters=list(net.parameters()), config=_config(emulation, section)
-    )
+    engine, *_ = paceline.initialize(model=net, model_parameters=_trained(net), config=_config(emulation, section))
     return engine
 
 

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--speed-changes", type=json.loads, default=[], help="[[step of a contestant, rank, speed], …]")
     parser.add_argument("--noise", type=float, default=0.0, help="share of each computation's time")
     parser.add_argument("--layer-bytes", type=int, default=0, help="of parameters that only have to be moved")
+    parser.add_argument("--frozen", action="store_true", help="those are not trained")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="SGD")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contestant before the first round")
@@ -82,6 +83,7 @@ def main() -> None:
         speed_changes=tuple(SpeedChange(*change) for change in args.speed_changes),
         noise=args.noise,
         layer_bytes=args.layer_bytes,
+        is_frozen=args.frozen,
         optimizer=args.optimizer,
         weight_s=args.weight_s,
     )

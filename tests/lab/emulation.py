@@ -51,7 +51,8 @@ class Emulation:
         speeds: of the ranks' devices. Empty: a rank a layer, all of speed 1.
         speed_changes: devices that get slower or faster while training goes on; steps count from the first warm-up.
         noise: each computation takes its time times a number drawn between 1 - noise and 1 + noise.
-        layer_bytes: of trained parameters that every layer has besides its weight, and that it computes nothing with.
+        layer_bytes: of parameters that every layer has besides its weight, and that it computes nothing with.
+        is_frozen: whether those are not trained.
         optimizer: one of :data:`OPTIMIZERS`.
         weight_s: the part of each layer's ``backward_s`` in which the gradient of its weight is computed. Empty: half.
     """
@@ -64,6 +65,7 @@ class Emulation:
     speed_changes: tuple[SpeedChange, ...] = ()
     noise: float = 0.0
     layer_bytes: int = 0
+    is_frozen: bool = False
     optimizer: str = "SGD"
     weight_s: tuple[float, ...] = ()
 
@@ -180,10 +182,11 @@ class Emulation:
             made.append((inputs, torch.randn(1, WIDTH, generator=chance)))
         return made
 
-    def layer_arguments(self, index: int, share: int = 1) -> tuple[int, float, float, float, int]:
+    def layer_arguments(self, index: int, share: int = 1) -> tuple[int, float, float, float, int, bool]:
         """Of :class:`EmulatedLayer`, for one of the ``share`` equal parts of a layer."""
         forward_s, backward_s, weight_s = (t[index] / share for t in (self.forward_s, self.backward_s, self.weight_s))
-        return index, forward_s, backward_s - weight_s, weight_s, self.layer_bytes // 4 // share * 4
+        ballast_bytes = self.layer_bytes // 4 // share * 4
+        return index, forward_s, backward_s - weight_s, weight_s, ballast_bytes, self.is_frozen
 
     def layer(self, index: int, share: int = 1) -> EmulatedLayer:
         """A layer, or one of its ``share`` equal parts."""
@@ -204,16 +207,26 @@ class EmulatedLayer(nn.Module):
     Args:
         index: of the layer in the model.
         input_s, weight_s: of the backward, for the gradient of the input and for that of the weight.
-        ballast_bytes: of trained parameters that nothing is computed with.
+        ballast_bytes: of parameters that nothing is computed with.
+        is_frozen: whether those are not trained.
     """
 
-    def __init__(self, index: int, forward_s: float, input_s: float, weight_s: float, ballast_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        index: int,
+        forward_s: float,
+        input_s: float,
+        weight_s: float,
+        ballast_bytes: int = 0,
+        is_frozen: bool = False,
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
         nn.init.eye_(self.linear.weight)
         # A hook of the gradient, which runs whenever it is computed: with the input's or later, by whichever engine.
         self.linear.weight.register_hook(partial(_take_weight_s, index, weight_s))
-        self.ballast = nn.Parameter(torch.zeros(ballast_bytes // 4)) if ballast_bytes else None
+        ballast = torch.zeros(ballast_bytes // 4)
+        self.ballast = nn.Parameter(ballast, requires_grad=not is_frozen) if ballast_bytes else None
         self.work = _Work(index, forward_s, input_s)
         # The first layer of a model computes a gradient of its input too: of what an embedding gives it.
         self.anchor = torch.zeros(1, requires_grad=True)
@@ -276,7 +289,8 @@ class _Leave(torch.autograd.Function):
         DEVICE.begin("backward")
         of_ballast = None
         # Zeros once a step: those of the other micro-batches would only be added up, at a real cost.
-        if ctx.layer.ballast is not None and ctx.layer.is_first_of_step():
+        trains = ctx.layer.ballast is not None and ctx.layer.ballast.requires_grad
+        if trains and ctx.layer.is_first_of_step():
             of_ballast = gradient.new_zeros(1).expand_as(ctx.layer.ballast)
         return gradient, gradient[:, :WIDTH].clone(), of_ballast, None
 

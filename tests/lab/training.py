@@ -64,6 +64,7 @@ def train(
         command += ["--layers", str(emulation.num_layers), "--speeds", *map(str, emulation.speeds)]
         command += ["--speed-changes", json.dumps(emulation.speed_changes), "--noise", str(emulation.noise)]
         command += ["--layer-bytes", str(emulation.layer_bytes), "--optimizer", emulation.optimizer]
+        command += ["--frozen"] if emulation.is_frozen else []
         command += ["--rounds", str(rounds), "--warmup", str(warmup), "--steps", str(steps)]
         if seconds is not None:
             command += ["--seconds", str(seconds)]

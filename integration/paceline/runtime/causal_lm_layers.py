@@ -73,6 +73,10 @@ class CausalLMLayers(Layers):
         anatomy = self.module.anatomy
         return f"{anatomy.trunk}.{anatomy.layers}.{item - 1}."
 
+    def get_ready(self) -> None:
+        if quantisation_of(self.module.stage.model.config) is None:
+            self._pattern()
+
     def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
         module, model = self.module, self.module.stage.model
         anatomy = module.anatomy

@@ -165,6 +165,8 @@ class PacelineEngine(PipelineEngine):
         self._follow_the_cluster()
         self.asynchronous = assembly.make_asynchronous_run(self) if self.plan.schedule.is_asynchronous else None
         self.migrator = assembly.make_migrator(self)
+        if self.migrator is not None and self.num_stages > 1 and self.plan.partition_choice.repartition_every:
+            self.migrator.get_ready()
         self.checkpointer = assembly.make_checkpointer(self)
         self._start_partition()
         if isinstance(self.module, CausalLMPipeline):

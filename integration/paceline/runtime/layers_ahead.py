@@ -61,7 +61,7 @@ class LayersAhead:
         replica: int,
         rank: int,
         device: torch.device,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.before, self.parts, self.arrived, self._gather = list(layers.parts), list(parts), arrived, gather
         own = dict(_frozen_of(layers, {item: layers.get(item) for item in leaving}, notes, suffix))
@@ -92,6 +92,7 @@ class LayersAhead:
             for one in in_rounds(moves)
         ]
         self._exchange = ExchangeBeside(rounds, device, group)
+        self._exchange.start()
 
     def arrive(self) -> frozenset[str]:
         """Wait until all is where it is to be. Collective.

@@ -155,6 +155,11 @@ class Migrator:
         """Carries what moves beside steps; made when layers move for the first time."""
         self._ahead: LayersAhead | None = None
 
+    def get_ready(self) -> None:
+        """Take the time now that the first migration would take more than others. Collective."""
+        self._layers.get_ready()
+        self._group()
+
     def agree(self, parts: Sequence[int]) -> list[int] | None:
         """Check on all ranks that layers can move so that ``parts`` holds; None where nothing is to move.
 
@@ -226,13 +231,16 @@ class Migrator:
             self._forget_ahead()
         notes = self._notes(change)
         arrived = self._make(change, notes, memory_bytes)
+        group = self._group()
         with self._half_way("layers were being moved"):
             WATCH.doing("moving layers", EVERYONE)
-            sent, paused, transfer_s = self._move(change, notes, arrived)
+            sent, paused, transfer_s, later = self._move(change, notes, arrived, group)
             self._after()
             # The end of the slowest is the end of all.
             prepared_s = 0.0 if self._ahead is None else self._ahead.prepared_s
             seconds = self._control.gather((transfer_s, prepared_s + time.perf_counter() - begun))
+            if later is not None:
+                later.start()  # not sooner: what ranks agree on would wait behind it
         self._ahead = None
         migration: Migration = {
             "step": self._step(),
@@ -394,9 +402,10 @@ class Migrator:
         change: _Change,
         notes: Mapping[int, Sequence[TensorNote]],
         arrived: Mapping[int, nn.Module | None],
-    ) -> tuple[list[int], list[int], float]:
-        """Swap layers, and bring every tensor to its rank: bytes that each rank sent, which of them training waited
-        for, and the seconds in which it did."""
+        group: dist.ProcessGroup | None,
+    ) -> tuple[list[int], list[int], float, ExchangeBeside | None]:
+        """Swap layers, and bring values to their ranks: bytes that each rank sends, which of them training waits for,
+        the seconds in which it did, and what brings the rest beside the next step."""
         layers, optimizer, seat = self._layers, self._optimizer, self._seat
         is_concerned = change.concerns_this_stage
         begun = time.perf_counter()
@@ -426,33 +435,28 @@ class Migrator:
         at_once = [move for move in moves if not is_beside or held[move.source][move.held].kind == VALUE]
         carry_out(rounds(at_once), self._device, progress=_goes_on)
         transfer_s = waited_s + time.perf_counter() - begun
+        later = None
         if is_beside:
-            later = [move for move in moves if held[move.source][move.held].kind != VALUE]
-            self._follow(list(rounds(later)), wishes)
+            rest = [move for move in moves if held[move.source][move.held].kind != VALUE]
+            later = ExchangeBeside(list(rounds(rest)), self._device, group)
+            optimizer.expect_states(partial(self._settle, later, wishes))
         elif wishes is not None:
             wishes.settle(optimizer)
         link_full_access(optimizer)
         sent, ahead = sent_bytes(moves, len(told)), [0] * len(told) if self._ahead is None else self._ahead.sent
-        return [sum(each) for each in zip(sent, ahead, strict=True)], sent_bytes(at_once, len(told)), transfer_s
+        whole = [sum(each) for each in zip(sent, ahead, strict=True)]
+        return whole, sent_bytes(at_once, len(told)), transfer_s, later
 
-    def _follow(self, rounds: Sequence[Sequence[Transfer]], wishes: Wishes | None) -> None:
-        """Have masters and states come beside the next step, whose update is the first to look at them."""
-        group = self._group()
-        if not any(rounds):
-            return
-        beside, optimizer = ExchangeBeside(rounds, self._device, group), self._optimizer
+    def _settle(self, exchange: ExchangeBeside, wishes: Wishes | None) -> None:
+        """Wait for masters and states, which somebody is about to look at."""
+        with self._half_way("layers were being moved"), WATCH.waiting("moving states of layers", EVERYONE):
+            exchange.wait(progress=partial(WATCH.doing, "moving states of layers", EVERYONE))
+            if wishes is not None:
+                wishes.settle(self._optimizer)
 
-        def arrive() -> None:
-            with self._half_way("layers were being moved"), WATCH.waiting("moving states of layers", EVERYONE):
-                beside.wait(progress=partial(WATCH.doing, "moving states of layers", EVERYONE))
-                if wishes is not None:
-                    wishes.settle(optimizer)
-
-        optimizer.expect_states(arrive)
-
-    def _group(self) -> dist.ProcessGroup:
-        """For what moves beside steps. Collective the first time."""
-        if self._made_group is None:
+    def _group(self) -> dist.ProcessGroup | None:
+        """For what moves beside steps, where anything does. Collective the first time."""
+        if self._made_group is None and self._optimizer.may_wait_for_states:
             self._made_group = gloo_group(timeout=TIMEOUT)
         return self._made_group
 

@@ -111,6 +111,9 @@ class Layers(ABC):
     def prefix(self, item: int) -> str:
         """Beginning of the names of an item's tensors in state and checkpoints."""
 
+    def get_ready(self) -> None:
+        """Take the time now that the first :meth:`make` would take beside making a layer."""
+
     @abstractmethod
     def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
         """The module of an item that is to come, its tensors not yet filled.

@@ -16,7 +16,7 @@ LOOK_S = 0.5
 
 
 class ExchangeBeside:
-    """Carries out rounds of transfers on a thread.
+    """Carries out rounds of transfers on a thread, from :meth:`start` on.
 
     Nobody may write to the tensors that leave, or look at the places, before :meth:`wait` has returned.
 
@@ -32,6 +32,9 @@ class ExchangeBeside:
         self._num_messages = 0
         self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name="paceline-exchange", daemon=True)
+
+    def start(self) -> None:
+        """Begin. All ranks of the group do so, if not at once."""
         self._thread.start()
 
     def wait(self, progress: Callable[[], None] = lambda: None) -> None:
@@ -41,8 +44,10 @@ class ExchangeBeside:
             progress: called after messages.
 
         Raises:
-            RuntimeError: a connection was lost.
+            RuntimeError: a connection was lost; or it was not started.
         """
+        if self._thread.ident is None:
+            raise RuntimeError("what an exchange brings was asked for before it began.")
         seen = 0
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
