@@ -111,7 +111,7 @@ class Layers(ABC):
     def prefix(self, item: int) -> str:
         """Beginning of the names of an item's tensors in state and checkpoints."""
 
-    def get_ready(self) -> None:
+    def get_ready(self) -> None:  # noqa: B027 (most have nothing to do)
         """Take the time now that the first :meth:`make` would take beside making a layer."""
 
     @abstractmethod
