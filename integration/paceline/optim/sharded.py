@@ -12,6 +12,7 @@ Legend: D data-parallel size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from .task_queue import TaskQueue
 class ShardedOptimizer(ZeROOptimizer):
     """Wraps ``basic``, an optimizer over the model's parameters, whose groups it makes groups of masters.
 
-    It joins the parts of a step, and has the surface that DeepSpeed's engine asks of an optimizer.
+    It joins the parts of a step. Its methods are many, since it has the surface that DeepSpeed asks of an optimizer.
 
     Asynchronous steps are taken by :attr:`updates`, not by :meth:`step`. Masters, and the memory of a step's gradients,
     always have memory of their own then, and nobody else may use the groups while updates are pending. A second set of
@@ -285,7 +286,8 @@ class ShardedOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Take the hooks off, and give every parameter memory of its own again."""
-        self.settle_states()
+        with contextlib.suppress(RuntimeError):  # what was lost on its way is of no use any more
+            self.settle_states()
         if self.updates is not None:
             self.updates.stop()
             self.updates = None

@@ -786,12 +786,16 @@ class PacelineEngine(PipelineEngine):
         Raises:
             ValueError: as from :meth:`repartition`.
         """
+        WATCH.step = self.global_steps
+        self.half_way.check()
         new = None if self.migrator is None else self.migrator.agree(parts)
         if self.migrator is None or new is None:
             return False
         forget_messages(self.held)
         with self.naming_lost_peers():
-            return self.migrator.prepare(new)
+            is_begun = self.migrator.prepare(new)
+        WATCH.idle()
+        return is_begun
 
     @property
     def migrations(self) -> Sequence[Migration]:

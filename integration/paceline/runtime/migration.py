@@ -34,10 +34,11 @@ from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import Move, Transfer, carry_out, in_rounds, plan_moves, sent_bytes
 from ..state.exchange_beside import ExchangeBeside
-from ..state.named import MASTER, VALUE, is_spread, link_full_access, parts_of, unlink_full_access
+from ..state.named import VALUE, is_spread, link_full_access, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
 from .layers_ahead import LEAST_BYTES, LayersAhead, frozen_bytes
+from .migration_memory import needed_bytes
 from .movable_layers import Layers, TensorNote, items_of_stages, tensors_of_layer
 from .stage_tensors import Holdings, Wishes, transfer
 
@@ -334,7 +335,12 @@ class Migrator:
                 "least one on every stage."
             )
         self._optimizer.check_dtypes({p.dtype for p in stays} | {note.dtype for note in comes})
-        need = self._needed_bytes(change, notes)
+        need = needed_bytes(
+            self._optimizer,
+            [note for item in change.arriving for note in notes[item]],
+            is_laid_out_anew=change.concerns_this_stage,
+            are_made=self._ahead is not None,
+        )
         room = room_bytes(self._device, ranks_sharing(self._device)) if memory_bytes is None else memory_bytes
         if need > room:
             raise ValueError(
@@ -349,35 +355,6 @@ class Migrator:
         leaves = [layer for item in change.leaving if (layer := self._layers.get(item)) is not None]
         leaving = {parameter for layer in leaves for parameter in layer.parameters()}
         return comes or any(parameter not in leaving for parameter in self._layers.module.parameters())
-
-    def _needed_bytes(self, change: _Change, notes: Mapping[int, Sequence[TensorNote]]) -> int:
-        """Bytes that this rank takes beside what it has now, until what leaves it has left."""
-        found = [note for item in change.arriving for note in notes[item]]
-        trained = [note for note in found if note.group is not None]
-        come = sum(note.num_bytes + note.copied_bytes for note in found)
-        if self._ahead is not None:  # its layers have their memory
-            come = 0
-        # What is trained has masters, states and gradients beside its value, as what is here has.
-        states, gradients = self._bytes_per_value_byte()
-        beside = sum(note.num_bytes * (gradients + states / note.num_owners) for note in trained)
-        return int(come + beside) + self._laid_out_twice_bytes(change)
-
-    def _laid_out_twice_bytes(self, change: _Change) -> int:
-        """Bytes of what is there twice with ZeRO 1: rows change owners, and values lie in the optimizer's memory."""
-        optimizer, layout = self._optimizer, self._optimizer.layout
-        if not change.concerns_this_stage:
-            return 0
-        values = sum(_num_bytes(p) for p in layout.parameters if layout.num_owners[layout.name_of(p)] > 1)
-        owned = (o for o in optimizer.owned if layout.num_owners[o.name] > 1)
-        kept = ((o, kind, t) for o in owned for kind, t in parts_of(optimizer, o).items())
-        return values + sum(_num_bytes(t) for o, kind, t in kept if kind != MASTER or optimizer.rows.has_own_master(o))
-
-    def _bytes_per_value_byte(self) -> tuple[float, float]:
-        """Bytes of masters and states on all their owners together, and of gradients, for each byte of values here."""
-        optimizer, layout = self._optimizer, self._optimizer.layout
-        values = sum(_num_bytes(p) for p in layout.parameters)
-        owned = sum(_num_bytes(p) / layout.num_owners[layout.name_of(p)] for p in layout.parameters)
-        return (optimizer.rows.num_bytes() / owned, optimizer.gradients.num_bytes() / values) if values else (0.0, 0.0)
 
     def _group_for(self, note: TensorNote, item: int) -> int:
         """Number of the group here that has the options of the one that trains a layer there."""
@@ -506,7 +483,3 @@ def _items(items: Sequence[int]) -> str:
     if not items:
         return ""
     return f" for layer {items[0]}" if len(items) == 1 else f" for layers {items[0]}-{items[-1]}"
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
