@@ -13,6 +13,12 @@ placement that it finds. Results are max/mean load of the devices, averaged over
   the placement was made from.
 
 ``moved`` counts experts that come to a device, of all, at one placement; seconds are of this process's work.
+
+``sent`` is what placements cost the network: bytes an iteration for each parameter of one expert, in bf16 with Adam.
+Without copies an expert moves with its states. With ``copies_keep_owners`` values go to copies, whose gradients and new
+values are sent in every step. ``owners_stay`` is placement in every step with states that never move, as in Symi
+(arXiv 2504.19925): every expert's gradient goes to the devices that have a part of its states each, and its new value
+to wherever it is next.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,9 @@ from paceline.planning.swaps import swapped
 TRACE = Path(__file__).parents[1] / "golden" / "moe_trace.npz"
 ITERATIONS = 10
 """From sample to sample."""
+
+VALUE, GRADIENT, STATES = 2, 4, 12
+"""Bytes of a parameter: its value, its gradient as it is added up, its master with two moments."""
 
 
 def replay(layers: Sequence[Sequence[Sequence[float]]], devices: int, every: int, replicas: int) -> dict[str, Any]:
@@ -76,16 +85,26 @@ def replay(layers: Sequence[Sequence[Sequence[float]]], devices: int, every: int
             found["copies_keep_owners"].append(imbalance(kept, loads))
             found["copies_split"].append(imbalance(copies, loads, shares))
             found["copies_old_split"].append(imbalance(copies, loads, old_shares))
+    times = {name: statistics.fmean(values) for name, values in gone.items()}
     return {
         "devices": devices,
         "every": every,
         "replicas": replicas,
         **{name: round(statistics.fmean(values), 4) for name, values in found.items()},
-        "moved": {name: round(statistics.fmean(values), 2) for name, values in gone.items()},
+        "moved": {name: round(number, 2) for name, number in times.items()},
+        "sent": _sent(times, len(layers[0][0]), devices, every, replicas),
         "plan_s": _seconds(plan_s),
         "split_s": _seconds(split_s),
         "swap_s": _seconds(swap_s),
     }
+
+
+def _sent(moved: Mapping[str, float], experts: int, devices: int, every: int, replicas: int) -> dict[str, float]:
+    copies, in_a_step = devices * replicas, VALUE + GRADIENT
+    found = {name: moved[name] * (VALUE + STATES) / every for name in ("greedy", "swaps")}
+    found["copies_keep_owners"] = moved["copies_keep_owners"] * VALUE / every + copies * in_a_step
+    found["owners_stay"] = (experts + copies) * (1 - 1 / devices) * in_a_step
+    return {name: round(num_bytes, 1) for name, num_bytes in found.items()}
 
 
 def planning_time(num_experts: int, devices: int, replicas: int, repeats: int) -> dict[str, Any]:
