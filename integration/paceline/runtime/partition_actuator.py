@@ -127,11 +127,14 @@ class PartitionActuator:
     def prepare(self, change: PartitionChange) -> bool:
         """Begin to send layers, if much of them can be sent before they move."""
         try:
-            return self._pipeline.prepare_repartition(change.parts)
+            is_begun = self._pipeline.prepare_repartition(change.parts)
         except Exception as error:
             if not is_shared(error):
                 raise
             return False  # moving them will say so again
+        if is_begun:
+            self._measurements.disturb()
+        return is_begun
 
     def apply(self, change: PartitionChange) -> bool:
         """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""
@@ -146,6 +149,7 @@ class PartitionActuator:
             if self._agreement.decides:
                 logger.warning("step %d: layers stay where they are: %s", self._pipeline.global_steps, error)
             return False
+        self._measurements.disturb()
         if change.candidate != self._schedules.current:
             self._schedules.apply(change.candidate)
         return True

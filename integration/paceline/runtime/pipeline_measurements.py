@@ -97,6 +97,8 @@ class PipelineMeasurements:
         """On the first rank, of all ranks, from :meth:`gather` to :meth:`before_switch`."""
         self._has_switched = False
         """At the last planning."""
+        self._is_disturbed = False
+        """Whether layers move beside the step that runs."""
         self._done = 0
         self._after: dict[LaneKey, int] = {}
 
@@ -109,6 +111,10 @@ class PipelineMeasurements:
             self._timed = self._meter.stop_timing_layers(self._layers, self._pipeline.cut)
             self._is_timing = False
             self._meter.recorder.forget()
+        if self._is_disturbed:
+            self._is_disturbed = False
+            self._meter.recorder.forget()
+            self._gatherer.skip_messages(self._after)
 
     def is_complete(self, done: int) -> bool:
         """Whether everything that was to be tried and fits was measured; if not, have the next run. Collective."""
@@ -181,6 +187,10 @@ class PipelineMeasurements:
             self._is_timing = True
 
     # -- called by actuators -------------------------------------------------------------------------------------
+
+    def disturb(self) -> None:
+        """What moves beside the step that begins is in the way of its messages: it does not count. On all ranks."""
+        self._is_disturbed = True
 
     def time_layers_again(self) -> None:
         """Time the layers in the step after the next. On all ranks."""
