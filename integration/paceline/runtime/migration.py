@@ -243,6 +243,8 @@ class Migrator:
             if later is not None:
                 later.start()  # not sooner: what ranks agree on would wait behind it
         self._ahead = None
+        # Ranks that send nothing wait for the others.
+        whole_s, sending_s = max(whole for _, whole in seconds), max(transfer for transfer, _ in seconds)
         migration: Migration = {
             "step": self._step(),
             "from": old,
@@ -250,9 +252,9 @@ class Migrator:
             "bytes": sum(sent),
             "most_bytes": max(sent),
             "paused_bytes": max(paused),
-            "seconds": max(whole for _, whole in seconds),
-            "transfer_s": max(transfer for transfer, _ in seconds),
-            "rebuild_s": max(whole - transfer for transfer, whole in seconds),
+            "seconds": whole_s,
+            "transfer_s": sending_s,
+            "rebuild_s": whole_s - sending_s,
         }
         self.migrations.append(migration)
         if self._seat.rank == 0:
