@@ -64,7 +64,7 @@ class Prepares(Protocol):
 
 
 class Decided(NamedTuple):
-    """What was proposed and agreed on in one planning, of each actuator that took part."""
+    """Proposals of one planning and the changes agreed on, of each actuator that took part."""
 
     actuators: Sequence[Actuator]
     proposals: Sequence[Proposal[Any, Any] | None]

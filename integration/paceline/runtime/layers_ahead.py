@@ -17,7 +17,7 @@ from ..supervise.watch import EVERYONE, WATCH
 from .movable_layers import Layers, TensorNote, tensors_of_layer
 
 LEAST_BYTES = 1 << 20
-"""Of frozen weights that move: fewer are sent with the rest."""
+"""Fewer bytes of frozen weights than these are sent with the rest."""
 
 Notes = Mapping[int, Sequence[TensorNote]]
 """Tensors by item, as its stage has them."""

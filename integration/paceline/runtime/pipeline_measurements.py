@@ -189,7 +189,7 @@ class PipelineMeasurements:
     # -- called by actuators -------------------------------------------------------------------------------------
 
     def disturb(self) -> None:
-        """What moves beside the step that begins is in the way of its messages: it does not count. On all ranks."""
+        """Leave out the step that begins: layers move beside it, in the way of its messages. On all ranks."""
         self._is_disturbed = True
 
     def time_layers_again(self) -> None:

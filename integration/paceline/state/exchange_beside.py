@@ -27,7 +27,7 @@ class ExchangeBeside:
 
     def __init__(self, rounds: Sequence[Sequence[Transfer]], device: torch.device, group: Any) -> None:
         self.seconds = 0.0
-        """What it took, once it is done."""
+        """Seconds that it took, once it is done."""
         self._rounds, self._device, self._group = rounds, device, group
         self._num_messages = 0
         self._error: BaseException | None = None
