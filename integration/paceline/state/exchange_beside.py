@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
@@ -26,8 +25,6 @@ class ExchangeBeside:
     """
 
     def __init__(self, rounds: Sequence[Sequence[Transfer]], device: torch.device, group: Any) -> None:
-        self.seconds = 0.0
-        """Seconds that it took, once it is done."""
         self._rounds, self._device, self._group = rounds, device, group
         self._num_messages = 0
         self._error: BaseException | None = None
@@ -58,13 +55,11 @@ class ExchangeBeside:
             raise self._error
 
     def _run(self) -> None:
-        begun = time.perf_counter()
         try:
             carry_out(self._rounds, self._device, group=self._group, progress=self._note)
         except BaseException as error:
             self._error = error
         self._rounds = ()
-        self.seconds = time.perf_counter() - begun
 
     def _note(self) -> None:
         self._num_messages += 1
