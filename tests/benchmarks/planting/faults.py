@@ -76,7 +76,7 @@ FAULTS = (
     ),
     Fault(
         "migration without the optimizer's memory",
-        "runtime/migration.py",
+        "runtime/migration_memory.py",
         "return int(come + beside)",
         "return int(come)",
         "layers move to a device that has no room for their masters and moments",
