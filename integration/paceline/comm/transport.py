@@ -36,8 +36,9 @@ from .staging import Staging
 CLOSING_S = 60.0
 """How long the end of an engine waits for what was sent to be delivered."""
 
-AT_ONCE_BYTES = 1 << 20
-"""The largest message that is sent by the thread that computes: issuing one takes as long as copying it."""
+AT_ONCE_BYTES = 1 << 16
+"""The largest message that is sent by the thread that computes: issuing a longer one takes longer than waking another
+thread up, since it is copied meanwhile."""
 
 SENT_AT_ONCE = 8
 """Messages that the caller has sent, before the thread is woken up to see to their ends."""

@@ -197,7 +197,7 @@ class PlainRunner(StageRunner):
         return own.requires_grad_(wants_gradient and own.is_floating_point())
 
     def forward(self, live: Live, number: int) -> None:
-        inputs = _each(live.inputs, lambda tensor: _Alias.apply(tensor) if tensor.requires_grad else tensor)
+        inputs = _each(live.inputs, _writable)
         with self._graph(), self._around.forward():
             outputs = self._chunk()(inputs)
         if not self._module.training:
@@ -268,18 +268,10 @@ class PlainRunner(StageRunner):
         return tuple(gradient_of(tensor) for tensor in live.inputs if tensor.is_floating_point())
 
 
-class _Alias(torch.autograd.Function):
-    """The same memory as another tensor, so that a layer may write to what it receives; no copy."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(tensor)  # type: ignore[call-overload]
-        return alias
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+def _writable(tensor: Tensor) -> Tensor:
+    """The same memory, which a layer may write to although it is an input whose gradient is asked for; no copy."""
+    # Autograd does not take what this gives for a view, so that it is no part of the leaf.
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor.requires_grad else tensor
 
 
 def gradient_of(tensor: Tensor) -> Tensor:

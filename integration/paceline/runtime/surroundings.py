@@ -45,18 +45,21 @@ class DeepSpeedSurroundings:
         with autocast_if_enabled(self._engine), self._profiled():
             yield
 
-    @contextmanager
-    def backward(self, completes: Completes, *, stage: int, is_of_weights: bool = False) -> Iterator[None]:
-        engine = self._engine
-        engine._start_timers(engine.engine_timers.backward_timers)
-        engine._start_timers(engine.engine_timers.backward_inner_timers)
+    def backward(
+        self, completes: Completes, *, stage: int, is_of_weights: bool = False
+    ) -> AbstractContextManager[None]:
+        engine, reducing = self._engine, nullcontext()
         if self._reduces_early:
-            with engine.optimizer.gradients.backward(completes, stage=stage, is_of_weights=is_of_weights):
-                yield
-        else:
+            reducing = engine.optimizer.gradients.backward(completes, stage=stage, is_of_weights=is_of_weights)
+        names = [*engine.engine_timers.backward_timers, *engine.engine_timers.backward_inner_timers]
+        return self._timed_backward(names, reducing) if names else reducing
+
+    @contextmanager
+    def _timed_backward(self, names: list[str], reducing: AbstractContextManager[None]) -> Iterator[None]:
+        self._engine._start_timers(names)
+        with reducing:
             yield
-        engine._stop_timers(engine.engine_timers.backward_inner_timers)
-        engine._stop_timers(engine.engine_timers.backward_timers)
+        self._engine._stop_timers(reversed(names))
 
     def scaled(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self._engine.optimizer.scale_if_loss(loss)
