@@ -14,6 +14,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--dtype", choices=DTYPES, help="default: the profile's, else bfloat16")
     step.add_argument("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage (default 1)")
-    step.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    step.add_argument(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="recompute layers in the backward, in every strategy or in none (default: in those that fit only so)",
+    )
     step.add_argument(
         "--adaptive",
         action="store_true",
@@ -123,9 +128,13 @@ def run(args: argparse.Namespace) -> int:
         profile = _profile(args)
     shape = _shape(args, config, profile)
     workload = _workload(args, config, shape, cluster, profile)
-    ranking = search(workload, cluster, _late(args, shape))
+    recomputed = None
+    if args.gradient_checkpointing is None and not shape.gradient_checkpointing:
+        again = replace(shape, gradient_checkpointing=True)
+        recomputed = cache(lambda: _workload(args, config, again, cluster, profile))
+    ranking = search(workload, cluster, _late(args, shape), recomputed)
     if args.adaptive:
-        ranking = with_best_schedules(ranking, workload, cluster)
+        ranking = with_best_schedules(ranking, workload, cluster, recomputed)
     shown = facts(args, config, shape, cluster, ranking)
     if args.write is not None:
         write(Path(args.write), shown, args, shape)
@@ -224,14 +233,19 @@ def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Sh
     from paceline.hf.layer_profile import fingerprint
     from paceline.hf.model_workload import Shape
 
+    asked = args.gradient_checkpointing
     shape = {
         "micro_batch_size": args.micro_batch_size,
         "sequence_length": tokens_of_sample(args.seq_length, config),
-        "gradient_checkpointing": args.gradient_checkpointing,
+        # Times that were measured so tell nothing of layers that are not recomputed.
+        "gradient_checkpointing": profile is not None and profile.gradient_checkpointing if asked is None else asked,
     }
     dtype = args.dtype or (profile.dtype if profile is not None else "bfloat16")
     if profile is not None:
-        for line in profile.check_fits(fingerprint(config), dtype, path=args.profile, **shape):
+        # A recomputed layer takes a forward longer than one that was measured without.
+        recomputes = shape["gradient_checkpointing"] and profile.gradient_checkpointing
+        as_measured = {**shape, "gradient_checkpointing": recomputes}
+        for line in profile.check_fits(fingerprint(config), dtype, path=args.profile, **as_measured):
             print(f"paceline: {line}", file=sys.stderr)
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
         if layers is not None and len(profile.items) != layers + 2:

@@ -43,7 +43,7 @@ def facts(args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster,
         **{name: getattr(shape, name) for name in ("train_batch_size", "micro_batch_size", "sequence_length")},
         "dtype": str(shape.dtype).removeprefix("torch."),
         "zero": args.zero,
-        "gradient_checkpointing": shape.gradient_checkpointing,
+        "gradient_checkpointing": args.gradient_checkpointing,
         "measured": args.profile is not None,
         "strategies": len(ranking.plans) + len(ranking.dropped),
         "dropped": ranking.num_dropped,
@@ -69,6 +69,7 @@ def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
         "step_s": plan.step_s,
         "terms": dict(plan.terms),
         "simulated": plan.simulated,
+        "gradient_checkpointing": plan.recomputes,
         "memory_gib": max(stage.total for stage in plan.memory) / GIB,
         "runs": obstacle is None,
         "runs_here": obstacle is None and needs is None,
@@ -131,7 +132,7 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         return config
     if plan["expert"] > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": plan["expert"]}
-    if shape.gradient_checkpointing:
+    if plan["gradient_checkpointing"]:
         config["pipeline"] = {"activation_checkpoint_interval": 1}
     pipeline: dict[str, Any] = {"stages": plan["pipeline"], "schedule": plan.get("schedule", "1f1b")}
     if plan["pipeline"] > 1:
@@ -175,6 +176,8 @@ def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace, clust
         folder = str(model.parent) if model.name == "config.json" and model.is_file() else args.model
         command += f" --model_name_or_path {shlex.quote(folder)}"
         command += f" --block_size {tokens}" if (tokens := args.seq_length) is not None else ""
+    elif plan["gradient_checkpointing"]:
+        command += " --gradient_checkpointing True"
     return f"{command} …"
 
 
@@ -190,16 +193,17 @@ def text(shown: Mapping[str, Any]) -> str:
     ]
     if not shown["plans"]:
         return "\n".join(lines)
-    titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", "runs"]
+    recomputes = ["recomputes"] if any(plan["gradient_checkpointing"] for plan in shown["plans"]) else []
+    titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", *recomputes, "runs"]
     rows = [titles]
     for plan in shown["plans"]:
         runs = "here" if plan["runs_here"] else plan["why_not"]
         seconds = [f"{plan['terms'][name]:.4g}" for name in terms]
         room = f"{plan['memory_gib']:.3g}"
-        rows.append(
-            [str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, str(plan["micro_batches"]), runs]
-        )
-    lines += aligned(rows, left=[1, len(titles) - 1])
+        again = ["layers" if plan["gradient_checkpointing"] else "-"][: len(recomputes)]
+        count = str(plan["micro_batches"])
+        rows.append([str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, count, *again, runs])
+    lines += aligned(rows, left=[1, *range(len(titles) - 1 - len(recomputes), len(titles))])
     lines += [f"{plan['name']}: {plan['command']}" for plan in shown["plans"] if plan["command"]]
     return "\n".join(lines)
 

@@ -158,9 +158,39 @@ def test_what_does_not_fit(plan: Any) -> None:
     assert shown["dropped"] == {"memory": 3}
     assert [row["reason"] for row in shown["why_dropped"]] == ["memory"] * 3
     assert err.startswith("paceline: none of 3 strategies can be, such as tp2_pp1_dp1_ep1: stage 0 needs ")
+    assert err.endswith(" although layers are recomputed.\n")
     assert err.count("\n") == 1
     text, _ = plan("llama", *CLUSTER, *STEP, "--memory-gib", "0.0001", status=3)
     assert text.splitlines()[1] == "3 strategies; left out: 3 for memory, 0 that do not divide the batch"
+
+
+def test_layers_are_recomputed_where_that_alone_fits(plan: Any, tmp_path: Path) -> None:
+    argv = [*CLUSTER, *STEP, "--micro-batch-size", "8", "--json"]
+    free, always = plan("llama", *argv)[0], plan("llama", *argv, "--gradient-checkpointing")[0]
+    need, less = ({row["name"]: row["memory_gib"] for row in shown["plans"]} for shown in (free, always))
+    seconds = {row["name"]: row["step_s"] for row in always["plans"]}
+    name, room = "tp1_pp1_dp2_ep1", ["--memory-gib", str((need["tp1_pp1_dp2_ep1"] + less["tp1_pp1_dp2_ep1"]) / 2)]
+    shown, _ = plan("llama", *argv, *room, "--write", str(tmp_path / "plans"))
+    rows = {row["name"]: row for row in shown["plans"]}
+    assert (rows[name]["gradient_checkpointing"], rows[name]["step_s"]) == (True, seconds[name])
+    assert json.loads(Path(rows[name]["file"]).read_text())["pipeline"] == {"activation_checkpoint_interval": 1}
+    other = rows["tp2_pp1_dp1_ep1"]
+    assert not other["gradient_checkpointing"]
+    assert "pipeline" not in json.loads(Path(other["file"]).read_text())
+    (tight,) = plan("llama", *argv, *room, "--no-gradient-checkpointing")[0]["why_dropped"][:1]
+    assert (tight["name"], tight["reason"]) == (name, "memory")
+    title, *table = plan("llama", *argv[:-1], *room)[0].splitlines()[2:]
+    assert "recomputes" in title
+    assert next(row for row in table if name in row).count(" layers ") == 1
+    adaptive = plan("llama", *argv, *room, "--adaptive")[0]
+    assert {row["name"]: row["gradient_checkpointing"] for row in adaptive["plans"]}[name]
+
+
+def test_a_tensor_parallel_plan_tells_its_trainer_to_recompute(plan: Any, tmp_path: Path) -> None:
+    more = ["--gradient-checkpointing", "--write", str(tmp_path / "plans"), "--json"]
+    rows = {row["name"]: row for row in plan("llama", *CLUSTER, *STEP, *more)[0]["plans"]}
+    assert rows["tp2_pp1_dp1_ep1"]["command"].endswith(" --gradient_checkpointing True …")
+    assert "gradient_checkpointing" not in rows["tp1_pp2_dp1_ep1"]["command"]
 
 
 def test_top(plan: Any) -> None:
@@ -211,8 +241,18 @@ def test_seconds_of_a_profile(plan: Any, tmp_path: Path) -> None:
     shown, err = plan("mixtral", *argv, "--seq-length", "64")
     assert shown["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.3 + 0.1) / 2)
     assert "measured with sequence_length 128 and the run has 64" in err
+    again, err = plan("mixtral", *argv, "--gradient-checkpointing")
+    assert err == ""
+    assert again["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.4 + 0.1)), "a forward longer"
     _, err = plan("llama", *argv, status=2)
     assert err.startswith(f"paceline: profile {path} is of another model: ")
+    Profile(fingerprint(MODELS["mixtral"]), "float32", 1, 128, True, tuple(items), (device,)).save(path)
+    as_measured, err = plan("mixtral", *argv)
+    assert (err, as_measured["plans"][0]["gradient_checkpointing"]) == ("", True)
+    assert as_measured["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.3 + 0.1))
+    assert (
+        "gradient_checkpointing True and the run has False" in plan("mixtral", *argv, "--no-gradient-checkpointing")[1]
+    )
     Profile(fingerprint(MODELS["mixtral"]), "float32", 1, 128, False, tuple(items[1:]), (device,)).save(path)
     _, err = plan("mixtral", *argv, status=2)
     assert err.startswith(f"paceline: profile {path}: it has 5 items, and the model 6 (embedding, layers, head); ")

@@ -65,7 +65,8 @@ def workload_of(
 
     Args:
         flops_per_s: that a device reaches; not looked at where there is a ``profile``.
-        profile: of this model, scaled in proportion to the tokens of a micro-batch.
+        profile: of this model, scaled in proportion to the tokens of a micro-batch. Of layers that were not recomputed,
+            one tells how long they take with it: a forward longer.
         zero: 0 or 1.
         routing: ``loads``, ``capacity_factor`` and ``worst`` of :class:`~paceline.planning.workload.Workload`.
 
@@ -90,12 +91,15 @@ def workload_of(
     recompute = 1.0 if shape.gradient_checkpointing else 0.0
     if profile is not None:
         measured = profile.scaled(shape.micro_batch_size, shape.sequence_length).items
+        if profile.gradient_checkpointing:  # its backwards have it
+            recompute = 0.0
     element = torch.finfo(shape.dtype).bits // 8
     items = []
     for index, (memory, flops) in enumerate(zip(memories, operations, strict=True)):
         layer = 0 < index < len(memories) - 1
         if profile is not None:
             forward_s, backward_s = measured[index].forward_s, measured[index].backward_s
+            backward_s += recompute * forward_s if layer else 0.0
         else:
             forward_s = flops.total / flops_per_s
             backward_s = forward_s * (BACKWARD + (recompute if layer else 0.0))

@@ -7,7 +7,7 @@ time shares its rate: activations one way and gradients the other, and with two 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, isfinite
@@ -126,10 +126,20 @@ def may_have_two_chunks(workload: Workload, stages: int) -> bool:
     return 1 < stages <= workload.num_layers // 2 and not workload.recomputes
 
 
-def with_best_schedules(ranking: Ranking, workload: Workload, cluster: Cluster) -> Ranking:
+def with_best_schedules(
+    ranking: Ranking, workload: Workload, cluster: Cluster, recomputed: Callable[[], Workload] | None = None
+) -> Ranking:
     """The ranking of all plans :func:`with_best_schedule`, and of pipelines :func:`with_two_chunks` that are clearly
-    faster than with one stage a device."""
-    found = [with_best_schedule(plan, workload, cluster)[0] for plan in ranking.plans]
+    faster than with one stage a device.
+
+    Args:
+        recomputed: as in :func:`~paceline.planning.strategy.search`.
+    """
+
+    def of(plan: Plan) -> Workload:
+        return workload if recomputed is None or not plan.recomputes else recomputed()
+
+    found = [with_best_schedule(plan, of(plan), cluster)[0] for plan in ranking.plans]
     for plan in tuple(found):
         if plan.schedule.flushes:
             within_s, count = (1 - NEAR) * plan.step_s, plan.micro_batches

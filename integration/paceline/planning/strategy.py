@@ -9,7 +9,7 @@ while training goes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
@@ -60,6 +60,7 @@ class Plan:
             of the slowest device; bubble is what the pipeline takes beyond that, messages between stages among it.
         simulated: whether the pipeline was; else by formula.
         schedule: of the pipeline; without a flush the step is one of the steady state.
+        recomputes: backwards compute the layers' activations anew.
     """
 
     strategy: Strategy
@@ -69,6 +70,7 @@ class Plan:
     terms: Mapping[str, float]
     simulated: bool
     schedule: PipelineSchedule = ONE_F_ONE_B
+    recomputes: bool = False
 
     @property
     def name(self) -> str:
@@ -117,11 +119,17 @@ def strategies(
                     yield Strategy(tensor, pipeline, data, expert)
 
 
-def search(workload: Workload, cluster: Cluster, late: Collection[str] = ()) -> Ranking:
+def search(
+    workload: Workload,
+    cluster: Cluster,
+    late: Collection[str] = (),
+    recomputed: Callable[[], Workload] | None = None,
+) -> Ranking:
     """All strategies, predicted. Among equally fast ones those with fewer kinds of parallelism come first.
 
     Args:
         late: types of schedule without a flush that are tried beside 1F1B.
+        recomputed: the same workload with layers that are recomputed, for strategies that do not fit otherwise.
 
     Raises:
         ValueError: a step takes longer than a number can say.
@@ -138,6 +146,8 @@ def search(workload: Workload, cluster: Cluster, late: Collection[str] = ()) -> 
     for strategy in found:
         for schedule in (ONE_F_ONE_B, *late_schedules(strategy, late)):
             plan = plan_of(strategy, workload, cluster, schedule)
+            if recomputed is not None and isinstance(plan, Dropped) and plan.reason == MEMORY:
+                plan = plan_of(strategy, recomputed(), cluster, schedule)
             if isinstance(plan, Dropped):
                 dropped.append(plan)
             else:
@@ -177,20 +187,21 @@ def plan_of(
         try:
             boundaries, memory = stages_without_flush(share, times, schedule, stream, cluster.memory_bytes)
         except DoesNotFit as short:
-            return _too_large(strategy, schedule, short.stage, short.need_bytes, cluster)
+            return _too_large(strategy, schedule, short.stage, short.need_bytes, workload, cluster)
     stage, most = max(enumerate(memory), key=lambda entry: entry[1].total)
     if most.total > cluster.memory_bytes:
-        return _too_large(strategy, schedule, stage, most.total, cluster)
+        return _too_large(strategy, schedule, stage, most.total, workload, cluster)
     terms, simulated = step_terms(strategy, workload, cluster, share, times, boundaries, micro_batches, stream)
     _check_finite(sum(terms.values()))
-    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated, schedule)
+    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated, schedule, workload.recomputes)
 
 
 def _too_large(
-    strategy: Strategy, schedule: PipelineSchedule, stage: int, need_bytes: float, cluster: Cluster
+    strategy: Strategy, schedule: PipelineSchedule, stage: int, need_bytes: float, workload: Workload, cluster: Cluster
 ) -> Dropped:
     where = "device" if schedule.directions > 1 else "stage"
     text = f"{where} {stage} needs {need_bytes / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB"
+    text += " although layers are recomputed" if workload.recomputes else ""
     return Dropped(strategy, MEMORY, text, schedule)
 
 

@@ -160,6 +160,47 @@ def test_what_does_not_fit_is_counted_with_its_numbers() -> None:
     assert nothing.num_dropped == {MEMORY: len(free.plans)}
 
 
+def recomputed(given: Workload) -> Workload:
+    """Layers keep their input alone, and their backward takes a forward longer."""
+
+    def of(item: Item) -> Item:
+        if item.memory.name != "layer":
+            return item
+        memory = item.memory._replace(saved_bytes=4 * MIB)
+        return item._replace(memory=memory, backward_s=item.backward_s + item.forward_s)
+
+    return replace(given, items=tuple(map(of, given.items)), recomputes=True)
+
+
+def test_layers_are_recomputed_where_nothing_fits_otherwise() -> None:
+    given = workload()
+    again = recomputed(given)
+    plain, slow = (search(each, cluster()) for each in (given, again))
+    needs = {plan.strategy: max(stage.total for stage in plan.memory) for plan in plain.plans}
+    limit = sorted(needs.values())[len(needs) // 2]
+    where = cluster(memory_bytes=limit)
+    ranking = search(given, where, recomputed=lambda: again)
+    alone = step_s(search(given, where))
+    for plan in ranking.plans:
+        assert plan.recomputes == (plan.strategy not in alone), "only what does not fit otherwise"
+        if plan.recomputes:
+            assert plan.step_s >= step_s(slow)[plan.strategy]
+            assert max(stage.total for stage in plan.memory) <= limit
+        else:
+            assert plan.step_s == alone[plan.strategy]
+    assert {plan.recomputes for plan in ranking.plans} == {False, True}
+    seconds = [plan.step_s for plan in ranking.plans]
+    assert seconds == sorted(seconds)
+
+    def unasked() -> Workload:
+        raise AssertionError("everything fits")
+
+    assert search(given, cluster(), recomputed=unasked) == plain
+    nothing = search(given, cluster(memory_bytes=1e6), recomputed=lambda: again)
+    assert not nothing.plans
+    assert all(dropped.text.endswith(" although layers are recomputed") for dropped in nothing.dropped)
+
+
 def test_a_batch_that_replicas_cannot_share() -> None:
     ranking = search(workload(train_batch_size=4), cluster())
     assert {dropped.strategy.data for dropped in ranking.dropped} == {8}
