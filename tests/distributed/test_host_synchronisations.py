@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
@@ -73,3 +74,32 @@ def test_reads_are_seen() -> None:
         with Reads() as mode:
             create_causal_mask(config, hidden, past_key_values=None, **told)
         assert mode.found == ["aten::_local_scalar_dense"]
+
+
+def broadcasts_of_steps(steps: int) -> tuple[int, list[float]]:
+    """Broadcasts in steps after the first one, and the steps' losses."""
+    import paceline
+
+    engine, *_ = paceline.initialize(
+        model=model_config(),
+        config=ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": {"stages": 2}}),
+    )
+    calls, broadcast = 0, dist.broadcast
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return broadcast(*args, **kwargs)
+
+    losses = [engine.train_batch(iter(step_batches(0, "padded"))).item()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", counted)
+        losses += [engine.train_batch(iter(step_batches(step, "padded"))).item() for step in range(1, steps)]
+    return calls, losses
+
+
+def test_the_loss_of_one_pipeline_comes_with_the_norm() -> None:
+    (first, losses), (second, others) = run_ranks(broadcasts_of_steps, 2, 3)
+    assert (first, second) == (0, 0)
+    assert losses == others
+    assert all(1 < loss < 10 for loss in losses)

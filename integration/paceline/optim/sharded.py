@@ -27,7 +27,7 @@ from .owned_rows import Kept, Owned, OwnedRows
 from .parameter_layout import Asks, ParameterLayout
 from .step_options import DEFAULTS, StepOptions
 from .step_outcome import StepOutcome, load_scaler_state, scaler_state
-from .step_sums import GradientNorm, RankSums, ShardedMaxChange
+from .step_sums import GradientNorm, Passenger, RankSums, ShardedMaxChange
 from .task_queue import TaskQueue
 
 
@@ -83,6 +83,8 @@ class ShardedOptimizer(ZeROOptimizer):
         self._tasks = TaskQueue(self.layout.device, self._own_times, has_thread=has_thread)
         self._sums = RankSums(self._tasks.times, options.group, options.model_group)
         self._changes = ShardedMaxChange(lambda: self.max_change, self._sums, self._tasks.times)
+        self.passenger = Passenger()
+        """Goes along with the sums over ranks of each step."""
         self._make_parts(None)
 
     def _own_times(self) -> Clock:
@@ -91,7 +93,7 @@ class ShardedOptimizer(ZeROOptimizer):
     def _make_parts(self, kept: Kept | None) -> None:
         """Make the parts that are of one layout."""
         layout, times, options = self.layout, self._tasks.times, self._options
-        self._norm = GradientNorm(layout, self._sums, times, options.max_norm)
+        self._norm = GradientNorm(layout, self._sums, times, options.max_norm, self.passenger)
         self.gradients = GradientBuckets(layout, times, options)
         self._rows = OwnedRows(layout, self.optimizer, kept)
         parts = (self.gradients, self._rows, self._norm, self._changes, self.outcome, self._own_times, self._tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,17 +45,39 @@ class RankSums:
         return sorted({name for names in found for name in names})
 
 
+@dataclass
+class Passenger:
+    """A number that goes along when the ranks of a model sum up their gradients' norm, so that it needs no message.
+
+    Args:
+        own: this rank's part of it, when a step's gradients are surveyed.
+
+    Attributes:
+        total: the sum of the last step. Ranks with the same parameters count one by one.
+    """
+
+    own: Callable[[], Tensor | float] = float
+    total: float = 0.0
+
+
 class GradientNorm:
     """Surveys the gradients of a step, and clips them.
 
     Args:
         max_norm: gradients are scaled to this norm at most; 0 for no clipping.
+        passenger: goes along.
     """
 
     def __init__(
-        self, layout: ParameterLayout, sums: RankSums, times: Callable[[], Times], max_norm: float = 0.0
+        self,
+        layout: ParameterLayout,
+        sums: RankSums,
+        times: Callable[[], Times],
+        max_norm: float = 0.0,
+        passenger: Passenger | None = None,
     ) -> None:
         self._layout, self._sums, self._times, self._max_norm = layout, sums, times, max_norm
+        self._passenger = Passenger() if passenger is None else passenger
 
     def survey(self, gradients: Sequence[Tensor | None], touched: Sequence[bool]) -> tuple[float, list[bool]]:
         """Sum of squares of all gradients, each once, and which parameters any rank's backward has reached.
@@ -71,14 +94,15 @@ class GradientNorm:
             gradient = gradients[rows.index]
             if layout.counts[rows.index] and gradient is not None and (is_reduced or touched[rows.index]):
                 own.append(rows_of(gradient, rows.start, rows.stop) if is_reduced else gradient)
-        report = torch.zeros(1 + len(touched), dtype=torch.float64)
-        report[1:] = torch.tensor(touched, dtype=torch.float64)
+        report = torch.zeros(2 + len(touched), dtype=torch.float64)
+        report[2:] = torch.tensor(touched, dtype=torch.float64)
         if device.type != "cpu":
             report = report.to(device, non_blocking=True)
         with self._times().compute():
             report[0] = sum_of_squares(own, device)
-        self._sums.add(report, report[:1])
-        squares, *reached = report.tolist()
+        report[1] = self._passenger.own()
+        self._sums.add(report, report[:2])
+        squares, self._passenger.total, *reached = report.tolist()
         return squares, [count > 0 for count in reached]
 
     def factor(self, squares: float, scale: float) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import Tensor, nn
 
@@ -501,6 +502,7 @@ class PacelineEngine(PipelineEngine):
         except Exception as caught:
             error = caught
         self.control.settle(error, "making the optimizer")
+        self.optimizer.passenger.own = self._loss_for_all
         link_full_access(self.optimizer)
 
     def _trained_stages(self) -> set[int]:
@@ -576,8 +578,25 @@ class PacelineEngine(PipelineEngine):
         if self.asynchronous is not None:
             self.asynchronous.flush()
 
+    @property
+    def _loss_goes_along(self) -> bool:
+        """Whether the step's loss has come with the gradients' norm: one rank has it, and nothing else is reported."""
+        own_losses = type(self.module).get_additional_losses is not PipelineModule.get_additional_losses
+        alone = not self.is_data_parallel and len(self.support.routes) == 1
+        return alone and self.asynchronous is None and not (own_losses and not self.support.sums_tokens)
+
+    def _loss_for_all(self) -> Tensor | float:
+        """This rank's part of the step's loss, to go along with the gradients' norm."""
+        if self.total_loss is None or not self._loss_goes_along or not self.is_last_stage():
+            return 0.0
+        own: Tensor = self.total_loss if self.support.sums_tokens else self._scale_loss_by_gas(self.total_loss)
+        return own.detach().float()
+
     def _aggregate_total_loss(self) -> Tensor:
         """The step's loss, of all replicas, on every rank."""
+        if self._loss_goes_along:
+            self.dp_group_loss = torch.tensor(self.optimizer.passenger.total, dtype=torch.float32, device=self.device)
+            return self.dp_group_loss.clone()
         if not self.support.sums_tokens:
             loss: Tensor = super()._aggregate_total_loss()
             return loss
@@ -589,7 +608,7 @@ class PacelineEngine(PipelineEngine):
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         if self.is_last_stage() and own is not None:
             total += own.float()
-        if self.is_last_stage() and self.is_data_parallel:
+        if self.is_last_stage():
             dist.all_reduce(total, group=self.grid.get_data_parallel_group())
         if self.is_pipe_parallel:
             dist.broadcast(total, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())

@@ -25,7 +25,7 @@ from paceline.optim.parameter_layout import ParameterLayout
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.optim.step_options import StepOptions
 from paceline.optim.step_outcome import MOST_SKIPPED, StepOutcome
-from paceline.optim.step_sums import GradientNorm, ShardedMaxChange
+from paceline.optim.step_sums import GradientNorm, Passenger, ShardedMaxChange
 from paceline.optim.task_queue import TaskQueue
 from support.ranks import run_ranks
 
@@ -357,6 +357,17 @@ def test_the_norm_counts_every_row_once() -> None:
     assert norm.factor(4.0 * 144, 2.0) == pytest.approx(0.5 * 6 / 12)
     assert norm.factor(4.0 * 9, 2.0) == 0.5
     assert GradientNorm(layout, sums, Booked).factor(1e12, 4.0) == 0.25
+
+
+def test_a_number_goes_along_with_the_norm() -> None:
+    _, _, _, _, layout = made()
+    gradients = [torch.full_like(parameter, 3.0) for parameter in layout.parameters]
+    sums: Any = Sums()
+    alone = GradientNorm(layout, sums, Booked).survey(gradients, [True] * len(gradients))
+    loss = torch.tensor(2.3)
+    passenger = Passenger(own=lambda: loss)
+    assert GradientNorm(layout, sums, Booked, passenger=passenger).survey(gradients, [True] * len(gradients)) == alone
+    assert passenger.total == 2 * loss.item(), "no bit is lost on the way"
 
 
 def test_changes_are_limited_by_the_sum_of_all_ranks() -> None:
