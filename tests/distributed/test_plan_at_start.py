@@ -42,8 +42,12 @@ def measure_otherwise(last_rank: str) -> None:
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
 
 
-def measure_facts(bytes_per_s: float | None) -> None:
-    """All layers take as long, links carry so much, and replicas would exchange gradients for hours."""
+def measure_facts(bytes_per_s: float | None, device_bytes: float | None) -> None:
+    """All layers take as long, links carry so much, and replicas would exchange gradients for hours.
+
+    Args:
+        device_bytes: memory of a device; None: as measured.
+    """
     from paceline.planning.cluster import Cluster, Fabric
     from paceline.runtime import plan_at_start
 
@@ -61,7 +65,7 @@ def measure_facts(bytes_per_s: float | None) -> None:
 
     def measure_cluster(control: Any, device: Any, memory_bytes: int) -> Cluster:
         link = Fabric(bytes_per_s, 0.0, all_reduce_bytes_per_s=1e12, zero1_bytes_per_s=1.0)
-        return Cluster(2, 1, memory_bytes, across=link)
+        return Cluster(2, 1, memory_bytes if device_bytes is None else device_bytes, across=link)
 
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
     plan_at_start.measure_cluster = measure_cluster  # type: ignore[assignment]
@@ -73,6 +77,7 @@ def trained(
     lora: bool = False,
     last_rank: str = "",
     bytes_per_s: float | None = None,
+    device_bytes: float | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """On every rank: what was planned, unless stages are given, and the losses of two steps.
@@ -87,7 +92,7 @@ def trained(
     import paceline
 
     measure_otherwise(last_rank)
-    measure_facts(bytes_per_s)
+    measure_facts(bytes_per_s, device_bytes)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -211,6 +216,24 @@ def test_where_the_json_leaves_no_choice_of_chunks() -> None:
         found = same(run_ranks(trained, 2, pipeline, bytes_per_s=FAST, **FEW, **changes))
         assert found["chunks"] is None
         assert not any("chunks" in line for line in found["lines"])
+
+
+def test_where_nothing_fits_a_run_says_that_it_would_with_recomputed_layers() -> None:
+    recomputed = {"pipeline": {"activation_checkpoint_interval": 1}}
+
+    def least_bytes(lines: list[str]) -> float:
+        return min(float(line.split()[-2]) for line in lines if line.endswith(" GiB")) * 2**30
+
+    plain, again = (same(run_ranks(trained, 2, {}, bytes_per_s=FAST, **FEW, **more)) for more in ({}, recomputed))
+    limit = (least_bytes(plain["lines"]) + least_bytes(again["lines"])) / 2
+    found = same(run_ranks(trained, 2, {}, bytes_per_s=FAST, device_bytes=limit, **FEW))
+    assert (found["shape"], found["schedule"]) == ((2, 1), "1f1b"), "as if it had not been planned"
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert sum(" GiB of " in line for line in found["lines"]) == 3
+    assert "With layers that are recomputed (--gradient_checkpointing, or " in found["lines"][-1]
+    assert " s a step of " in found["lines"][-1]
+    fits = same(run_ranks(trained, 2, {}, bytes_per_s=FAST, device_bytes=limit, **FEW, **recomputed))
+    assert not any("recomputed" in line for line in fits["lines"])
 
 
 def test_a_run_that_cannot_be_measured_starts_without_a_plan() -> None:

@@ -161,6 +161,9 @@ def _chosen(
             found = [entry.predicted(measured.cluster) for entry in pool]
             best = choose(found, Stages(usual.stages) if kept is None else stages_kept(kept))
             _tell(measured, found, time.perf_counter() - begun)
+            if best is None and not measured.profile.gradient_checkpointing:
+                again = entries(hf_config, options, measured, trained=share, recomputes=True)
+                _advise_recomputation([entry.predicted(measured.cluster) for entry in again], Stages(usual.stages))
             taken = None if best is None else options[best.shape]
             if taken is not None and taken.data_parallel > 1:
                 _advise_shares(taken, measured)
@@ -176,12 +179,18 @@ def _chosen(
 
 
 def entries(
-    hf_config: PretrainedConfig, options: Mapping[Stages, RunPlan], measured: Measured, *, trained: float
+    hf_config: PretrainedConfig,
+    options: Mapping[Stages, RunPlan],
+    measured: Measured,
+    *,
+    trained: float,
+    recomputes: bool = False,
 ) -> list[Entry]:
     """All options, with what their steps are predicted from.
 
     Args:
         trained: share of the parameters that is trained.
+        recomputes: as if layers were recomputed, although they were measured without.
     """
     profile, found = measured.profile, []
     for (stages, chunks), plan in options.items():
@@ -192,7 +201,7 @@ def entries(
             plan.micro_batch_size,
             profile.sequence_length,
             plan.train_batch_size,
-            profile.gradient_checkpointing,
+            recomputes or profile.gradient_checkpointing,
         )
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
         follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
@@ -277,6 +286,17 @@ def _tell_better(best: Option | None, now: Option) -> None:
         logger.info(
             "plan: the run goes on as before the checkpoint, with %s. Now the fastest is %s: --replan takes it",
             *(now.text, best.text),
+        )
+
+
+def _advise_recomputation(options: Sequence[Option], usual: Stages) -> None:
+    """Say if something would fit, where nothing fits as the run is."""
+    best = choose(options, usual)
+    if best is not None:
+        logger.warning(
+            "plan: nothing fits into the memory of the devices. With layers that are recomputed "
+            '(--gradient_checkpointing, or "activation_checkpoint_interval": 1 in "pipeline") this would: %s',
+            best.text,
         )
 
 
