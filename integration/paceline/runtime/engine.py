@@ -580,10 +580,10 @@ class PacelineEngine(PipelineEngine):
 
     @property
     def _loss_goes_along(self) -> bool:
-        """Whether the step's loss has come with the gradients' norm: one rank has it, and nothing else is reported."""
-        own_losses = type(self.module).get_additional_losses is not PipelineModule.get_additional_losses
-        alone = not self.is_data_parallel and len(self.support.routes) == 1
-        return alone and self.asynchronous is None and not (own_losses and not self.support.sums_tokens)
+        """Whether the step's loss comes with the gradients' norm: one rank has it, and no other losses are reported."""
+        is_only_one = type(self.module).get_additional_losses is PipelineModule.get_additional_losses
+        is_of_one_rank = not self.is_data_parallel and len(self.support.routes) == 1
+        return is_of_one_rank and self.asynchronous is None and (is_only_one or self.support.sums_tokens)
 
     def _loss_for_all(self) -> Tensor | float:
         """This rank's part of the step's loss, to go along with the gradients' norm."""
@@ -608,7 +608,7 @@ class PacelineEngine(PipelineEngine):
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         if self.is_last_stage() and own is not None:
             total += own.float()
-        if self.is_last_stage():
+        if self.is_last_stage() and self.is_data_parallel:
             dist.all_reduce(total, group=self.grid.get_data_parallel_group())
         if self.is_pipe_parallel:
             dist.broadcast(total, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
