@@ -184,6 +184,8 @@ class OwnLinear(Own):
     weight: nn.Parameter
     bias: nn.Parameter | None
     deferral: Deferral | None = None
+    sees_factors = False
+    """Whether the factors of each gradient are of use by themselves, also where nothing is deferred."""
 
     @property
     def is_transposed(self) -> bool:
@@ -203,14 +205,16 @@ class OwnLinear(Own):
         return weight, outputs.sum(0) if self.bias is not None and self.bias.requires_grad else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.weight.requires_grad:
+        deferral = self.deferral
+        is_deferred = deferral is not None and deferral.is_on
+        if not self.weight.requires_grad or not (is_deferred or self.sees_factors):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
-        weight, bias, deferral = self.weight, self.bias, self.deferral
-        if deferral is None or not deferral.is_on:
+        weight, bias = self.weight, self.bias
+        if deferral is None or not is_deferred:
             out: Tensor = _LinearFunction.apply(x, weight, bias, self, None)
         else:
             out = _LinearFunction.apply(

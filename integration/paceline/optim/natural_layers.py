@@ -133,6 +133,7 @@ class NaturalLinear(OwnLinear):
 
     natural: NaturalGradients
     weight_name: str
+    sees_factors = True
 
     def take(self, natural: NaturalGradients, name: str) -> None:
         self.natural, self.weight_name = natural, name

@@ -25,6 +25,9 @@ from .step_spans import OF_SCHEDULE, step_spans
 MOST_TIMED = 4096
 """Times of layers that are kept, the newest."""
 
+MOST_SPLIT = 2.0
+"""How many times as long as a whole backward a split one is believed to take, at most."""
+
 LEAST_PART = 0.1
 """Smallest share of a layer's time that it would take with evenly busy experts: less is an error of measurement."""
 
@@ -52,6 +55,8 @@ class MeasuredCosts:
     weight_shares: dict[int, list[float]] = field(default_factory=dict)
     """Share of a backward that is the gradients of weights, by micro-batch size, one number a cell, where backwards
     were split."""
+    split_factor: float = 1.0
+    """How many times as long as a whole backward the two parts of a split one take."""
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
     """By micro-batch size, one number a boundary between stages."""
     gradient_share: float = 1.0
@@ -78,6 +83,8 @@ class MeasuredCosts:
     """Bytes that go with a parameter to another device."""
     paused_bytes: float = 0.0
     """Those that training waits for."""
+    _by_forward: dict[int, list[float]] = field(default_factory=dict)
+    """Whole backwards by their forwards, by micro-batch size, one number a cell."""
     _slowness: Speeds | None = None
     """Seconds of each cell for its work, followed over the intervals."""
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
@@ -163,13 +170,19 @@ class MeasuredCosts:
     def _compute(self, reports: Sequence[Report]) -> set[int]:
         """Take in the times of the stages; the micro-batch sizes that they are of."""
         measured: set[int] = set()
-        backwards = self._means(reports, BACKWARD)
+        forwards, backwards = self._means(reports, FORWARD), self._means(reports, BACKWARD)
+        self._by_forward |= {size: _ratios(cells, forwards[size]) for size, cells in backwards.items()}
         weights = self._means(reports, BACKWARD_WEIGHT)
         for size, inputs in self._means(reports, BACKWARD_INPUT).items():
             pairs = list(zip(inputs, weights.get(size, inputs), strict=True))
-            backwards[size] = [sum(pair) for pair in pairs]
+            split = [sum(pair) for pair in pairs]
+            # By the forward of the same steps: the device may have been another one when backwards were whole.
+            factors = [f for f in _ratios(_ratios(split, forwards[size]), self._by_forward.get(size, ())) if f]
+            if factors:
+                self.split_factor = min(max(median(factors), 1.0), MOST_SPLIT)
+            backwards[size] = [seconds / self.split_factor for seconds in split]
             self.weight_shares[size] = [own / sum(pair) if (own := pair[1]) else 0.0 for pair in pairs]
-        for found, known in ((self._means(reports, FORWARD), self.forward_s), (backwards, self.backward_s)):
+        for found, known in ((forwards, self.forward_s), (backwards, self.backward_s)):
             for size, cells in found.items():
                 before = known.get(size, cells)
                 known[size] = [now or then for now, then in zip(cells, before, strict=True)]
@@ -252,7 +265,8 @@ class MeasuredCosts:
         for cell in self._cells:
             device, own = self._device(cell), work[cell % self.num_stages]
             chunk = self._held(device).index(cell)
-            per_replica = [_whole_times(pipe[device].steps, size, chunk) for pipe in replicas.values()]
+            factor = self.split_factor
+            per_replica = [_whole_times(pipe[device].steps, size, chunk, factor) for pipe in replicas.values()]
             slowest = [max(of_step) for of_step in zip(*per_replica, strict=False)]
             per_cell.append([seconds / own for seconds in slowest] if own > 0 else [])
         self._slowness.update(per_cell)
@@ -405,6 +419,7 @@ class MeasuredCosts:
             weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=bool(shares))),
             deferred_bytes=tuple(deferred),
             gradient_share=self.gradient_share,
+            split_factor=self.split_factor,
         )
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -489,14 +504,24 @@ def _seconds(steps: Sequence[StepTimes], kind: str, chunk: int) -> float:
     return own + fmean(map(_overhead, usual))
 
 
-def _whole_times(steps: Sequence[StepTimes], size: int, chunk: int) -> list[float]:
-    """Seconds of a forward, a backward and what comes between, for each step with micro-batches of a size."""
+def _ratios(values: Sequence[float], by: Sequence[float]) -> list[float]:
+    """``values`` by others; 0 where one of both was not measured. Empty: none of the others were."""
+    return [value / other if other else 0.0 for value, other in zip(values, by, strict=bool(by))]
+
+
+def _whole_times(steps: Sequence[StepTimes], size: int, chunk: int, split_factor: float) -> list[float]:
+    """Seconds of a forward, a backward and what comes between, for each step with micro-batches of a size.
+
+    Args:
+        split_factor: how many times as long as a whole backward a split one takes.
+    """
     found = []
     for step in steps:
         for kinds in ((FORWARD, BACKWARD), (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)):
             seconds = [mean for kind in kinds if (mean := step.mean(kind, chunk)) is not None]
             if step.key[1] == size and len(seconds) == len(kinds):
-                found.append(fsum(seconds) + len(kinds) * _overhead(step))
+                factor = split_factor if len(kinds) > 2 else 1.0
+                found.append(seconds[0] + fsum(seconds[1:]) / factor + len(kinds) * _overhead(step))
                 break
     return found
 

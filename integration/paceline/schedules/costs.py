@@ -36,7 +36,7 @@ class Link:
             raise ValueError(f"a multiple in a link's variation is {wrong}: give numbers from 0 upwards.")
 
 
-_NUMBERS = ("step_s", "gradient_share")
+_NUMBERS = ("step_s", "gradient_share", "split_factor")
 """Costs that are one number for all stages."""
 
 
@@ -64,6 +64,7 @@ class Costs:
         speeds: of each rank, what divides its forwards and backwards. Empty: all 1.
         weight_s: the part of ``backward_s`` that is the gradients of the weights, one a stage; what is left is that of
             the inputs. Empty: half.
+        split_factor: how many times as long as ``backward_s`` its two parts take together, where a backward is split.
         deferred_bytes: what one micro-batch keeps in memory from the backward of the inputs to that of the weights, one
             a stage. Empty: all that it kept before.
 
@@ -85,6 +86,7 @@ class Costs:
     weight_s: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
     gradient_share: float = 1.0
+    split_factor: float = 1.0
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -125,12 +127,14 @@ class Costs:
             _above_zero(f"egress_bytes_per_s[{host}]", value)
         _from_zero("step_s", self.step_s)
         _from_zero("gradient_share", self.gradient_share)
+        _above_zero("split_factor", self.split_factor)
 
     @cached_property
     def seconds(self) -> dict[str, tuple[float, ...]]:
         """By kind of action: of each stage."""
         weight_s = self.weight_s or tuple(whole / 2 for whole in self.backward_s)
-        input_s = tuple(whole - part for whole, part in zip(self.backward_s, weight_s, strict=True))
+        input_s = tuple(self.split_factor * (b - w) for b, w in zip(self.backward_s, weight_s, strict=True))
+        weight_s = tuple(self.split_factor * part for part in weight_s)
         return {
             FORWARD: self.forward_s, BACKWARD: self.backward_s, BACKWARD_INPUT: input_s, BACKWARD_WEIGHT: weight_s
         }  # fmt: skip

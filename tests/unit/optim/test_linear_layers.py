@@ -111,6 +111,17 @@ def test_a_whole_backward_defers_nothing(is_on: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_a_layer_whose_backward_is_whole_costs_no_function_of_ours() -> None:
+    """After a schedule that split backwards, others run as if it had not been."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    deferral = adopted(model)
+    names = []
+    for is_on in (True, False):
+        deferral.is_on = is_on
+        names.append(type(model(torch.ones(2, 4)).grad_fn).__name__)
+    assert names == ["_LinearFunctionBackward", "AddmmBackward0"]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_layer_is_deferred_once(use_reentrant: bool) -> None:
     whole, split = block(MAKERS["bias"]), block(MAKERS["bias"])

@@ -48,9 +48,8 @@ def test_costs_are_those_of_the_run() -> None:
     assert measured_costs.measured_s == pytest.approx(run.reports()[0].steps[0].ended_s - run.begun_s)
 
 
-def test_the_halves_of_split_backwards_are_told_apart() -> None:
-    run, share = Run(), 0.4
-    reports = run.reports()
+def split(reports: Sequence[Report], share: float) -> Sequence[Report]:
+    """As if each backward had been split, with that share of it for the weights."""
     for report in reports:
         for step in report.steps:
             spans = []
@@ -61,11 +60,35 @@ def test_the_halves_of_split_backwards_are_told_apart() -> None:
                 middle = span.end - share * (span.end - span.start)
                 spans += [replace(span, kind="I", end=middle), replace(span, kind="W", start=middle)]
             step.spans[:] = spans
-    costs = known(reports).costs(2)
+    return reports
+
+
+def test_the_halves_of_split_backwards_are_told_apart() -> None:
+    run, share = Run(), 0.4
+    costs = known(split(run.reports(), share)).costs(2)
     assert costs.forward_s == pytest.approx(run.forward_s)
     assert costs.backward_s == pytest.approx(run.backward_s)
     assert costs.weight_s == pytest.approx([share * seconds for seconds in run.backward_s])
     assert known(Run().reports()).costs(2).weight_s == ()
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_what_splitting_costs_is_not_laid_to_whole_backwards(slower: float) -> None:
+    """Also if the device was another one when they were whole."""
+    whole = Run()
+    longer = replace(
+        whole,
+        forward_s=tuple(slower * seconds for seconds in whole.forward_s),
+        backward_s=tuple(slower * 1.25 * seconds for seconds in whole.backward_s),
+    )
+    costs = known(whole.reports(), split(longer.reports(), 0.4)).costs(2)
+    assert costs.split_factor == pytest.approx(1.25)
+    assert costs.backward_s == pytest.approx([slower * seconds for seconds in whole.backward_s])
+    parts = [costs.seconds[kind] for kind in ("I", "W")]
+    assert [sum(pair) for pair in zip(*parts, strict=True)] == pytest.approx(longer.backward_s)
+    assert parts[1] == pytest.approx([0.4 * seconds for seconds in longer.backward_s])
+    shorter = replace(whole, backward_s=tuple(seconds / 1.25 for seconds in whole.backward_s))
+    assert known(whole.reports(), split(shorter.reports(), 0.4)).costs(2).split_factor == 1.0, "noise: nothing is won"
 
 
 def test_gradients_may_be_smaller_than_activations() -> None:

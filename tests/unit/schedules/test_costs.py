@@ -148,3 +148,13 @@ def test_gradients_of_fewer_bytes_are_sent_faster() -> None:
     assert simulate(schedule, fast).makespan_s == 1 + 4 + 1 + 2 + 1 + 2
     assert Costs.from_dict(fast.to_dict()) == fast
     assert "gradient_share" not in slow.to_dict()
+
+
+def test_a_split_backward_may_take_longer_than_a_whole_one() -> None:
+    plain = Costs.uniform(1, 1.0, 2.0, weight_s=0.5)
+    costs = replace(plain, split_factor=1.5)
+    assert [costs.seconds[kind] for kind in "FBIW"] == [(1.0,), (2.0,), (2.25,), (0.75,)]
+    assert Costs.from_dict(costs.to_dict()) == costs
+    assert "split_factor" not in plain.to_dict()
+    with pytest.raises(ValueError, match="split_factor is 0"):
+        replace(plain, split_factor=0.0)
