@@ -582,7 +582,8 @@ class PacelineEngine(PipelineEngine):
     def _loss_goes_along(self) -> bool:
         """Whether the step's loss comes with the gradients' norm: one rank has it, and no other losses are reported."""
         is_only_one = type(self.module).get_additional_losses is PipelineModule.get_additional_losses
-        is_of_one_rank = not self.is_data_parallel and len(self.support.routes) == 1
+        is_all = self.grid.pipe_parallel_size == dist.get_world_size()  # neither replicas nor a model axis
+        is_of_one_rank = is_all and len(self.support.routes) == 1
         return is_of_one_rank and self.asynchronous is None and (is_only_one or self.support.sums_tokens)
 
     def _loss_for_all(self) -> Tensor | float:
