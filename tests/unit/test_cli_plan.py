@@ -186,6 +186,21 @@ def test_layers_are_recomputed_where_that_alone_fits(plan: Any, tmp_path: Path) 
     assert {row["name"]: row["gradient_checkpointing"] for row in adaptive["plans"]}[name]
 
 
+def test_experts_are_not_recomputed_without_a_flush(plan: Any, tmp_path: Path) -> None:
+    """A run refuses it: other weights send tokens to other experts. What is written must start."""
+    argv = [*CLUSTER, *STEP, "--devices", "4", "--top", "99", "--late-gradients", "--json"]
+    free, _ = plan("mixtral", *argv)
+    room = min(row["memory_gib"] for row in free["plans"] if "schedule" in row) * 0.999
+    tight, _ = plan("mixtral", *argv, "--memory-gib", str(room))
+    assert any("schedule" in row for row in free["plans"])
+    assert not any("schedule" in row for row in tight["plans"])
+    assert any(row["gradient_checkpointing"] for row in tight["plans"])
+    always, _ = plan("mixtral", *argv, "--gradient-checkpointing")
+    assert not any("schedule" in row for row in always["plans"])
+    dense, _ = plan("llama", *argv, "--gradient-checkpointing")
+    assert any("schedule" in row for row in dense["plans"])
+
+
 def test_a_tensor_parallel_plan_tells_its_trainer_to_recompute(plan: Any, tmp_path: Path) -> None:
     more = ["--gradient-checkpointing", "--write", str(tmp_path / "plans"), "--json"]
     rows = {row["name"]: row for row in plan("llama", *CLUSTER, *STEP, *more)[0]["plans"]}

@@ -129,7 +129,8 @@ def search(
 
     Args:
         late: types of schedule without a flush that are tried beside 1F1B.
-        recomputed: the same workload with layers that are recomputed, for strategies that do not fit otherwise.
+        recomputed: the same workload with layers that are recomputed, for strategies that do not fit otherwise. Models
+            with experts have no schedule without a flush then.
 
     Raises:
         ValueError: a step takes longer than a number can say.
@@ -143,10 +144,12 @@ def search(
         num_kv_heads=workload.num_kv_heads,
         num_experts=workload.num_experts,
     )
+    late = () if workload.recomputes and workload.num_experts else late
     for strategy in found:
         for schedule in (ONE_F_ONE_B, *late_schedules(strategy, late)):
             plan = plan_of(strategy, workload, cluster, schedule)
-            if recomputed is not None and isinstance(plan, Dropped) and plan.reason == MEMORY:
+            may_recompute = recomputed is not None and (schedule.flushes or not workload.num_experts)
+            if recomputed is not None and may_recompute and isinstance(plan, Dropped) and plan.reason == MEMORY:
                 plan = plan_of(strategy, recomputed(), cluster, schedule)
             if isinstance(plan, Dropped):
                 dropped.append(plan)

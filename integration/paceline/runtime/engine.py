@@ -6,12 +6,12 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream, flushed
 from ..state.named import link_full_access, names_of
 from ..supervise.watch import WATCH
-from . import assembly
+from . import assembly, step_loss
 from .boundary import OwnMemory
 from .causal_lm_support import CausalLMSupport
 from .evaluation import Evaluation
@@ -502,7 +502,7 @@ class PacelineEngine(PipelineEngine):
         except Exception as caught:
             error = caught
         self.control.settle(error, "making the optimizer")
-        self.optimizer.passenger.own = self._loss_for_all
+        self.optimizer.passenger.own = partial(step_loss.part_with_norm, self)
         link_full_access(self.optimizer)
 
     def _trained_stages(self) -> set[int]:
@@ -578,43 +578,17 @@ class PacelineEngine(PipelineEngine):
         if self.asynchronous is not None:
             self.asynchronous.flush()
 
-    @property
-    def _loss_goes_along(self) -> bool:
-        """Whether the step's loss comes with the gradients' norm: one rank has it, and no other losses are reported."""
-        is_only_one = type(self.module).get_additional_losses is PipelineModule.get_additional_losses
-        is_all = self.grid.pipe_parallel_size == dist.get_world_size()  # neither replicas nor a model axis
-        is_of_one_rank = is_all and len(self.support.routes) == 1
-        return is_of_one_rank and self.asynchronous is None and (is_only_one or self.support.sums_tokens)
-
-    def _loss_for_all(self) -> Tensor | float:
-        """This rank's part of the step's loss, to go along with the gradients' norm."""
-        if self.total_loss is None or not self._loss_goes_along or not self.is_last_stage():
-            return 0.0
-        own: Tensor = self.total_loss if self.support.sums_tokens else self._scale_loss_by_gas(self.total_loss)
-        return own.detach().float()
-
     def _aggregate_total_loss(self) -> Tensor:
         """The step's loss, of all replicas, on every rank."""
-        if self._loss_goes_along:
-            self.dp_group_loss = torch.tensor(self.optimizer.passenger.total, dtype=torch.float32, device=self.device)
-            return self.dp_group_loss.clone()
-        if not self.support.sums_tokens:
-            loss: Tensor = super()._aggregate_total_loss()
-            return loss
-        own = self.total_loss
-        if len(self.support.routes) > 1:  # several ranks of a pipeline have some of it
-            shares = torch.zeros(1, dtype=torch.float64) if own is None else own.reshape(1).double().cpu()
-            self.dp_group_loss = self.control.sum(shares)[0].to(self.device)
-            return self.dp_group_loss
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        if self.is_last_stage() and own is not None:
-            total += own.float()
-        if self.is_last_stage() and self.is_data_parallel:
-            dist.all_reduce(total, group=self.grid.get_data_parallel_group())
-        if self.is_pipe_parallel:
-            dist.broadcast(total, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
-        self.dp_group_loss = total.clone()
-        return total
+        if step_loss.comes_with_norm(self):
+            loss = step_loss.loss_with_norm(self)
+        elif self.support.sums_tokens:
+            loss = step_loss.loss_by_message(self)
+        else:
+            own: Tensor = super()._aggregate_total_loss()
+            return own
+        self.dp_group_loss = loss.clone()
+        return loss
 
     def eval_batch(
         self,

@@ -171,14 +171,14 @@ class MeasuredCosts:
         """Take in the times of the stages; the micro-batch sizes that they are of."""
         measured: set[int] = set()
         forwards, backwards = self._means(reports, FORWARD), self._means(reports, BACKWARD)
-        self._by_forward |= {size: _ratios(cells, forwards[size]) for size, cells in backwards.items()}
+        self._by_forward |= {size: _ratios(cells, forwards.get(size, ())) for size, cells in backwards.items()}
         weights = self._means(reports, BACKWARD_WEIGHT)
         for size, inputs in self._means(reports, BACKWARD_INPUT).items():
             pairs = list(zip(inputs, weights.get(size, inputs), strict=True))
             split = [sum(pair) for pair in pairs]
             # By the forward of the same steps: the device may have been another one when backwards were whole.
-            factors = [f for f in _ratios(_ratios(split, forwards[size]), self._by_forward.get(size, ())) if f]
-            if factors:
+            by_forward = _ratios(split, forwards.get(size, ()))
+            if factors := [factor for factor in _ratios(by_forward, self._by_forward.get(size, ())) if factor]:
                 self.split_factor = min(max(median(factors), 1.0), MOST_SPLIT)
             backwards[size] = [seconds / self.split_factor for seconds in split]
             self.weight_shares[size] = [own / sum(pair) if (own := pair[1]) else 0.0 for pair in pairs]
@@ -505,8 +505,8 @@ def _seconds(steps: Sequence[StepTimes], kind: str, chunk: int) -> float:
 
 
 def _ratios(values: Sequence[float], by: Sequence[float]) -> list[float]:
-    """``values`` by others; 0 where one of both was not measured. Empty: none of the others were."""
-    return [value / other if other else 0.0 for value, other in zip(values, by, strict=bool(by))]
+    """``values`` by others; 0 where one of both was not measured. Empty: none of one kind were."""
+    return [value / other if other else 0.0 for value, other in zip(values, by, strict=bool(values and by))]
 
 
 def _whole_times(steps: Sequence[StepTimes], size: int, chunk: int, split_factor: float) -> list[float]:

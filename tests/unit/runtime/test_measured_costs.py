@@ -91,6 +91,19 @@ def test_what_splitting_costs_is_not_laid_to_whole_backwards(slower: float) -> N
     assert known(whole.reports(), split(shorter.reports(), 0.4)).costs(2).split_factor == 1.0, "noise: nothing is won"
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_backwards_without_forwards_tell_nothing_of_what_splitting_costs(halves: bool) -> None:
+    """Where steps run into each other, a report may have some of a micro-batch only."""
+    run = Run()
+    reports = split(run.reports(), 0.4) if halves else run.reports()
+    for report in reports:
+        for step in report.steps:
+            step.spans[:] = [span for span in step.spans if span.kind != "F"]
+    costs = known(run.reports(), reports).costs(2)
+    assert costs.forward_s == pytest.approx(run.forward_s)
+    assert costs.split_factor == 1.0
+
+
 def test_gradients_may_be_smaller_than_activations() -> None:
     reports = Run().reports()
     assert known(reports).costs(2).gradient_share == 1.0
