@@ -14,6 +14,8 @@ from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
+
     from paceline.config import RunPlan
     from paceline.planning.memory import ItemMemory, States
     from paceline.schedules import Schedule
@@ -54,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: no such model or file, or values that do not go together.
     """
-    import torch
-
     from paceline.config import read_ds_config
+    from paceline.config.recompute_keys import PATH
     from paceline.config.stage_counts import may_be_planned
     from paceline.hf.activations import count_items
     from paceline.hf.sources import model_config_at
     from paceline.planning.memory import States
+    from paceline.planning.recomputation import counts_of_layers, recomputed
     from paceline.planning.shared_devices import whole_schedule
     from paceline.schedules.stream import Stream
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     length = tokens_of_sample(args.seq_length, config)
     items = count_items(
         config,
-        dtype=torch.float32 if states.weight_bytes == 4 else torch.bfloat16,
+        dtype=_dtype(states),
         micro_batch_size=resolved.micro_batch_size,
         sequence_length=length,
         gradient_checkpointing=checkpointing,
@@ -89,7 +91,10 @@ def run(args: argparse.Namespace) -> int:
         # With several directions no backward comes between the end of a step and its update.
         states = replace(states, gradient_sets=schedule.most_lag + 1)
     limits = _limits(args, resolved)
-    boundaries = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
+    if resolved.recompute is not None and checkpointing:
+        raise ValueError(f"{PATH} is there, and all layers are recomputed: leave one of them out.")
+    boundaries, again = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
+    items = recomputed(items, again)
     stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners)
     short = [row for row in stages if not row["fits"]]
     shown = {
@@ -101,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         "micro_batches": resolved.micro_batches,
         "sequence_length": length,
         "gradient_checkpointing": checkpointing,
+        "recomputed": list(counts_of_layers(boundaries, range(1, len(items) - 1) if checkpointing else again)),
         "schedule": schedule.name,
         "partition": list(boundaries),
         "fits": not short,
@@ -117,6 +123,12 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return FITS_NOT if short else FITS
+
+
+def _dtype(states: States) -> torch.dtype:
+    import torch
+
+    return torch.float32 if states.weight_bytes == 4 else torch.bfloat16
 
 
 def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
@@ -226,7 +238,9 @@ def _boundaries(
     schedule: Schedule | Stream,
     length: int,
     checkpointing: bool,
-) -> Sequence[int]:
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Boundaries over items, and the items that are recomputed where the JSON says how many, as a run has them."""
+    from paceline.config.recompute_keys import FIT
     from paceline.config.section import HETERO, WORK
     from paceline.hf.anatomy import anatomy_of
     from paceline.hf.layer_profile import fingerprint
@@ -235,19 +249,29 @@ def _boundaries(
     from paceline.planning.blocks import Device, DoesNotFit
     from paceline.planning.shared_devices import whole_schedule
     from paceline.planning.stages import plan_stages
+    from paceline.runtime.hetero import Shape, fastest
     from paceline.runtime.module import items_of, partition_items, route_of_chunks
-    from paceline.runtime.startup import work_boundaries
+    from paceline.runtime.startup import as_it_takes, as_written, work_boundaries
 
+    fits = resolved.recompute == FIT
+    if fits and resolved.partition != HETERO:
+        shape = Shape(_dtype(states), resolved.micro_batch_size, length)
+        found = as_it_takes(config, resolved, shape, limits, resolved.partition)
+        assert isinstance(found.partition, list), "boundaries"
+        return found.partition, found.recomputed
     model = skeleton(config)
     own = items_of(model, anatomy_of(model), length, recomputes=checkpointing)
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
     if resolved.partition == WORK:
         if schedule.num_chunks > 1:
-            return partition_items(own, num_stages, WORK, route_of_chunks(routes))
-        return work_boundaries(own, items, limits, states, whole_schedule(schedule))
+            boundaries = partition_items(own, num_stages, WORK, route_of_chunks(routes))
+        else:
+            boundaries = work_boundaries(own, items, limits, states, whole_schedule(schedule))
+        return boundaries, as_written(resolved, boundaries)
     if resolved.partition != HETERO:
-        return partition_items(own, num_stages, resolved.partition)
+        boundaries = partition_items(own, num_stages, resolved.partition)
+        return boundaries, as_written(resolved, boundaries)
     # Without times, an item takes as long as it has operations.
     seconds = [(item.work / 3, item.work / 1.5) for item in own]
     speeds = [1.0] * resolved.stages
@@ -267,10 +291,11 @@ def _boundaries(
     owners = resolved.schedule.optimizer_owners
     devices = [Device(speed, limit) for speed, limit in zip(speeds, limits, strict=True)]
     try:
-        return plan_stages(items, seconds, devices, states, schedule, owners=owners).boundaries
+        plan, again = fastest(items, seconds, devices, states, schedule, owners=owners, may_recompute=fits)
     except DoesNotFit:  # shown as it would be without limits
-        devices = [Device(speed) for speed in speeds]
-        return plan_stages(items, seconds, devices, states, schedule, owners=owners).boundaries
+        devices, again = [Device(speed) for speed in speeds], tuple(range(1, len(items) - 1))
+        plan = plan_stages(items, seconds, devices, states, schedule, owners=owners)
+    return plan.boundaries, again if fits else as_written(resolved, plan.boundaries)
 
 
 def _stages(
@@ -304,8 +329,8 @@ def _remedies(
         found.append('more stages ("paceline.pipeline.stages")')
     if resolved.data_parallel > 1 and not states.shard:
         found.append('ZeRO 1 ("zero_optimization.stage": 1)')
-    if not checkpointing:
-        found.append("gradient checkpointing (--gradient-checkpointing)")
+    if not checkpointing and resolved.recompute is None:
+        found.append('recomputed layers ("paceline.pipeline.recompute": "fit", or --gradient-checkpointing for all)')
     if resolved.micro_batch_size > 1:
         found.append('a smaller micro-batch ("train_micro_batch_size_per_gpu")')
     if states.weight_bytes == 4:
@@ -326,6 +351,8 @@ def _text(shown: dict[str, Any]) -> str:
         f"{shown['sequence_length']} tokens; GiB:",
         f"{'stage':>5} {'items':>{width}} {'live':>5}" + "".join(f" {name:>11}" for name in (*PARTS, "total", "limit")),
     ]
+    if any(shown["recomputed"]) and not shown["gradient_checkpointing"]:
+        lines.insert(1, f"recomputed layers of each stage: {', '.join(map(str, shown['recomputed']))}")
     for row in shown["memory"]:
         sizes = "".join(f" {row[name] / GIB:>11.3f}" for name in (*PARTS, "total", "limit"))
         verdict = "" if row["fits"] else "  does not fit"

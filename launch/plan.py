@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="recompute layers in the backward, in every strategy or in none (default: in those that fit only so)",
+        help="recompute all layers in the backward, in every strategy, or none (default: as few as it takes to fit)",
     )
     step.add_argument(
         "--adaptive",

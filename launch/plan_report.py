@@ -70,6 +70,7 @@ def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
         "terms": dict(plan.terms),
         "simulated": plan.simulated,
         "gradient_checkpointing": plan.recomputes,
+        "recomputed": list(plan.recomputed_of_stages),
         "memory_gib": max(stage.total for stage in plan.memory) / GIB,
         "runs": obstacle is None,
         "runs_here": obstacle is None and needs is None,
@@ -132,11 +133,13 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         return config
     if plan["expert"] > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": plan["expert"]}
-    if plan["gradient_checkpointing"]:
-        config["pipeline"] = {"activation_checkpoint_interval": 1}
     pipeline: dict[str, Any] = {"stages": plan["pipeline"], "schedule": plan.get("schedule", "1f1b")}
     if plan["pipeline"] > 1:
         pipeline["partition"] = plan["boundaries"]
+    if sum(plan["recomputed"]) == _num_layers(plan):
+        config["pipeline"] = {"activation_checkpoint_interval": 1}
+    elif plan["gradient_checkpointing"]:
+        pipeline["recompute"] = plan["recomputed"]
     config["paceline"] = {"pipeline": pipeline}
     if rebalanced and plan["expert"] > 1:
         config["paceline"]["moe"] = {"rebalance_every": REBALANCE_EVERY, "replicas": 0}
@@ -200,12 +203,18 @@ def text(shown: Mapping[str, Any]) -> str:
         runs = "here" if plan["runs_here"] else plan["why_not"]
         seconds = [f"{plan['terms'][name]:.4g}" for name in terms]
         room = f"{plan['memory_gib']:.3g}"
-        again = ["layers" if plan["gradient_checkpointing"] else "-"][: len(recomputes)]
+        again = [f"{sum(plan['recomputed'])} of {_num_layers(plan)} layers" if plan["gradient_checkpointing"] else "-"]
+        again = again[: len(recomputes)]
         count = str(plan["micro_batches"])
         rows.append([str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, count, *again, runs])
     lines += aligned(rows, left=[1, *range(len(titles) - 1 - len(recomputes), len(titles))])
     lines += [f"{plan['name']}: {plan['command']}" for plan in shown["plans"] if plan["command"]]
     return "\n".join(lines)
+
+
+def _num_layers(plan: Mapping[str, Any]) -> int:
+    """Decoder layers of the model: the items without embedding and head."""
+    return int(plan["boundaries"][-1]) - 2
 
 
 def _terms_shown(shown: Mapping[str, Any]) -> list[str]:

@@ -60,7 +60,14 @@ def test_check_config(ds_json, capsys):
     )
     shown = json.loads(out)
     assert shown["paceline"] == {
-        "pipeline": {"stages": 2, "partition": None, "schedule": None, "boundary": None, "unequal_replicas": None},
+        "pipeline": {
+            "stages": 2,
+            "partition": None,
+            "schedule": None,
+            "recompute": None,
+            "boundary": None,
+            "unequal_replicas": None,
+        },
         "moe": None,
         "natural_gradient": None,
         "max_change": None,
@@ -109,8 +116,8 @@ def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null, "boundary": null, '
-        '"unequal_replicas": null}, '
+        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null, "recompute": null, '
+        '"boundary": null, "unequal_replicas": null}, '
         '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
@@ -195,7 +202,7 @@ CLUSTER = ["--world-size", "4", "--num-layers", "8"]
         (
             {"paceline": {"pipeline": {"x" * 5000: 1}}},
             [],
-            'Valid keys of paceline.pipeline: "boundary", "partition", "schedule", ',
+            'Valid keys of paceline.pipeline: "boundary", "partition", "recompute", "schedule", ',
         ),
         ({"train_batch_size": "x" * 5000}, CLUSTER, "xxx…: it must be a whole number, at least 1; leave the key out"),
         ({"train_batch_size": 2**41}, CLUSTER, f"train_batch_size is {2**41}: it must be at most {2**40}; correct it"),

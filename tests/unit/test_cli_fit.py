@@ -69,6 +69,35 @@ def test_every_stage_and_what_it_needs(fit: Any) -> None:
     assert shown["memory"][-1]["working"] == 2 * 128 * 500 * 8  # logits and their gradient
 
 
+def test_recomputed_layers(fit: Any) -> None:
+    """As the JSON says: some of each stage, or as few as it takes; the table is of what a run then needs."""
+    argv = ("--world-size", "3", "--json")
+    free, _ = fit(ds(), *argv, "--device-memory-gib", "1")
+    told, _ = fit(ds(pipeline={"recompute": [2, 1, 0]}), *argv, "--device-memory-gib", "1")
+    assert (free["recomputed"], told["recomputed"]) == ([0, 0, 0], [2, 1, 0])
+    kept, less = ([row["activations"] for row in shown["memory"]] for shown in (free, told))
+    assert [a < b for a, b in zip(less, kept, strict=True)] == [True, True, False]
+    assert told["memory"][0]["working"] > 0
+    room = str(0.8 * max(row["total"] for row in free["memory"]) / GIB)
+    _, err = fit(ds(), *argv, "--device-memory-gib", room, status=3)
+    assert "stage 0 needs" in err
+    for method in ("work", "hetero", "uniform"):
+        config = ds(pipeline={"recompute": "fit", "partition": method})
+        found, _ = fit(config, *argv, "--device-memory-gib", room)
+        assert found["fits"], method
+        assert 0 < sum(found["recomputed"]) < 6, method
+        text, _ = fit(config, *argv[:-1], "--device-memory-gib", room)
+        counts = ", ".join(map(str, found["recomputed"]))
+        assert text.splitlines()[1] == f"recomputed layers of each stage: {counts}"
+    none, _ = fit(ds(pipeline={"recompute": "fit"}), *argv, "--device-memory-gib", "1")
+    assert none["recomputed"] == [0, 0, 0]
+    for method in ("work", "hetero"):
+        config = ds(pipeline={"recompute": "fit", "partition": method})
+        never, _ = fit(config, *argv, "--device-memory-gib", "0.0001", status=3)
+        assert sum(never["recomputed"]) == 6
+        assert not any("recompute" in remedy for remedy in never["remedies"])
+
+
 @pytest.mark.parametrize(
     ("schedule", "live"),
     [

@@ -36,6 +36,9 @@ ASKING: dict[tuple[str, str], Features] = {
     (UNEQUAL, "micro_batch_sizes"): features(
         {"paceline": {"pipeline": {"schedule": {"micro_batch_sizes": [1, 2]}, "unequal_replicas": {}}}}
     ),
+    ("recompute", "activation_checkpoint_interval"): features(
+        {"pipeline": {"activation_checkpoint_interval": 1}, "paceline": {"pipeline": {"recompute": [1, 0]}}}
+    ),
     ("moe", "hybrid_engine"): features(MOE | {"hybrid_engine": {"enabled": True}}, is_pipeline=False),
     ("moe", "ZeRO 3"): features(MOE | {"zero_optimization": {"stage": 3}}, is_pipeline=False),
     ("moe", "offload"): features(MOE | OFFLOAD, is_pipeline=False),

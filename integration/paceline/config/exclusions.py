@@ -115,6 +115,12 @@ def _unequal_replicas(features: Features) -> str | None:
     return f"{SECTION}.pipeline.unequal_replicas is there" if is_there else None
 
 
+def _recompute(features: Features) -> str | None:
+    value = features.section.pipeline.recompute if features.is_pipeline else None
+    written = list(value) if isinstance(value, tuple) else value
+    return None if value is None else f"{SECTION}.pipeline.recompute is {show(written)}"
+
+
 def _other_sizes(features: Features) -> str | None:
     schedule = features.section.pipeline.schedule
     sizes = None if schedule is None else schedule.micro_batch_sizes
@@ -151,6 +157,8 @@ FEATURES: dict[str, _Finder] = {
     "expert_parallel": _spread_experts,
     UNEQUAL: _unequal_replicas,
     "micro_batch_sizes": _other_sizes,
+    "recompute": _recompute,
+    "activation_checkpoint_interval": _key("pipeline.activation_checkpoint_interval", bool),
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
     "torch_autocast": _key("torch_autocast.enabled"),
@@ -318,6 +326,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "each replica's samples would have to be cut in another way",
         "leave one of them out",
         NOT_BUILT,
+    ),
+    Exclusion(
+        "recompute",
+        "activation_checkpoint_interval",
+        "one says which layers are recomputed, the other that all are",
+        "drop one of them",
+        MATHEMATICS,
+    ),
+    Exclusion(
+        "recompute",
+        LAYERS,
+        "of one's own layers DeepSpeed recomputes all",
+        'write "activation_checkpoint_interval": 1 in "pipeline" instead',
+        UPSTREAM,
     ),
     Exclusion(UNEQUAL, LAYERS, "shares are for Hugging Face models", "leave unequal_replicas out", NOT_BUILT),
     Exclusion(NO_FLUSH, LAYERS, "these schedules are for Hugging Face models", "choose another schedule", NOT_BUILT),

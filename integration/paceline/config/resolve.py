@@ -15,6 +15,7 @@ from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects, near_misses
 from .optimizers import check_optimizer
 from .partitions import resolve_partition
+from .recompute_keys import check_stages
 from .replica_keys import check_shares, first_shares
 from .run_plan import Choice, RunPlan
 from .schedulers import check_scheduler
@@ -70,6 +71,8 @@ def resolve(
     expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
     check_features(config, section, expert_parallel)
 
+    one_a_rank = schedule_type(section) != MULTIDIRECTION and stages_a_rank(section) == 1
+    check_stages(section.pipeline.recompute, stages * stages_a_rank(section), has_one_a_rank=one_a_rank)
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items)

@@ -11,6 +11,7 @@ from .boundary_keys import BoundaryConfig
 from .expert_choice import MoeChoice, resolve_moe
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .partitions import PartitionChoice, resolve_partition
+from .recompute_keys import Recompute
 from .replica_keys import first_shares, interval
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, ReportConfig
@@ -41,6 +42,7 @@ class RunPlan:
         expert_parallel: ranks of a stage that share its experts.
         pool: other numbers of stages, where the run chose between some by measuring.
         planned: by path, what was chosen so. It goes into checkpoints: a run that goes on keeps it.
+        trained: share of the parameters that is trained, as far as memory depends on it.
     """
 
     section: PacelineConfig
@@ -56,6 +58,7 @@ class RunPlan:
     expert_parallel: int = 1
     pool: StagePool | None = None
     planned: dict[str, Any] = field(default_factory=dict)
+    trained: float = 1.0
 
     @property
     def partition(self) -> str | list[int] | dict[str, float]:
@@ -78,6 +81,11 @@ class RunPlan:
     def max_change(self) -> MaxChangeConfig | None:
         """Limits of an update's size, wherever the section has them; None: no limit."""
         return self.section.limits
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """Layers of each stage whose activations are computed again; None: as the run says for all."""
+        return self.section.pipeline.recompute
 
     @property
     def boundary(self) -> BoundaryConfig:

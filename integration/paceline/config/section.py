@@ -33,6 +33,8 @@ from .averaging_keys import AveragingConfig
 from .boundary_keys import BoundaryConfig
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .part import Part
+from .recompute_keys import SCHEMA as RECOMPUTE_SCHEMA
+from .recompute_keys import Recompute, check_recompute
 from .replica_keys import UnequalReplicasConfig
 
 SECTION = "paceline"
@@ -399,6 +401,18 @@ class PipelineConfig(Part):
         description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed, or '
         '"adaptive" with planned stages.',
         json_schema_extra=_allow_short_form,
+    )
+    recompute: Annotated[
+        Recompute | None,
+        PlainValidator(check_recompute),
+        PlainSerializer(lambda value: value),
+        WithJsonSchema(RECOMPUTE_SCHEMA),
+    ] = Field(
+        default=None,
+        description="How many decoder layers of each stage, from its first, have their activations computed again in "
+        'the backward: "fit": as few as it takes for the stage to fit into memory; a number for all stages; or a list, '
+        'one a stage. Left out: none, or all with gradient checkpointing; where stages are planned "fit", if nothing '
+        "fits otherwise.",
     )
     boundary: BoundaryConfig | None = Field(
         default=None,

@@ -10,6 +10,7 @@ from ..schedules import families
 from ..schedules.asynchronous import MULTIDIRECTION
 from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, num_directions
 from ..schedules.generator import GENERATED
+from .recompute_keys import FIT
 from .section import PLAN, SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
 
 STAGES = f"{SECTION}.pipeline.stages"
@@ -97,7 +98,8 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
     is_left = section.natural_gradient is None and section.pipeline.boundary is None
     has_open_stages = section.pipeline.stages == PLAN or (unasked and is_left and section.pipeline.stages is None)
     is_open = (has_open_stages and not has_stages(section, ds_config)) or asks_for_chunks(section)
-    if not is_open or isinstance(method, tuple):
+    has_counts = section.pipeline.recompute not in (None, FIT)  # of stages that are known
+    if not is_open or isinstance(method, tuple) or has_counts:
         return False
     is_predicted = schedule_type(section) in ("1f1b", "adaptive") and stages_a_rank(section) == 1
     return is_predicted and not may_be_late(section)
@@ -116,8 +118,10 @@ def asks_for_chunks(section: PacelineConfig) -> bool:
 
 
 def may_have_chunks(section: PacelineConfig) -> bool:
-    """Whether a planned run may hold several stages on each rank: a schedule that is written says how many."""
-    return section.pipeline.schedule is None or asks_for_chunks(section)
+    """Whether a planned run may hold several stages on each rank: a schedule that is written says how many, and layers
+    to be recomputed are found for one."""
+    is_open = section.pipeline.schedule is None or asks_for_chunks(section)
+    return is_open and section.pipeline.recompute is None
 
 
 def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_size: int) -> str:

@@ -129,7 +129,7 @@ def workload_of(
         num_experts=num_experts,
         top_k=top_k,
         tied_parameters=text.vocab_size * text.hidden_size if text.tie_word_embeddings else 0,
-        recomputes=shape.gradient_checkpointing,
+        recomputed=tuple(range(1, len(items) - 1)) if shape.gradient_checkpointing else (),
         **routing,
     )
 

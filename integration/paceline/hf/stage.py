@@ -10,7 +10,7 @@ Legend: B batch, S sequence, H hidden size, V vocabulary, E experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,11 +112,30 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     _drop_lost_ties(model)
 
 
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Have the decoder layers' activations computed again in the backward pass."""
+def recompute_layers(model: PreTrainedModel, anatomy: Anatomy | None = None, layers: Container[int] = ()) -> None:
+    """Have the activations of decoder layers computed again in the backward pass.
+
+    Args:
+        anatomy: of the model; None: all layers are recomputed.
+        layers: by index, those that are; others keep their activations.
+    """
     # The second name is that of transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+    for index, layer in enumerate(() if anatomy is None else anatomy.layers_of(model)):
+        if index not in layers:
+            for part in layer.modules():
+                if hasattr(part, "gradient_checkpointing"):
+                    setattr(part, "gradient_checkpointing", False)  # noqa: B010  # a plain attribute, not a module
+
+
+def recomputed_layers(model: PreTrainedModel, anatomy: Anatomy) -> list[int]:
+    """Items of decoder layers whose activations are computed again in the backward pass."""
+    return [
+        item
+        for item, layer in enumerate(anatomy.layers_of(model), 1)
+        if any(getattr(part, "gradient_checkpointing", False) for part in layer.modules())
+    ]
 
 
 def tied_weight(model: PreTrainedModel, anatomy: Anatomy) -> str | None:

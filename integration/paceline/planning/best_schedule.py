@@ -137,7 +137,9 @@ def with_best_schedules(
     """
 
     def of(plan: Plan) -> Workload:
-        return workload if recomputed is None or not plan.recomputes else recomputed()
+        if recomputed is None or not plan.recomputes:
+            return workload
+        return workload.with_recomputed(recomputed(), plan.recomputed)
 
     found = [with_best_schedule(plan, of(plan), cluster)[0] for plan in ranking.plans]
     for plan in tuple(found):

@@ -45,6 +45,7 @@ class Option(NamedTuple):
         memory_bytes: of the fullest device.
         why_not: it cannot be; empty: it can.
         chunks: of each stage.
+        num_recomputed: layers that are recomputed so that the rest fits.
     """
 
     stages: int
@@ -56,6 +57,7 @@ class Option(NamedTuple):
     memory_bytes: float = inf
     why_not: str = ""
     chunks: int = 1
+    num_recomputed: int = 0
 
     @property
     def shape(self) -> Stages:
@@ -71,7 +73,9 @@ class Option(NamedTuple):
             return f"{shape}: {self.why_not}"
         order = f", {self.order}" if self.stages > 1 else ""
         batches = f"{self.micro_batches} micro-batches of {self.micro_batch_size}"
-        return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {self.memory_bytes / 2**30:.3g} GiB"
+        memory = f"{self.memory_bytes / 2**30:.3g} GiB"
+        memory += f" with {self.num_recomputed} recomputed layers" if self.num_recomputed else ""
+        return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {memory}"
 
 
 def predicted(
@@ -82,6 +86,7 @@ def predicted(
     expert: int = 1,
     tuned: bool = False,
     within_s: float = inf,
+    recomputed: Workload | None = None,
 ) -> Option:
     """The option with its step time and memory, or the reason why it cannot be, or need not be looked at.
 
@@ -90,6 +95,7 @@ def predicted(
         expert: devices among which experts are spread.
         tuned: the schedule is chosen; otherwise it is 1F1B.
         within_s: with several chunks, a step that certainly takes longer is not predicted.
+        recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
     """
     if option.data_parallel % expert:
         why = f"its {option.data_parallel} replicas cannot share experts among {expert}"
@@ -104,9 +110,12 @@ def predicted(
             return option._replace(why_not=found.text)
         plan, order = found
         return option._replace(step_s=plan.step_s, order=order, memory_bytes=_fullest(plan))
-    whole = plan_of(strategy, workload, cluster)
+    whole = plan_of(strategy, workload, cluster, recomputed=None if recomputed is None else lambda: recomputed)
     if isinstance(whole, Dropped):
         return option._replace(why_not=whole.text)
+    if recomputed is not None and whole.recomputes:
+        workload = workload.with_recomputed(recomputed, whole.recomputed)
+        option = option._replace(num_recomputed=len(whole.recomputed))
     if tuned:
         whole, order = with_best_schedule(whole, workload, cluster)
     return option._replace(step_s=whole.step_s, order=order, memory_bytes=_fullest(whole))

@@ -22,6 +22,7 @@ class Entry:
         workload: on the devices as they were.
         tuned: its schedule is chosen; otherwise it is 1F1B.
         memory_bytes: that may be used of a device.
+        recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
     """
 
     option: Option
@@ -29,12 +30,20 @@ class Entry:
     expert: int = 1
     tuned: bool = False
     memory_bytes: float = inf
+    recomputed: Workload | None = None
 
     def predicted(self, cluster: Cluster, slowness: float = 1.0, within_s: float = inf) -> Option:
         """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
         workload = scaled(self.workload, slowness)
+        again = None if self.recomputed is None else scaled(self.recomputed, slowness)
         cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, self.memory_bytes))
-        return predicted(self.option, workload, cluster, expert=self.expert, tuned=self.tuned, within_s=within_s)
+        return predicted(
+            *(self.option, workload, cluster),
+            expert=self.expert,
+            tuned=self.tuned,
+            within_s=within_s,
+            recomputed=again,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
 
 from ..schedules.asynchronous import MULTIDIRECTION
-from .blocks import DoesNotFit
+from .blocks import Device, DoesNotFit
 from .cluster import Cluster
 from .divisors import divisors
 from .memory import StageMemory
+from .recomputation import Recomputable, Recomputation, counts_of_layers
 from .strategy_costs import step_terms
-from .strategy_memory import boundaries_of, memory_of, share_of, stages_without_flush
+from .strategy_memory import boundaries_of, live_micro_batches, memory_of, share_of, stages_without_flush
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy, late_schedules
 from .strategy_times import item_times
 from .workload import Workload
@@ -60,7 +62,7 @@ class Plan:
             of the slowest device; bubble is what the pipeline takes beyond that, messages between stages among it.
         simulated: whether the pipeline was; else by formula.
         schedule: of the pipeline; without a flush the step is one of the steady state.
-        recomputes: backwards compute the layers' activations anew.
+        recomputed: items whose activations backwards compute anew.
     """
 
     strategy: Strategy
@@ -70,7 +72,17 @@ class Plan:
     terms: Mapping[str, float]
     simulated: bool
     schedule: PipelineSchedule = ONE_F_ONE_B
-    recomputes: bool = False
+    recomputed: tuple[int, ...] = ()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer is recomputed."""
+        return bool(self.recomputed)
+
+    @property
+    def recomputed_of_stages(self) -> tuple[int, ...]:
+        """Recomputed layers of each stage."""
+        return counts_of_layers(self.boundaries, self.recomputed)
 
     @property
     def name(self) -> str:
@@ -129,8 +141,8 @@ def search(
 
     Args:
         late: types of schedule without a flush that are tried beside 1F1B.
-        recomputed: the same workload with layers that are recomputed, for strategies that do not fit otherwise. Models
-            with experts have no schedule without a flush then.
+        recomputed: the same workload with all layers recomputed, for strategies that do not fit otherwise: of these as
+            few layers are as it takes. Models with experts have no schedule without a flush then.
 
     Raises:
         ValueError: a step takes longer than a number can say.
@@ -147,10 +159,7 @@ def search(
     late = () if workload.recomputes and workload.num_experts else late
     for strategy in found:
         for schedule in (ONE_F_ONE_B, *late_schedules(strategy, late)):
-            plan = plan_of(strategy, workload, cluster, schedule)
-            may_recompute = recomputed is not None and (schedule.flushes or not workload.num_experts)
-            if recomputed is not None and may_recompute and isinstance(plan, Dropped) and plan.reason == MEMORY:
-                plan = plan_of(strategy, recomputed(), cluster, schedule)
+            plan = plan_of(strategy, workload, cluster, schedule, recomputed)
             if isinstance(plan, Dropped):
                 dropped.append(plan)
             else:
@@ -160,13 +169,57 @@ def search(
 
 
 def plan_of(
-    strategy: Strategy, workload: Workload, cluster: Cluster, schedule: PipelineSchedule = ONE_F_ONE_B
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    schedule: PipelineSchedule = ONE_F_ONE_B,
+    recomputed: Callable[[], Workload] | None = None,
 ) -> Plan | Dropped:
     """One strategy: its partition, memory and step time, or why it cannot be.
+
+    Args:
+        recomputed: as of :func:`search`. All layers are recomputed, or none, with tensor parallelism, whose engine has
+            no choice, and without a flush.
 
     Raises:
         ValueError: a step takes longer than a number can say.
     """
+    plan = _plan_of(strategy, workload, cluster, schedule)
+    is_full = isinstance(plan, Dropped) and plan.reason == MEMORY
+    if not is_full or recomputed is None or (workload.num_experts and not schedule.flushes):
+        return plan
+    again, boundaries = recomputed(), None
+    if strategy.tensor == 1 and schedule == ONE_F_ONE_B:
+        found = _recomputation(strategy, workload, again, cluster)
+        if found is not None:
+            again, boundaries = workload.with_recomputed(again, found.items), found.boundaries
+    return _plan_of(strategy, again, cluster, schedule, boundaries)
+
+
+def _recomputation(strategy: Strategy, workload: Workload, again: Workload, cluster: Cluster) -> Recomputation | None:
+    """The fewest recomputed layers with which the stages of 1F1B fit, and their boundaries; None: nothing fits."""
+    kept, times = share_of(strategy, workload), item_times(strategy, workload, cluster)
+    micro_batches = workload.train_batch_size // (workload.micro_batch_size * strategy.data)
+    states = [
+        sum(kept.dense.of(dense)) + sum(kept.of_experts.of(experts))
+        for dense, experts in (kept.parameters(index, index + 1) for index in range(len(times)))
+    ]
+    seconds = [(time.forward_s, time.backward_s) for time in times]
+    live = live_micro_batches(strategy.pipeline, micro_batches)
+    model = Recomputable(kept.items, share_of(strategy, again).items, states, seconds, live)
+    with suppress(DoesNotFit):
+        return model.partition([Device(1.0, cluster.memory_bytes)] * strategy.pipeline)
+    return None
+
+
+def _plan_of(
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    schedule: PipelineSchedule,
+    boundaries: tuple[int, ...] | None = None,
+) -> Plan | Dropped:
+    """The plan of what ``workload`` says is recomputed, with the boundaries that suit it best if none are given."""
     samples = workload.micro_batch_size * strategy.data
     if workload.train_batch_size % samples:
         return Dropped(
@@ -184,7 +237,8 @@ def plan_of(
     _check_finite(sum(time.total_s for time in times))
     stream = schedule.stream(strategy.pipeline, micro_batches)
     if stream is None:
-        boundaries = boundaries_of(share, times, strategy.pipeline, cluster.memory_bytes, micro_batches)
+        if boundaries is None:
+            boundaries = boundaries_of(share, times, strategy.pipeline, cluster.memory_bytes, micro_batches)
         memory = memory_of(share, boundaries, micro_batches)
     else:
         try:
@@ -196,7 +250,7 @@ def plan_of(
         return _too_large(strategy, schedule, stage, most.total, workload, cluster)
     terms, simulated = step_terms(strategy, workload, cluster, share, times, boundaries, micro_batches, stream)
     _check_finite(sum(terms.values()))
-    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated, schedule, workload.recomputes)
+    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated, schedule, workload.recomputed)
 
 
 def _too_large(

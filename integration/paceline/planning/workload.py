@@ -5,7 +5,8 @@ Legend: E experts, K of them for each token, ``rows`` = tokens · K of one micro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ class Workload:
         capacity_factor: c, where a gate lets an expert have c · rows / E at most.
         worst: experts get what the gate permits at most, and ``loads`` are not looked at.
         rebalanced: experts are placed by ``loads``; otherwise in order.
-        recomputes: backwards compute the layers' activations anew.
+        recomputed: items whose activations backwards compute anew, as their times and memory say.
 
     Raises:
         ValueError: sizes or loads that cannot be.
@@ -75,7 +76,7 @@ class Workload:
     capacity_factor: float | None = None
     worst: bool = False
     rebalanced: bool = False
-    recomputes: bool = False
+    recomputed: tuple[int, ...] = ()
     _imbalance: dict[int, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +97,20 @@ class Workload:
                 checked_loads(layer, self.num_experts)
             except ValueError as error:
                 raise ValueError(f"loads[{index}]: {error}") from None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer is recomputed."""
+        return bool(self.recomputed)
+
+    def with_recomputed(self, again: Workload, items: Collection[int]) -> Workload:
+        """The workload in which these ``items`` are recomputed.
+
+        Args:
+            again: this workload with all layers recomputed.
+        """
+        mixed = tuple(again.items[index] if index in items else item for index, item in enumerate(self.items))
+        return replace(self, items=mixed, recomputed=tuple(sorted(items)))
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from ..comm.control import ControlPlane
 from ..config import RunPlan
 from .module import CausalLMPipeline, ModelSource
-from .startup import dtype_of, first_partition
+from .startup import dtype_of, first_partition, recompute_as_written
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -41,7 +41,7 @@ def build_pipeline(
         ValueError: on every rank: a partition or adapters that do not fit the model.
     """
     dtype = dtype_of(resolved.ds_config)
-    partition, profile = first_partition(
+    first = first_partition(
         hf_config,
         resolved,
         control,
@@ -52,7 +52,7 @@ def build_pipeline(
     pipeline = CausalLMPipeline(
         model,
         num_stages=resolved.stages,
-        partition=partition,
+        partition=first.partition,
         dtype=dtype,
         seed=seed,
         gradient_checkpointing=gradient_checkpointing,
@@ -63,5 +63,6 @@ def build_pipeline(
         peft_config=peft_config,
         **from_pretrained,
     )
-    pipeline.planned(profile)
+    pipeline.planned(first.profile)
+    recompute_as_written(pipeline, resolved, first.recomputed)
     return pipeline

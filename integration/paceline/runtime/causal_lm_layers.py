@@ -114,8 +114,6 @@ class CausalLMLayers(Layers):
 
     def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:
         module, anatomy = self.module, self.module.anatomy
-        parts_of_model = (part for model in module.models for part in model.modules())
-        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in parts_of_model)
         held = {item: layer for item in self.here if (layer := self.get(item)) is not None} | dict(arrived)
         before = {stage: self._of(stage) for stage in self.held}
         module.parts = list(parts)
@@ -142,5 +140,4 @@ class CausalLMLayers(Layers):
             for name, part in layer.named_modules()
             if isinstance(part, HFExpertLayer)
         }
-        if recomputes:
-            module.enable_gradient_checkpointing()
+        module.recompute(module.recomputed)

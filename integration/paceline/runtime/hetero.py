@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -31,9 +32,13 @@ from ..hf.weights import causal_config, skeleton
 from ..measure.host_names import host_name
 from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
 from ..moe.hf_experts import experts_of, share_of
-from ..planning.blocks import Device
+from ..planning.blocks import Device, DoesNotFit
 from ..planning.memory import ItemMemory, States
+from ..planning.recomputation import Recomputable, recomputed, recomputed_s
+from ..planning.shared_devices import whole_schedule
 from ..planning.stages import StagePlan, plan_stages
+from ..schedules.schedule import Schedule
+from ..schedules.stream import Stream
 
 logger = logging.getLogger("paceline")
 
@@ -78,8 +83,10 @@ def hetero_boundaries(
     expert_parallel: int = 1,
     profile: str | Path | None = None,
     memory_bytes: int | None = None,
-) -> tuple[list[int], Profile]:
-    """Boundaries over items under which a step is predicted to be shortest, and what was measured for it.
+    may_recompute: bool = False,
+) -> tuple[list[int], Profile, tuple[int, ...]]:
+    """Boundaries over items under which a step is predicted to be shortest, what was measured for it, and the items
+    that are recomputed.
 
     Every rank measures the items on its own device, without the rest of the model. With a profile nothing is measured
     that is in it: the speeds are if it has as many devices as there are stages, otherwise one layer is timed on every
@@ -92,6 +99,8 @@ def hetero_boundaries(
         expert_parallel: replicas that share experts. A layer is measured with all of them.
         profile: path of a profile file.
         memory_bytes: of each device that may be counted on; None: what is free.
+        may_recompute: activations of layers may be computed again where stages do not fit otherwise, or are faster so
+            than with other boundaries.
 
     Raises:
         ValueError: on every rank: no such profile, one of another model, or a model that fits in no way.
@@ -121,7 +130,7 @@ def hetero_boundaries(
         devices = _devices(looks, num_stages, given)
     links = given.links if given is not None and len(given.devices) == num_stages else ()
     links = links or link_rates(control, [look.host for look in looks], num_stages, device)
-    found: tuple[list[int], Profile] | None = None
+    found: tuple[list[int], Profile, tuple[int, ...]] | None = None
     with control.together("planning the partition"):
         if is_first:
             measured = Profile(
@@ -135,7 +144,7 @@ def hetero_boundaries(
                 links=tuple(links),
                 versions=versions() if given is None else given.versions,
             )
-            plan = plan_stages(
+            plan, again = fastest(
                 _memory(config, shape, items, expert_parallel),
                 [(item.forward_s, item.backward_s) for item in items],
                 [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
@@ -143,12 +152,45 @@ def hetero_boundaries(
                 schedule.planned(num_stages, micro_batches),
                 links,
                 owners=schedule.optimizer_owners,
+                may_recompute=may_recompute,
             )
             _tell(plan, measured, "rank 0's" if given is None else "that of the profile")
-            found = list(plan.boundaries), measured
+            found = list(plan.boundaries), measured, again
     result = control.from_first(found)
     assert result is not None, "the first rank has found it"
     return result
+
+
+def fastest(
+    items: Sequence[ItemMemory],
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    schedule: Schedule | Stream,
+    links: Sequence[float] = (),
+    *,
+    owners: str | None,
+    may_recompute: bool,
+) -> tuple[StagePlan, tuple[int, ...]]:
+    """The fastest stages, and the items that are recomputed for it. Arguments as of :func:`plan_stages`.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    plans: list[tuple[StagePlan, tuple[int, ...]]] = []
+    try:
+        plans.append((plan_stages(items, seconds, devices, states, schedule, links, owners=owners), ()))
+    except DoesNotFit:
+        if not may_recompute:
+            raise
+    if may_recompute:
+        model = Recomputable.of(items, seconds, states, whole_schedule(schedule))
+        with suppress(DoesNotFit) if plans else nullcontext():
+            again = model.partition(devices).items
+            if again:
+                mixed, longer = recomputed(items, again), recomputed_s(seconds, again)
+                plans.append((plan_stages(mixed, longer, devices, states, schedule, links, owners=owners), again))
+    return min(plans, key=lambda each: each[0].step_s)
 
 
 def _load(path: str | Path, config: PretrainedConfig, shape: Shape, *, tell: bool) -> Profile:
@@ -274,27 +316,30 @@ def _memory(
     config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int
 ) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be."""
-    shares = [(0, 0)] * len(items)
-    if expert_parallel > 1:
-        with quiet():
-            model = skeleton(causal_config(config))
-        for number, layer in enumerate(anatomy_of(model).layers_of(model), 1):
-            found = experts_of(layer).values()
-            whole = sum(p.numel() for experts in found for p in experts.parameters())
-            share = sum(share_of(experts, expert_parallel) for experts in found)
-            shares[number] = whole - share, expert_parallel * share - whole
     try:
         working = [item.working_bytes for item in count_items(config, **shape._asdict())]
     except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
         working = [0.0] * len(items)
-    return [
-        ItemMemory(
-            *(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra),
-            elsewhere=elsewhere,
-            empty=empty,
-        )
-        for item, extra, (elsewhere, empty) in zip(items, working, shares, strict=True)
+    memories = [
+        ItemMemory(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra)
+        for item, extra in zip(items, working, strict=True)
     ]
+    return shared_memory(config, memories, expert_parallel)
+
+
+def shared_memory(config: PretrainedConfig, items: Sequence[ItemMemory], expert_parallel: int) -> list[ItemMemory]:
+    """Memory of the items where so many ranks share the experts of each layer."""
+    if expert_parallel == 1:
+        return list(items)
+    with quiet():
+        model = skeleton(causal_config(config))
+    found = list(items)
+    for number, layer in enumerate(anatomy_of(model).layers_of(model), 1):
+        experts = experts_of(layer).values()
+        whole = sum(p.numel() for each in experts for p in each.parameters())
+        share = sum(share_of(each, expert_parallel) for each in experts)
+        found[number] = found[number]._replace(elsewhere=whole - share, empty=expert_parallel * share - whole)
+    return found
 
 
 def _tell(plan: StagePlan, profile: Profile, whose: str) -> None:

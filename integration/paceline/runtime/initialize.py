@@ -29,6 +29,7 @@ from ..config import (
     without_effect,
 )
 from ..config.exclusions import LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
+from ..config.recompute_keys import PATH
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
@@ -47,7 +48,7 @@ from .initialize_patch import plain_engine_for, with_plan
 from .module import CausalLMPipeline, config_of
 from .pipe_module import routes_of
 from .rate import check_scheduler_object
-from .startup import first_partition, plan_for, plan_for_pipeline
+from .startup import first_partition, plan_for, plan_for_pipeline, recompute_as_written
 
 logger = logging.getLogger("paceline")
 
@@ -121,6 +122,7 @@ def initialize(
         is_asked = PARTITION not in plan.chosen and plan.partition in (HETERO, WORK)
         if is_asked and model.num_stages > 1 and not model.is_planned:
             boundaries = _measure(model, plan)
+        recompute_as_written(model, plan)
     ds_config = ds_config if plan is None else plan.ds_config
     engine: type | None = None
     patches = []
@@ -170,10 +172,16 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
         if section.pipeline.unequal_replicas is not None:
             written = ("paceline.pipeline.unequal_replicas is there", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(UNEQUAL, LAYERS).message(*written))
+        if section.pipeline.recompute is not None:
+            written = (f"{PATH} is there", f"the model is a {type(model).__name__}")
+            raise ValueError(exclusion("recompute", LAYERS).message(*written))
     elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
         interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
         if interval or model.is_recomputed:
-            told = f"the model has experts, pipeline.activation_checkpoint_interval is {interval or 1}"
+            asked = plan.recompute
+            key = "pipeline.activation_checkpoint_interval" if asked is None else PATH
+            value = (interval or 1) if asked is None else show(list(asked) if isinstance(asked, tuple) else asked)
+            told = f"the model has experts, {key} is {value}"
             raise ValueError(exclusion(RECOMPUTED, NO_FLUSH).message(told, f"{show(plan.schedule.type)} has no flush"))
     stages = model.num_stages
     wanted: tuple[tuple[int, ...], ...] = (tuple(range(stages)),)
@@ -211,10 +219,10 @@ def start_distributed(**kwargs: Any) -> None:
 def _measure(pipeline: CausalLMPipeline, resolved: RunPlan) -> list[int]:
     """Boundaries by the layers' times or work, for a pipeline that was built by something else."""
     dtype = next(pipeline.parameters()).dtype
-    found, profile = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
-    assert isinstance(found, list), "more than one stage"
-    pipeline.planned(profile)
-    return found
+    found = first_partition(pipeline.config, resolved, pipeline.control, dtype=dtype)
+    assert isinstance(found.partition, list), "more than one stage"
+    pipeline.planned(found.profile)
+    return found.partition
 
 
 def _pipeline(

@@ -7,7 +7,7 @@ import copy
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.model_workload import work_of_items
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
-from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, tied_weight
+from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, recomputed_layers, tied_weight
 from ..hf.weights import is_pretrained, load_stage, skeleton
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
@@ -272,6 +272,8 @@ class CausalLMPipeline(PipelineModule):
         else:
             self.adapters = adapters_of(whole, self.anatomy)
         self._injects = peft_config is not None
+        self.recomputed = frozenset(recomputed_layers(whole, self.anatomy))
+        """Items of the whole model whose activations backwards compute again, whatever stage they are on."""
         check_trainable(self.config, self.adapters)
         self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
@@ -298,13 +300,20 @@ class CausalLMPipeline(PipelineModule):
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether activations are computed again in the backward pass."""
-        return any(getattr(part, "gradient_checkpointing", False) for part in self.modules())
+        """Whether activations of any layer, on any stage, are computed again in the backward pass."""
+        return bool(self.recomputed)
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of each decoder layer in the backward pass."""
-        for model in self.models:
-            recompute_layers(model)
+        self.recompute(range(1, len(self.items) - 1))
+
+    def recompute(self, items: Iterable[int]) -> None:
+        """Recompute the activations of these layers, by item, in the backward pass, and of no others. Layers that
+        arrive from another stage are recomputed as they were there."""
+        self.recomputed = frozenset(items)
+        if self.recomputed:
+            for model in self.models:
+                recompute_layers(model, self.anatomy, {item - 1 for item in self.recomputed})
 
     @property
     def num_virtual_stages(self) -> int:

@@ -22,6 +22,8 @@ from transformers import PretrainedConfig
 from ..comm.control import ControlPlane, is_shared
 from ..comm.staging import ranks_sharing
 from ..config import RunPlan
+from ..config.recompute_keys import FIT
+from ..config.recompute_keys import PATH as RECOMPUTE
 from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
 from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_for_chunks, has_stages
@@ -157,13 +159,17 @@ def _chosen(
     with control.together("planning the stages"):
         if control.rank == 0:
             share = 1.0 if trained is None else trained()
-            pool = entries(hf_config, options, measured, trained=share)
-            found = [entry.predicted(measured.cluster) for entry in pool]
-            best = choose(found, Stages(usual.stages) if kept is None else stages_kept(kept))
+            is_asked = usual.recompute == FIT or (kept is not None and RECOMPUTE in kept)
+            may_fit = is_asked or not measured.profile.gradient_checkpointing
+            preferred = Stages(usual.stages) if kept is None else stages_kept(kept)
+            # Layers are recomputed unasked only where nothing fits otherwise.
+            for fits in ([] if is_asked else [False]) + ([True] if may_fit else []):
+                pool = entries(hf_config, options, measured, trained=share, fits=fits)
+                found = [entry.predicted(measured.cluster) for entry in pool]
+                best = choose(found, preferred)
+                if best is not None:
+                    break
             _tell(measured, found, time.perf_counter() - begun)
-            if best is None and not measured.profile.gradient_checkpointing:
-                again = entries(hf_config, options, measured, trained=share, recomputes=True)
-                _advise_recomputation([entry.predicted(measured.cluster) for entry in again], Stages(usual.stages))
             taken = None if best is None else options[best.shape]
             if taken is not None and taken.data_parallel > 1:
                 _advise_shares(taken, measured)
@@ -171,7 +177,7 @@ def _chosen(
                 chosen = as_before(options, kept)
                 _tell_better(best, next(option for option in found if option.shape == stages_of(chosen)))
             elif best is not None:
-                chosen = _with_reasons(options[best.shape], best, found, measured, usual)
+                chosen = _with_reasons(options[best.shape], best, found, measured, usual, fits=fits)
             if chosen is not None:
                 chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, stages_of(chosen)))
     result: RunPlan | None = control.from_first(chosen)
@@ -184,13 +190,13 @@ def entries(
     measured: Measured,
     *,
     trained: float,
-    recomputes: bool = False,
+    fits: bool = False,
 ) -> list[Entry]:
     """All options, with what their steps are predicted from.
 
     Args:
         trained: share of the parameters that is trained.
-        recomputes: as if layers were recomputed, although they were measured without.
+        fits: layers may be recomputed so that the rest fits.
     """
     profile, found = measured.profile, []
     for (stages, chunks), plan in options.items():
@@ -201,15 +207,20 @@ def entries(
             plan.micro_batch_size,
             profile.sequence_length,
             plan.train_batch_size,
-            recomputes or profile.gradient_checkpointing,
+            profile.gradient_checkpointing,
         )
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
+        recomputed = None
+        if fits and chunks == 1:
+            sizes = replace(sizes, gradient_checkpointing=True)
+            recomputed = replace(workload_of(hf_config, sizes, profile=profile), states=states)
         follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
         shares = unequal is not None and unequal.micro_batches is None
         factor = slowdown(measured.rank_s, stages, follows_speed=follows, shares_by_speed=shares)
         workload = scaled(workload, factor)
+        recomputed = None if recomputed is None else scaled(recomputed, factor)
         limit = plan.partition_choice.memory_bytes
-        found.append(Entry(option, workload, plan.expert_parallel, plan.schedule.is_tuned, limit or inf))
+        found.append(Entry(option, workload, plan.expert_parallel, plan.schedule.is_tuned, limit or inf, recomputed))
     return found
 
 
@@ -230,9 +241,13 @@ def _may_follow_speed(plan: RunPlan) -> bool:
 
 
 def _with_reasons(
-    plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured, usual: RunPlan
+    plan: RunPlan, best: Option, options: Sequence[Option], measured: Measured, usual: RunPlan, *, fits: bool
 ) -> RunPlan:
-    """``plan``, which is the ``best`` of all ``options``, with what was chosen for it beyond the JSON of ``usual``."""
+    """``plan``, which is the ``best`` of all ``options``, with what was chosen for it beyond the JSON of ``usual``.
+
+    Args:
+        fits: layers may be recomputed so that the rest fits.
+    """
     others = [f"{other.step_s:.4g} with {other.shape.text}" for other in options if other != best and not other.why_not]
     why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
     chosen = {} if has_stages(usual.section, usual.ds_config) else {STAGES: Choice(best.stages, why)}
@@ -243,6 +258,8 @@ def _with_reasons(
         chosen[TYPE] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
     if best.chunks > 1 or asks_for_chunks(usual.section):
         chosen[PLANNED_CHUNKS] = Choice(best.chunks, why)
+    if fits and usual.recompute is None:
+        chosen[RECOMPUTE] = Choice(FIT, "nothing fits into the memory of the devices otherwise")
     return _planned(plan, chosen)
 
 
@@ -264,6 +281,7 @@ def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, object]) -> 
         STAGES: not are_written,
         PARTITION: _may_follow_speed(plan),
         TYPE: plan.schedule.type == kept.get(TYPE),
+        RECOMPUTE: plan.recompute is None,
     }
     why = "as before the checkpoint; --replan chooses anew"
     return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open.get(path, True)})
@@ -276,6 +294,9 @@ def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
         method = {"method": chosen[PARTITION].value}
         partition = (section.pipeline.partition or PartitionConfig()).model_copy(update=method)
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
+    if RECOMPUTE in chosen:
+        pipeline = section.pipeline.model_copy(update={"recompute": chosen[RECOMPUTE].value})
+        section = section.model_copy(update={"pipeline": pipeline})
     planned = {STAGES: plan.stages, **{path: choice.value for path, choice in chosen.items()}}
     return replace(plan, section=section, chosen=chosen, planned=planned)
 
@@ -286,17 +307,6 @@ def _tell_better(best: Option | None, now: Option) -> None:
         logger.info(
             "plan: the run goes on as before the checkpoint, with %s. Now the fastest is %s: --replan takes it",
             *(now.text, best.text),
-        )
-
-
-def _advise_recomputation(options: Sequence[Option], usual: Stages) -> None:
-    """Say if something would fit, where nothing fits as the run is."""
-    best = choose(options, usual)
-    if best is not None:
-        logger.warning(
-            "plan: nothing fits into the memory of the devices. With layers that are recomputed "
-            '(--gradient_checkpointing, or "activation_checkpoint_interval": 1 in "pipeline") this would: %s',
-            best.text,
         )
 
 

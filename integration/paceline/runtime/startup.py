@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from ..comm.staging import ranks_sharing
 from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
+from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, value_at
 from ..config.stage_counts import asks_for_chunks, has_stages, is_planned, may_have_chunks, states_fit
 from ..hf.activations import count_items
@@ -32,10 +34,12 @@ from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device, DoesNotFit
 from ..planning.divisors import divisors
 from ..planning.memory import ItemMemory, States
+from ..planning.recomputation import Recomputable, counts_of_layers, layers_of_stages
+from ..planning.shared_devices import whole_schedule
 from ..planning.stage_choice import Stages
 from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
-from .hetero import Shape, hetero_boundaries
+from .hetero import Shape, hetero_boundaries, shared_memory
 from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
 from .plan_at_start import as_before, plan_stages, stages_kept
 
@@ -167,6 +171,9 @@ def plan_for(
         usual = planned
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
+    _check_said_once(resolved, recomputes=recomputes)
+    if resolved.recompute == FIT and trained is not None:
+        resolved = replace(resolved, trained=trained())
     if planned is not None:
         of_batch = {} if samples is None else {TRAIN_BATCH: samples}
         resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)
@@ -223,6 +230,15 @@ def _options(
     return found
 
 
+def _check_said_once(resolved: RunPlan, *, recomputes: bool) -> None:
+    """Raise ValueError where the JSON says which layers are recomputed, and something else that all are."""
+    if resolved.recompute is not None and recomputes:
+        raise ValueError(
+            f"{PATH} says how many layers of each stage are recomputed, and gradient checkpointing is on as well: "
+            "leave one of them out."
+        )
+
+
 def dtype_of(ds_config: Mapping[str, object]) -> torch.dtype:
     """The dtype that DeepSpeed will train in."""
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
@@ -251,7 +267,7 @@ def first_partition(
     dtype: torch.dtype,
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
-) -> tuple[str | list[int] | dict[str, float], Profile | None]:
+) -> FirstPartition:
     """The partition that a :class:`CausalLMPipeline` is built with: ``"hetero"`` and ``"work"`` become boundaries.
 
     Collective.
@@ -262,17 +278,15 @@ def first_partition(
             :data:`~paceline.measure.tokens.MOST_TOKENS`.
         gradient_checkpointing: the layers' activations are computed again in the backward pass.
 
-    Returns:
-        The partition, and what was measured for it.
-
     Raises:
-        ValueError: a profile that does not fit, or a model that fits the devices in no way.
+        ValueError: a profile that does not fit, or a model that fits the devices in no way, or whose layers are to be
+            recomputed as it takes and cannot be counted.
     """
-    choice = resolved.partition_choice
-    if choice.method not in (HETERO, WORK):
-        return resolved.partition, None
-    if resolved.stages == 1:
-        return "uniform", None  # there is nothing to measure for
+    choice, fits = resolved.partition_choice, resolved.recompute == FIT
+    # With one stage there is nothing to measure for.
+    partition = "uniform" if resolved.stages == 1 and choice.method in (HETERO, WORK) else resolved.partition
+    if partition not in (HETERO, WORK) and not fits:
+        return FirstPartition(partition)
     interval = value_at(resolved.ds_config, "pipeline.activation_checkpoint_interval")
     shape = Shape(
         dtype,
@@ -280,32 +294,57 @@ def first_partition(
         tokens_of_sample(sequence_length, hf_config),
         gradient_checkpointing or bool(interval),
     )
-    if choice.method == WORK:
+    if partition != HETERO:
         device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
         least = min(control.gather(available_bytes(device, ranks_sharing(device))))
-        found: list[int] | None = None
+        limits = [choice.memory_bytes or least] * resolved.stages
+        found: FirstPartition | None = None
         with control.together("planning the partition"):
-            if dist.get_rank() == 0:
-                found = _by_work(hf_config, resolved, shape, [choice.memory_bytes or least] * resolved.stages)
-                logger.info("partition %s: by the work of the items", found)
-        boundaries = control.from_first(found)
-        assert boundaries is not None, "the first rank has found them"
-        return boundaries, None
-    return hetero_boundaries(
+            if dist.get_rank() == 0 and partition == WORK:
+                found = _by_work(hf_config, resolved, shape, limits)
+                logger.info("partition %s: by the work of the items", found.partition)
+            elif dist.get_rank() == 0:
+                found = as_it_takes(hf_config, resolved, shape, limits, partition)
+        result = control.from_first(found)
+        assert result is not None, "the first rank has found it"
+        return result
+    boundaries, measured, recomputed = hetero_boundaries(
         hf_config,
         control,
         shape,
         num_stages=resolved.stages,
         micro_batches=resolved.micro_batches,
         schedule=resolved.schedule,
-        states=States.from_config(resolved.ds_config, resolved.data_parallel),
+        states=_states(resolved),
         expert_parallel=resolved.expert_parallel,
         profile=choice.profile,
         memory_bytes=choice.memory_bytes,
+        may_recompute=fits,
     )
+    return FirstPartition(boundaries, measured, recomputed)
 
 
-def _by_work(hf_config: PretrainedConfig, resolved: RunPlan, shape: Shape, limit_bytes: Sequence[float]) -> list[int]:
+class FirstPartition(NamedTuple):
+    """The partition that a pipeline is built with.
+
+    Args:
+        partition: a method, or boundaries over items.
+        profile: what was measured for it, if anything was.
+        recomputed: items of the layers that are recomputed so that all fits; of others the JSON tells.
+    """
+
+    partition: str | list[int] | dict[str, float]
+    profile: Profile | None = None
+    recomputed: tuple[int, ...] = ()
+
+
+def _states(resolved: RunPlan) -> States:
+    return replace(States.from_config(resolved.ds_config, resolved.data_parallel), trained=resolved.trained)
+
+
+def _by_work(
+    hf_config: PretrainedConfig, resolved: RunPlan, shape: Shape, limit_bytes: Sequence[float]
+) -> FirstPartition:
     """Boundaries over items that give all stages about equally much work, as far as memory allows.
 
     Where what a stage keeps cannot be counted (a forward that depends on values, several stages a rank, experts on
@@ -315,16 +354,82 @@ def _by_work(hf_config: PretrainedConfig, resolved: RunPlan, shape: Shape, limit
     items = items_of(model, anatomy_of(model), shape.sequence_length, recomputes=shape.gradient_checkpointing)
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
+    if resolved.recompute == FIT:
+        return as_it_takes(hf_config, resolved, shape, limit_bytes, WORK)
     if resolved.schedule.has_directions or resolved.expert_parallel > 1 or num_stages > resolved.stages:
-        return partition_items(items, num_stages, WORK, route_of_chunks(routes))
+        return FirstPartition(partition_items(items, num_stages, WORK, route_of_chunks(routes)))
     try:
         memories = count_items(hf_config, **shape._asdict())
     except ValueError:
-        return partition_items(items, resolved.stages, WORK)
+        return FirstPartition(partition_items(items, resolved.stages, WORK))
     schedule = resolved.schedule.first(resolved.stages, resolved.micro_batches)
-    return work_boundaries(
-        items, memories, limit_bytes, States.from_config(resolved.ds_config, resolved.data_parallel), schedule
-    )
+    return FirstPartition(work_boundaries(items, memories, limit_bytes, _states(resolved), schedule))
+
+
+def as_it_takes(
+    hf_config: PretrainedConfig,
+    resolved: RunPlan,
+    shape: Shape,
+    limit_bytes: Sequence[float],
+    method: str | list[int] | dict[str, float],
+) -> FirstPartition:
+    """The partition, and as few recomputed layers as it takes for each stage to fit. With ``"work"``, stages that do
+    not fit as they are get other boundaries too.
+
+    Raises:
+        ValueError: what the model keeps cannot be counted.
+    """
+    model = skeleton(hf_config)
+    items = items_of(model, anatomy_of(model), shape.sequence_length)
+    boundaries = partition_items(items, resolved.stages, method)
+    try:
+        memories = shared_memory(hf_config, count_items(hf_config, **shape._asdict()), resolved.expert_parallel)
+    except ValueError as error:
+        raise ValueError(f'{PATH} is "{FIT}", which counts what layers keep; write a number. {error}') from None
+    seconds = [(item.work / 3, item.work / 1.5) for item in items]
+    schedule = whole_schedule(resolved.schedule.planned(resolved.stages, resolved.micro_batches))
+    stages = Recomputable.of(memories, seconds, _states(resolved), schedule)
+    try:
+        with suppress(DoesNotFit) if method == WORK else nullcontext():
+            found = stages.fewest(boundaries, limit_bytes)
+            if method != WORK or not found.items:
+                return FirstPartition(list(found.boundaries), recomputed=found.items)
+        found = stages.partition([Device(1.0, limit) for limit in limit_bytes])
+        return FirstPartition(list(found.boundaries), recomputed=found.items)
+    except DoesNotFit as error:
+        logger.warning("recompute: all layers, since %s", error)
+        return FirstPartition(boundaries, recomputed=tuple(range(1, len(items) - 1)))
+
+
+def recompute_as_written(pipeline: CausalLMPipeline, resolved: RunPlan, fitting: Collection[int] = ()) -> None:
+    """Have as many layers of each stage recomputed as the JSON says; where it leaves the number open, those that are
+    ``fitting``.
+
+    Raises:
+        ValueError: a stage has fewer layers.
+    """
+    if resolved.recompute is None:
+        return
+    items = fitting if resolved.recompute == FIT else as_written(resolved, pipeline.parts)
+    pipeline.recompute(items)
+    if dist.get_rank() == 0:
+        stages = [len(layers) for layers in layers_of_stages(pipeline.parts)]
+        found = list(counts_of_layers(pipeline.parts, items))
+        logger.info("recompute: %s of the %s layers of the stages", found, stages)
+
+
+def as_written(resolved: RunPlan, boundaries: Sequence[int]) -> list[int]:
+    """The items that are recomputed where the JSON says how many of each stage are: the first ones.
+
+    Raises:
+        ValueError: a stage has fewer layers.
+    """
+    asked = resolved.recompute
+    if asked is None or asked == FIT:
+        return []
+    stages = layers_of_stages(boundaries)
+    counts = counts_of(asked, [len(layers) for layers in stages])
+    return [item for layers, count in zip(stages, counts, strict=True) for item in layers[:count]]
 
 
 def work_boundaries(
@@ -379,6 +484,12 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
         device_bytes=None,
         section=section.model_copy(update={"pipeline": built}),
     )
+    _check_said_once(resolved, recomputes=pipeline.is_recomputed)
+    if resolved.recompute == FIT:
+        raise ValueError(
+            f'{PATH} is "{FIT}", which is found before the weights are there, and the pipeline is built: give the '
+            "model itself to have it built, or write how many layers of each stage are recomputed."
+        )
     if resolved.expert_parallel != pipeline.expert_parallel:
         raise ValueError(
             f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "

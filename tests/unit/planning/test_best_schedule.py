@@ -136,7 +136,7 @@ def test_weights_of_embedding_and_head_are_once_on_their_device() -> None:
 def test_where_there_are_no_chunks() -> None:
     fast = cluster(100_000)
     assert with_two_chunks(ALONE, workload(layers=7), fast, micro_batches=8) is None
-    assert with_two_chunks(ALONE, workload(recomputes=True), fast, micro_batches=8) is None
+    assert with_two_chunks(ALONE, workload(recomputed=(1,)), fast, micro_batches=8) is None
     assert with_two_chunks(ALONE, workload(512), fast, micro_batches=512) is None  # too long to be simulated
     assert with_two_chunks(Strategy(1, 1, 4, 1), workload(), fast, micro_batches=8) is None
     found = two_chunks(workload(), fast)[0]

@@ -10,6 +10,7 @@ from paceline.planning.best_schedule import NEAR
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
 from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
+from paceline.planning.stage_pool import Entry
 from paceline.planning.workload import Item, Workload
 
 MIB = 2.0**20
@@ -139,3 +140,32 @@ def test_a_line_for_people() -> None:
     assert line == "4 stages: 1.25 s a step of 8 micro-batches of 2, eager slack=1, 1 GiB"
     line = Option(2, 2, 2, 8, 1.25, "zbv", 2**30, chunks=2).text
     assert line == "2 stages of 2 chunks x 2 replicas: 1.25 s a step of 8 micro-batches of 2, zbv, 1 GiB"
+
+
+def test_layers_are_recomputed_so_that_an_option_fits() -> None:
+    """As few as it takes; what fits as it is stays as it is."""
+    work = workload()
+    layers = range(1, 9)
+    light = [
+        item._replace(memory=item.memory._replace(saved_bytes=4 * MIB), backward_s=item.backward_s + item.forward_s)
+        for item in work.items[1:-1]
+    ]
+    again = replace(work, items=(work.items[0], *light, work.items[-1]), recomputed=tuple(layers))
+    option = Option(4, 1, 1, 16)
+    free = predicted(option, work, cluster(1000))
+    short = cluster(1000, (free.memory_bytes - 150 * MIB) / 2**30)
+    assert "needs" in predicted(option, work, short).why_not
+    for tuned in (False, True):
+        found = predicted(option, work, short, recomputed=again, tuned=tuned)
+        assert not found.why_not
+        assert 0 < found.num_recomputed < len(layers)
+        assert found.memory_bytes <= short.memory_bytes
+        assert free.step_s < found.step_s or tuned
+        assert f" GiB with {found.num_recomputed} recomputed layers" in found.text
+    whole = predicted(option, again, short)
+    assert predicted(option, work, short, recomputed=again).step_s < whole.step_s
+    assert predicted(option, work, cluster(1000), recomputed=again) == free
+    assert "recomputed" not in free.text
+    entry = Entry(option, work, recomputed=again)
+    assert entry.predicted(short) == predicted(option, work, short, recomputed=again)
+    assert entry.predicted(short, 2.0).num_recomputed == entry.predicted(short).num_recomputed

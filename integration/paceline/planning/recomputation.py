@@ -1,0 +1,211 @@
+"""Recompute the activations of as few layers as it takes for each stage to fit into memory.
+
+Of a stage the first layers are recomputed. 1F1B keeps most micro-batches on the first stages, so these recompute most;
+and as a recomputed layer takes a forward longer, boundaries and recomputed layers are found together.
+
+Legend: items are embedding, decoder layers, head with loss; L layers, S stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+from ..schedules.schedule import Schedule
+from ..schedules.verify import verify
+from .blocks import Device, DoesNotFit
+from .memory import ItemMemory, States
+
+CLOSE = 1e-9
+"""Share of the slowest stage's seconds to which the smallest is found."""
+
+
+class Recomputation(NamedTuple):
+    """Boundaries of stages, and the items that are recomputed, in order."""
+
+    boundaries: tuple[int, ...]
+    items: tuple[int, ...]
+
+
+class Recomputable:
+    """A model in stages, of whose layers some may be recomputed.
+
+    Args:
+        kept: memory of each item if nothing is recomputed.
+        again: the same if all layers are.
+        states: bytes of the weights, gradients, masters and moments of each item.
+        seconds: forward and backward of each item if nothing is recomputed, on a device of speed 1.
+        live: micro-batches that are alive at once on each stage.
+    """
+
+    def __init__(
+        self,
+        kept: Sequence[ItemMemory],
+        again: Sequence[ItemMemory],
+        states: Sequence[float],
+        seconds: Sequence[tuple[float, float]],
+        live: Sequence[int],
+    ) -> None:
+        self._items, self._live = kept, live
+        self._states = _sums(states)
+        self._kept = _sums([item.saved_bytes for item in kept])
+        self._again = _sums([item.saved_bytes for item in again])
+        self._working = [item.working_bytes for item in kept]
+        self._working_again = [item.working_bytes for item in again]
+        self._forward_s = _sums([forward_s for forward_s, _ in seconds])
+        self._total_s = _sums([sum(both) for both in seconds])
+
+    @classmethod
+    def of(
+        cls,
+        items: Sequence[ItemMemory],
+        seconds: Sequence[tuple[float, float]],
+        states: States,
+        schedule: Schedule,
+    ) -> Recomputable:
+        """A model as :func:`~paceline.planning.stages.plan_stages` takes it, with one stage a device.
+
+        Args:
+            schedule: tells how many micro-batches are alive.
+        """
+        live = verify(schedule, paired=False).peak_held
+        return cls(items, recomputed(items), [sum(states.of(*item.counts)) for item in items], seconds, live)
+
+    def fewest(self, boundaries: Sequence[int], limits: Sequence[float]) -> Recomputation:
+        """The fewest recomputed layers with which every stage of ``boundaries`` fits.
+
+        Args:
+            limits: bytes of each stage's device.
+
+        Raises:
+            DoesNotFit: a stage does not fit with all its layers recomputed.
+        """
+        found: list[int] = []
+        for stage, ((start, stop), limit) in enumerate(zip(pairwise(boundaries), limits, strict=True)):
+            count = self._count(stage, start, stop, limit)
+            if count is None:
+                raise self._short(stage, start, stop, limit)
+            found.extend(self._recomputed(start, count))
+        return Recomputation(tuple(boundaries), tuple(found))
+
+    def partition(self, devices: Sequence[Device]) -> Recomputation:
+        """The boundaries whose slowest stage is fastest, each stage with the fewest recomputed layers that it needs.
+
+        For a bound on the seconds of a stage, stages take as many layers as they can, from the last to the first; the
+        smallest bound for which the first can take the rest is found by halving. Exact (to :data:`CLOSE`) where layers
+        are alike. Of unlike ones it may miss the best: each stage must have a layer, and those behind it leave too
+        large a one.
+
+        Raises:
+            DoesNotFit: no split fits with all layers recomputed.
+        """
+        best = self._within(inf, devices, tells=True)
+        assert best is not None, "or it raised"
+        low, high = 0.0, self._slowest_s(best, devices)
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            found = self._within(middle, devices)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, min(middle, self._slowest_s(found, devices))
+        return best
+
+    def _within(self, bound_s: float, devices: Sequence[Device], *, tells: bool = False) -> Recomputation | None:
+        """Boundaries with which no stage takes longer than ``bound_s``; None, or with ``tells`` DoesNotFit: there are
+        none."""
+        cuts, found = [len(self._items)], []
+        for stage in reversed(range(len(devices))):
+            device, stop = devices[stage], cuts[-1]
+            last = min(stop, len(self._items) - 1) - 1
+            first = stage + 1 if stage else 0  # each stage before has a layer
+            # The first stage has the rest; another begins with one layer, and takes as many more as it can.
+            start = last if stage else 0
+            count = self._count(stage, start, stop, device.memory_bytes)
+            if count is None and tells:
+                raise self._short(stage, start, stop, device.memory_bytes)
+            if count is None or self._seconds(start, stop, count) > bound_s * device.speed:
+                return None
+            while start > first:
+                more = self._count(stage, start - 1, stop, device.memory_bytes, count)
+                if more is None or self._seconds(start - 1, stop, more) > bound_s * device.speed:
+                    break
+                start, count = start - 1, more
+            cuts.append(start)
+            found.append(self._recomputed(start, count))
+        return Recomputation(tuple(reversed(cuts)), tuple(item for items in reversed(found) for item in items))
+
+    def _slowest_s(self, found: Recomputation, devices: Sequence[Device]) -> float:
+        again = set(found.items)
+        return max(
+            self._seconds(start, stop, sum(item in again for item in range(start, stop))) / device.speed
+            for (start, stop), device in zip(pairwise(found.boundaries), devices, strict=True)
+        )
+
+    def _count(self, stage: int, start: int, stop: int, limit: float, likely: int = 0) -> int | None:
+        """The fewest recomputed layers with which a stage of these items fits; None: with no number of them.
+
+        Args:
+            likely: fewer are tried last: a stage with a layer less needs so many.
+        """
+        layers = min(stop, len(self._items) - 1) - max(start, 1)
+        tried = (*range(likely, layers + 1), *range(likely))
+        return next((count for count in tried if self._need(stage, start, stop, count) <= limit), None)
+
+    def _need(self, stage: int, start: int, stop: int, count: int) -> float:
+        """Bytes as :func:`~paceline.planning.memory.stage_memory` has them."""
+        first = max(start, 1)
+        end = first + count
+        incoming = self._items[start - 1].output_bytes if start else 0.0
+        outgoing = self._items[stop - 1].output_bytes if stop < len(self._items) else 0.0
+        saved = self._kept[first] - self._kept[start] + self._again[end] - self._again[first]
+        saved += self._kept[stop] - self._kept[end] + outgoing
+        working = max((*self._working[start:first], *self._working_again[first:end], *self._working[end:stop]))
+        states = self._states[stop] - self._states[start]
+        return states + self._live[stage] * saved + working + 2 * incoming + outgoing
+
+    def _seconds(self, start: int, stop: int, count: int) -> float:
+        first = max(start, 1)
+        return self._total_s[stop] - self._total_s[start] + self._forward_s[first + count] - self._forward_s[first]
+
+    @staticmethod
+    def _recomputed(start: int, count: int) -> range:
+        return range(max(start, 1), max(start, 1) + count)
+
+    def _short(self, stage: int, start: int, stop: int, limit: float) -> DoesNotFit:
+        layers = min(stop, len(self._items) - 1) - max(start, 1)
+        need = min(self._need(stage, start, stop, count) for count in range(layers + 1))
+        return DoesNotFit(stage, stage, need, limit, "with all its layers recomputed")
+
+
+def recomputed(items: Sequence[ItemMemory], which: Collection[int] | None = None) -> list[ItemMemory]:
+    """Memory of the items if these layers, by default all, are recomputed: each keeps its input, and one at a time is
+    whole again."""
+    layers = range(1, len(items) - 1) if which is None else which
+    return [
+        item._replace(saved_bytes=item.output_bytes, working_bytes=item.working_bytes + item.saved_bytes)
+        if index in layers
+        else item
+        for index, item in enumerate(items)
+    ]
+
+
+def recomputed_s(seconds: Sequence[tuple[float, float]], which: Collection[int]) -> list[tuple[float, float]]:
+    """Forward and backward of the items if these layers are recomputed: a forward more in the backward."""
+    return [(forth, back + forth * (index in which)) for index, (forth, back) in enumerate(seconds)]
+
+
+def layers_of_stages(boundaries: Sequence[int]) -> list[range]:
+    """The items of each stage that are decoder layers."""
+    return [range(max(start, 1), min(stop, boundaries[-1] - 1)) for start, stop in pairwise(boundaries)]
+
+
+def counts_of_layers(boundaries: Sequence[int], items: Collection[int]) -> tuple[int, ...]:
+    """Recomputed layers of each stage."""
+    return tuple(sum(item in items for item in range(start, stop)) for start, stop in pairwise(boundaries))
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return [0.0, *accumulate(values)]

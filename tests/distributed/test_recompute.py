@@ -1,0 +1,209 @@
+"""Some layers of each stage are recomputed: as many as the JSON says, or as it takes to fit; no number changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from support.jobs import BATCH, ds_config, model_config, step_batches
+from support.ranks import run_ranks
+
+LAYERS, STEPS = 6, 4
+ITEMS = LAYERS + 2
+
+
+def trained(
+    pipeline: dict[str, Any] | None = None,
+    family: str = "llama",
+    moves: dict[int, list[int]] | None = None,
+    is_in_memory: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """On every rank: losses and weights of a run, its boundaries, and how often each layer's forward ran in a step.
+
+    Args:
+        moves: by step, boundaries that layers move to before it.
+    """
+    import paceline
+
+    torch.manual_seed(3)
+    section = {"stages": 2, "partition": "uniform", **(pipeline or {})}
+    model: Any = model_config(family, num_hidden_layers=LAYERS)
+    if is_in_memory:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(model)
+        for index in (1, 4):
+            model.model.layers[index].gradient_checkpointing = True
+            model.model.layers[index]._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+    engine, *_ = paceline.initialize(model=model, config=ds_config(paceline={"pipeline": section}, **more))
+    losses, runs = [], []
+    for step in range(STEPS):
+        if moves and step in moves:
+            engine.repartition(moves[step])
+        counts: dict[int, int] = {}
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(partial(count, counts, index))
+            for stage in engine.module.stages
+            for index, layer in enumerate(engine.module.anatomy.layers_of(stage.model))
+            if hasattr(layer, "self_attn")
+        ]
+        losses.append(engine.train_batch(iter(step_batches(step)[:4])).item())
+        for hook in hooks:
+            hook.remove()
+        runs.append(counts)
+    weights = {name: p.detach().clone() for stage in engine.module.stages for name, p in stage.model.named_parameters()}
+    return {"losses": losses, "weights": weights, "parts": list(engine.module.parts), "runs": runs}
+
+
+def count(counts: dict[int, int], layer: int, *_: Any) -> None:
+    counts[layer] = counts.get(layer, 0) + 1
+
+
+def recomputed(ranks: list[dict[str, Any]], step: int = 0) -> list[int]:
+    """The layers whose forward ran twice for each of the four micro-batches of a step."""
+    runs = {layer: count for rank in ranks for layer, count in rank["runs"][step].items()}
+    assert set(runs) == set(range(LAYERS))
+    assert set(runs.values()) <= {4, 8}
+    return sorted(layer for layer, count in runs.items() if count == 8)
+
+
+def assert_same(ranks: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    for rank, other in zip(ranks, wanted, strict=True):
+        assert rank["losses"] == other["losses"]
+        assert set(rank["weights"]) == set(other["weights"])
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight, other["weights"][name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_so_many_layers_of_each_stage_are_recomputed(family: str) -> None:
+    """From its first; no bit of a loss or of a weight changes."""
+    plain = run_ranks(trained, 2, family=family)
+    assert recomputed(plain) == []
+    for asked, wanted in (([2, 1], [0, 1, 3]), (1, [0, 3]), (99, [*range(LAYERS)]), ([0, 3], [3, 4, 5])):
+        found = run_ranks(trained, 2, {"recompute": asked}, family=family)
+        assert recomputed(found) == wanted, asked
+        assert_same(found, plain)
+
+
+def test_layers_that_move_stay_recomputed() -> None:
+    moves = {1: [0, 2, ITEMS], 2: [0, 6, ITEMS], 3: [0, 4, ITEMS]}
+    plain = run_ranks(trained, 2, moves=moves)
+    found = run_ranks(trained, 2, {"recompute": [2, 1]}, moves=moves)
+    assert [recomputed(found, step) for step in range(STEPS)] == [[0, 1, 3]] * STEPS
+    assert_same(found, plain)
+
+
+def test_a_model_keeps_the_layers_that_its_owner_chose() -> None:
+    found = run_ranks(trained, 2, is_in_memory=True, moves={2: [0, 2, ITEMS]})
+    assert [recomputed(found, step) for step in range(STEPS)] == [[1, 4]] * STEPS
+
+
+def memory_of(boundaries: list[int], again: list[int]) -> list[float]:
+    """Bytes of each stage under 1F1B, these layers recomputed."""
+    from paceline.hf.activations import count_items
+    from paceline.measure.tokens import tokens_of_sample
+    from paceline.planning.memory import States, stage_memory
+    from paceline.planning.recomputation import recomputed as with_recomputed
+
+    config = model_config(num_hidden_layers=LAYERS)
+    shape: Any = {"micro_batch_size": BATCH, "sequence_length": tokens_of_sample(None, config)}
+    items = with_recomputed(count_items(config, dtype=torch.float32, **shape), [layer + 1 for layer in again])
+    return [stage_memory(items, boundaries, stage, States(), 2 - stage).total for stage in range(2)]
+
+
+def test_as_few_layers_are_recomputed_as_it_takes() -> None:
+    """1F1B keeps two micro-batches on the first stage, which has too little room for all that its three layers keep."""
+    parts = [0, 4, ITEMS]
+    limit = (memory_of(parts, [])[0] + memory_of(parts, [0])[0]) / 2
+    plain = run_ranks(trained, 2, {"partition": parts})
+    partition = {"method": parts, "memory_gib": limit / 2**30}
+    found = run_ranks(trained, 2, {"partition": partition, "recompute": "fit"})
+    assert found[0]["parts"] == parts
+    assert recomputed(found) == [0]
+    assert max(memory_of(parts, [0])) <= limit
+    assert_same(found, plain)
+    roomy = run_ranks(trained, 2, {"partition": {"method": parts, "memory_gib": 1.0}, "recompute": "fit"})
+    assert recomputed(roomy) == []
+
+
+@pytest.mark.parametrize("method", ["work", "hetero"])
+def test_boundaries_and_recomputed_layers_are_found_together(method: str) -> None:
+    parts = [0, 4, ITEMS]
+    limit = (memory_of(parts, [0, 1])[0] + memory_of(parts, [0, 1])[1]) / 2
+    assert memory_of(parts, [0, 1])[0] < limit < memory_of(parts, [])[1], "both stages are short of it"
+    partition = {"method": method, "memory_gib": limit / 2**30, "repartition_every": 0}
+    found = run_ranks(trained, 2, {"partition": partition, "recompute": "fit"})
+    again = recomputed(found)
+    assert again
+    assert max(memory_of(found[0]["parts"], again)) <= limit
+    first, last = (range(max(a - 1, 0), min(b - 1, LAYERS)) for a, b in pairwise(found[0]["parts"]))
+    assert again == [*first[: sum(i in first for i in again)], *last[: sum(i in last for i in again)]]
+    plain = run_ranks(trained, 2, {"partition": found[0]["parts"]})
+    assert_same(found, plain)
+
+
+def refused(layers: int) -> dict[str, str]:
+    """On every rank: what is said of each wrong combination."""
+    from functools import partial
+
+    from torch import nn
+
+    import paceline
+    from paceline import CausalLMPipeline
+
+    found: dict[str, str] = {}
+
+    def tell(name: str, model: Any, schedule: Any = None, **keys: Any) -> None:
+        section = {"stages": 2, "partition": None, "schedule": schedule, **keys}
+        try:
+            paceline.initialize(model=model, config=ds_config(paceline={"pipeline": section}))
+        except ValueError as error:
+            found[name] = str(error)
+
+    config = partial(model_config, num_hidden_layers=layers)
+    tell("too many", config(), recompute=[layers, 0])
+    tell("built", CausalLMPipeline(config(), num_stages=2), recompute="fit")
+    tell("experts", config("mixtral"), "one_direction", recompute=[1, 0])
+    tell("twice", CausalLMPipeline(config(), num_stages=2, gradient_checkpointing=True), recompute=1)
+    module = paceline.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=nn.functional.mse_loss)
+    tell("own layers", module, recompute=1)
+    return found
+
+
+def test_what_is_refused() -> None:
+    found, other = run_ranks(refused, 2, LAYERS)
+    assert found == other
+    phrases = {
+        "too many": 'is [6, 0]: stage 0 has 3 layers; give at most 3 there, or "fit" for as many as it takes.',
+        "built": "and the pipeline is built: give the model itself to have it built, or write how many layers",
+        "experts": 'the model has experts, paceline.pipeline.recompute is [1, 0] and "one_direction" has no flush: ',
+        "twice": "and gradient checkpointing is on as well: leave one of them out.",
+        "own layers": 'of one\'s own layers DeepSpeed recomputes all; write "activation_checkpoint_interval": 1',
+    }
+    assert set(found) == set(phrases)
+    for name, phrase in phrases.items():
+        assert phrase in found[name], name
+
+
+def built(counts: Any) -> list[int]:
+    import deepspeed
+
+    import paceline
+    from paceline import CausalLMPipeline
+
+    deepspeed.init_distributed()
+    pipeline = CausalLMPipeline(model_config(num_hidden_layers=LAYERS), num_stages=2, partition="uniform")
+    section = {"pipeline": {"stages": 2, "recompute": counts}}
+    engine, *_ = paceline.initialize(model=pipeline, config=ds_config(paceline=section))
+    engine.train_batch(iter(step_batches(0)[:4]))
+    return sorted(engine.module.recomputed)
+
+
+def test_a_pipeline_that_is_built_recomputes_as_written() -> None:
+    assert run_ranks(built, 2, [1, 2]) == [[1, 4, 5]] * 2
