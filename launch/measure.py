@@ -81,15 +81,19 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
 
     from paceline.comm.control import ControlPlane
     from paceline.comm.staging import ranks_sharing
-    from paceline.hf.layer_profile import fingerprint, profile_items
+    from paceline.hf.layer_profile import Bench, fingerprint, profile_items
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
+    from paceline.planning.workload import StageTimes
     from paceline.runtime.measured_cluster import measure_cluster
+    from paceline.runtime.split_times import measure_stage
 
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dist.barrier()
     items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
+    stage = measure_stage(Bench(config, dtype=getattr(torch, dtype), device=device, **shape))
+    stage = StageTimes(*agreed(stage, device))
     seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
     items = [
         replace(item, forward_s=forward_s, backward_s=backward_s)
@@ -100,6 +104,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
         profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
+        profile = replace(profile, stage=stage)
         profile.save(output / PROFILE)
         (output / CLUSTER).write_text(json.dumps(cluster.to_dict(), indent=2) + "\n")
     dist.barrier()

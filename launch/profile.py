@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from paceline.hf.layer_profile import fingerprint, profile_items
+    from paceline.hf.layer_profile import Bench, fingerprint, profile_items
     from paceline.hf.sources import model_config_at
     from paceline.measure.profile_file import Profile, device_profile, versions
+    from paceline.runtime.split_times import measure_stage
 
     if not Path(args.output).parent.is_dir():  # told before there is anything to lose
         raise ValueError(f"--output {args.output}: its directory does not exist; make it, or give another path.")
@@ -57,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
     _check_room(config, here, dtype=getattr(torch, dtype), **shape)
     try:
         items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
+        stage = measure_stage(Bench(config, dtype=getattr(torch, dtype), device=device, **shape))
     except RuntimeError as error:  # torch's, of shapes that do not fit together or memory that is not there
         raise ValueError(
             f"the model of {args.model!r} cannot compute on {here.name} ({(str(error).splitlines() or [''])[0]}): give "
             "a config that fits together, or smaller sizes."
         ) from error
     profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
+    profile = replace(profile, stage=stage)
     profile.save(args.output)
     print(json.dumps(facts(profile, args.output), indent=2) if args.json else text(profile, args.output))
     return 0

@@ -94,14 +94,14 @@ class Bench:
         vocab_size = self.config.get_text_config().vocab_size
         shape = (self.micro_batch_size, self.sequence_length)
         ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        stage = self._stage(Cut(0, 0, True, False))
+        stage = self.stage(Cut(0, 0, True, False))
         kind = type(self.anatomy.trunk_of(stage.model).get_submodule(self.anatomy.embedding)).__name__
         return self._less_trunk(self._measure("embedding", kind, stage, ids))
 
     @cached_property
     def stream(self) -> Tensor:
         """Hidden states ``[B, S, H]`` as the embedding makes them, of a spread that layers are used to."""
-        stage = self._stage(Cut(0, 0, True, False))
+        stage = self.stage(Cut(0, 0, True, False))
         ids = torch.zeros(self.micro_batch_size, self.sequence_length, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             like, _ = stage(ids, None, None)
@@ -110,7 +110,7 @@ class Bench:
     @cached_property
     def trunk(self) -> ItemProfile:
         """Overhead of a stage that has no item at all."""
-        stage = self._stage(Cut(0, 0, False, False))
+        stage = self.stage(Cut(0, 0, False, False))
         # Some decoders ask their first parameter for their dtype.
         unused = torch.nn.Parameter(torch.zeros((), dtype=self.dtype, device=self.device))
         self.anatomy.trunk_of(stage.model).register_parameter("unused", unused)
@@ -121,20 +121,21 @@ class Bench:
     def head(self) -> ItemProfile:
         """The last item: final norm, head and loss."""
         count = self.anatomy.num_layers
-        return self._less_trunk(self._measure("head", "Head", self._stage(Cut(count, count, False, True)), self.stream))
+        return self._less_trunk(self._measure("head", "Head", self.stage(Cut(count, count, False, True)), self.stream))
 
     def layer(self, index: int) -> ItemProfile:
         """One decoder layer; only the first of a kind is run."""
         kind = self.kinds[index]
         if kind not in self._measured:
-            stage = self._stage(Cut(index, index + 1, False, False))
+            stage = self.stage(Cut(index, index + 1, False, False))
             found = self._less_trunk(self._measure("", kind, stage, self.stream))
             if self.gradient_checkpointing:  # autograd does not see that the input stays
                 found = replace(found, saved_bytes=self.stream.numel() * self.stream.element_size())
             self._measured[kind] = found
         return replace(self._measured[kind], name=f"layers.{index}")
 
-    def _stage(self, cut: Cut) -> CausalLMStage:
+    def stage(self, cut: Cut) -> CausalLMStage:
+        """What is cut, on the device."""
         stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True).to(self.device).train()
         if self.gradient_checkpointing:
             recompute_layers(stage.model)
@@ -157,25 +158,38 @@ class Bench:
         typical: Callable[[Sequence[float]], float] = median,
     ) -> ItemProfile:
         for _ in range(WARM_UPS):
-            self._backward(*self._forward(stage, stream))
+            self.backward(*self._forward(stage, stream))
         with SavedBytes(stage, self.device) as saved:
             outputs = self._forward(stage, stream)
         output_bytes = 0 if stage.cut.last else outputs[0].numel() * outputs[0].element_size()
-        clock = Clock(self.device)
-        moments = []
-        for _ in range(self.repeats):
-            self._pass_others()
-            begun = clock.now()
-            outputs = self._forward(stage, stream)
-            between = clock.now()
-            self._pass_others()
-            resumed = clock.now()
-            self._backward(*outputs)
-            moments.append((begun, between, resumed, clock.now()))
-        times = [(_seconds(a, b), _seconds(c, d)) for a, b, c, d in moments]
-        forward_s, backward_s = (typical(column) for column in zip(*times, strict=True))
+        forward_s, backward_s = self.times(stage, stream, [self.backward], typical)
         count = sum(parameter.numel() for parameter in stage.parameters())
         return ItemProfile(name, kind, forward_s, backward_s, max(saved.num_bytes, 0), output_bytes, count)
+
+    def times(
+        self,
+        stage: CausalLMStage,
+        stream: Tensor,
+        parts: Sequence[Callable[..., object]],
+        typical: Callable[[Sequence[float]], float] = median,
+    ) -> list[float]:
+        """Seconds of a forward and of each of the ``parts`` of its backward, which are given what it puts out."""
+        clock = Clock(self.device)
+        moments: list[list[Any]] = []
+        for _ in range(self.repeats):
+            found: list[Any] = []
+            outputs: tuple[Tensor | None, ...] = ()
+            for part in (None, *parts):
+                self._pass_others()
+                found.append(clock.now())
+                if part is None:
+                    outputs = self._forward(stage, stream)
+                else:
+                    part(*outputs)
+                found.append(clock.now())
+            moments.append(found)
+        columns = zip(*(zip(found[::2], found[1::2], strict=True) for found in moments), strict=True)
+        return [typical([_seconds(*span) for span in column]) for column in columns]
 
     def _pass_others(self) -> None:
         """Have as many bytes pass through the caches as the other layers have, which run in between."""
@@ -192,7 +206,8 @@ class Bench:
         labels = torch.zeros(output.shape[:2], dtype=torch.int64, device=self.device)
         return stage.loss(output, labels, routing, float(labels.numel())), None
 
-    def _backward(self, *outputs: Tensor | None) -> None:
+    def backward(self, *outputs: Tensor | None) -> None:
+        """Of what a forward has put out."""
         roots = [tensor for tensor in outputs if tensor is not None and tensor.requires_grad]
         torch.autograd.backward(roots, [self._gradient_like(tensor) for tensor in roots])
 

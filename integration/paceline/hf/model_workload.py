@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..measure.flops import NUM_EXPERTS, TOP_K
 from ..measure.profile_file import Profile
 from ..planning.memory import States
-from ..planning.workload import Item, Workload
+from ..planning.workload import NOTHING_BESIDE, Item, Workload
 from .activations import count_items
 from .anatomy import Anatomy, anatomy_of
 from .layer_kinds import layer_kinds
@@ -88,9 +88,10 @@ def workload_of(
     num_experts = _first(text, NUM_EXPERTS) if any(item.expert_parameters for item in operations) else 0
     top_k = _first(text, TOP_K) if num_experts else 1
     rows = float(shape.tokens * top_k)
-    recompute = 1.0 if shape.gradient_checkpointing else 0.0
+    recompute, stage = (1.0 if shape.gradient_checkpointing else 0.0), NOTHING_BESIDE
     if profile is not None:
-        measured = profile.scaled(shape.micro_batch_size, shape.sequence_length).items
+        profile = profile.scaled(shape.micro_batch_size, shape.sequence_length)
+        measured, stage = profile.items, profile.stage
         if profile.gradient_checkpointing:  # its backwards have it
             recompute = 0.0
     element = torch.finfo(shape.dtype).bits // 8
@@ -129,6 +130,7 @@ def workload_of(
         num_experts=num_experts,
         top_k=top_k,
         tied_parameters=text.vocab_size * text.hidden_size if text.tie_word_embeddings else 0,
+        stage=stage,
         recomputed=tuple(range(1, len(items) - 1)) if shape.gradient_checkpointing else (),
         **routing,
     )

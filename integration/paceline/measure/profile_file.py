@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import metadata
 from math import inf, isfinite
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from .. import __version__
 from ..json_values import known_keys, read_json
+from ..planning.workload import NOTHING_BESIDE, StageTimes
 from .device_memory import room_bytes
 
 FORMAT = 1
@@ -100,6 +101,7 @@ class Profile:
         links: bytes per second between neighbouring devices, one fewer than devices; infinite (in the file: null) where
             they are on one host, empty if unknown.
         versions: of the packages that were at work.
+        stage: times of a stage beside those of its items.
 
     Raises:
         ValueError: numbers that cannot be.
@@ -114,6 +116,7 @@ class Profile:
     devices: tuple[DeviceProfile, ...]
     links: tuple[float, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    stage: StageTimes = NOTHING_BESIDE
 
     def __post_init__(self) -> None:
         if not getattr(getattr(torch, self.dtype, None), "is_floating_point", False):
@@ -138,6 +141,14 @@ class Profile:
             _from_zero(f"devices[{index}]", device)
         for index, item in enumerate(self.items):
             _from_zero(f"items[{index}]", item)
+        for name, value in self.stage._asdict().items():
+            if not (isfinite(value) and value >= 0):
+                raise ValueError(f"stage.{name} is {value}: give a number from 0 upwards.")
+        if not (self.stage.split_factor and self.stage.weight_share <= 1):
+            raise ValueError(
+                f"stage has split_factor {self.stage.split_factor} and weight_share {self.stage.weight_share}: give one"
+                " above 0, and one from 0 to 1."
+            )
         if not any(item.forward_s + item.backward_s for item in self.items[1:-1]):
             raise ValueError("items has no layer that takes any time: nothing can be balanced by it; measure anew.")
 
@@ -150,7 +161,8 @@ class Profile:
         path = Path(path)
         draft = path.with_name(f"{path.name}.draft")
         links = [rate if isfinite(rate) else None for rate in self.links]
-        text = json.dumps({"format": FORMAT, **asdict(self), "links": links}, indent=1)
+        stage = self.stage._asdict()
+        text = json.dumps({"format": FORMAT, **asdict(self), "links": links, "stage": stage}, indent=1)
         try:
             draft.write_text(text + "\n", encoding="utf-8")
             os.replace(draft, path)
@@ -236,18 +248,22 @@ class Profile:
             )
             for item in self.items
         )
-        return replace(self, items=items, micro_batch_size=micro_batch_size, sequence_length=sequence_length)
+        stage = self.stage.times(share)
+        found = replace(self, items=items, stage=stage)
+        return replace(found, micro_batch_size=micro_batch_size, sequence_length=sequence_length)
 
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-_OPTIONAL = ("links", "versions")
+_PARTS: dict[str, Any] = {part.__name__: part for part in (ItemProfile, DeviceProfile, StageTimes)}
+_OPTIONAL = ("links", "versions", "stage", *StageTimes._fields)
 
 
 def _build(cls: Any, values: Any, where: str) -> Any:
     """A dataclass from a JSON object, whose keys are its fields."""
     if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.')} is {values!r}: give an object {{...}}.")
-    known = {f.name: str(f.type) for f in fields(cls)}
+    typed = {f.name: f.type for f in fields(cls)} if is_dataclass(cls) else dict.fromkeys(cls._fields, "float")
+    known = {name: str(kind) for name, kind in typed.items()}
     known_keys(where.rstrip(".") or "a profile", values, known)
     for key in known:
         if key not in values and key not in _OPTIONAL:
@@ -261,8 +277,8 @@ def _value(path: str, kind: str, value: Any) -> Any:
             raise ValueError(f"{path} is {value!r}: give a list.")
         inner = kind.removeprefix("tuple[").partition(",")[0]
         return tuple(_value(f"{path}[{index}]", inner, entry) for index, entry in enumerate(value))
-    if kind in ("ItemProfile", "DeviceProfile"):
-        return _build(ItemProfile if kind == "ItemProfile" else DeviceProfile, value, f"{path}.")
+    if kind in _PARTS:
+        return _build(_PARTS[kind], value, f"{path}.")
     if kind.startswith("Mapping"):
         if not isinstance(value, dict):
             raise ValueError(f"{path} is {value!r}: give an object {{...}}.")

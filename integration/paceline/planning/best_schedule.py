@@ -1,8 +1,9 @@
 """The schedule that ``"adaptive"`` would choose for a pipeline that is predicted, with one stage a device or two.
 
-Candidates are the tuner's, but for orders that are made for measured costs. Until backwards were split, half of one
-counts as gradients of weights, and what these need as all that the micro-batch kept before. What a device sends at a
-time shares its rate: activations one way and gradients the other, and with two stages a device those of both.
+Candidates are the tuner's, but for orders that are made for measured costs. Unless splitting a backward was measured,
+half of one counts as gradients of weights; what these need counts as all that the micro-batch kept before. What a
+device sends at a time shares its rate: activations one way and gradients the other, and with two stages a device those
+of both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .cluster import Cluster
 from .gradient_costs import GradientCosts
 from .memory import StageMemory, stage_memory
 from .strategy import MEMORY, Dropped, Plan, Ranking
-from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs
+from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs, times_of_stages
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime, item_times
@@ -32,8 +33,6 @@ ADAPTIVE = "adaptive"
 TWO_CHUNKS = PipelineSchedule(ADAPTIVE, chunks=2)
 NEAR = 0.03
 """Share of a step by which an option must be faster than the usual one: two measurements differ by as much."""
-WEIGHTS = 0.5
-"""Share of a backward that is the gradients of weights."""
 
 
 def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Plan, str]:
@@ -47,12 +46,13 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
         return plan, plan.schedule.type
     times = item_times(strategy, workload, cluster)
     weights_s = _weights_s(workload, times)
-    held = [times[first:end] for first, end in pairwise(plan.boundaries)]
+    held = times_of_stages(workload, times, plan.boundaries)
     live = live_micro_batches(stages, count)
     each = [need.activations / number for need, number in zip(plan.memory, live, strict=True)]
     costs = replace(
         pipeline_costs(strategy, workload, cluster, plan.boundaries, held),
         weight_s=_by_stage(weights_s, plan.boundaries),
+        split_factor=workload.stage.split_factor,
         activation_bytes=tuple(each),
     )
     costs = _sharing_what_is_sent(costs, range(stages))
@@ -94,7 +94,7 @@ def with_two_chunks(
     route = v_route(stages)
     boundaries = even_boundaries(share, times, route)
     weights_s = _weights_s(workload, times, head_is_tied=bool(workload.tied_parameters))
-    stage_times = [times[first:end] for first, end in pairwise(boundaries)]
+    stage_times = times_of_stages(workload, times, boundaries)
     held = [(rank, 2 * stages - 1 - rank) for rank in range(stages)]
     computed = [[time for stage in own for time in stage_times[stage]] for own in held]
     terms = compute_terms(max(computed, key=lambda items: sum(item.total_s for item in items)), micro_batches)
@@ -102,7 +102,8 @@ def with_two_chunks(
     after = dict(zip(TERMS[5:], gradients.terms_of_split(weights_s, boundaries, held), strict=True))
     each = [stage_memory(share.items, boundaries, stage, share.dense, 1).activations for stage in range(2 * stages)]
     costs = pipeline_costs(strategy, workload, cluster, boundaries, stage_times, route)
-    costs = replace(costs, weight_s=_by_stage(weights_s, boundaries), activation_bytes=tuple(each))
+    weight_s, factor = _by_stage(weights_s, boundaries), workload.stage.split_factor
+    costs = replace(costs, weight_s=weight_s, split_factor=factor, activation_bytes=tuple(each))
     if _least_s(costs, stages, micro_batches) + sum(after.values()) >= within_s:
         return None
     first = memory_of_devices(share, boundaries, SPLIT_FAMILIES[ZBV](stages, micro_batches))
@@ -199,7 +200,8 @@ def _sharing_what_is_sent(costs: Costs, route: Sequence[int]) -> Costs:
 def _weights_s(workload: Workload, times: Sequence[ItemTime], *, head_is_tied: bool = False) -> list[float]:
     """Seconds of each item's gradients of weights. A head that is tied to an embedding of its device has them with
     those of inputs."""
-    found = [WEIGHTS * workload.states.trained * (time.dense[1] + time.experts[1]) for time in times]
+    share = workload.stage.weight_share * workload.states.trained
+    found = [share * (time.dense[1] + time.experts[1]) for time in times]
     return [*found[:-1], 0.0 if head_is_tied else found[-1]]
 
 

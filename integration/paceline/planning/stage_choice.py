@@ -169,4 +169,4 @@ def scaled(workload: Workload, factor: float) -> Workload:
         )
         for item in workload.items
     )
-    return replace(workload, items=items)
+    return replace(workload, items=items, stage=workload.stage.times(factor))

@@ -49,7 +49,7 @@ def step_terms(
     Args:
         stream: of a pipeline without a flush; with fewer micro-batches a step, it repeats as often. None: 1F1B.
     """
-    stages = [times[first:end] for first, end in pairwise(boundaries)]
+    stages = times_of_stages(workload, times, boundaries)
     costs = pipeline_costs(strategy, workload, cluster, boundaries, stages)
     simulated = stream is not None or 2 * strategy.pipeline * micro_batches <= SIMULATED_ACTIONS
     if stream is not None:
@@ -67,6 +67,14 @@ def step_terms(
     gradients = GradientCosts(strategy, workload, cluster, share)
     after = gradients.terms(times, boundaries, held, costs, flushes=stream is None)
     return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
+
+
+def times_of_stages(
+    workload: Workload, times: Sequence[ItemTime], boundaries: Sequence[int]
+) -> list[Sequence[ItemTime]]:
+    """Times of the items of each stage, and behind them what it takes beside them."""
+    beside = ItemTime((workload.stage.forward_s, workload.stage.backward_s), (0.0, 0.0), 0.0, 0.0)
+    return [(*times[first:end], beside) for first, end in pairwise(boundaries)]
 
 
 def compute_terms(items: Sequence[ItemTime], micro_batches: int) -> dict[str, float]:

@@ -35,6 +35,30 @@ class Item(NamedTuple):
     expert_saved_bytes: float = 0.0
 
 
+class StageTimes(NamedTuple):
+    """What a stage takes beside its items, and what it takes to split a backward.
+
+    Args:
+        forward_s: of one micro-batch, whatever the items of the stage: masks, rotary tables.
+        backward_s: likewise.
+        split_factor: how many times as long as a whole backward the two parts of a split one take; what the forward
+            takes longer then is among it.
+        weight_share: part of a backward that is the gradients of weights.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    split_factor: float = 1.0
+    weight_share: float = 0.5
+
+    def times(self, factor: float) -> StageTimes:
+        """On a device that takes ``factor`` times as long, or with as many times the tokens."""
+        return self._replace(forward_s=self.forward_s * factor, backward_s=self.backward_s * factor)
+
+
+NOTHING_BESIDE = StageTimes()
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model, a batch and a precision.
@@ -55,6 +79,7 @@ class Workload:
         capacity_factor: c, where a gate lets an expert have c · rows / E at most.
         worst: experts get what the gate permits at most, and ``loads`` are not looked at.
         rebalanced: experts are placed by ``loads``; otherwise in order.
+        stage: times beside those of items.
         recomputed: items whose activations backwards compute anew, as their times and memory say.
 
     Raises:
@@ -76,6 +101,7 @@ class Workload:
     capacity_factor: float | None = None
     worst: bool = False
     rebalanced: bool = False
+    stage: StageTimes = NOTHING_BESIDE
     recomputed: tuple[int, ...] = ()
     _imbalance: dict[int, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 

@@ -27,7 +27,7 @@ from ..config.recompute_keys import PATH as RECOMPUTE
 from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
 from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_for_chunks, has_stages
-from ..hf.layer_profile import fingerprint, profile_items
+from ..hf.layer_profile import Bench, fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
 from ..json_values import as_whole
@@ -37,9 +37,11 @@ from ..planning.cluster import Cluster
 from ..planning.memory import States
 from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
+from ..planning.workload import StageTimes
 from ..supervise.watch import EVERYONE, WATCH
 from .hetero import Shape
 from .measured_cluster import measure_cluster
+from .split_times import measure_stage
 
 logger = logging.getLogger("paceline")
 
@@ -85,6 +87,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
         dist.barrier()
         with control.together("measuring the layers"):
             items = profile_items(hf_config, device=device, **shape._asdict())
+            stage = measure_stage(Bench(hf_config, device=device, **shape._asdict()))
         WATCH.doing("measuring the links", EVERYONE)
         cluster = measure_cluster(control, device, min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)
@@ -93,6 +96,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
         replace(item, forward_s=forward_s, backward_s=backward_s)
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     )
+    stage = StageTimes(*agreed(stage, device))
     rank_s: list[float] = control.gather(own_s)
     with control.together("measuring the layers"):
         profile = Profile(
@@ -103,6 +107,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
             shape.gradient_checkpointing,
             items=together,
             devices=(own,),
+            stage=stage,
         )
     return Measured(profile, cluster, tuple(rank_s))
 

@@ -163,11 +163,11 @@ def test_other_bytes_pass_through_the_caches_before_each_timed_pass(monkeypatch:
     """As in a model, where other layers run between a layer's passes."""
     done: list[str] = []
     bench = Bench(CONFIGS["llama"], device=CPU, repeats=2, **SHAPE)
-    for name in ("_pass_others", "_forward", "_backward"):
+    for name in ("_pass_others", "_forward", "backward"):
         act = getattr(bench, name)
         monkeypatch.setattr(bench, name, lambda *args, name=name, act=act: (done.append(name), act(*args))[1])
     bench.layer(0)
-    timed = ["_pass_others", "_forward", "_pass_others", "_backward"] * 2
+    timed = ["_pass_others", "_forward", "_pass_others", "backward"] * 2
     assert done[-len(timed) :] == timed  # the stage without layers comes last, and is timed alike
     whole = skeleton(CONFIGS["llama"])
     assert bench._others.nbytes == sum(parameter.nbytes for parameter in whole.parameters())

@@ -16,6 +16,7 @@ import torch
 import paceline
 from paceline.measure import profile_file as profiles
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, kinds_of
+from paceline.planning.workload import StageTimes
 
 MODEL = {"model_type": "llama", "hidden_size": 64}
 LAYER = ItemProfile("layers.0", "Layer", 0.002, 0.004, 1000, 256, 50)
@@ -29,7 +30,12 @@ DEVICES = (DeviceProfile("a", 1.0, 8000, 6000), DeviceProfile("b", 0.5, 8000, 50
 PROFILE = Profile(MODEL, "float32", 2, 128, False, ITEMS, DEVICES, (1e9, inf), {"torch": "2"})
 
 
-@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, devices=DEVICES[:1], links=(), versions={})])
+STAGE = StageTimes(0.001, 0.0005, 1.2, 0.4)
+
+
+@pytest.mark.parametrize(
+    "profile", [PROFILE, replace(PROFILE, stage=STAGE), replace(PROFILE, devices=DEVICES[:1], links=(), versions={})]
+)
 def test_a_file_gives_back_what_was_saved(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile.save(path)
@@ -40,6 +46,19 @@ def test_a_file_gives_back_what_was_saved(profile: Profile, tmp_path: Path) -> N
 def test_an_infinite_rate_is_null(tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "p.json")
     assert json.loads((tmp_path / "p.json").read_text())["links"] == [1e9, None]
+
+
+def test_a_file_of_before_stages_were_measured(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    PROFILE.save(path)
+    values = json.loads(path.read_text())
+    del values["stage"]
+    path.write_text(json.dumps(values))
+    assert Profile.load(path) == PROFILE
+    with pytest.raises(ValueError, match="stage has split_factor 0 and weight_share"):
+        replace(PROFILE, stage=STAGE._replace(split_factor=0))
+    with pytest.raises(ValueError, match=r"stage\.forward_s is -1: give a number from 0 upwards"):
+        replace(PROFILE, stage=STAGE._replace(forward_s=-1))
 
 
 def changed(**changes: Any) -> Any:
@@ -172,6 +191,11 @@ def test_work_scales_with_tokens() -> None:
     assert (scaled.micro_batch_size, scaled.sequence_length) == (1, 384)
     assert scaled.items[1] == replace(LAYER, forward_s=0.003, backward_s=0.006, saved_bytes=1500, output_bytes=384)
     assert scaled.devices == PROFILE.devices
+
+
+def test_what_a_stage_takes_scales_too() -> None:
+    found = replace(PROFILE, stage=STAGE).scaled(4, 128).stage
+    assert found == StageTimes(0.002, 0.001, 1.2, 0.4)
 
 
 def test_kinds() -> None:

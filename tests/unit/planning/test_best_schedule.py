@@ -15,7 +15,7 @@ from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
 from paceline.planning.strategy import Dropped, Plan, plan_of, search
 from paceline.planning.strategy_shape import Strategy
-from paceline.planning.workload import Item, Workload
+from paceline.planning.workload import Item, StageTimes, Workload
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import v_route
 from paceline.schedules.simulate import peak_bytes, simulate
@@ -211,3 +211,36 @@ def test_gradients_of_weights_hide_their_reduction(chunks: int) -> None:
     # Two layers, a bucket each: the first one is reduced beside the gradients of the second.
     spared = gradients_s(replace(late, train_batch_size=8)) - gradients_s(replace(overlapping, train_batch_size=8))
     assert spared == pytest.approx(BACKWARD_S / 2, rel=0.02)  # two buckets have more latency than one exchange
+
+
+def test_what_splitting_costs_decides_whether_backwards_are_split() -> None:
+    where = cluster(100_000)
+    plain = workload()
+    names, steps = [], []
+    for factor in (1.0, 1.05, 1.6):
+        work = replace(plain, stage=StageTimes(split_factor=factor))
+        plan = plan_of(ALONE, work, where)
+        assert isinstance(plan, Plan)
+        found, name = with_best_schedule(plan, work, where)
+        names.append(name)
+        steps.append(found.step_s)
+    assert [name in FAMILIES for name in names] == [True, True, False]
+    assert steps[0] < steps[1] < steps[2]
+    whole = plan_of(ALONE, plain, where)
+    assert isinstance(whole, Plan)
+    assert steps[2] <= whole.step_s, "as without splitting"
+    cheap, dear = (two_chunks(replace(plain, stage=StageTimes(split_factor=each)), where)[0] for each in (1.0, 1.2))
+    busy_s = plain.train_batch_size * 2 * BACKWARD_S
+    assert dear.step_s - cheap.step_s == pytest.approx(0.2 * busy_s, rel=0.2)
+
+
+def test_weights_may_have_another_share_of_a_backward() -> None:
+    """With next to nothing to be left for later, splitting fills no bubble."""
+    where = cluster(100_000)
+    found = []
+    for share in (0.5, 0.01):
+        work = replace(workload(), stage=StageTimes(weight_share=share))
+        plan = plan_of(ALONE, work, where)
+        assert isinstance(plan, Plan)
+        found.append(with_best_schedule(plan, work, where)[0].step_s)
+    assert found[0] < 0.95 * found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.gradient_costs import state_bytes_per_parameter
 from paceline.planning.memory import ItemMemory, States
-from paceline.planning.strategy import Strategy, plan_of
+from paceline.planning.strategy import Plan, Strategy, plan_of
 from paceline.planning.strategy_costs import one_f_one_b_s
 from paceline.planning.strategy_times import item_times
-from paceline.planning.workload import Item, Workload
+from paceline.planning.workload import Item, StageTimes, Workload
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate
@@ -150,3 +151,19 @@ def test_long_pipelines_follow_the_formula() -> None:
 
 def dense_of(items: tuple[Item, ...], samples: int) -> Workload:
     return Workload(items, num_heads=1, num_kv_heads=1, micro_batch_size=1, train_batch_size=samples)
+
+
+def test_each_stage_has_what_it_takes_beside_its_items() -> None:
+    """The trunk's share, once for each stage, whatever it holds."""
+    layer = Item(ItemMemory("layer", 1000, 1e6, 1e4), 0.01, 0.02)
+    end = Item(ItemMemory("end", 1000, 1e6, 1e4), 0.0, 0.0)
+    plain = Workload((end, *[layer] * 4, end), 1, 1, 1, 8, States(weight_bytes=4))
+    beside = replace(plain, stage=StageTimes(0.001, 0.003))
+    for stages in (1, 2, 4):
+        where = Cluster(stages, 1)
+        free, found = (plan_of(Strategy(1, stages, 1, 1), each, where) for each in (plain, beside))
+        assert isinstance(free, Plan)
+        assert isinstance(found, Plan)
+        turns = 8 + stages - 1
+        assert found.step_s - free.step_s == pytest.approx(0.004 * turns)
+        assert found.terms["dense"] - free.terms["dense"] == pytest.approx(0.004 * 8)

@@ -1,0 +1,61 @@
+"""What a stage takes beside its items, and what splitting a backward costs, measured on a real layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from paceline.hf.layer_profile import Bench
+from paceline.optim.linear_layers import OwnLinear
+from paceline.planning.workload import StageTimes
+from paceline.runtime.split_times import MOST_SPLIT, measure_stage
+
+CONFIG = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=97, max_position_embeddings=64,
+)  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "dtype": torch.float32, "device": torch.device("cpu"), "micro_batch_size": 2, "sequence_length": 32
+}  # fmt: skip
+
+
+def test_what_is_measured() -> None:
+    found = measure_stage(Bench(CONFIG, repeats=3, **SHAPE))
+    assert found.forward_s > 0
+    assert 1 <= found.split_factor <= MOST_SPLIT
+    assert 0 < found.weight_share < 1
+
+
+def test_recomputed_layers_are_not_split() -> None:
+    found = measure_stage(Bench(CONFIG, repeats=1, gradient_checkpointing=True, **SHAPE))
+    assert found == StageTimes(found.forward_s, found.backward_s)
+
+
+def test_the_parts_are_a_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed as split leaves weights without gradients until its second part, and whole ones not."""
+    seen: list[list[bool]] = []
+    times = Bench.times
+
+    def watched(self: Bench, stage: Any, stream: Any, parts: Any, *more: Any) -> list[float]:
+        weights = [layer.weight for layer in stage.modules() if isinstance(layer, (torch.nn.Linear, OwnLinear))]
+
+        def then(part: Any) -> Any:
+            def run(*outputs: Any) -> None:
+                part(*outputs)
+                seen.append([weight.grad is not None for weight in weights])
+                if part is parts[-1]:
+                    stage.zero_grad()
+
+            return run
+
+        return times(self, stage, stream, [then(part) for part in parts], *more)
+
+    monkeypatch.setattr(Bench, "times", watched)
+    measure_stage(Bench(CONFIG, repeats=1, **SHAPE))
+    trunk, whole, inputs, both = seen
+    assert trunk == []
+    assert whole == both == [True] * 7
+    assert inputs == [False] * 7
