@@ -43,12 +43,14 @@ def measure_otherwise(last_rank: str) -> None:
 
 
 def measure_facts(bytes_per_s: float | None, device_bytes: float | None) -> None:
-    """All layers take as long, links carry so much, and replicas would exchange gradients for hours.
+    """All layers take as long and nothing else does, links carry so much, and replicas would exchange gradients for
+    hours.
 
     Args:
         device_bytes: memory of a device; None: as measured.
     """
     from paceline.planning.cluster import Cluster, Fabric
+    from paceline.planning.workload import NOTHING_BESIDE
     from paceline.runtime import plan_at_start
 
     if bytes_per_s is None:
@@ -68,6 +70,7 @@ def measure_facts(bytes_per_s: float | None, device_bytes: float | None) -> None
         return Cluster(2, 1, memory_bytes if device_bytes is None else device_bytes, across=link)
 
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
+    plan_at_start.measure_stage = lambda bench: NOTHING_BESIDE  # type: ignore[assignment]
     plan_at_start.measure_cluster = measure_cluster  # type: ignore[assignment]
 
 
