@@ -38,7 +38,7 @@ def boundaries(
     logging.getLogger("paceline").addHandler(handler)
     logging.getLogger("paceline").setLevel(logging.INFO)
     replicas = dist.get_world_size() // num_stages
-    found, made = hetero_boundaries(
+    found, made, _ = hetero_boundaries(
         model_config(num_hidden_layers=LAYERS),
         ControlPlane.create(num_stages),
         Shape(torch.float32, 2, 16),
