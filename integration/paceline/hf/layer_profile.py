@@ -135,7 +135,7 @@ class Bench:
         return replace(self._measured[kind], name=f"layers.{index}")
 
     def stage(self, cut: Cut) -> CausalLMStage:
-        """What is cut, on the device."""
+        """Load a cut of the model onto the device, with random weights."""
         stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True).to(self.device).train()
         if self.gradient_checkpointing:
             recompute_layers(stage.model)
@@ -207,7 +207,7 @@ class Bench:
         return stage.loss(output, labels, routing, float(labels.numel())), None
 
     def backward(self, *outputs: Tensor | None) -> None:
-        """Of what a forward has put out."""
+        """Run the backward of what a forward has put out."""
         roots = [tensor for tensor in outputs if tensor is not None and tensor.requires_grad]
         torch.autograd.backward(roots, [self._gradient_like(tensor) for tensor in roots])
 

@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """What a stage takes beside its items, and what it takes to split a backward.
+    """Times of a stage beside those of its items, and the cost of splitting a backward.
 
     Args:
         forward_s: of one micro-batch, whatever the items of the stage: masks, rotary tables.

@@ -38,7 +38,7 @@ class Model(NamedTuple):
 
 
 def draw(seed: int, *, alike: bool) -> Model:
-    """Of two to seven layers on up to three devices, of sizes such that some fit only with recomputed layers."""
+    """Draw two to seven layers on up to three devices, of sizes such that some fit only with recomputed layers."""
     chance = random.Random(seed)
     layers = chance.randint(2, 7)
     width = chance.uniform(1, 5)

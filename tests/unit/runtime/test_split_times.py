@@ -1,4 +1,4 @@
-"""What a stage takes beside its items, and what splitting a backward costs, measured on a real layer."""
+"""Times of a stage beside its items, and the cost of splitting a backward, measured on a real layer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_recomputed_layers_are_not_split() -> None:
 
 
 def test_the_parts_are_a_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is timed as split leaves weights without gradients until its second part, and whole ones not."""
+    """The backward that is timed as split leaves weights without gradients until its second part; the whole one not."""
     seen: list[list[bool]] = []
     times = Bench.times
 
