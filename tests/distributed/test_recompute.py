@@ -207,3 +207,32 @@ def built(counts: Any) -> list[int]:
 
 def test_a_pipeline_that_is_built_recomputes_as_written() -> None:
     assert run_ranks(built, 2, [1, 2]) == [[1, 4, 5]] * 2
+
+
+def resumed(recomputes: bool) -> Any:
+    """On every rank: the number of layers that a run recomputes whose start before had found the fewest that fit."""
+    import deepspeed
+
+    from paceline.comm.control import ControlPlane
+    from paceline.config import PacelineConfig
+    from paceline.config.recompute_keys import PATH
+    from paceline.config.stage_counts import STAGES
+    from paceline.runtime.startup import plan_for
+
+    deepspeed.init_distributed()
+    config: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "paceline": {"pipeline": {}}}
+    plan = plan_for(
+        model_config(num_hidden_layers=LAYERS),
+        config,
+        PacelineConfig.of(config),
+        ControlPlane.create(),
+        gradient_checkpointing=recomputes,
+        plans_unasked=True,
+        kept={STAGES: 2, PATH: "fit"},
+    )
+    return plan.stages, plan.recompute
+
+
+def test_a_run_that_goes_on_keeps_what_was_found_unless_all_layers_are_asked_for() -> None:
+    assert run_ranks(resumed, 2, False) == [(2, "fit")] * 2
+    assert run_ranks(resumed, 2, True) == [(2, None)] * 2
