@@ -61,6 +61,10 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_unequal_replicas.py::test_any_shares_give_the_numbers_of_one_process[2-shares1-llama-0-0.0]",
         "distributed/test_unequal_replicas.py::test_shares_follow_the_speeds_and_change_no_number[1f1b]",
     ),
+    "Recomputation of as few layers": (
+        "distributed/test_recompute.py::test_so_many_layers_of_each_stage_are_recomputed[llama]",
+        "distributed/test_recompute.py::test_boundaries_and_recomputed_layers_are_found_together[work]",
+    ),
     "Expert parallelism with load balancing": (
         "distributed/test_expert_pipelines.py::test_experts_on_several_ranks_change_nothing[1-2-2-cases0]",
         "distributed/test_expert_pipelines.py::test_experts_on_several_ranks_change_nothing[1-3-3-cases4]",
