@@ -191,12 +191,16 @@ def test_ports_differ():
     assert len({ranks.free_port() for _ in range(20)}) > 10
 
 
+# The launcher kills the others as soon as one rank has failed: none does before all have said something.
 SCRIPT = """
 import os, sys, time
+from pathlib import Path
 sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]}\\n")
 sys.stderr.write("trouble\\n")
 def nap(): time.sleep(3600)
 if "sleep" in sys.argv: nap()
+Path(sys.argv[0] + os.environ["RANK"]).touch()
+while not all(Path(sys.argv[0] + str(rank)).exists() for rank in range(int(os.environ["WORLD_SIZE"]))): time.sleep(0.01)
 sys.exit(3)
 """
 
