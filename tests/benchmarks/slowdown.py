@@ -1,19 +1,16 @@
 """Devices that change their speed: how soon our engine is at the new optimum, what that costs, and when it stays put.
 
-    python tests/benchmarks/slowdown.py [--runs slowdown noise unsteady heavy frozen] [--repartition-every 8]
+    python tests/benchmarks/slowdown.py [--runs slowdown noise unsteady] [--repartition-every 8]
 
-Needs root (tests/lab). Five runs, all of layers that sleep for their work by the speed of their device now:
+Needs root (tests/lab). Three runs, all of layers that sleep for their work by the speed of their device now:
 
 * ``slowdown``: one device falls to a part of its speed and recovers. Beside our engine, ``online``, run DeepSpeed's
   and, for every phase, the best partition of all by simulation, which says what a step could take.
 * ``noise``: every computation takes up to a share more or less; nothing is to be gained by moving layers.
 * ``unsteady``: every device has another speed in every step, within the same share.
-* ``heavy``: large layers, slow links, a device that gets a little slower: moving layers does not pay within a period,
-  but it does over the run.
-* ``frozen``: the same with large layers whose weights are frozen, as with LoRA.
 
 ``waited_share`` of a migration is the time that training waited for its bytes, by what the busiest host's take at the
-link's rate.
+link's rate. Parameters of these layers are not changed by training; ``migration_pause.py`` has real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +33,7 @@ from partition import online
 from lab.contestants import label_of
 from lab.emulation import OPTIMIZERS, Emulation, SpeedChange
 from lab.hosts import BURST_BYTES, Hosts, available
-from lab.partitions import best, step_s
+from lab.partitions import best
 from lab.training import mbit, train
 from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s
 
@@ -65,9 +61,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1, help="whose device changes")
     parser.add_argument("--slow", type=float, default=0.5, help="slowdown: times its speed")
     parser.add_argument("--noise", type=float, default=0.1, help="noise, unsteady: share")
-    parser.add_argument("--heavy-slow", type=float, default=0.8, help="heavy: times its speed")
-    parser.add_argument("--heavy-layer-kib", type=int, default=2048, help="heavy: of parameters that a layer has")
-    parser.add_argument("--heavy-mbit", type=float, default=25.0, help="heavy: Mbit/s of every host")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     if reason := available():
@@ -134,46 +127,10 @@ def unsteady(args: argparse.Namespace, emulation: Emulation) -> dict[str, Any]:
     return _steady(args, replace(emulation, speed_changes=tuple(changes)))
 
 
-def heavy(args: argparse.Namespace, emulation: Emulation, *, is_frozen: bool = False) -> dict[str, Any]:
-    """A migration that pays over the run and not within a period."""
-    period = args.repartition_every
-    slow_at, end = period // 2 + 1, (4 * args.periods + 1) * period
-    change = SpeedChange(slow_at, args.rank, args.heavy_slow * args.speeds[args.rank])
-    layer_bytes = args.heavy_layer_kib * 1024
-    emulation = replace(emulation, layer_bytes=layer_bytes, is_frozen=is_frozen, speed_changes=(change,))
-    with Hosts(emulation.num_ranks, mbit=args.heavy_mbit) as hosts:
-        records = _run(hosts, [f"online={online(period)}"], emulation, end)
-        bytes_per_s = _bytes_per_s(hosts, args.heavy_mbit)
-    moved_at = [r["step"] for r in records if "migration" in r and r["step"] >= slow_at]
-    before, after = (
-        step_s(emulation, at["boundaries"], emulation.speeds_at(end), args.heavy_mbit)
-        for at in (records[slow_at], records[-1])
-    )
-    waited = range(slow_at, moved_at[0]) if moved_at else range(slow_at, end)
-    migrations = _migrations(records, bytes_per_s)
-    return {
-        "slow_from_step": slow_at,
-        "moved_at_steps": moved_at,
-        "boundaries": records[-1]["boundaries"],
-        "simulated_gain_of_a_step_s": round(before - after, 4),
-        "simulated_gain_of_a_period_s": round(period * (before - after), 3),
-        "measured_gain_of_a_step_s": round(
-            statistics.median(r["seconds"] for r in records if r["step"] in waited)
-            - statistics.median(r["seconds"] for r in records[-period:]),
-            4,
-        ),
-        "lost_before_s": round(len(waited) * (before - after), 3),
-        "cost_s": round(sum(move["seconds"] for move in migrations), 3),
-        "migrations": migrations,
-    }
-
-
 RUNS: dict[str, Callable[[argparse.Namespace, Emulation], dict[str, Any]]] = {
     "slowdown": slowdown,
     "noise": noise,
     "unsteady": unsteady,
-    "heavy": heavy,
-    "frozen": partial(heavy, is_frozen=True),
 }
 
 

@@ -356,6 +356,8 @@ MODELS: dict[int, list[Case]] = {
         case("ZeRO 0, two replicas, bf16", seed=18, more=BF16),
         case("ZeRO 1, Adafactor", seed=19, zero=1, more=of_optimizer("Adafactor")),
         case("ZeRO 1, ahead", seed=24, zero=1, frozen=True, ahead=True, more=BF16),
+        case("ZeRO 1, trained, ahead", seed=25, zero=1, ahead=True, changes=UNTIED),
+        case("ZeRO 0, mixtral, ahead", seed=26, family="mixtral", ahead=True, more=BF16),
         case("ZeRO 1, groups, frozen", seed=20, zero=1, frozen=True, groups=True, without=["optimizer"]),
     ],
 }

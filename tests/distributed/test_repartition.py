@@ -174,16 +174,18 @@ def test_uneven_devices_get_the_layers_that_suit_them(speeds: tuple[float, ...],
     assert all(rank["decisions"] == [] for rank, _ in ranks[1:])
 
 
-def test_what_is_frozen_comes_before_its_layer() -> None:
-    """Its layer moves a step after that was decided, and training waits for little."""
-    large = {"layer_bytes": 1 << 20, "is_frozen": True, "message_bytes": 1 << 18}
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_weights_come_before_their_layer(is_frozen: bool) -> None:
+    """Their layer moves a step after that was decided, and training waits for little."""
+    large = {"layer_bytes": 1 << 20, "is_frozen": is_frozen, "message_bytes": 1 << 18}
     ranks = run_ranks(run_both, 2, (3.0, 1.0), 8, 9, online(), **large)
     check_same(ranks)
     followed = ranks[0][0]
     assert followed["parts"][:5] == [(0, 4, 8)] * 5
     first, moved = followed["decisions"][0], followed["migrations"][0]
-    assert (first["step"], first["switched"], first["migration"]) == (5, True, moved)
-    assert moved["bytes"] > 1 << 20
+    assert first["step"] >= 5
+    assert (first["switched"], first["migration"]) == (True, moved)
+    assert moved["bytes"] > (1 if is_frozen else 2) << 20
     assert moved["paused_bytes"] < 1 << 12
 
 

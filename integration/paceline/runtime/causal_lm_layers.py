@@ -107,9 +107,12 @@ class CausalLMLayers(Layers):
                     inject(pattern, module.adapters)
                 module.pattern.append(pattern)
         (pattern,) = module.pattern
-        trunks = [module.anatomy.trunk_of(model) for model in (module.stage.model, pattern)]
-        if getattr(trunks[0], "_output_capturing_hooks_installed", False):
-            maybe_install_capturing_hooks(trunks[1])
+        trunks = [module.anatomy.trunk_of(model) for model in module.models]
+        # transformers installs them in a model's first forward, which a layer may see that was made before.
+        is_captured = any(stage.router_loss is not None for stage in module.stages)
+        if is_captured or any(getattr(trunk, "_output_capturing_hooks_installed", False) for trunk in trunks):
+            for trunk in (*trunks, module.anatomy.trunk_of(pattern)):
+                maybe_install_capturing_hooks(trunk)
         return pattern
 
     def swap(self, parts: Sequence[int], arrived: Mapping[int, nn.Module | None]) -> None:

@@ -53,14 +53,17 @@ class PlansAside(Protocol):
 
 @runtime_checkable
 class Prepares(Protocol):
-    """An actuator that can do a part of a change beside a step."""
+    """An actuator that can do a part of a change beside steps."""
 
     def prepare(self, change: Any) -> bool:
         """Begin to do so. Collective.
 
         Returns:
-            Whether the change is to wait for the step that comes; the same on all ranks.
+            Whether the change is to wait until :meth:`is_prepared`; the same on all ranks.
         """
+
+    def is_prepared(self) -> bool:
+        """Whether that is done. Asked after each step, collective."""
 
 
 class Decided(NamedTuple):
@@ -143,7 +146,7 @@ class Controller:
         self._begun: dict[Actuator, int] = {}
         """Actuators of a planning that goes on beside a step, and their steps since the last."""
         self._prepared: Decided | None = None
-        """Decisions that take effect after a step beside which they are prepared."""
+        """Decisions that take effect after the steps beside which they are prepared."""
         self._done = 0
         """Steps."""
         self._begin_step()
@@ -182,6 +185,9 @@ class Controller:
     def _between_steps(self) -> None:
         self.measurements.end_step(self._done)
         if (prepared := self._prepared) is not None:
+            if not all(self._is_prepared(actuator) for actuator in prepared.actuators):
+                self._begin_step()
+                return
             self._prepared = None
             self._carry_out(prepared)
         if begun := self._begun:
@@ -224,6 +230,10 @@ class Controller:
     @staticmethod
     def _prepare(actuator: Actuator, change: Any) -> bool:
         return change is not None and isinstance(actuator, Prepares) and actuator.prepare(change)
+
+    @staticmethod
+    def _is_prepared(actuator: Actuator) -> bool:
+        return not isinstance(actuator, Prepares) or actuator.is_prepared()
 
     def _carry_out(self, decided: Decided) -> None:
         actuators, proposals, changes = decided

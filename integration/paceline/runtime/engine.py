@@ -770,9 +770,9 @@ class PacelineEngine(PipelineEngine):
         return migration
 
     def prepare_repartition(self, parts: Sequence[int]) -> bool:
-        """Send what no step changes of the layers that :meth:`repartition` is to move after the next step, beside it.
+        """Send the layers that :meth:`repartition` is to move later beside the steps until then.
 
-        Collective, between steps.
+        What steps change of them meanwhile follows when they move, in few bytes. Collective, between steps.
 
         Returns:
             Whether that was begun; there must be enough of it.
@@ -790,6 +790,10 @@ class PacelineEngine(PipelineEngine):
             is_begun = self.migrator.prepare(new)
         WATCH.idle()
         return is_begun
+
+    def repartition_is_prepared(self) -> bool:
+        """Whether all that :meth:`prepare_repartition` sends has arrived on all ranks. Collective, between steps."""
+        return self.migrator is None or self.migrator.is_prepared()
 
     @property
     def migrations(self) -> Sequence[Migration]:

@@ -7,8 +7,9 @@ the optimizer is laid out for the parameters that are there now, and every tenso
 it (:mod:`..state.exchange`): with ZeRO 1 each row of a state from its old owner to its new one.
 
 Training stands still for the values alone: nobody looks at masters and states before the end of the next step, and
-until then they follow beside it (:mod:`..state.exchange_beside`). What is frozen can be sent beside the step before
-(:mod:`.layers_ahead`). Not so on GPUs, where it was never tried, and where updates are made beside computation.
+until then they follow beside it (:mod:`..state.exchange_beside`). Values too can be sent beside steps before, but for
+what these change (:mod:`.layers_ahead`). Not so on GPUs, where it was never tried, and where updates are made beside
+computation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ..state.exchange_beside import ExchangeBeside
 from ..state.named import VALUE, is_spread, link_full_access, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
-from .layers_ahead import LEAST_BYTES, LayersAhead, frozen_bytes
+from .layers_ahead import LEAST_BYTES, LayersAhead, ahead_bytes
 from .migration_memory import needed_bytes
 from .movable_layers import Layers, TensorNote, items_of_stages, tensors_of_layer
 from .stage_tensors import Holdings, Wishes, transfer
@@ -176,10 +177,10 @@ class Migrator:
         return None if new == self._layers.parts else new
 
     def prepare(self, new: list[int]) -> bool:
-        """Begin to send what no step changes of the layers that :meth:`migrate` is to move after the next step.
+        """Begin to send the parameters of the layers that :meth:`migrate` is to move after the next step or later.
 
         Returns:
-            Whether there is so much of that that it pays; the same on all ranks.
+            Whether there is so much of them that it pays; the same on all ranks.
 
         Raises:
             ValueError: as from :meth:`migrate`.
@@ -192,11 +193,14 @@ class Migrator:
         begun = time.perf_counter()
         change = _Change(self._layers.parts, new, self._layers.held)
         notes = self._notes(change)
-        if frozen_bytes(notes) < LEAST_BYTES:
+        if ahead_bytes(notes) < LEAST_BYTES:
             return False
         arrived = self._make(change, notes, None)
+        copied = sum(note.num_bytes for item in change.leaving for note in notes[item] if note.is_trained)
+        is_room = copied <= room_bytes(self._device, ranks_sharing(self._device))
         self._ahead = LayersAhead(
             *(self._control.gather, self._layers, new, change.leaving, arrived, notes),
+            with_trained=all(self._control.gather(is_room)),
             suffix=self._seat.slice_name,
             replica=self._seat.replica,
             rank=self._seat.rank,
@@ -206,11 +210,15 @@ class Migrator:
         self._ahead.prepared_s = time.perf_counter() - begun
         return True
 
+    def is_prepared(self) -> bool:
+        """Whether nothing is on its way that :meth:`prepare` has begun to send. Collective."""
+        return self._ahead is None or self._ahead.has_arrived()
+
     def _forget_ahead(self) -> None:
         """Let go of layers that were prepared and are not to come now."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.arrive()
+            ahead.wait()
             self._layers.unmake(ahead.arrived)
 
     def migrate(self, new: list[int], memory_bytes: int | None = None) -> Migration:
@@ -314,6 +322,7 @@ class Migrator:
                         options,
                         layout.num_owners.get(whole_name, 1),
                         self._seat.copied_bytes(tensor),
+                        is_spread(tensor),
                     )
                 )
         notes: dict[int, list[TensorNote]] = {}
@@ -422,9 +431,11 @@ class Migrator:
         elif wishes is not None:
             wishes.settle(optimizer)
         link_full_access(optimizer)
-        sent, ahead = sent_bytes(moves, len(told)), [0] * len(told) if self._ahead is None else self._ahead.sent
-        whole = [sum(each) for each in zip(sent, ahead, strict=True)]
-        return whole, sent_bytes(at_once, len(told)), transfer_s, later
+        whole, paused = sent_bytes(moves, len(told)), sent_bytes(at_once, len(told))
+        if self._ahead is not None:
+            whole = [sum(each) for each in zip(whole, self._ahead.sent, strict=True)]
+            paused = [sum(each) for each in zip(paused, self._ahead.sent_late, strict=True)]
+        return whole, paused, transfer_s, later
 
     def _settle(self, exchange: ExchangeBeside, wishes: Wishes | None) -> None:
         """Wait for masters and states, which somebody is about to look at."""

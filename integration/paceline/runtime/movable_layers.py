@@ -28,6 +28,7 @@ class TensorNote:
         options: of that group, but for its parameters.
         num_owners: ranks among which its masters and states are divided.
         copied_bytes: of the copies of experts that a rank keeps beside it.
+        is_spread: it has experts, which may change ranks.
     """
 
     name: str
@@ -39,15 +40,21 @@ class TensorNote:
     options: Mapping[str, object] | None = None
     num_owners: int = 1
     copied_bytes: int = 0
+    is_spread: bool = False
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether no step changes it."""
-        return self.is_parameter and self.group is None
+    def goes_ahead(self) -> bool:
+        """Whether it can be sent before its layer moves."""
+        return self.is_parameter and not self.is_spread
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether steps change it."""
+        return self.is_parameter and self.group is not None
 
 
 class Layers(ABC):

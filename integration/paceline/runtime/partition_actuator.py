@@ -43,7 +43,10 @@ class MovesLayers(Protocol):
         """Figures of the last ones."""
 
     def prepare_repartition(self, parts: Sequence[int]) -> bool:
-        """Send ahead what can be of the layers that a repartition after the next step moves, if it pays. Collective."""
+        """Send ahead what can be of the layers that a later repartition moves, if it pays. Collective."""
+
+    def repartition_is_prepared(self) -> bool:
+        """Whether what is sent ahead has arrived everywhere. Collective."""
 
     def repartition(self, parts: Sequence[int]) -> object:
         """Have the stages hold the items that ``parts`` says. Collective."""
@@ -135,6 +138,13 @@ class PartitionActuator:
         if is_begun:
             self._measurements.disturb()
         return is_begun
+
+    def is_prepared(self) -> bool:
+        """Whether all that :meth:`prepare` sends has arrived."""
+        if self._pipeline.repartition_is_prepared():
+            return True
+        self._measurements.disturb()
+        return False
 
     def apply(self, change: PartitionChange) -> bool:
         """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""

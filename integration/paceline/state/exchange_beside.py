@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
@@ -22,7 +23,12 @@ class ExchangeBeside:
     Args:
         rounds: transfers from and to this rank, as :func:`~.exchange.carry_out` takes them.
         group: that carries them, and nothing else until they are done.
+
+    Attributes:
+        seconds: that it took, once it is done.
     """
+
+    seconds = 0.0
 
     def __init__(self, rounds: Sequence[Sequence[Transfer]], device: torch.device, group: Any) -> None:
         self._rounds, self._device, self._group = rounds, device, group
@@ -33,6 +39,11 @@ class ExchangeBeside:
     def start(self) -> None:
         """Begin. All ranks of the group do so, if not at once."""
         self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._thread.ident is not None and not self._thread.is_alive()
 
     def wait(self, progress: Callable[[], None] = lambda: None) -> None:
         """Return when everything has arrived and been sent.
@@ -55,11 +66,13 @@ class ExchangeBeside:
             raise self._error
 
     def _run(self) -> None:
+        begun = time.perf_counter()
         try:
             carry_out(self._rounds, self._device, group=self._group, progress=self._note)
         except BaseException as error:
             self._error = error
         self._rounds = ()
+        self.seconds = time.perf_counter() - begun
 
     def _note(self) -> None:
         self._num_messages += 1

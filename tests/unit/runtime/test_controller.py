@@ -194,6 +194,7 @@ class Pipe(Job):
         self.migrations: list[dict[str, Any]] = []
         self.rebuild_s = 0.3
         self.sends_ahead = False
+        self.steps_ahead = 1
         self.skipped_after: list[int] = []
         self.steps: list[StepTimes] = []
         self.log: list[tuple[int, str, Any]] = []
@@ -237,6 +238,10 @@ class Pipe(Job):
         if error := self.refuse(parts):
             raise error
         return self.sends_ahead
+
+    def repartition_is_prepared(self) -> bool:
+        self.steps_ahead -= 1
+        return self.steps_ahead <= 0
 
     def repartition(self, parts: tuple[int, ...]) -> None:
         self._note("move", parts)
@@ -477,20 +482,21 @@ def test_another_process_finds_the_same_partition_one_step_later(monkeypatch: py
     assert steps_aside == [step + (step > steps[0]) for step in steps]
 
 
-def test_layers_that_are_sent_ahead_move_one_step_later_together_with_the_schedule_for_them() -> None:
+@pytest.mark.parametrize("steps_ahead", [1, 3])
+def test_layers_move_when_what_is_sent_ahead_has_come_together_with_the_schedule_for_them(steps_ahead: int) -> None:
     found = []
     for sends_ahead in (False, True):
         pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.4)
-        pipe.sends_ahead = sends_ahead
+        pipe.sends_ahead, pipe.steps_ahead = sends_ahead, steps_ahead
         controller = follow(pipe, ADAPTIVE)
         pipe.train(controller, 14)
         assert [step for step, _ in pipe.noted("prepare")] == [6]
         found.append((pipe.noted("move"), pipe.noted("schedule")[-1], controller.decisions))
         # Steps beside which something moves tell little of links.
-        assert pipe.skipped_after == ([7, 8] if sends_ahead else [7])
+        assert pipe.skipped_after == list(range(7, 8 + (steps_ahead if sends_ahead else 0)))
     (moved, schedule, decided), (moved_later, schedule_later, decided_later) = found
-    assert [(step + 1, parts) for step, parts in moved] == moved_later
-    assert (schedule[0] + 1, schedule[1]) == schedule_later
+    assert [(step + steps_ahead, parts) for step, parts in moved] == moved_later
+    assert (schedule[0] + steps_ahead, schedule[1]) == schedule_later
     whole = ("what", "from", "to", "switched", "migration")
     assert [{k: d.get(k) for k in whole} for d in decided] == [{k: d.get(k) for k in whole} for d in decided_later]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,7 +112,7 @@ class Estimates:
 class Rank:
     """One of two stages, with all that a migrator is made of."""
 
-    def __init__(self, *, old: Sequence[int] = OLD, fails: int | None = None) -> None:
+    def __init__(self, *, old: Sequence[int] = OLD, fails: int | None = None, rate: float = 0.1) -> None:
         from torch import distributed as dist
 
         from paceline.comm.control import ControlPlane
@@ -119,7 +121,7 @@ class Rank:
         dist.init_process_group("gloo")
         self.stage = dist.get_rank()
         self.module = Stage(self.stage, list(old))
-        basic = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        basic = torch.optim.AdamW(self.module.parameters(), lr=rate)
         self.optimizer = ShardedOptimizer(basic, self.parameters().names)
         self.layers = FewLayers(self.module, fails if self.stage == 0 else None)
         self.estimates = Estimates(self.layers.here)
@@ -170,8 +172,8 @@ class Rank:
         return found
 
 
-def trains(moves: Sequence[Sequence[int]]) -> Any:
-    rank = Rank()
+def trains(moves: Sequence[Sequence[int]], rate: float = 0.1) -> Any:
+    rank = Rank(rate=rate)
     for parts in moves:
         rank.train()
         new = rank.migrator.agree(parts)
@@ -204,6 +206,50 @@ def test_layers_move_with_their_states_and_train_on_as_if_they_had_stayed() -> N
         assert first["paused_bytes"] == 4 * 4 * (WIDTH + 1)
         assert first["transfer_s"] > 0
         assert first["rebuild_s"] > 0
+
+
+def trains_ahead(rate: float) -> Any:
+    """Layers are sent two steps before they move."""
+    from paceline.runtime import migration
+
+    rank = Rank(rate=rate)
+    migration.LEAST_BYTES = 1
+    for parts in (NEW, [0, 1, 4], OLD):
+        rank.train()
+        assert rank.migrator.prepare(parts)
+        rank.train()
+        while not rank.migrator.is_prepared():
+            time.sleep(0.01)
+        rank.train()
+        rank.migrator.migrate(parts)
+    return rank.state(), rank.migrator.migrations[0]
+
+
+@pytest.mark.parametrize("rate", [0.1, 1e-6])
+def test_layers_that_were_sent_before_move_with_what_steps_have_changed_since(rate: float) -> None:
+    stayed, moved = run_ranks(trains, 2, [OLD] * 8, rate), run_ranks(trains_ahead, 2, rate)
+    for (expected, *_), (state, first) in zip(stayed, moved, strict=True):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+        values = 4 * 4 * (WIDTH + 1)
+        # The values go twice at most, and what follows late is in few bytes where steps are small.
+        assert first["bytes"] == 3 * values + 4 * 2 + first["paused_bytes"]
+        assert first["paused_bytes"] <= values
+        assert (first["paused_bytes"] < values) == (rate < 0.1)
+
+
+def test_a_copy_of_what_is_sent_needs_room() -> None:
+    """Without it trained parameters are sent when they move."""
+    first = run_ranks(trains_without_room, 2)[0]
+    assert first["bytes"] == 4 * (3 * 4 * (WIDTH + 1) + 2)
+    assert first["paused_bytes"] == 4 * 4 * (WIDTH + 1)
+
+
+def trains_without_room() -> Any:
+    from paceline.runtime import migration
+
+    migration.room_bytes = lambda *_: 1 << 10 if inspect.stack()[1].function == "_check" else 0
+    return trains_ahead(0.1)[1]
 
 
 def fails(what: str) -> tuple[str, list[str], list[int], bool]:
