@@ -793,7 +793,10 @@ class PacelineEngine(PipelineEngine):
 
     def repartition_is_prepared(self) -> bool:
         """Whether all that :meth:`prepare_repartition` sends has arrived on all ranks. Collective, between steps."""
-        return self.migrator is None or self.migrator.is_prepared()
+        with self.naming_lost_peers():
+            is_prepared = self.migrator is None or self.migrator.is_prepared()
+        WATCH.idle()
+        return is_prepared
 
     @property
     def migrations(self) -> Sequence[Migration]:
