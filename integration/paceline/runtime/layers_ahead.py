@@ -25,6 +25,9 @@ from .movable_layers import Layers, TensorNote, tensors_of_layer
 LEAST_BYTES = 1 << 20
 """Fewer bytes than these are sent when the layers move."""
 
+JUDGED_BYTES = 1 << 17
+"""So many bytes of a layer are packed in any case, which shows whether it is faster to pack the others."""
+
 Notes = Mapping[int, Sequence[TensorNote]]
 """Tensors by item, as its stage has them."""
 
@@ -153,9 +156,12 @@ class LayersAhead:
         ends: dict[Move, Transfer] = {}
         for move, _ in moves:
             if self._rank in (move.source, move.target):
-                leaving = next(own) if move.source == self._rank else None
-                place = torch.empty(move.num_bytes, dtype=torch.uint8, device=self._device)
-                ends[move] = Transfer(move.source, move.target, leaving, place if leaving is None else None)
+                leaving = place = None
+                if move.source == self._rank:
+                    leaving = next(own)
+                else:
+                    place = torch.empty(move.num_bytes, dtype=torch.uint8, device=self._device)
+                ends[move] = Transfer(move.source, move.target, leaving, place)
         rounds = ([ends[move] for move in one if move in ends] for one in in_rounds([move for move, _ in moves]))
         carry_out(rounds, self._device, progress=partial(WATCH.doing, "moving layers", EVERYONE))
         for move, name in moves:
@@ -167,20 +173,22 @@ class LayersAhead:
                     unpack(message, values)
 
     def _messages(self, now: Mapping[str, Tensor]) -> list[Tensor]:
-        """What this rank sends of trained parameters, in the order of the moves; packed where that is faster."""
+        """What this rank sends of trained parameters, in the order of the moves; packed while that is faster."""
         messages = []
         ahead = self.sent[self._rank]
-        s_per_byte, packs = self._exchange.seconds / ahead if ahead else 0.0, True
+        s_per_byte = self._exchange.seconds / ahead if ahead else 0.0
+        took_s, num_bytes, saved = 0.0, 0, 0
         for move, name in self._late:
             if move.source == self._rank:
                 new, old = (stretch(t[name], 0, move.start, move.stop) for t in (now, self._as_sent))
-                begun = time.perf_counter()
-                message = packed(new, old) if packs else None
                 whole = new.contiguous().view(-1).view(torch.uint8)
-                if packs:
-                    took_s = 2 * (time.perf_counter() - begun)  # with unpacking
-                    saved = 0 if message is None else whole.numel() - message.numel()
-                    packs = took_s < saved * s_per_byte
+                message = None
+                if num_bytes < JUDGED_BYTES or took_s < saved * s_per_byte:
+                    begun = time.perf_counter()
+                    message = packed(new, old)
+                    took_s += 2 * (time.perf_counter() - begun)  # with unpacking
+                    num_bytes += whole.numel()
+                    saved += 0 if message is None else whole.numel() - message.numel()
                 messages.append(whole if message is None else message)
         return messages
 

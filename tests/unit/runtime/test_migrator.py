@@ -208,12 +208,13 @@ def test_layers_move_with_their_states_and_train_on_as_if_they_had_stayed() -> N
         assert first["rebuild_s"] > 0
 
 
-def trains_ahead(rate: float) -> Any:
+def trains_ahead(rate: float, judged_bytes: int = 1 << 10) -> Any:
     """Layers are sent two steps before they move."""
-    from paceline.runtime import migration
+    from paceline.runtime import layers_ahead, migration
 
     rank = Rank(rate=rate)
     migration.LEAST_BYTES = 1
+    layers_ahead.JUDGED_BYTES = judged_bytes
     for parts in (NEW, [0, 1, 4], OLD):
         rank.train()
         assert rank.migrator.prepare(parts)
@@ -225,17 +226,17 @@ def trains_ahead(rate: float) -> Any:
     return rank.state(), rank.migrator.migrations[0]
 
 
-@pytest.mark.parametrize("rate", [0.1, 1e-6])
-def test_layers_that_were_sent_before_move_with_what_steps_have_changed_since(rate: float) -> None:
-    stayed, moved = run_ranks(trains, 2, [OLD] * 8, rate), run_ranks(trains_ahead, 2, rate)
+@pytest.mark.parametrize(("rate", "judged_bytes"), [(0.1, 1 << 10), (1e-6, 1 << 10), (1e-6, 0)])
+def test_layers_that_were_sent_before_move_with_what_steps_have_changed_since(rate: float, judged_bytes: int) -> None:
+    """It is packed where that saves anything, and until it is known whether it takes longer than sending the rest."""
+    stayed, moved = run_ranks(trains, 2, [OLD] * 8, rate), run_ranks(trains_ahead, 2, rate, judged_bytes)
     for (expected, *_), (state, first) in zip(stayed, moved, strict=True):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in state)
         values = 4 * 4 * (WIDTH + 1)
-        # The values go twice at most, and what follows late is in few bytes where steps are small.
         assert first["bytes"] == 3 * values + 4 * 2 + first["paused_bytes"]
         assert first["paused_bytes"] <= values
-        assert (first["paused_bytes"] < values) == (rate < 0.1)
+        assert (first["paused_bytes"] < values) == (rate < 0.1 and judged_bytes > 0)
 
 
 def test_a_copy_of_what_is_sent_needs_room() -> None:
