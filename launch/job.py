@@ -23,10 +23,9 @@ from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_sec
 from paceline.config.stage_counts import is_planned
 from paceline.data.batch_plan import BatchPlan
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
-from paceline.hf.peft import lora_config, trained_share
+from paceline.hf.peft import lora_config
 from paceline.hf.quantised import quantised_loading
 from paceline.hf.quiet_transformers import quiet
-from paceline.hf.weights import skeleton
 from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume
 from paceline.launch.inputs import read_inputs
 from paceline.launch.job_trainer import JobTrainer, Run
@@ -98,7 +97,7 @@ class Job:
                 args=self.args,
                 given=self.given,
                 num_steps=self._num_steps,
-                trained=self._trained_share if self.model_args.use_peft else None,
+                peft_config=lora_config(self.model_args) if self.model_args.use_peft else None,
                 sequence_length=self.inputs.data.block_size,
                 gradient_checkpointing=self.args.gradient_checkpointing,
                 is_quantised=bool(self.model_args.load_in_4bit or self.model_args.load_in_8bit),
@@ -176,12 +175,6 @@ class Job:
         steps_per_epoch = self._plan(resolved).steps_per_epoch
         assert steps_per_epoch is not None, "a stream needs --max_steps, parse() has seen to it"
         return math.ceil(self.args.num_train_epochs * steps_per_epoch)
-
-    def _trained_share(self) -> float:
-        """Share of the parameters that the adapters of the flags are."""
-        from peft import get_peft_model
-
-        return trained_share(get_peft_model(skeleton(self.inputs.config), lora_config(self.model_args)))
 
     def _open_run_to_resume(self, ds_config: dict[str, Any]) -> None:
         """Read, before there is a plan, what the job had planned that goes on; only in as many ranks it stays."""

@@ -74,6 +74,20 @@ def measure_facts(bytes_per_s: float | None, device_bytes: float | None) -> None
     plan_at_start.measure_cluster = measure_cluster  # type: ignore[assignment]
 
 
+def note_adapters() -> list[bool]:
+    """Whether layers are measured with adapters, for each time that they are measured."""
+    from paceline.runtime import plan_at_start
+
+    measured, noted = plan_at_start.profile_items, []
+
+    def profile_items(*arguments: Any, **options: Any) -> Any:
+        noted.append(options.get("adapters") is not None)
+        return measured(*arguments, **options)
+
+    plan_at_start.profile_items = profile_items
+    return noted
+
+
 def trained(
     asked: dict[str, Any],
     layers: int = 4,
@@ -96,6 +110,7 @@ def trained(
 
     measure_otherwise(last_rank)
     measure_facts(bytes_per_s, device_bytes)
+    with_adapters = note_adapters()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -140,6 +155,7 @@ def trained(
         "chosen": {key: choice.value for key, choice in plan.chosen.items()},
         "losses": losses,
         "lines": [line for line in lines if line.startswith("plan: ")],
+        "with_adapters": with_adapters,
     }
 
 
@@ -158,6 +174,7 @@ def test_the_losses_are_those_of_any_number_of_stages(lora: bool) -> None:
     assert any(line.startswith("plan: measured in") for line in planned["lines"])
     assert sum(" s a step of " in line for line in planned["lines"]) == 3  # one of two chunks among them
     assert planned["schedule"] == ("1f1b" if planned["shape"][0] == 1 else "adaptive")
+    assert planned["with_adapters"] == [lora]
     for stages in (1, 2):
         given = same(run_ranks(trained, 2, {"stages": stages}, lora=lora))
         assert given["lines"] == []

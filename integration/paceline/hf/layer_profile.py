@@ -22,6 +22,7 @@ from ..measure.recorder import SavedBytes
 from .activations import check_shape
 from .anatomy import Anatomy, anatomy_of
 from .layer_kinds import layer_kinds
+from .peft import Adapters, cast, inject
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, recompute_layers
 from .weights import causal_config, load_stage, skeleton
@@ -51,16 +52,21 @@ def profile_items(
     micro_batch_size: int,
     sequence_length: int,
     gradient_checkpointing: bool = False,
+    adapters: Adapters | None = None,
     repeats: int = 5,
 ) -> list[ItemProfile]:
     """Forward and backward seconds, bytes and parameters of embedding, decoder layers in order, and head with loss.
 
     Medians of ``repeats`` runs; the weights of one item are on the device at a time. Not collective.
 
+    Args:
+        adapters: that are trained, and nothing else.
+
     Raises:
         ValueError: sizes below 1, or sequences longer than the model has positions.
     """
-    bench = Bench(config, dtype, device, micro_batch_size, sequence_length, gradient_checkpointing, repeats)
+    shape = (micro_batch_size, sequence_length, gradient_checkpointing)
+    bench = Bench(config, dtype, device, *shape, adapters, repeats)
     return [bench.embedding, *(bench.layer(index) for index in range(bench.anatomy.num_layers)), bench.head]
 
 
@@ -74,6 +80,7 @@ class Bench:
     micro_batch_size: int
     sequence_length: int
     gradient_checkpointing: bool = False
+    adapters: Adapters | None = None
     repeats: int = 5
     _measured: dict[str, ItemProfile] = field(default_factory=dict)
     _gradients: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
@@ -84,6 +91,8 @@ class Bench:
         with quiet():
             model = skeleton(self.config)
             self.anatomy: Anatomy = anatomy_of(model)
+            if self.adapters is not None:
+                inject(model, self.adapters)
             self.kinds = layer_kinds(model, self.anatomy)
         num_bytes = sum(parameter.numel() for parameter in model.parameters()) * self.dtype.itemsize
         self._others = torch.zeros(min(num_bytes, MOST_BYTES_BETWEEN), dtype=torch.uint8, device=self.device)
@@ -136,7 +145,11 @@ class Bench:
 
     def stage(self, cut: Cut) -> CausalLMStage:
         """Load a cut of the model onto the device, with random weights."""
-        stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True).to(self.device).train()
+        stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True)
+        if self.adapters is not None:
+            inject(stage.model, self.adapters)
+            cast(stage.model, self.dtype)
+        stage = stage.to(self.device).train()
         if self.gradient_checkpointing:
             recompute_layers(stage.model)
         return stage
@@ -209,7 +222,8 @@ class Bench:
     def backward(self, *outputs: Tensor | None) -> None:
         """Run the backward of what a forward has put out."""
         roots = [tensor for tensor in outputs if tensor is not None and tensor.requires_grad]
-        torch.autograd.backward(roots, [self._gradient_like(tensor) for tensor in roots])
+        if roots:  # an embedding that is frozen has none
+            torch.autograd.backward(roots, [self._gradient_like(tensor) for tensor in roots])
 
     def _gradient_like(self, tensor: Tensor) -> Tensor:
         """Random, as in training: what is multiplied decides on a device's power, and so on its clock.

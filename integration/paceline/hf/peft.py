@@ -78,6 +78,11 @@ def trained_share(model: nn.Module) -> float:
     return sum(count for count, is_trained in counts if is_trained) / sum(count for count, _ in counts)
 
 
+def config_of_adapters(model: Any) -> Any:
+    """PEFT's config of the adapters in one of its wrappers; None of any other model."""
+    return next(iter(model.peft_config.values())) if is_peft_model(model) else None
+
+
 def unwrapped(model: Any) -> Any:
     """The transformers model inside PEFT's wrapper, with the adapters in their places; anything else as it is.
 
@@ -238,6 +243,14 @@ def resolve_adapters(config: Any, whole: PreTrainedModel, anatomy: Anatomy, name
     found = adapters_of(whole, anatomy)
     assert found is not None
     return found
+
+
+def without_memory(config: Any, whole: PreTrainedModel, anatomy: Anatomy) -> Adapters:
+    """:func:`resolve_adapters` where adapters are timed or counted only: with any first weights."""
+    config = copy.deepcopy(config)
+    if getattr(config, "init_lora_weights", True) is not True:
+        config.init_lora_weights = True
+    return resolve_adapters(config, whole, anatomy)
 
 
 def inject(model: PreTrainedModel, adapters: Adapters, seed: int | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..config.recompute_keys import PATH
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
-from ..hf.peft import is_peft_model, trained_share
+from ..hf.peft import config_of_adapters, is_peft_model
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
@@ -232,7 +231,8 @@ def _pipeline(
     with control.together("reading the model's config"):
         hf_config = config_of(model)
         require_supported(hf_config)
-    trained = partial(trained_share, model) if is_peft_model(model) and isinstance(model, Module) else None
-    recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
-    plan = plan_for(hf_config, ds_config, section, control, trained=trained, gradient_checkpointing=recomputes)
+    parts = model.modules() if isinstance(model, Module) else ()  # the property of it all is named anew, and warns
+    recomputes = any(getattr(part, "gradient_checkpointing", False) for part in parts)
+    adapters = config_of_adapters(model)
+    plan = plan_for(hf_config, ds_config, section, control, peft_config=adapters, gradient_checkpointing=recomputes)
     return build_pipeline(model, hf_config, plan, control), plan

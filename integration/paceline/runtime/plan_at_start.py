@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,12 @@ from ..config.recompute_keys import PATH as RECOMPUTE
 from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
 from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_for_chunks, has_stages
+from ..hf.anatomy import anatomy_of
 from ..hf.layer_profile import Bench, fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
+from ..hf.peft import trained_share, without_memory
+from ..hf.weights import skeleton
 from ..json_values import as_whole
 from ..measure.collectives import agreed
 from ..measure.profile_file import Profile, device_profile
@@ -42,6 +45,9 @@ from ..supervise.watch import EVERYONE, WATCH
 from .hetero import Shape
 from .measured_cluster import measure_cluster
 from .split_times import measure_stage
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = logging.getLogger("paceline")
 
@@ -59,12 +65,14 @@ class Measured(NamedTuple):
         rank_s: seconds that each rank takes for a forward and backward of all layers.
         may_move: whether layers may move between devices unasked: not where adapters are trained, and weights may be
             quantised.
+        trained: share of the parameters that is trained.
     """
 
     profile: Profile
     cluster: Cluster
     rank_s: tuple[float, ...]
     may_move: bool = True
+    trained: float = 1.0
 
     @property
     def is_unequal(self) -> bool:
@@ -72,10 +80,15 @@ class Measured(NamedTuple):
         return max(self.rank_s) > UNEQUAL * min(self.rank_s)
 
 
-def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) -> Measured:
+def measure(
+    hf_config: PretrainedConfig, control: ControlPlane, shape: Shape, peft_config: PeftConfig | None = None
+) -> Measured:
     """Time the layers on all ranks at once, and what connects them. Collective, and the same on all ranks.
 
     A large micro-batch is measured by a smaller one. Random numbers that are drawn later are as without it.
+
+    Args:
+        peft_config: of adapters that are trained, and nothing else.
 
     Raises:
         ValueError: the model's layers cannot be run by themselves, or sizes that it cannot have.
@@ -86,8 +99,13 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         dist.barrier()
         with control.together("measuring the layers"):
-            items = profile_items(hf_config, device=device, **shape._asdict())
-            stage = measure_stage(Bench(hf_config, device=device, **shape._asdict()))
+            adapters, trained = None, 1.0
+            if peft_config is not None:
+                whole = skeleton(hf_config)
+                adapters = without_memory(peft_config, whole, anatomy_of(whole))
+                trained = trained_share(whole)
+            items = profile_items(hf_config, device=device, adapters=adapters, **shape._asdict())
+            stage = measure_stage(Bench(hf_config, device=device, adapters=adapters, **shape._asdict()))
         WATCH.doing("measuring the links", EVERYONE)
         cluster = measure_cluster(control, device, min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)
@@ -109,7 +127,7 @@ def measure(hf_config: PretrainedConfig, control: ControlPlane, shape: Shape) ->
             devices=(own,),
             stage=stage,
         )
-    return Measured(profile, cluster, tuple(rank_s))
+    return Measured(profile, cluster, tuple(rank_s), may_move=peft_config is None, trained=trained)
 
 
 def plan_stages(
@@ -118,7 +136,7 @@ def plan_stages(
     options: Mapping[Stages, RunPlan],
     usual: RunPlan,
     shape: Shape,
-    trained: Callable[[], float] | None,
+    peft_config: PeftConfig | None = None,
     kept: Mapping[str, object] | None = None,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
@@ -129,13 +147,13 @@ def plan_stages(
         options: by stages, all of the same samples a step.
         usual: the one that is taken where others are no faster.
         shape: of a micro-batch, to measure with.
-        trained: share of the parameters that is trained; None: all.
+        peft_config: of adapters, if nothing else is trained.
         kept: ``RunPlan.planned`` of the run that goes on: it stays, and others are only compared with it.
     """
     begun = time.perf_counter()
     try:
-        measured = measure(hf_config, control, shape)._replace(may_move=trained is None)
-        chosen = _chosen(hf_config, control, options, usual, measured, trained, begun, kept)
+        measured = measure(hf_config, control, shape, peft_config)
+        chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:
         if not is_shared(error):
@@ -156,20 +174,18 @@ def _chosen(
     options: Mapping[Stages, RunPlan],
     usual: RunPlan,
     measured: Measured,
-    trained: Callable[[], float] | None,
     begun: float,
     kept: Mapping[str, object] | None,
 ) -> RunPlan | None:
     chosen: RunPlan | None = None
     with control.together("planning the stages"):
         if control.rank == 0:
-            share = 1.0 if trained is None else trained()
             is_asked = usual.recompute == FIT or (kept is not None and RECOMPUTE in kept)
             may_fit = is_asked or not measured.profile.gradient_checkpointing
             preferred = Stages(usual.stages) if kept is None else stages_kept(kept)
             # Layers are recomputed unasked only where nothing fits otherwise.
             for fits in ([] if is_asked else [False]) + ([True] if may_fit else []):
-                pool = entries(hf_config, options, measured, trained=share, fits=fits)
+                pool = entries(hf_config, options, measured, fits=fits)
                 found = [entry.predicted(measured.cluster) for entry in pool]
                 best = choose(found, preferred)
                 if best is not None:
@@ -194,19 +210,17 @@ def entries(
     options: Mapping[Stages, RunPlan],
     measured: Measured,
     *,
-    trained: float,
     fits: bool = False,
 ) -> list[Entry]:
     """All options, with what their steps are predicted from.
 
     Args:
-        trained: share of the parameters that is trained.
         fits: layers may be recomputed so that the rest fits.
     """
     profile, found = measured.profile, []
     for (stages, chunks), plan in options.items():
         option = Option(stages, plan.data_parallel, plan.micro_batch_size, plan.micro_batches, chunks=chunks)
-        states = replace(States.from_config(plan.ds_config, 1), trained=trained)
+        states = replace(States.from_config(plan.ds_config, 1), trained=measured.trained)
         sizes = WorkloadShape(
             getattr(torch, profile.dtype),
             plan.micro_batch_size,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, value_at
 from ..config.stage_counts import asks_for_chunks, has_stages, is_planned, may_have_chunks, states_fit
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
+from ..hf.peft import trained_share, without_memory
 from ..hf.weights import skeleton
 from ..measure.device_memory import available_bytes
 from ..measure.profile_file import Profile
@@ -42,6 +43,9 @@ from ..schedules.schedule import Schedule
 from .hetero import Shape, hetero_boundaries, shared_memory
 from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
 from .plan_at_start import as_before, plan_stages, stages_kept
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = logging.getLogger("paceline")
 
@@ -70,7 +74,7 @@ def plan_for(
     args: object = None,
     given: Iterable[str] = (),
     num_steps: Callable[[RunPlan], int] | None = None,
-    trained: Callable[[], float] | None = None,
+    peft_config: PeftConfig | None = None,
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
     is_quantised: bool = False,
@@ -84,7 +88,7 @@ def plan_for(
         args: the command line that fills ``"auto"`` values, see :func:`paceline.config.fill_auto`.
         given: names in ``args`` that the user gave.
         num_steps: optimizer steps of the run, once the batch sizes are known.
-        trained: share of the parameters that is trained, where the weights themselves are frozen.
+        peft_config: of adapters that are trained, where the weights themselves are frozen.
         sequence_length: tokens of a sample, where they are known.
         gradient_checkpointing: layers are computed again in the backward.
         is_quantised: weights will be quantised when they are loaded.
@@ -102,7 +106,7 @@ def plan_for(
     room: _Room = {
         "world_size": world_size,
         "num_layers": num_layers,
-        "state_bytes": (STATE_BYTES if trained is None else FROZEN_BYTES) * _parameters_of_rank(model, ds_config),
+        "state_bytes": (STATE_BYTES if peft_config is None else FROZEN_BYTES) * _parameters_of_rank(model, ds_config),
         "device_bytes": available_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
@@ -159,7 +163,7 @@ def plan_for(
             tokens_of_sample(sequence_length, hf_config),
             recomputes,
         )
-        planned = plan_stages(hf_config, control, options, usual, shape, trained, kept)
+        planned = plan_stages(hf_config, control, options, usual, shape, peft_config, kept)
     if planned is not None:
         section = planned.section
         ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}
@@ -174,8 +178,9 @@ def plan_for(
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
     _check_said_once(resolved, recomputes=recomputes)
-    if resolved.recompute == FIT and trained is not None:
-        resolved = replace(resolved, trained=trained())
+    if resolved.recompute == FIT and peft_config is not None:
+        without_memory(peft_config, model, anatomy_of(model))
+        resolved = replace(resolved, trained=trained_share(model))
     if planned is not None:
         of_batch = {} if samples is None else {TRAIN_BATCH: samples}
         resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)

@@ -31,7 +31,7 @@ from ..config import PacelineConfig, RunPlan, read_ds_config
 from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
-from ..hf.peft import is_peft_model, trained_share, unwrapped
+from ..hf.peft import config_of_adapters, unwrapped
 from ..patches.registry import warn_of_changes
 from ..patches.repairs import repair_deepspeed
 from ..patches.transformers_trainer import OVERRIDES
@@ -139,7 +139,7 @@ class PipelineTraining(_Trainer):
             args=self.args,
             given=_given(self.args),
             num_steps=steps,
-            trained=partial(trained_share, model) if is_peft_model(model) else None,
+            peft_config=config_of_adapters(model),
             gradient_checkpointing=bool(recomputes),
         )
         if resolved.micro_batches != self.args.gradient_accumulation_steps:

@@ -14,6 +14,7 @@ from paceline.hf.activations import count_items
 from paceline.hf.anatomy import anatomy_of
 from paceline.hf.layer_kinds import layer_kinds
 from paceline.hf.layer_profile import Bench, fingerprint, profile_items
+from paceline.hf.peft import trained_share, without_memory
 from paceline.hf.stage import Cut
 from paceline.hf.weights import skeleton
 from paceline.runtime.module import items_of
@@ -63,6 +64,30 @@ def test_every_item_is_measured(family: str, monkeypatch: pytest.MonkeyPatch) ->
     assert all(item.forward_s > 0 and item.backward_s > 0 for item in items[1:])
     assert {item.output_bytes for item in items[:-1]} == {2 * 32 * 32 * 4}
     assert items[-1].output_bytes == 0
+
+
+@pytest.mark.parametrize("first_weights", [True, "pissa"])
+def test_layers_are_measured_with_the_adapters_that_are_trained(first_weights: bool | str) -> None:
+    """In the second and third layer: theirs is another kind. Weights that are frozen get no gradient."""
+    peft = pytest.importorskip("peft")
+    config, whole = CONFIGS["llama"], skeleton(CONFIGS["llama"])
+    asked = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2], init_lora_weights=first_weights)
+    adapters = without_memory(asked, whole, anatomy_of(whole))
+    assert trained_share(whole) == pytest.approx(2 * 4 * (32 + 32) / sum(p.numel() for p in whole.parameters()))
+    bench = Bench(config, device=CPU, adapters=adapters, repeats=1, **SHAPE)
+    assert bench.kinds == ["LlamaDecoderLayer", *["LlamaDecoderLayer 2"] * 2]
+    items = [bench.embedding, *(bench.layer(index) for index in range(3)), bench.head]
+    plain = profile_items(config, device=CPU, repeats=1, **SHAPE)
+    assert [own.num_parameters - other.num_parameters for own, other in zip(items, plain, strict=True)] == [
+        *(0, 0),
+        *(4 * (32 + 32) for _ in range(2)),
+        0,
+    ]
+    stage = bench.stage(Cut(1, 2, False, False))
+    bench.backward(*bench._forward(stage, bench.stream))
+    trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
+    assert len(trained) == 2
+    assert all("q_proj.lora_" in name for name in trained)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
