@@ -73,8 +73,11 @@ class EvaluatedAhead:
                     next(source)
                 held = read.pop(0)
                 held.outcome = outcome
-            self._shares.rows_at_end = max(0, getattr(self._loader, "remainder", 0))
             if held is not None:
+                rows = getattr(self._loader, "remainder", 0)
+                if rows < 0:  # a stream's, or one as full as the others: no row only fills it up
+                    rows = self._shares.replicas * len(torch.as_tensor(held["input_ids"]))
+                self._shares.rows_at_end = rows
                 yield held
         finally:
             self._shares.rows_at_end = 0

@@ -50,6 +50,16 @@ def test_outcomes_belong_to_their_batches_and_the_last_one_is_cut(reads: bool, c
         assert (batch["labels"] == -100).all()
 
 
+def test_the_last_batch_of_a_stream_counts_by_its_rows() -> None:
+    """Its length is not known before, and Trainer repeats each loss as often as a full batch has rows."""
+    loader = Loader({"input_ids": torch.ones(rows, 2)} for rows in (3, 2))
+    loader.remainder = -1  # accelerate's, where data have no length
+    shares = _shares()
+    ahead = EvaluatedAhead(Engine(True, 2), loader, None, shares)
+    assert [shares.rows_at_end for _ in ahead] == [0, shares.replicas * 2]
+    assert shares.rows_at_end == 0
+
+
 def test_what_an_evaluation_keeps_of_logits() -> None:
     ahead = EvaluatedAhead(Engine(True, 1), Loader([{"labels": torch.ones(1)}]), Seeing(lambda a, b: a + b), _shares())
     ((loss, seen),) = [batch.outcome for batch in ahead]
