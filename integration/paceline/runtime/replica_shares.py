@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers.trainer_utils import seed_worker
 
 from .micro_batches import count_label_tokens
@@ -50,18 +50,24 @@ class ReplicaShares:
         # Batch by batch: accelerate would give each pipeline files of its own, and not equally many batches.
         return IterableDatasetShard(dataset, batch_size, num_processes=self.replicas, process_index=self.own)
 
-    def prepare(self, accelerator: Accelerator, loader: DataLoader[Data], num_workers: int) -> DataLoader[Data]:
+    def prepare(
+        self, accelerator: Accelerator, loader: DataLoader[Data], num_workers: int, *, trains: bool
+    ) -> DataLoader[Data]:
         """As accelerate's, for as many readers as there are pipelines. Batches stay on the CPU, for the engine."""
         if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
             loader.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=self.own)
         is_shared_out = isinstance(loader.dataset, IterableDatasetShard)
+        rng_types = list(accelerator.rng_types)
+        is_seeded = isinstance(loader.sampler, RandomSampler) and accelerator.use_seedable_sampler
+        if trains and not is_seeded and "torch" not in rng_types:
+            rng_types.append("torch")  # the order is drawn from it, and dropout has drawn something else on each stage
         prepared: DataLoader[Data] = prepare_data_loader(
             loader,
             num_processes=1 if is_shared_out else self.replicas,
             process_index=0 if is_shared_out else self.own,
             split_batches=accelerator.split_batches,
             put_on_device=False,
-            rng_types=accelerator.rng_types.copy(),
+            rng_types=rng_types,
             dispatch_batches=False,
             even_batches=accelerator.even_batches,
             use_seedable_sampler=accelerator.use_seedable_sampler,

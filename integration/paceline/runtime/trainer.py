@@ -229,7 +229,8 @@ class PipelineTraining(_Trainer):
         if resume_from_checkpoint is not None:
             from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-            deepspeed_load_checkpoint(engine, resume_from_checkpoint)
+            with torch.random.fork_rng(devices=[]):  # Trainer draws the order of the data, and restores the state then
+                deepspeed_load_checkpoint(engine, resume_from_checkpoint)
 
     # -- data: a share for each pipeline, not for each rank ------------------------------------------------------
 
@@ -240,10 +241,12 @@ class PipelineTraining(_Trainer):
             self._build()
             accelerator, shares = self.accelerator, self._shares
             workers = self.args.dataloader_num_workers
-            accelerator.prepare_data_loader = lambda loader, *_, **__: shares.prepare(accelerator, loader, workers)
+            trains = args[1] if len(args) > 1 else kwargs.get("is_training", False)
+            accelerator.prepare_data_loader = lambda loader, *_, **__: shares.prepare(
+                accelerator, loader, workers, trains=trains
+            )
             accelerator.gather = shares.gather
             accelerator.gather_for_metrics = self.gather_function = shares.gather_for_metrics
-            trains = args[1] if len(args) > 1 else kwargs.get("is_training", False)
             dataset = shares.take(dataset, description, batch_size, trains=trains)
         loader: DataLoader[Any] = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
         return loader
