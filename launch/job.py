@@ -88,6 +88,10 @@ class Job:
                 if (os.environ["LOCAL_RANK"] == "0") == turn:
                     progress = self.rank == 0 and not self.args.disable_tqdm
                     self.inputs = read_inputs(self.model_args, self.data_args, self.args, progress=progress)
+        evaluates = self.args.eval_strategy != "no" and not self.data_args.streaming  # of a stream it is said already
+        if evaluates and self.inputs.data.held_out is None and self.rank == 0:
+            rule = "there are no held-out data, and nothing is evaluated"
+            logger.warning("--eval_strategy %s: %s; %s", self.args.eval_strategy, rule, NO_HELD_OUT)
         with self.control.together("planning"):  # what can be wrong is so on all ranks, or told to all
             resolved = plan_for(
                 self.inputs.config,

@@ -56,6 +56,19 @@ def test_the_same_run_in_every_shape(kind: str, options: dict[str, Any], switche
         assert got[:-1] == pytest.approx(wanted[:-1], rel=1e-5), (ranks, stages)
 
 
+def test_an_evaluation_without_held_out_data_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(sample("prompts", i)) + "\n" for i in range(40)))
+    values = {**TINY, "max_steps": 1, "block_size": 48, "train_file": file, "output_dir": tmp_path / "model"}
+    values |= {"validation_split_percentage": 0}
+    for strategy, is_said in (("steps", True), ("no", False)):
+        switches = ["--eval_strategy", strategy, "--overwrite_output_dir"]
+        ((code, errors),) = run_ranks(finetune, 1, flags(**values) + switches)
+        assert code == 0, errors
+        said = f"--eval_strategy {strategy}: there are no held-out data, and nothing is evaluated; hold some out with"
+        assert (said in errors) == is_said, errors
+
+
 def test_a_stream_without_max_steps(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text(json.dumps(sample("messages", 0)) + "\n")
