@@ -158,6 +158,9 @@ def train_until_data_ends(stages: int, batches: int) -> list[str]:
         {"input_ids": [[1, 2]], "labels": [[1, 2, 3]]},
         {"input_ids": [[1, 97]], "labels": [[1, 97]]},
         {"input_ids": [[1, 2]], "labels": [[1, 2]], "token_type_ids": [[0, 0]]},
+        {"input_ids": [[1, 2]], "labels": [[1, -1]]},
+        {"input_ids": [[1, 2]], "labels": [[1, 97]]},
+        {"input_ids": [[], []], "labels": [[], []]},
     )
     for wrong in wrongs:
         try:
@@ -192,6 +195,9 @@ def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
     assert "'labels' has shape [1, 3], input_ids [1, 2]" in ranks[0][3]
     assert "has the token id 97, the model's vocabulary is 0 to 96" in ranks[0][4]
     assert "has ['token_type_ids'], which a causal-LM pipeline does not pass on" in ranks[0][5]
+    assert "has the label -1, the model's vocabulary is 0 to 96: give token ids, and -100" in ranks[0][6]
+    assert "has the label 97, the model's vocabulary is 0 to 96" in ranks[0][7]
+    assert "'input_ids' has shape [2, 0]: leave out micro-batches without a token" in ranks[0][8]
 
 
 def dies_in_training(stages: int) -> None:

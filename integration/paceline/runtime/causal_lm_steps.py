@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm.control import ControlPlane
-from ..hf.masks import MaskFacts
+from ..hf.masks import IGNORED, MaskFacts
 from ..hf.stage import CausalLMStage
 from ..supervise.lifetime import current
 from ..supervise.watch import EVERYONE, WATCH
@@ -226,4 +226,13 @@ class CausalLMSteps:
             raise ValueError(
                 f"a micro-batch has the token id {least if least < 0 else most}, the model's vocabulary is 0 to "
                 f"{vocab_size - 1}: use the tokenizer that belongs to the model."
+            )
+        if self._reader.own_loss is not None:
+            return  # labels are what it takes them for
+        labels = batch.labels[:, 1:]  # the first has no prediction
+        odd = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))]
+        if odd.numel():
+            raise ValueError(
+                f"a micro-batch has the label {int(odd[0])}, the model's vocabulary is 0 to {vocab_size - 1}: give "
+                f"token ids, and {IGNORED} where there is no loss."
             )

@@ -90,7 +90,7 @@ def read_micro_batch(batch: object) -> MicroBatch:
     One that is a :class:`MicroBatch` already is taken as it is.
 
     Raises:
-        ValueError: no token ids or labels, unknown keys, or shapes that do not match.
+        ValueError: no token ids or labels, unknown keys, no token, or shapes that do not match.
     """
     if isinstance(batch, MicroBatch):
         return batch
@@ -123,6 +123,8 @@ def read_micro_batch(batch: object) -> MicroBatch:
             raise ValueError(
                 f"{name!r} has shape {list(tensor.shape)}, input_ids {list(shape)}: both must be [batch, sequence]."
             )
+    if 0 in shape:
+        raise ValueError(f"'input_ids' has shape {list(shape)}: leave out micro-batches without a token.")
     side = {name: tensors[name] for name in SIDE_INPUTS if name in tensors}
     if set(side) == {"attention_mask"} and bool(side["attention_mask"].all()):
         side = {}  # nothing is padded: the mask says no more than its absence, and need not travel

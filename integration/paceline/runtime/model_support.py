@@ -28,6 +28,10 @@ class Reader(Protocol):
     data_iterator: Iterator[object] | None
     global_steps: int
 
+    @property
+    def own_loss(self) -> object:
+        """Computes losses of a causal LM instead of the model; None: the model does."""
+
     def _next_batch(self) -> object: ...
 
     def checkpoint_error(self) -> BaseException | None: ...
