@@ -281,7 +281,7 @@ class Checkpointer:
             CheckpointError: on every rank: a file is missing, truncated or torn; names the last complete checkpoint.
             ValueError: on every rank: it is a checkpoint of another model.
         """
-        path = self._found(Path(load_dir), tag)
+        path = self._found(Path(load_dir), None if tag is None else str(tag))
         if path is None:
             return None, {}
         with self._control.together(f"opening {path}"):

@@ -168,6 +168,15 @@ def test_a_job_goes_on_bitwise(saved: tuple[Path, Job]) -> None:
         assert part.saved.own == value
 
 
+def test_a_tag_can_be_a_number(saved: tuple[Path, Job]) -> None:
+    """As with DeepSpeed."""
+    root, job = saved
+    assert job.checkpointer.save(root, 7)
+    other = Job(seed=1)
+    assert other.checkpointer.load(root, 7)[0] == str(root / "7")
+    assert same(other.values, job.values)
+
+
 def test_experts_are_placed_before_anything_is_read(saved: tuple[Path, Job]) -> None:
     root, job = saved
     other = Job(seed=1)
