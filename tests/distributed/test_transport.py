@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -438,7 +439,7 @@ def lanes_alive() -> int:
     return sum("of stage" in thread.name for thread in threading.enumerate())
 
 
-def destroyed() -> dict[str, Any]:
+def destroyed(root: str) -> dict[str, Any]:
     engine = engine_of([Large, Late], loss_fn=None)
     lanes = list(engine.transport.lanes().values())
     outputs = engine.eval_batch(iter(batches(0)), compute_loss=False, reduce_output=None)
@@ -447,10 +448,21 @@ def destroyed() -> dict[str, Any]:
         "delivered": [len(lane.records) for lane in lanes if lane.is_sender],
         "outputs": outputs and [output.item() for output in outputs],
     }
-    try:
-        engine.train_batch(iter(batches(1)))
-    except RuntimeError as error:
-        found["refuses"] = str(error)
+    found["refuses"] = []
+    acts: list[Callable[[], Any]] = [
+        lambda: engine.save_checkpoint(root),
+        engine.prepare_checkpoint,
+        lambda: engine.load_checkpoint(root),
+        lambda: engine.repartition([0, 1, 2]),
+        lambda: engine.prepare_repartition([0, 1, 2]),
+        lambda: engine.eval_batch(iter(batches(1))),
+        lambda: engine.train_batch(iter(batches(1))),
+    ]
+    for act in acts:
+        try:
+            act()
+        except RuntimeError as error:
+            found["refuses"].append(str(error))
     for order in (None, "paired", None):
         engine = engine_of([Block, Block], order=order)
         engine.train_batch(iter(batches(2)))
@@ -462,13 +474,14 @@ def destroyed() -> dict[str, Any]:
     return found
 
 
-def test_a_destroyed_engine_has_delivered_and_refuses_and_leaves_no_thread() -> None:
-    first, last = run_ranks(destroyed, 2)
+def test_a_destroyed_engine_has_delivered_and_refuses_and_leaves_no_thread(tmp_path: Path) -> None:
+    first, last = run_ranks(destroyed, 2, str(tmp_path))
     wanted = [x[0, 0].item() * 200_000 * WIDTH for x, _ in batches(0)]
     assert first["delivered"] == [MICRO_BATCHES]
     assert last["outputs"] == pytest.approx(wanted, rel=1e-3)
     for found in (first, last):
-        assert "was destroyed" in found["refuses"]
+        refusal = "the engine was destroyed: it trains, saves and loads no more; make another one."
+        assert found["refuses"] == [refusal] * 7
         assert found["lanes"] == 0
 
 

@@ -650,6 +650,7 @@ class PacelineEngine(PipelineEngine):
             self.checkpointer.close()
         if hasattr(self, "planning_process"):
             self.planning_process.close()
+        self.half_way.is_over = True
         super().destroy()
         self.links.close()
 
@@ -692,6 +693,7 @@ class PacelineEngine(PipelineEngine):
         **options: Any,
     ) -> bool:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.save`, which has the other options."""
+        self.half_way.check_goes_on()
         self.flush()
         return self.checkpointer.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters=exclude_frozen_parameters, **options
@@ -703,6 +705,7 @@ class PacelineEngine(PipelineEngine):
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.load`, which has the other options."""
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is given: tensors are loaded by name; leave it out.")
+        self.half_way.check_goes_on()
         if self.asynchronous is not None:
             self.flush()
             self.asynchronous.steps.forget()  # data of before
@@ -713,6 +716,7 @@ class PacelineEngine(PipelineEngine):
 
         Nothing without a flush: what is to be saved is under way between steps; the first save takes its memory itself.
         """
+        self.half_way.check_goes_on()
         if self.asynchronous is None:
             self.checkpointer.prepare(exclude_frozen_parameters=exclude_frozen_parameters)
 

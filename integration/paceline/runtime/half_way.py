@@ -9,6 +9,9 @@ from contextlib import contextmanager
 class HalfWay:
     """Ranks that were interrupted in the middle of a step, or of moving layers, are out of step with each other."""
 
+    is_over = False
+    """Whether the engine was destroyed."""
+
     def __init__(self) -> None:
         self._left_in: str | None = None
 
@@ -17,12 +20,18 @@ class HalfWay:
         return self._left_in is None
 
     def check(self) -> None:
-        """Raise RuntimeError if something was interrupted."""
+        """Raise RuntimeError if something was interrupted, or the engine was destroyed."""
+        self.check_goes_on()
         if self._left_in is not None:
             raise RuntimeError(
                 f"this engine was left half-way ({self._left_in}): what its ranks have sent to each other is out of "
                 "step; make another engine, and load the last checkpoint."
             )
+
+    def check_goes_on(self) -> None:
+        """Raise RuntimeError if the engine was destroyed: it has no masters and no optimizer states any more."""
+        if self.is_over:
+            raise RuntimeError("the engine was destroyed: it trains, saves and loads no more; make another one.")
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
