@@ -397,6 +397,50 @@ def test_any_pipeline_module_trains_as_without(world_size: int) -> None:
         assert not any(found.values()), found
 
 
+# -- layers that are frozen for some steps -----------------------------------------------------------------------------
+
+
+def freezes(zero: int, *, moves: bool, is_ahead: bool = False) -> Any:
+    """Two layers are frozen from the third step to the fifth, before which they move."""
+    from paceline.runtime import migration
+
+    migration.LEAST_BYTES = 1
+    engineer = Engineer(2, zero, changes=UNTIED)
+    engine = engineer.engine()
+    losses = []
+    for step in range(STEPS):
+        if step in (2, 5):
+            for name, parameter in engine.module.named_parameters():
+                if ".layers.2." in name or ".layers.3." in name:
+                    parameter.requires_grad_(step == 5)
+        if is_ahead and step == 1:
+            assert engine.prepare_repartition([0, 2, ITEMS])
+        if moves and step == 4:
+            engine.repartition([0, 2, ITEMS])
+        losses.append(engine.train_batch(engineer.batches(engine, step)).item())
+    state = whole_state(engine)
+    engine.destroy()
+    return losses, state
+
+
+def freezes_and_moves(zero: int) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    losses, state = freezes(zero, moves=False)
+    odd = []
+    for is_ahead in (False, True):
+        moved_losses, moved_state = freezes(zero, moves=True, is_ahead=is_ahead)
+        odd += differences(state, moved_state) + ([] if losses == moved_losses else [f"{losses}, {moved_losses}"])
+    return odd
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_layers_that_are_frozen_for_some_steps_move_as_they_are(zero: int) -> None:
+    for odd in run_ranks(freezes_and_moves, 2 + 2 * zero, zero):
+        assert not odd, odd
+
+
 # -- what users hold on to ---------------------------------------------------------------------------------------------
 
 

@@ -80,7 +80,10 @@ class GradientBuckets:
             self.buffers.append(buffers)
             for index in part.bucket.parameters:
                 collect = partial(self._collect, index, buffers)
-                self.hooks.append(layout.parameters[index].register_post_accumulate_grad_hook(collect))
+                parameter = layout.parameters[index]
+                is_trained = parameter.requires_grad  # one that is frozen for now may be trained again
+                self.hooks.append(parameter.requires_grad_().register_post_accumulate_grad_hook(collect))
+                parameter.requires_grad_(is_trained)
         self._buffers_of = {index: buffers for buffers in self.buffers for index in buffers.views}
         # Messages need memory to receive into: they wait for their turn, the backward does not.
         takes_turns = not layout.is_asynchronous and any(buffers.takes_turns for buffers in self.buffers)

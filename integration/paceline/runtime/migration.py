@@ -285,6 +285,7 @@ class Migrator:
             self._check(change, notes, memory_bytes)
             if self._ahead is not None:
                 arrived.update(self._ahead.arrived)
+                _freeze_as_noted(arrived, notes)
             else:
                 for item in change.arriving:
                     arrived[item] = self._layers.make(item, notes[item])
@@ -482,6 +483,14 @@ class _Change:
     @property
     def concerns_this_stage(self) -> bool:
         return bool(self.leaving or self.arriving)
+
+
+def _freeze_as_noted(arrived: Mapping[int, nn.Module | None], notes: Mapping[int, Sequence[TensorNote]]) -> None:
+    """Layers that were prepared may have been frozen since, or trained again."""
+    for item, layer in arrived.items():
+        for note in notes[item] if layer is not None else ():
+            if note.is_parameter:
+                layer.get_parameter(note.name).requires_grad_(note.requires_grad)  # type: ignore[union-attr]
 
 
 def _goes_on() -> None:
