@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -439,6 +440,32 @@ def freezes_and_moves(zero: int) -> list[str]:
 def test_layers_that_are_frozen_for_some_steps_move_as_they_are(zero: int) -> None:
     for odd in run_ranks(freezes_and_moves, 2 + 2 * zero, zero):
         assert not odd, odd
+
+
+# -- what is on its way at the end ------------------------------------------------------------------------------------
+
+
+def destroyed_on_the_way() -> list[str]:
+    """Threads that still exchange after an engine was destroyed with layers on their way."""
+    from paceline.runtime import migration
+    from paceline.state import exchange_beside
+
+    carry_out = exchange_beside.carry_out
+
+    def slow(*args: Any, **options: Any) -> None:
+        carry_out(*args, **options)
+        time.sleep(2)
+
+    exchange_beside.carry_out = slow
+    migration.LEAST_BYTES = 1
+    engine = Engineer(2).engine()
+    assert engine.prepare_repartition([0, 2, ITEMS])
+    engine.destroy()
+    return [thread.name for thread in threading.enumerate() if thread.name == "paceline-exchange"]
+
+
+def test_a_destroyed_engine_leaves_no_layers_on_their_way() -> None:
+    assert run_ranks(destroyed_on_the_way, 2) == [[], []]
 
 
 # -- what users hold on to ---------------------------------------------------------------------------------------------

@@ -650,6 +650,8 @@ class PacelineEngine(PipelineEngine):
             self.checkpointer.close()
         if hasattr(self, "planning_process"):
             self.planning_process.close()
+        if (migrator := getattr(self, "migrator", None)) is not None:
+            migrator.close()
         self.half_way.is_over = True
         super().destroy()
         self.links.close()

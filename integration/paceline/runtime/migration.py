@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypedDict
@@ -213,6 +213,11 @@ class Migrator:
     def is_prepared(self) -> bool:
         """Whether nothing is on its way that :meth:`prepare` has begun to send. Collective."""
         return self._ahead is None or self._ahead.has_arrived()
+
+    def close(self) -> None:
+        """End what is on its way. The ranks need not call it together."""
+        with suppress(RuntimeError):  # what was lost on its way is of no use any more
+            self._forget_ahead()
 
     def _forget_ahead(self) -> None:
         """Let go of layers that were prepared and are not to come now."""

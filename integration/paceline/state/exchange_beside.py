@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
@@ -13,6 +14,9 @@ from .exchange import Transfer, carry_out
 
 LOOK_S = 0.5
 """Between two looks at how far an exchange has come, while somebody waits for it."""
+
+LEAVE_S = 30.0
+"""The longest that the end of a script waits for the next message."""
 
 
 class ExchangeBeside:
@@ -38,6 +42,7 @@ class ExchangeBeside:
 
     def start(self) -> None:
         """Begin. All ranks of the group do so, if not at once."""
+        atexit.register(self._leave)
         self._thread.start()
 
     @property
@@ -62,8 +67,16 @@ class ExchangeBeside:
             if self._num_messages != seen:
                 seen = self._num_messages
                 progress()
+        atexit.unregister(self._leave)
         if self._error is not None:
             raise self._error
+
+    def _leave(self) -> None:
+        """At the end of the script: a thread that waits for a message then would abort the process."""
+        seen = -1
+        while self._thread.is_alive() and self._num_messages != seen:
+            seen = self._num_messages
+            self._thread.join(LEAVE_S)
 
     def _run(self) -> None:
         begun = time.perf_counter()
