@@ -745,6 +745,7 @@ class PacelineEngine(PipelineEngine):
         No number of the training changes: every bit of every weight is what it would have been. Only sums are taken in
         another order: that of the norm, with clipping, and those of gradients over three or more replicas. Of what is
         random (dropout), each rank goes on with its own generator; hooks that somebody put on a layer stay behind.
+        Without a flush, how late a layer's weights are is a matter of its stage, and numbers follow the partition.
 
         Args:
             parts: boundaries over the items, one more than there are stages: ``[0, …, number of items]``. Items are
