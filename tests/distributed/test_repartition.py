@@ -186,8 +186,8 @@ def test_weights_come_before_their_layer(is_frozen: bool) -> None:
     assert first["step"] >= 5
     assert (first["switched"], first["migration"]) == (True, moved)
     assert moved["bytes"] > (1 if is_frozen else 2) << 20
-    # Of two layers one is packed in any case; the other is not where the link is as fast as here.
-    assert moved["paused_bytes"] < (1 << 12) + (0 if is_frozen else 1 << 20)
+    # One layer is packed in any case; others are not where the link is as fast as here. At once it would be a third.
+    assert moved["paused_bytes"] < (1 << 12 if is_frozen else moved["bytes"] / 4)
 
 
 def test_layers_leave_a_device_that_slows_down_and_come_back() -> None:
