@@ -128,12 +128,17 @@ def run(args: argparse.Namespace) -> int:
     """The command; its exit status.
 
     Raises:
-        ValueError: flags that do not go together, a file that is none, or no schedule.
+        ValueError: flags that do not go together, a file that is none or cannot be written, or no schedule.
     """
     given = _costs_of_file(args) if args.costs else None
     schedules, costs = _schedules(args, given)
     if args.draw or args.trace:
-        _draw([_timeline(schedule, fitting(costs, schedule)) for schedule in schedules], args)
+        try:
+            _draw([_timeline(schedule, fitting(costs, schedule)) for schedule in schedules], args)
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {error.filename} ({error.strerror}): choose another file with --draw or --trace."
+            ) from None
     rows = [_facts(schedule, fitting(costs, schedule)) for schedule in schedules]
     if args.json:
         print(json.dumps(rows if args.compare else rows[0], indent=2))

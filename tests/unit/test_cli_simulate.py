@@ -264,6 +264,15 @@ def test_pictures_and_traces(tmp_path, capsys):
     assert "<svg" in picture.read_text()
 
 
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+    path = tmp_path / "missing" / "step.json"
+    assert main(["simulate", *SHAPE, *SECONDS, "--trace", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    why = "No such file or directory"
+    assert err == f"paceline: cannot write {path} ({why}): choose another file with --draw or --trace.\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
