@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _BLOCK = ("work", "forward", "backward", "activation_bytes", "memory_bytes", "live_bytes")
 _DEVICE = ("speed", "memory_bytes")
 _OF_SCHEDULE = ("schedule", "k", "slack")
+MOST_ACTIONS = 2**16
+"""Forwards and backwards of a step that is simulated for each of many partitions: more would take minutes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,12 +117,18 @@ def _needs(blocks: Sequence[Block], boundaries: Sequence[int], live: Sequence[in
 
 def _schedule(args: argparse.Namespace, given: _Given) -> tuple[Schedule | None, Sequence[int]]:
     """The schedule, and the most micro-batches that it keeps alive on each stage; None and zeros without one."""
-    from paceline.schedules import make, verify
+    from paceline.schedules import FAMILIES, make, verify
 
     options = {name: getattr(args, name) for name in _OF_SCHEDULE if getattr(args, name) is not None}
     if args.micro_batches is not None:
-        options = {**DEFAULTS.get(args.schedule, {}), **options}
-        schedule = make(options.pop("schedule", "1f1b"), len(given.devices), args.micro_batches, **options)
+        if 2 * len(given.devices) * args.micro_batches > MOST_ACTIONS:
+            raise ValueError(
+                f"--micro-batches {args.micro_batches} on {len(given.devices)} devices are too many to simulate for "
+                f"many partitions (at most {MOST_ACTIONS} forwards and backwards): give fewer."
+            )
+        type = options.pop("schedule", "1f1b")
+        defaults = DEFAULTS.get(type, {}) if type in FAMILIES else {}
+        schedule = make(type, len(given.devices), args.micro_batches, **{**defaults, **options})
         return schedule, verify(schedule, paired=False).peak_activations
     if options:
         raise ValueError(f"--{next(iter(options))} is of a step: give --micro-batches too.")

@@ -173,7 +173,9 @@ def changed(**values):
         (changed(links=[[1] * 3] * 3), ("--order", "search"), "links is no matrix of 4 rows with 4 values each"),
         (COSTS, ("--k", "2"), "--k is of a step: give --micro-batches too."),
         (COSTS, ("--micro-batches", "0"), "num_micro_batches=0 must be 1 or more."),
+        (COSTS, ("--micro-batches", "8193"), "--micro-batches 8193 on 4 devices are too many to simulate"),
         (COSTS, ("--micro-batches", "4", "--schedule", "kfbk"), "schedule type 'kfbk' is unknown"),
+        (COSTS, ("--micro-batches", "4", "--schedule", "interleaved"), "schedule type 'interleaved' is unknown"),
         (changed(blocks=[{"work": 1, "live_bytes": 3}] * 24), (), "live_bytes are of each micro-batch that is alive: "),
     ],
 )  # fmt: skip
