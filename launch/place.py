@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from paceline.json_values import as_list, as_number, as_whole, read_json, within
@@ -129,6 +130,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and value < least:
             raise ValueError(f"--{flag.replace('_', '-')} is {value}: give {least} or more.")
+    for speed in args.speeds or ():
+        if 0 < speed < inf:  # others are refused with their device
+            as_number("--speeds", speed)
     if args.devices > MOST_DEVICES:
         raise ValueError(f"--devices {args.devices} are too many to plan for: give {MOST_DEVICES} or fewer.")
     if args.replicas and args.devices > MOST_WITH_COPIES:

@@ -9,7 +9,7 @@ from math import ceil, fsum
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from paceline.json_values import read_json, read_text, within
+from paceline.json_values import as_number, read_json, read_text, within
 from paceline.launch.simulated_schedules import (
     DEFAULTS,
     fitting,
@@ -197,6 +197,7 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
             if not 0 <= value < float("inf"):
                 what = "seconds" if name in _SECONDS else "bytes"
                 raise ValueError(f"--{name.replace('_', '-')} {value:g} is no number of {what} from 0 upwards.")
+            as_number(f"--{name.replace('_', '-')}", value)
     transfers, latencies = (spread(name, num_stages - 1, "boundary") for name in ("transfer", "latency"))
     variation: tuple[float, ...] = ()
     if args.transfer_samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def generated_for(
         raise ValueError(f"{name}={value!r} has no meaning for the schedule {GENERATED!r}: leave it out.")
     room = None
     if memory_gib is not None:
+        if not 0 < memory_gib < inf:
+            raise ValueError(f"--memory-gib {memory_gib:g} is no size: give GiB, above 0.")
         if not costs.activation_bytes:
             raise ValueError("--memory-gib needs to know what micro-batches keep: give --activation-bytes too.")
         room = (memory_gib * 2**30,) * num_ranks

@@ -153,6 +153,7 @@ def test_text(capsys, write):
         ([[1]], ("--devices", "1", "--slots-per-device", "0"), "--slots-per-device is 0: give 1 or more."),
         ([[1]], ("--devices", "1", "--replicas", "-1"), "--replicas is -1: give 0 or more."),
         ([[1]], ("--devices", "3", "--nodes", "2"), "--devices 3 are not --nodes 2 of the same size: give a divisor."),
+        ([[1, 2]], ("--devices", "2", "--speeds", "1", "1e-320"), "--speeds is too large or too small to be computed"),
         ([[1]], ("--devices", "1", "--keep-owners"), "--keep-owners leaves nothing to change without copies"),
     ],
 )

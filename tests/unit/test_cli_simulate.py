@@ -288,6 +288,8 @@ def test_a_file_that_cannot_be_written(tmp_path, capsys):
         ([*SHAPE, *SECONDS, "--transfer-samples", "1,-2"],
          "--transfer-samples -2 is no number of seconds from 0 upwards."),
         ([*SHAPE, *SECONDS, "--transfer", "inf"], "--transfer inf is no number of seconds from 0 upwards."),
+        ([*SHAPE, "--forward", "1e308", "--backward", "1e308", "--compare"],
+         "--forward is too large or too small to be computed with: choose units that bring it near 1."),
         ([*SHAPE, *SECONDS, "--schedule", "kfbk"],
          "schedule type 'kfbk' is unknown: choose one of 1f1b, gpipe, kfkb, eager, interleaved, dualpipev, zbh1, "
          "zbh2, zbv, vhalf, vmin, dualpipev_split, generated, multidirection, one_direction."),
@@ -297,6 +299,8 @@ def test_a_file_that_cannot_be_written(tmp_path, capsys):
         ([*SHAPE, *SECONDS, "--schedule", "generated", "--slack", "1"], "slack=1.0 has no meaning for the schedule 'g"),
         ([*SHAPE, *SECONDS, "--schedule", "generated", "--memory-gib", "1"],
          "--memory-gib needs to know what micro-batches keep: give --activation-bytes too."),
+        ([*SHAPE, *SECONDS, "--schedule", "generated", "--memory-gib", "nan", "--activation-bytes", "1"],
+         "--memory-gib nan is no size: give GiB, above 0."),
         ([*SHAPE, *SECONDS, "--schedule", "generated", "--memory-gib", "1", "--activation-bytes", "1e12"],
          "no schedule of 16 micro-batches on 4 ranks fits into memory: the one that needs least keeps 1e+12 bytes"),
         ([*SHAPE, *SECONDS, "--activation-bytes", "-1"], "--activation-bytes -1 is no number of bytes from 0 upwards."),
