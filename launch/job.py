@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from paceline.averaging.combining import combining_fault
 from paceline.averaging.islands import ISLAND, island_number
-from paceline.checkpoint import Checkpoint
+from paceline.checkpoint import Checkpoint, CheckpointError
+from paceline.checkpoint.format import MANIFEST
 from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets
 from paceline.config.stage_counts import is_planned
@@ -187,7 +188,12 @@ class Job:
         if self.resume_path is None:
             return
         with self.control.together(f"opening {self.resume_path}"):
-            checkpoint = Checkpoint.open(self.resume_path)
+            try:
+                checkpoint = Checkpoint.open(self.resume_path)
+            except CheckpointError as error:
+                if (self.resume_path / MANIFEST).exists():
+                    raise
+                raise ValueError(f"--resume_from_checkpoint {self.args.resume_from_checkpoint}: {error}") from None
             self.earlier = checkpoint.meta["client_state"].get("paceline")
             if self.earlier is None:
                 raise ValueError(

@@ -173,6 +173,13 @@ def test_wrong_flags(changes: dict[str, Any], message: str, tmp_path: Path) -> N
     assert message in results[0][1]
 
 
+def test_a_model_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    results = run_ranks(finetune, 2, job(tmp_path / "out", resume_from_checkpoint=tmp_path))
+    assert [code for code, _ in results] == [2, 2]
+    assert f"--resume_from_checkpoint {tmp_path}: {tmp_path} is a Hugging Face model, no checkpoint" in results[0][1]
+
+
 def test_auto_does_not_start_over_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     output = tmp_path / "out"
     run(job(output, max_steps=STOP))

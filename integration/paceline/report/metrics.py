@@ -174,6 +174,8 @@ def table(summary: Mapping[str, Any]) -> str:
 
 def _span(summary: Mapping[str, Any]) -> str:
     first = summary.get("resumed_from_step")
+    if first == summary["steps"]:
+        return f"all {first} steps were done before"
     return f"steps {first + 1} to {summary['steps']}" if first else f"{summary['steps']} steps"
 
 

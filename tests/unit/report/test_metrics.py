@@ -70,3 +70,4 @@ def test_a_resumed_run_is_measured_by_its_own_part() -> None:
     assert (summary["steps"], summary["resumed_from_step"], summary["tokens"]) == (8, 6, 4000)
     assert summary["tokens_per_s"] == 500.0
     assert table(summary).startswith("steps 7 to 8, 1,000 tokens in 2.0 s: 500 tokens/s")
+    assert table({**summary, "resumed_from_step": 8}).startswith("all 8 steps were done before, ")
