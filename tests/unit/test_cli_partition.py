@@ -175,7 +175,7 @@ def changed(**values):
         (COSTS, ("--micro-batches", "0"), "num_micro_batches=0 must be 1 or more."),
         (COSTS, ("--micro-batches", "8193"), "--micro-batches 8193 on 4 devices are too many to simulate"),
         (COSTS, ("--micro-batches", "4", "--schedule", "kfbk"), "schedule type 'kfbk' is unknown"),
-        (COSTS, ("--micro-batches", "4", "--schedule", "interleaved"), "schedule type 'interleaved' is unknown"),
+        (COSTS, ("--micro-batches", "4", "--schedule", "interleaved"), "schedule type 'interleaved' has a function"),
         (changed(blocks=[{"work": 1, "live_bytes": 3}] * 24), (), "live_bytes are of each micro-batch that is alive: "),
     ],
 )  # fmt: skip

@@ -250,7 +250,12 @@ def make(
         ValueError: there is no such family, a parameter is missing or has no meaning for it, or the shape is none.
     """
     if type not in FAMILIES:
-        raise ValueError(f"schedule type {type!r} is unknown: choose one of {', '.join(FAMILIES)}.")
+        from .asynchronous import STREAMS
+        from .split_families import SPLIT_FAMILIES
+
+        others = (INTERLEAVED, DUALPIPEV, *SPLIT_FAMILIES, *STREAMS)
+        rule = "has a function of its own" if type in others else "is unknown"
+        raise ValueError(f"schedule type {type!r} {rule}: choose one of {', '.join(FAMILIES)}.")
     given = {name: value for name, value in (("k", k), ("slack", slack), ("warmup", warmup)) if value is not None}
     for name, value in given.items():
         if name not in _PARAMETERS[type]:
