@@ -255,18 +255,24 @@ class Job:
             with self.control.together("preparing the adapters"):
                 peft_config = lora_config(args)
                 loading |= quantised_loading(args, dtype_of(resolved.ds_config))
-        pipeline = build_pipeline(
-            args.model_name_or_path or self.inputs.config,
-            self.inputs.config,
-            resolved,
-            self.control,
-            sequence_length=self.inputs.data.block_size,
-            gradient_checkpointing=self.args.gradient_checkpointing,
-            seed=self.args.seed,
-            timeout=self.timeout,
-            peft_config=peft_config,
-            **loading,
-        )
+        try:
+            pipeline = build_pipeline(
+                args.model_name_or_path or self.inputs.config,
+                self.inputs.config,
+                resolved,
+                self.control,
+                sequence_length=self.inputs.data.block_size,
+                gradient_checkpointing=self.args.gradient_checkpointing,
+                seed=self.args.seed,
+                timeout=self.timeout,
+                peft_config=peft_config,
+                **loading,
+            )
+        except ImportError as error:
+            if args.attn_implementation is None:
+                raise
+            remedy = "install what it needs, or choose eager or sdpa"
+            raise ValueError(f"--attn_implementation {args.attn_implementation}: {error}; {remedy}.") from error
         if self.rank == 0:
             for line in pipeline.describe():
                 logger.info("%s", line)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def test_a_model_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert code == 2
     assert "already holds a model: choose another directory, or replace it with --overwrite_output_dir" in errors
     assert [code for code, _ in run_ranks(finetune, 2, [*argv, "--overwrite_output_dir"])] == [0, 0]
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="needs a machine without flash_attn")
+def test_attention_that_is_not_installed(tmp_path: Path) -> None:
+    argv = flags(**TINY, attn_implementation="flash_attention_2", output_dir=tmp_path / "model")
+    results = run_ranks(finetune, 2, argv)
+    assert [code for code, _ in results] == [2, 2]
+    errors = "".join(text for _, text in results)
+    assert "--attn_implementation flash_attention_2: " in errors
+    assert "install what it needs, or choose eager or sdpa." in errors
 
 
 @pytest.mark.launcher
