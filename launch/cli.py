@@ -249,6 +249,9 @@ def _patches(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from paceline.checkpoint.export import export_checkpoint
 
+    if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", args.max_shard_size, re.IGNORECASE):
+        rule = "must be a whole number above 0 with KB, MB, GB or TB"
+        raise ValueError(f"--max-shard-size {args.max_shard_size}: {rule}; write it as 5GB.")
     done = export_checkpoint(args.checkpoint, args.directory, max_shard_size=args.max_shard_size, dtype=args.dtype)
     if args.json:
         paths = {"checkpoint": str(done.checkpoint), "directory": str(done.directory)}

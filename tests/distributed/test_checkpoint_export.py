@@ -115,7 +115,9 @@ def test_other_dtypes_and_errors(tmp_path: Path, capsys) -> None:
     for arguments, message in (
         ([nowhere, target], f"{nowhere} is no checkpoint: there is no such directory"),
         ([checkpoint, checkpoint / "model"], "belongs to the checkpoint itself: export to another directory"),
-        ([checkpoint, tmp_path / "x", "--max-shard-size", "large"], "large"),
+        ([target, tmp_path / "x"], f"{target} is a Hugging Face model already"),
+        ([checkpoint, tmp_path / "x", "--max-shard-size", "large"], "--max-shard-size large: must be a whole number"),
+        ([checkpoint, tmp_path / "x", "--max-shard-size", "0KB"], "--max-shard-size 0KB: must be a whole number"),
         ([checkpoint, checkpoint / "meta.pt" / "x"], "belongs to the checkpoint itself"),
         ([checkpoint, target / "config.json"], f"exporting to {target / 'config.json'} failed: "),
     ):

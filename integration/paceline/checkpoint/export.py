@@ -53,7 +53,10 @@ def export_checkpoint(
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: choose auto, {', '.join(DTYPES)}.")
     hub_files.shards({}, max_shard_size)  # a mistake here is told before the work
-    checkpoint = Checkpoint.open(_chosen(Path(source)))
+    chosen = _chosen(Path(source))
+    if not (chosen / MANIFEST).exists() and next(chosen.glob("model*.safetensors"), None):
+        raise CheckpointError(f"{chosen} is a Hugging Face model already: name the folder of a checkpoint to export it.")
+    checkpoint = Checkpoint.open(chosen)
     target = Path(directory)
     if target.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ValueError(f"{target} belongs to the checkpoint itself: export to another directory.")
