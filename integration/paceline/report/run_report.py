@@ -73,7 +73,8 @@ def write(run_dir: str | os.PathLike[str], page: str | os.PathLike[str] | None =
     """
     from .page import render
 
-    records = read(run_dir)
+    with _of_this_version(Path(run_dir).resolve().name):
+        records = read(run_dir)
     report = make_report(records)
     path = Path(run_dir) / PAGE if page is None else Path(page)
     value = path.with_suffix(".json")
@@ -107,9 +108,11 @@ def make_report(records: RunRecords) -> dict[str, Any]:
 @contextmanager
 def _of_this_version(name: str) -> Iterator[None]:
     """Name the run whose records are not what they should be."""
+    from jinja2 import UndefinedError
+
     try:
         yield
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, UndefinedError) as error:
         raise ValueError(
             f"{name} holds records that no run of this version writes ({type(error).__name__}: {error}): give the "
             "output directory of another run."

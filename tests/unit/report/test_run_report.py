@@ -166,6 +166,13 @@ def test_an_older_run_says_less_and_is_shown(tmp_path: Path) -> None:
     assert report["decisions"][3]["after"]["measured_s"] is not None
 
 
+@pytest.mark.parametrize("summary", ['{"steps": [1]}', '{"steps": 1, "ranks": [{"rank": 0}]}'])
+def test_a_summary_of_another_kind_is_one_line(tmp_path: Path, summary: str) -> None:
+    (tmp_path / "summary.json").write_text(summary)
+    with pytest.raises(ValueError, match=r"holds records that no run of this version writes"):
+        write(tmp_path)
+
+
 def test_records_of_another_kind_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "decision": {"what": "schedule"}}\n')
     with pytest.raises(ValueError, match=r"holds records that no run of this version writes \(KeyError") as caught:
