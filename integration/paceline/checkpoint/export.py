@@ -55,7 +55,9 @@ def export_checkpoint(
     hub_files.shards({}, max_shard_size)  # a mistake here is told before the work
     chosen = _chosen(Path(source))
     if not (chosen / MANIFEST).exists() and next(chosen.glob("model*.safetensors"), None):
-        raise CheckpointError(f"{chosen} is a Hugging Face model already: name the folder of a checkpoint to export it.")
+        raise CheckpointError(
+            f"{chosen} is a Hugging Face model already: name the folder of a checkpoint to export it."
+        )
     checkpoint = Checkpoint.open(chosen)
     target = Path(directory)
     if target.resolve().is_relative_to(checkpoint.path.resolve()):
