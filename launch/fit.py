@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.planning.memory import States
     from paceline.planning.recomputation import counts_of_layers, recomputed
     from paceline.planning.shared_devices import whole_schedule
+    from paceline.runtime.hetero import shared_memory
     from paceline.schedules.stream import Stream
 
     if args.world_size < 1:
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         sequence_length=length,
         gradient_checkpointing=checkpointing,
     )
+    items = shared_memory(config, items, resolved.expert_parallel)
     choice = resolved.schedule
     schedule = choice.planned(resolved.stages, resolved.micro_batches)
     if isinstance(schedule, Stream) and not choice.has_directions:
@@ -264,7 +266,7 @@ def _boundaries(
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
     if resolved.partition == WORK:
-        if schedule.num_chunks > 1:
+        if schedule.num_chunks > 1 or resolved.expert_parallel > 1:
             boundaries = partition_items(own, num_stages, WORK, route_of_chunks(routes))
         else:
             boundaries = work_boundaries(own, items, limits, states, whole_schedule(schedule))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from paceline.data.datasets import DEFAULT_BLOCK_SIZE
 from paceline.hf.layer_profile import fingerprint
@@ -115,6 +115,19 @@ def test_what_split_backwards_leave_for_later_counts_as_what_is_live(fit: Any, s
     more = [a["activations"] / b["activations"] for a, b in zip(shown["memory"], whole["memory"], strict=True)]
     assert all(each > 0.9 for each in more)
     assert more[-1] > 2, "1F1B's last stage keeps one micro-batch"
+
+
+def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    Qwen3MoeConfig(**SIZES, **experts).save_pretrained(model)
+    argv = ("--world-size", "4", "--device-memory-gib", "1", "--json")
+    whole, _ = fit(ds(2), *argv)
+    shared, _ = fit(ds(2, expert_parallel={"enabled": True, "autoep_size": 2}), *argv)
+    elsewhere = 3 * 2 * (3 * 64 * 32)  # of the three layers of a stage, two experts each
+    for row, own in zip(whole["memory"], shared["memory"], strict=True):
+        assert row["items"] == own["items"]
+        for name, size in (("weights", 4), ("gradients", 4), ("moments", 8)):
+            assert row[name] - own[name] == size * elsewhere
 
 
 def test_what_does_not_fit(fit: Any) -> None:
