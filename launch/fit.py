@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{PATH} is there, and all layers are recomputed: leave one of them out.")
     boundaries, again = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
     items = recomputed(items, again)
-    stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners)
+    text = config.get_text_config()
+    tied = text.vocab_size * text.hidden_size if text.tie_word_embeddings else 0
+    stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners, tied)
     short = [row for row in stages if not row["fits"]]
     shown = {
         "stages": resolved.stages,
@@ -307,15 +309,18 @@ def _stages(
     schedule: Schedule,
     limits: Sequence[float],
     owners: str | None,
+    tied: int,
 ) -> list[dict[str, Any]]:
-    """A row a stage; a row a device where it holds several."""
+    """A row a stage; a row a device where it holds several. ``tied``: parameters that embedding and head share."""
     from paceline.planning.shared_devices import held_by
 
     rows = []
+    head = items[-1]._replace(num_parameters=items[-1].num_parameters - tied)
     for row, (held, limit) in enumerate(zip(held_by(schedule, owners), limits, strict=True)):
+        shares = schedule.num_directions == 1 and {0, len(boundaries) - 2} <= {*held.stages}
         spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
         holds = {"items": spans[0]} if len(spans) == 1 else {"stages": list(held.stages), "items": spans}
-        need = held.memory(items, boundaries, states)
+        need = held.memory([*items[:-1], head] if shares else items, boundaries, states)
         limited = {"limit": round(limit), "fits": need.total <= limit}
         rows.append({"stage": row, **holds, "live_micro_batches": held.peak, **need.to_dict(), **limited})
     return rows

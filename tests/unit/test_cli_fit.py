@@ -130,6 +130,18 @@ def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
             assert row[name] - own[name] == size * elsewhere
 
 
+@pytest.mark.parametrize("pipeline", [{"stages": 1}, {"stages": 2, "schedule": "zbv"}, {"stages": 2}])
+def test_weights_that_embedding_and_head_of_a_device_share_are_there_once(
+    fit: Any, model: str, pipeline: dict[str, Any]
+) -> None:
+    argv = ("--world-size", "2", "--device-memory-gib", "1", "--json")
+    apart, _ = fit(ds(pipeline=pipeline), *argv)
+    LlamaConfig(**SIZES, tie_word_embeddings=True).save_pretrained(model)
+    tied, _ = fit(ds(pipeline=pipeline), *argv)
+    once = 4 * 500 * 64 if pipeline != {"stages": 2} else 0
+    assert tied["memory"][0]["weights"] == apart["memory"][0]["weights"] - once
+
+
 def test_what_does_not_fit(fit: Any) -> None:
     argv = ["--world-size", "6", "--device-memory-gib", "0.001", "1", "1"]
     shown, err = fit(ds(), *argv, "--json", status=3)
