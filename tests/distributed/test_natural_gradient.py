@@ -401,24 +401,44 @@ def test_exported_models_are_ordinary(saved: Any, tmp_path: Path) -> None:
             assert same({name: p.detach() for name, p in model.named_parameters()}, state)
 
 
-def moves(moving: bool) -> list[Any]:
-    engine = engine_of(2)
+def moves(moving: bool, is_frozen: bool, family: str = "llama") -> list[Any]:
+    """Layers may be frozen in the steps around the second move, in which one comes to the second stage."""
+    engine = engine_of(2, family)
     losses = steps(engine, 0, 1)
     for step, parts in enumerate(([0, 3, 4], [0, 1, 4], [0, 2, 4]), 1):
-        if moving:
+        if is_frozen and step > 1:
+            for name, parameter in engine.module.named_parameters():
+                if ".layers." in name:
+                    parameter.requires_grad_(step == 3)
+        if moving and not (is_frozen and step == 3):
             engine.repartition(parts)
         losses += steps(engine, step, 3 if step == 3 else 1)
+    engine.repartition([0, 2, 4])
     found = [losses, values(engine), learned(engine)]
     engine.destroy()
     return found
 
 
-def moves_or_not() -> list[Any]:
-    return [moves(True), moves(False)]
+CHANGES: dict[str, dict[str, Any]] = {
+    "as they are": {"is_frozen": False},
+    "frozen": {"is_frozen": True},
+    "frozen experts": {"is_frozen": True, "family": "mixtral"},
+}
 
 
-def test_layers_take_along_what_was_learned_of_them() -> None:
-    for (losses, weights, estimates), (wanted, state, known) in run_ranks(moves_or_not, 4):
+def moves_or_not() -> dict[str, list[Any]]:
+    return {name: [moves(True, **changes), moves(False, **changes)] for name, changes in CHANGES.items()}
+
+
+@lru_cache
+def moved_or_not() -> list[dict[str, list[Any]]]:
+    return run_ranks(moves_or_not, 4)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_take_along_what_was_learned_of_them(name: str) -> None:
+    for rank in moved_or_not():
+        (losses, weights, estimates), (wanted, state, known) = rank[name]
         assert losses == wanted
         assert same(weights, state)
         assert same(estimates, known)

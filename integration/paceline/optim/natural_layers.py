@@ -17,7 +17,7 @@ Layers stay what they are, with a forward of ours: a copy of a model, and one th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -57,21 +57,26 @@ class NaturalGradients:
         self.names: list[str] = []
         """Of the weights that are here."""
 
-    def adopt(self, module: nn.Module) -> None:
-        """Give all chosen layers of ``module`` natural gradients; forget those that are no longer there."""
+    def adopt(self, module: nn.Module, frozen: Container[str] = ()) -> None:
+        """Give all chosen layers of ``module`` natural gradients; forget those that are no longer there.
+
+        Args:
+            frozen: names of weights that may be trained again, though they are not now; others are then left out.
+        """
         chosen = re.compile(self.options.layers or "").search
         known, names = self.layers, set()
         for path, layer in module.named_modules():
-            if not is_linear(layer) or not layer.weight.requires_grad:
+            if not is_linear(layer):
                 continue
             name = self._name_of(f"{path}.weight")
-            if not chosen(name.rpartition(".")[0]):
+            if not (layer.weight.requires_grad or name in frozen) or not chosen(name.rpartition(".")[0]):
                 continue
             names.add(name)
             become(layer, NaturalLinear).take(self, name)
         for path, parameter in module.named_parameters():
             name = self._name_of(path)
-            if is_stack_of_experts(path, parameter) and parameter.requires_grad and chosen(name):
+            is_trained = parameter.requires_grad or name in frozen
+            if is_stack_of_experts(path, parameter) and is_trained and chosen(name):
                 names.add(name)
                 become(called_with(module, path), NaturalExperts).take(self, name, parameter)
         self.names = sorted(names)
@@ -168,7 +173,9 @@ class NaturalExperts(Own):
         if name in hooks:  # of another engine, or of a parameter that has been elsewhere
             hooks[name].remove()
         self.natural = natural
-        hooks[name] = parameter.register_hook(_ExpertHook(self, name))
+        is_trained = parameter.requires_grad  # one that is frozen for now may be trained again
+        hooks[name] = parameter.requires_grad_().register_hook(_ExpertHook(self, name))
+        parameter.requires_grad_(is_trained)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         rows = next(iter((*args, *kwargs.values())))

@@ -116,9 +116,10 @@ class NaturalGradientPart:
             left: estimates of the layers that have left this rank (:meth:`state_of`, before).
             gather: over the stages of this rank's pipeline, which call this together.
         """
-        self._layers.adopt(self._model)
         cpu = torch.device("cpu")
-        self.load([*gather({name: _to(state, cpu) for name, state in left.items()}), self.state_dict()])
+        told = gather((self.names, {name: _to(state, cpu) for name, state in left.items()}))
+        self._layers.adopt(self._model, frozen={name for names, _ in told for name in names})
+        self.load([*(states for _, states in told), self.state_dict()])
 
 
 def agreed_limits(
