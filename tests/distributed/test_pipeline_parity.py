@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.jobs import train, train_alone
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
 from support.ranks import OneAfterAnother, on, run_ranks
 
 
@@ -116,3 +116,29 @@ def test_bf16_follows_fp32(zero: int) -> None:
     assert_close(ranks[0]["losses"], wanted["losses"], 2e-3)
     assert_close(ranks[0]["norms"], wanted["norms"], 5e-2)
     assert ranks[0]["losses"] != wanted["losses"]
+
+
+def freezes(stages: int, schedule: str | None) -> list[float]:
+    """Losses; tied embeddings are frozen in the second step and the third. Nothing is stale."""
+    import paceline
+
+    section = {"pipeline": {"stages": stages, "partition": "uniform", "schedule": schedule}}
+    engine, *_ = paceline.initialize(
+        model=model_config(), config=ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section)
+    )
+    losses = []
+    for step in range(5):
+        for name, parameter in engine.module.named_parameters():
+            if "embed_tokens" in name:
+                parameter.requires_grad_(step not in (1, 2))
+        losses.append(engine.train_batch(iter(step_batches(step))).item())
+        engine.flush()
+    return losses
+
+
+@pytest.mark.parametrize("schedule", [None, "one_direction"])
+def test_tied_weights_that_are_frozen_stay_as_they_are(schedule: str | None) -> None:
+    """A weight without a gradient is not stepped, and its moments neither."""
+    (wanted,) = run_ranks(freezes, 1, 1, None)
+    for losses in run_ranks(freezes, 2, 2, schedule):
+        assert_close(losses, wanted)

@@ -143,9 +143,14 @@ class GradientBuckets:
                 self._reduce(self.buffers[self._next])
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient of a parameter that is here; zeros where no backward reached it."""
+        """The accumulated gradient of a parameter that is here; zeros where no backward reached it.
+
+        It counts as reached then, unless it is frozen for now: the step is to leave that alone.
+        """
         index = self._layout.index_of[parameter]
         if not self.buffers:
+            if parameter.grad is None and not parameter.requires_grad:
+                return torch.zeros_like(parameter)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             return parameter.grad
@@ -154,7 +159,7 @@ class GradientBuckets:
             buffers.renew()
         if not self._touched[index]:
             buffers.views[index].zero_()
-            self._touched[index] = True
+            self._touched[index] = parameter.requires_grad
         return buffers.views[index]
 
     def start_reduction(self) -> None:
