@@ -468,6 +468,41 @@ def test_a_destroyed_engine_leaves_no_layers_on_their_way() -> None:
     assert run_ranks(destroyed_on_the_way, 2) == [[], []]
 
 
+def freezes_first_stage(kind: type[Engineer], parts: Sequence[int] | None, options: Mapping[str, Any]) -> Any:
+    """What the first stage has at the start is frozen from the third step to the fifth, before which layers move."""
+    engineer = kind(2, **options)
+    engine = engineer.engine()
+    own = {name for name, _ in engine.module.named_parameters()} if engine.is_first_stage() else set()
+    (frozen,) = (names for names in engine.control.gather(own) if names)
+    losses = []
+    for step in range(STEPS):
+        if step in (2, 5):
+            for name, parameter in engine.module.named_parameters():
+                if name in frozen:
+                    parameter.requires_grad_(step == 5)
+        if parts is not None and step == 4:
+            engine.repartition(parts)
+        losses.append(engine.train_batch(engineer.batches(engine, step)).item())
+    state = whole_state(engine)
+    engine.destroy()
+    return losses, state
+
+
+def freezes_first_stage_and_moves(kind: type[Engineer], parts: Sequence[int], **options: Any) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    losses, state = freezes_first_stage(kind, None, options)
+    moved_losses, moved_state = freezes_first_stage(kind, parts, options)
+    return differences(state, moved_state) + ([] if losses == moved_losses else [f"{losses}, {moved_losses}"])
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(Engineer, [0, 2, ITEMS]), (PlainEngineer, [0, 3, PLAIN_ITEMS])])
+def test_a_stage_that_is_frozen_for_some_steps_trains_again(kind: type[Engineer], parts: list[int]) -> None:
+    for odd in run_ranks(freezes_first_stage_and_moves, 2, kind, parts, changes=UNTIED):
+        assert not odd, odd
+
+
 # -- what users hold on to ---------------------------------------------------------------------------------------------
 
 

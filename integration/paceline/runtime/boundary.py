@@ -35,8 +35,8 @@ class OwnMemory:
         self.belong_to(parameters)
 
     def belong_to(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Name the parameters of this rank, of which those that train count."""
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        """Name the parameters that this rank trains."""
+        self._parameters = list(parameters)
 
     def forget(self) -> None:
         """Gradients are being collected anew."""

@@ -153,7 +153,7 @@ class PacelineEngine(PipelineEngine):
         self.steps = self.support.make_steps(self, self.control, device, self._reported, num_sharing)
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
         self.own_random = OwnRandom(self.links.device_number, device) if len(self.support.routes) > 1 else None
-        self.own_memory = OwnMemory(self.module.parameters())
+        self.own_memory = OwnMemory(parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self.rounding_errors = assembly.make_rounding_errors(self)
         self.held = assembly.make_stages(self)
         self._deferral = Deferral()
@@ -481,7 +481,7 @@ class PacelineEngine(PipelineEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         parameters = list(model_parameters or ())
         error: Exception | None = None
-        trains = self.reach.find(self.control, self._trained_stages())
+        trains = self.reach.find(self.control, self._stages_with(lambda parameter: parameter.requires_grad))
         try:
             if not trains:
                 raise ValueError("no stage has a trainable parameter: set requires_grad of those that are to train.")
@@ -505,11 +505,9 @@ class PacelineEngine(PipelineEngine):
         self.optimizer.passenger.own = partial(step_loss.part_with_norm, self)
         link_full_access(self.optimizer)
 
-    def _trained_stages(self) -> set[int]:
-        """Stages of this rank that have a trainable parameter."""
-        return {
-            stage for parameter, stage in stage_of_parameters(self.support.stages).items() if parameter.requires_grad
-        }
+    def _stages_with(self, is_one: Callable[[nn.Parameter], bool]) -> set[int]:
+        """Stages of this rank that have such a parameter."""
+        return {stage for parameter, stage in stage_of_parameters(self.support.stages).items() if is_one(parameter)}
 
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
@@ -821,9 +819,10 @@ class PacelineEngine(PipelineEngine):
 
     def forget_old_stages(self) -> None:
         """Drop what was kept of the stage as it was, and bring values to the copies of experts that have come."""
-        self.own_memory.belong_to(self.module.parameters())
+        trains = self.optimizer.layout.trains  # what is frozen for some steps only, too
+        self.own_memory.belong_to(p for p in self.module.parameters() if p.requires_grad or trains(p))
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
-        self.reach.find(self.control, self._trained_stages())
+        self.reach.find(self.control, self._stages_with(trains))
         self._split_backwards()
         self.meter.forget_stage()
         self.reset_activation_shape()

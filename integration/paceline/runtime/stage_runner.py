@@ -239,7 +239,7 @@ class PlainRunner(StageRunner):
                 pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
                 for index, (tensor, gradient) in enumerate(pairs):
                     tensor.backward(gradient=gradient, retain_graph=index < len(pairs) - 1)
-            else:
+            elif outputs.requires_grad:  # not where all that it depends on is frozen for now
                 outputs.backward(gradient=live.gradients)
         live.gradients = None
 

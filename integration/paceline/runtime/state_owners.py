@@ -159,5 +159,5 @@ def over_directions(
         # their operations: NCCL can, too.
         overlap=options.overlap or (asked is not False and not spreads_experts),
         corrections=Corrections(choice.warm_in_steps or 0, choice.correction) if choice.is_asynchronous else None,
-        ties=lambda: [(weight, group) for weight, group in ties() if weight.requires_grad],
+        ties=ties,
     )

@@ -17,8 +17,7 @@ from paceline.runtime.stage_runner import Live
 def test_gradients_that_share_memory_with_a_parameters_are_copied() -> None:
     """Autograd adds the next micro-batch's gradient into that memory, perhaps while this one's is being sent."""
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    own = OwnMemory([first, second, frozen])
+    own = OwnMemory([first, second])
     gradient = torch.full((3,), 2.0)
     first.grad = gradient
     copied, _ = own.of((gradient, torch.zeros(3)))
