@@ -311,8 +311,8 @@ class PacelineEngine(PipelineEngine):
         """
         if self.mirrors is not None:
             raise ValueError(
-                f"the schedule {schedule.name!r} cannot run here: this engine was made for "
-                f"{self.plan.schedule.type!r}; make another engine, with the last checkpoint."
+                f"set_schedule({schedule.name!r}): an engine that was made for {self.plan.schedule.type!r} keeps its "
+                "schedule; make another engine, with the last checkpoint."
             )
         self._set_schedule(schedule)
 
