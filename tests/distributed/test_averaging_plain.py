@@ -23,7 +23,7 @@ from support.archipelago import (
     weights_of,
 )
 from support.jobs import MICRO_BATCHES, model_config, step_batches
-from support.ranks import TESTS
+from support.ranks import TESTS, run_ranks
 
 STEPS, EVERY = 3, 2
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -120,6 +120,29 @@ def test_a_plain_engine_and_a_pipeline_average(case: str, runs: list[list[dict[s
         return
     assert_equal(after[0], after[1])
     assert_near(after[0], mean_of(alone), 1e-2 if "bf16" in case else 2e-6)
+
+
+def frozen_before_a_round(zero: int) -> list[bool]:
+    """Of each parameter, whether the masters that are brought together are those of before it was frozen."""
+    from paceline.averaging.masters_by_name import PlainMasters
+    from paceline.comm.control import ControlPlane
+
+    engine = plain_engine("", None, {"zero_optimization": {"stage": zero}})
+    masters = PlainMasters(ControlPlane.create(), engine.module, engine.optimizer, engine.basic_optimizer)
+    names = sorted(masters.numels())
+    before = masters.gather(names) or []
+    engine.module.requires_grad_(False)
+    after = masters.gather(names) or []
+    masters.scatter(names, after)
+    return [bool((a == b).all()) for a, b in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_is_frozen_for_now_is_averaged_too(zero: int) -> None:
+    """Names and shapes are those of the first round, as in a pipeline."""
+    first, _ = run_ranks(frozen_before_a_round, 2, zero)
+    assert first
+    assert all(first)
 
 
 def alone_and_not(lights: list[str]) -> Any:

@@ -244,13 +244,15 @@ class PlainMasters(Masters):
         if any(getattr(p, "allreduce", True) is False for p in module.parameters()):
             row = exclusion("averaging", "experts on several ranks without a pipeline")
             raise ValueError(row.message("paceline.averaging is there", "experts lie on different ranks"))
-        self._module, self._basic = module, basic
+        self._basic = basic
+        # Now: what is frozen for some steps has its part in a round all the same.
+        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._masters = masters_of(optimizer)
         self._starts: dict[str, int] | None = None
 
     def _segments(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        for name, parameter in self._module.named_parameters():
-            segment = self._masters.segment(parameter) if parameter.requires_grad else None
+        for name, parameter in self._trained.items():
+            segment = self._masters.segment(parameter)
             if segment is not None:
                 real = segment.detach().reshape(-1)[: num_real(parameter, segment)]
                 if len(real):

@@ -86,8 +86,12 @@ def _fragment(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _third(optimizer: Any, parameter: nn.Parameter) -> Tensor | None:
-    is_trained = optimizer.get_param_id(parameter) in optimizer.grad_position
-    return optimizer.get_local_fp32_param(parameter).detach() if is_trained else None
+    if optimizer.get_param_id(parameter) not in optimizer.grad_position:
+        return None
+    is_trained = parameter.requires_grad  # of one that is frozen for now DeepSpeed gives nothing
+    segment: Tensor = optimizer.get_local_fp32_param(parameter.requires_grad_())
+    parameter.requires_grad_(is_trained)
+    return segment.detach()
 
 
 def _publish_third(optimizer: Any) -> None:
