@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     boundaries, again = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
     items = recomputed(items, again)
     text = config.get_text_config()
-    tied = text.vocab_size * text.hidden_size if text.tie_word_embeddings else 0
+    tied = text.vocab_size * text.hidden_size if getattr(text, "tie_word_embeddings", False) else 0
     stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners, tied)
     short = [row for row in stages if not row["fits"]]
     shown = {

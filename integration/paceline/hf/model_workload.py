@@ -129,7 +129,7 @@ def workload_of(
         row_bytes=float(text.hidden_size * element),
         num_experts=num_experts,
         top_k=top_k,
-        tied_parameters=text.vocab_size * text.hidden_size if text.tie_word_embeddings else 0,
+        tied_parameters=text.vocab_size * text.hidden_size if getattr(text, "tie_word_embeddings", False) else 0,
         stage=stage,
         recomputed=tuple(range(1, len(items) - 1)) if shape.gradient_checkpointing else (),
         **routing,
