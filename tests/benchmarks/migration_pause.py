@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
 from lab.hosts import Hosts, available
-from lab.training import mbit
 from lab.transfer import PAYLOAD_SHARE
 
 LENGTH, MICRO_BATCH, LAYERS = 64, 1, 4
@@ -34,7 +33,7 @@ WAYS = ("at once", "ahead")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mbit", type=mbit, default=100.0, help="of every host")
+    parser.add_argument("--mbit", type=float, default=100.0, help="of every host")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rate", type=float, default=1e-5, help="of learning")
     parser.add_argument("--micro-batches", type=int, default=8)

@@ -123,7 +123,7 @@ def test_a_plain_engine_and_a_pipeline_average(case: str, runs: list[list[dict[s
 
 
 def frozen_before_a_round(zero: int) -> list[bool]:
-    """Of each parameter, whether the masters that are brought together are those of before it was frozen."""
+    """Whether, of each parameter, the masters that are brought together are those of before it was frozen."""
     from paceline.averaging.masters_by_name import PlainMasters
     from paceline.comm.control import ControlPlane
 

@@ -469,7 +469,7 @@ def test_a_destroyed_engine_leaves_no_layers_on_their_way() -> None:
 
 
 def freezes_first_stage(kind: type[Engineer], parts: Sequence[int] | None, options: Mapping[str, Any]) -> Any:
-    """What the first stage has at the start is frozen from the third step to the fifth, before which layers move."""
+    """All that the first stage has at the start is frozen from the third step to the fifth, before which they move."""
     engineer = kind(2, **options)
     engine = engineer.engine()
     own = {name for name, _ in engine.module.named_parameters()} if engine.is_first_stage() else set()

@@ -173,7 +173,7 @@ class LayersAhead:
                     unpack(message, values)
 
     def _messages(self, now: Mapping[str, Tensor]) -> list[Tensor]:
-        """What this rank sends of trained parameters, in the order of the moves; packed while that is faster."""
+        """Changes of trained parameters that this rank sends, in the order of moves; packed while that is faster."""
         messages = []
         ahead = self.sent[self._rank]
         s_per_byte = self._exchange.seconds / ahead if ahead else 0.0
@@ -194,7 +194,7 @@ class LayersAhead:
 
 
 def _parameters(layers: Layers, modules: Mapping[int, nn.Module | None], suffix: str) -> Iterator[tuple[str, Tensor]]:
-    """What may be sent ahead of layers, by name. Not experts, which may change ranks meanwhile."""
+    """Parameters of layers that may be sent ahead, by name. Not experts, which may change ranks meanwhile."""
     for item, layer in modules.items():
         for name, tensor in tensors_of_layer(layer).items() if layer is not None else ():
             if isinstance(tensor, nn.Parameter) and not is_spread(tensor):

@@ -18,7 +18,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element."""
 
 NOTHING, SOME, ALL = 0, 1, 2
-"""Of a byte of the numbers: it and all that follow are zero; it follows a mask of those that have it; all have it."""
+"""Codes of a byte of the numbers: it and all higher ones are zero; it follows a mask of those that have it; all do."""
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def _integers(tensor: Tensor, integer: torch.dtype) -> Tensor:
 
 
 def _without_sign(shifted: Tensor, by: int) -> Tensor:
-    """What was shifted to the right, as if it had been without a sign."""
+    """Clear the bits that shifting a number with a sign to the right has filled."""
     return shifted & (1 << 8 * shifted.element_size() - by) - 1
 
 

@@ -61,7 +61,7 @@ def test_any_two_patterns_of_bits(integer: torch.dtype) -> None:
 
 
 def test_an_update_of_training_takes_few_bytes() -> None:
-    """Of Adam's size, in the types of fine-tuning: the figures of the documents."""
+    """An update of Adam's size, in the types of fine-tuning: the figures of the documents."""
     torch.manual_seed(2)
     exact = torch.randn(1 << 16, dtype=torch.float64) * 0.02
     later = exact + 1e-5 * (2 * torch.rand_like(exact) - 1)
