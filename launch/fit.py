@@ -251,9 +251,10 @@ def _boundaries(
     from paceline.hf.weights import skeleton
     from paceline.measure.profile_file import Profile
     from paceline.planning.blocks import Device, DoesNotFit
+    from paceline.planning.recomputed_stages import fastest_stages
     from paceline.planning.shared_devices import whole_schedule
     from paceline.planning.stages import plan_stages
-    from paceline.runtime.hetero import Shape, fastest
+    from paceline.runtime.hetero import Shape
     from paceline.runtime.module import items_of, partition_items, route_of_chunks
     from paceline.runtime.startup import as_it_takes, as_written, work_boundaries
 
@@ -295,7 +296,7 @@ def _boundaries(
     owners = resolved.schedule.optimizer_owners
     devices = [Device(speed, limit) for speed, limit in zip(speeds, limits, strict=True)]
     try:
-        plan, again = fastest(items, seconds, devices, states, schedule, owners=owners, may_recompute=fits)
+        plan, again = fastest_stages(items, seconds, devices, states, schedule, owners=owners, may_recompute=fits)
     except DoesNotFit:  # shown as it would be without limits
         devices, again = [Device(speed) for speed in speeds], tuple(range(1, len(items) - 1))
         plan = plan_stages(items, seconds, devices, states, schedule, owners=owners)

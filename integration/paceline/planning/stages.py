@@ -96,9 +96,33 @@ def plan_stages(
 
     start = _start(blocks, devices, limited, links, live, fits, beside)
     cuts, seconds_ = refine(start, lambda tried: step_s(schedule, costs(tried)), fits=fits, budget=budget)
-    most = max(beside)
-    better = _better_order(blocks, [d._replace(memory_bytes=max(d.memory_bytes - most, 0.0)) for d in devices], live)
+    better = _better_order(blocks, _roomy(devices, items, live), live)
     return StagePlan(over_items(cuts), seconds_, costs(cuts), memory(cuts), better=better)
+
+
+def plan_of_boundaries(
+    boundaries: Sequence[int],
+    items: Sequence[ItemMemory],
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    schedule: Schedule | Stream,
+    links: Sequence[float] = (),
+    *,
+    compare_orders: bool,
+) -> StagePlan:
+    """The plan of given ``boundaries`` over items, whether they fit or not, with one stage a device. Other arguments as
+    of :func:`plan_stages`.
+
+    Args:
+        compare_orders: whether a better order of the devices is searched.
+    """
+    live = verify(whole_schedule(schedule), paired=False).peak_held
+    blocks, forward = _blocks(items, seconds, states)
+    costs = stage_costs(over_layers(boundaries), blocks, devices, links, forward=forward)
+    memory = tuple(stage_memory(items, boundaries, stage, states, held) for stage, held in enumerate(live))
+    better = _better_order(blocks, _roomy(devices, items, live), live) if compare_orders else None
+    return StagePlan(tuple(boundaries), step_s(schedule, costs), costs, memory, better=better)
 
 
 def _plan_shared(
@@ -211,6 +235,11 @@ def over_items(cuts: Sequence[int]) -> tuple[int, ...]:
     return (0, *(cut + 1 for cut in cuts[1:-1]), cuts[-1] + 2)
 
 
+def over_layers(boundaries: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of :func:`over_items`."""
+    return (0, *(boundary - 1 for boundary in boundaries[1:-1]), boundaries[-1] - 2)
+
+
 def _blocks(
     items: Sequence[ItemMemory], seconds: Sequence[tuple[float, float]], states: States
 ) -> tuple[list[Block], list[float]]:
@@ -238,6 +267,12 @@ def _beside_blocks(items: Sequence[ItemMemory], stage: int, live: Sequence[int])
     message = max(item.output_bytes for item in items)
     working = max(item.working_bytes for item in (items if is_last else items[:-1]))
     return working + (2 * message if stage else 0.0) + (0.0 if is_last else (1 + live[stage]) * message)
+
+
+def _roomy(devices: Sequence[Device], items: Sequence[ItemMemory], live: Sequence[int]) -> list[Device]:
+    """The devices with the room that blocks have on each wherever in the pipeline it is."""
+    most = max(_beside_blocks(items, stage, live) for stage in range(len(devices)))
+    return [device._replace(memory_bytes=max(device.memory_bytes - most, 0.0)) for device in devices]
 
 
 def _better_order(

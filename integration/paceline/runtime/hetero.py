@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,13 +31,10 @@ from ..hf.weights import causal_config, skeleton
 from ..measure.host_names import host_name
 from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
 from ..moe.hf_experts import experts_of, share_of
-from ..planning.blocks import Device, DoesNotFit
+from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
-from ..planning.recomputation import Recomputable, recomputed, recomputed_s
-from ..planning.shared_devices import whole_schedule
-from ..planning.stages import StagePlan, plan_stages
-from ..schedules.schedule import Schedule
-from ..schedules.stream import Stream
+from ..planning.recomputed_stages import fastest_stages
+from ..planning.stages import StagePlan
 
 logger = logging.getLogger("paceline")
 
@@ -144,7 +140,7 @@ def hetero_boundaries(
                 links=tuple(links),
                 versions=versions() if given is None else given.versions,
             )
-            plan, again = fastest(
+            plan, again = fastest_stages(
                 _memory(config, shape, items, expert_parallel),
                 [(item.forward_s, item.backward_s) for item in items],
                 [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
@@ -159,38 +155,6 @@ def hetero_boundaries(
     result = control.from_first(found)
     assert result is not None, "the first rank has found it"
     return result
-
-
-def fastest(
-    items: Sequence[ItemMemory],
-    seconds: Sequence[tuple[float, float]],
-    devices: Sequence[Device],
-    states: States,
-    schedule: Schedule | Stream,
-    links: Sequence[float] = (),
-    *,
-    owners: str | None,
-    may_recompute: bool,
-) -> tuple[StagePlan, tuple[int, ...]]:
-    """The fastest stages, and the items that are recomputed for it. Arguments as of :func:`plan_stages`.
-
-    Raises:
-        DoesNotFit: nothing fits.
-    """
-    plans: list[tuple[StagePlan, tuple[int, ...]]] = []
-    try:
-        plans.append((plan_stages(items, seconds, devices, states, schedule, links, owners=owners), ()))
-    except DoesNotFit:
-        if not may_recompute:
-            raise
-    if may_recompute:
-        model = Recomputable.of(items, seconds, states, whole_schedule(schedule))
-        with suppress(DoesNotFit) if plans else nullcontext():
-            again = model.partition(devices).items
-            if again:
-                mixed, longer = recomputed(items, again), recomputed_s(seconds, again)
-                plans.append((plan_stages(mixed, longer, devices, states, schedule, links, owners=owners), again))
-    return min(plans, key=lambda each: each[0].step_s)
 
 
 def _load(path: str | Path, config: PretrainedConfig, shape: Shape, *, tell: bool) -> Profile:
