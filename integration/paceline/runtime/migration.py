@@ -203,7 +203,6 @@ class Migrator:
             with_trained=all(self._control.gather(is_room)),
             suffix=self._seat.slice_name,
             replica=self._seat.replica,
-            rank=self._seat.rank,
             device=self._device,
             group=self._group(),
         )

@@ -210,11 +210,12 @@ def test_layers_move_with_their_states_and_train_on_as_if_they_had_stayed() -> N
 
 def trains_ahead(rate: float, judged_bytes: int = 1 << 10) -> Any:
     """Layers are sent two steps before they move."""
-    from paceline.runtime import layers_ahead, migration
+    from paceline.runtime import migration
+    from paceline.state import values_ahead
 
     rank = Rank(rate=rate)
     migration.LEAST_BYTES = 1
-    layers_ahead.JUDGED_BYTES = judged_bytes
+    values_ahead.JUDGED_BYTES = judged_bytes
     for parts in (NEW, [0, 1, 4], OLD):
         rank.train()
         assert rank.migrator.prepare(parts)
