@@ -105,7 +105,7 @@ def logical(layers: Sequence[Any], states: Callable[[nn.Parameter], Any]) -> dic
     return found
 
 
-def scatter(layers: Sequence[Any], states: Any, seed: int, group: Any = None) -> dict[str, Any]:
+def scatter(layers: Sequence[Any], states: Any, seed: int, group: Any = None, beside: Any = None) -> dict[str, Any]:
     """Move by a random placement for each layer, as the rebalancer does."""
     from paceline.moe.moving import move_experts
 
@@ -113,10 +113,14 @@ def scatter(layers: Sequence[Any], states: Any, seed: int, group: Any = None) ->
         (layer, random_placement(100 * seed + number, layer.num_experts, layer.size))
         for number, layer in enumerate(layers)
     ]
-    moved = move_experts(changes, states, group)
+    moved = move_experts(changes, states, group, beside=beside)
     for layer, placement in changes:
         layer.take_on(placement)
-    return {"num_bytes": moved.num_bytes, "s": (moved.transfer_s, moved.seconds)}
+    return {
+        "num_bytes": moved.num_bytes,
+        "paused_bytes": moved.paused_bytes,
+        "s": (moved.transfer_s, moved.seconds),
+    }
 
 
 def train_case(ep: int, case: str, num_layers: int, is_moved: bool) -> tuple[list[float], dict[Any, Tensor], list[Any]]:
@@ -177,7 +181,7 @@ def test_experts_that_move_train_as_those_that_stay(
             master = {"master"} if case.startswith(("ZeRO", "bf16")) else set()
             assert set(result["kinds"]) == {"value"} | moments | master, case
             for move in result["moves"]:
-                assert move["num_bytes"] > 0, case
+                assert move["num_bytes"] == move["paused_bytes"] > 0, case
                 assert 0 < move["s"][0] < move["s"][1], case
 
 
@@ -217,13 +221,19 @@ def step_stacked(layer: Any, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-def train_sharded(zero: int, dtype: torch.dtype, has_stages: bool, is_moved: bool) -> dict[Any, Tensor]:
-    """Two expert-parallel groups: replicas, or stages of a pipeline with other layers."""
+def train_sharded(
+    zero: int, dtype: torch.dtype, has_stages: bool, *, is_moved: bool, is_beside: bool = False
+) -> dict[Any, Tensor]:
+    """Two expert-parallel groups: replicas, or stages of a pipeline with other layers.
+
+    Args:
+        is_beside: masters and states come after the values.
+    """
     from types import SimpleNamespace
 
     from torch import distributed as dist
 
-    from paceline.moe.moving import states_of
+    from paceline.moe.moving import StatesBeside, states_of
     from paceline.optim.sharded import ShardedOptimizer
     from paceline.optim.step_options import StepOptions
 
@@ -236,11 +246,17 @@ def train_sharded(zero: int, dtype: torch.dtype, has_stages: bool, is_moved: boo
     group, replicas = (None, 1.0) if has_stages else (edp_group, 2.0)
     optimizer = ShardedOptimizer(basic, names, StepOptions(group, shard=zero == 1, divisor=replicas))
     states = states_of(SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: zero))
+    moving_group = ep_group if has_stages else None
+    beside = None
+    if is_beside:
+        made = [dist.new_group(ranks) for ranks in ([[0, 1], [2, 3]] if has_stages else [[0, 1, 2, 3]])]
+        beside = StatesBeside(made[column if has_stages else 0], optimizer.expect_states)
     for step in range(STEPS):
-        if is_moved and has_stages:
-            scatter([layer], states, 10 * column + step, ep_group)
-        elif is_moved:
-            scatter([layer], states, step)
+        for time in range(2 if is_moved else 0):  # one directly after the other
+            moved = scatter([layer], states, (10 * column * has_stages + step) * 2 + time, moving_group, beside)
+            has_states = step > 0 or dtype != torch.float32
+            if moved["num_bytes"]:
+                assert (moved["paused_bytes"] < moved["num_bytes"]) == (is_beside and has_states)
         step_stacked(layer, optimizer, step)
     found = logical([layer], states)
     optimizer.destroy()
@@ -257,9 +273,12 @@ def compare_sharded() -> list[tuple[list[Any], list[str]]]:
     deepspeed.init_distributed("gloo")
     results = []
     for case in SHARDED:
-        wanted, found = (train_sharded(*case, is_moved) for is_moved in (False, True))
-        assert wanted.keys() == found.keys(), "as many experts with as many states"
-        different = [key for key in wanted if not torch.equal(wanted[key], found[key])]
+        wanted = train_sharded(*case, is_moved=False)
+        different = []
+        for is_beside in (False, True):
+            found = train_sharded(*case, is_moved=True, is_beside=is_beside)
+            assert wanted.keys() == found.keys(), "as many experts with as many states"
+            different += [(is_beside, key) for key in wanted if not torch.equal(wanted[key], found[key])]
         results.append((different, sorted({key[3] for key in wanted})))
     return results
 

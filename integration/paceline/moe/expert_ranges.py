@@ -160,11 +160,12 @@ def parts(weights: Sequence[Weight], routes: Sequence[Route], told: Sequence[Tol
 
 
 def holdings(
-    weight: Weight, kind: str, routes: Sequence[Route], told: Sequence[Told], rank: int
+    weight: Weight, kind: str, routes: Sequence[Route], told: Sequence[Told], rank: int, *, makes_values: bool = True
 ) -> tuple[list[list[Held]], list[list[Wanted]]]:
     """List which elements of one kind of a weight each rank has and is to have, of those that concern ``rank``.
 
-    The values that a rank makes from masters which it is to have are not wanted.
+    Args:
+        makes_values: a rank makes values from the masters that it is to have, and does not want these.
     """
     members: dict[int, list[int]] = {}
     for number, entry in enumerate(told):
@@ -180,7 +181,7 @@ def holdings(
             held[source] += [Held(expert, kind, *span, dtype) for dtype, span in having]
         for target in members[new_device] if own == device else [rank]:
             missing = [span for _, span in spans(weight, kind, new_slot, told[target])]
-            if kind == VALUE:
+            if kind == VALUE and makes_values:
                 missing = without(missing, [span for _, span in spans(weight, MASTER, new_slot, told[target])])
             wanted[target] += [Wanted(expert, *span, kind) for span in missing]
     return held, wanted

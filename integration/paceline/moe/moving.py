@@ -5,7 +5,8 @@ few integers, since with ZeRO 1 and 2 replicas hold fragments that are cut anywh
 it sends and receives (:mod:`.expert_ranges`, :mod:`..state.exchange`).
 
 A value that follows from a master which the same rank holds is made from that, as the optimizer's step does, and not
-sent.
+sent. Where the optimizer can wait for masters and states, only values are sent while training stands still: all else
+comes beside the next step, which uses it at its end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,14 @@ from torch import Tensor, nn
 from ..comm.control import SHARED, PeerError
 from ..planning.experts import Placement
 from ..state.exchange import ROUND_BYTES, Held, Move, Transfer, Wanted, carry_out, plan_moves
+from ..state.exchange_beside import ExchangeBeside
 from ..state.named import MASTER, VALUE
+from ..supervise.watch import EVERYONE, WATCH
 from .expert_ranges import Holding, Part, Route, Told, Weight, check, holdings, parts, routes, spans
 from .layer import ExpertLayer
 from .wrapper_states import StatePart, States, states_of
 
-__all__ = ["Moved", "StatePart", "States", "move_experts", "states_of"]
+__all__ = ["Moved", "StatePart", "States", "StatesBeside", "move_experts", "states_of"]
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
@@ -43,18 +47,38 @@ class Moved:
     """Figures of a move of experts.
 
     Args:
-        num_bytes: the most that one rank sent, or received.
-        transfer_s: in which the slowest rank packed, sent and received, and put into place.
-        seconds: the whole.
+        num_bytes: the most that one rank sends, or receives.
+        paused_bytes: the same of what is sent while training stands still.
+        transfer_s: in which the slowest rank packed, sent and received that, and put it into place.
+        seconds: that training stood still.
     """
 
     num_bytes: int = 0
+    paused_bytes: int = 0
     transfer_s: float = 0.0
     seconds: float = 0.0
 
 
+class StatesBeside(NamedTuple):
+    """The way in which masters and states come beside the next step.
+
+    Args:
+        group: carries them, and nothing else meanwhile; of the ranks that move experts together.
+        expect: takes what is to be called before anybody looks at them
+            (:meth:`~paceline.optim.sharded.ShardedOptimizer.expect_states`).
+    """
+
+    group: dist.ProcessGroup
+    expect: Callable[[Callable[[], None]], None]
+
+
 def move_experts(
-    changes: Sequence[Change], states: States, group: Any = None, *, progress: Callable[[], None] = lambda: None
+    changes: Sequence[Change],
+    states: States,
+    group: Any = None,
+    *,
+    beside: StatesBeside | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Moved:
     """Bring every owned expert to the slot that its layer's new placement gives it, with all that belongs to it.
 
@@ -67,7 +91,8 @@ def move_experts(
         states: :func:`states_of` the engine.
         group: all ranks that have these layers, and no others: expert-parallel times expert-data-parallel ones. None
             for all there are.
-        progress: called after each transfer.
+        beside: brings masters and states later; None: they come with the values.
+        progress: called after each transfer that training waits for.
 
     Raises:
         ValueError: on all ranks, and nothing has moved: a placement does not fit its layer, ranks ask for different
@@ -80,18 +105,42 @@ def move_experts(
         plans, rank = _plans(changes, states, group)
         if not plans:
             return Moved()
-        rounds = list(_rounds(plans, rank))
-        volume = _volume(((t.source, t.target, t.num_bytes) for transfers in rounds for t in transfers), rank)
+        device = plans[0].layer.device
+        later: list[list[Transfer]] = []
+        if beside is None:
+            rounds = list(_rounds(plans, rank, lambda part: True))
+        else:
+            for plan in plans:
+                plan.makes_values = False
+            rounds = list(_rounds(plans, rank, lambda part: part.kind == VALUE))
+            later = list(_rounds(plans, rank, lambda part: part.kind != VALUE))
         transfer_begun = time.perf_counter()
-        carry_out(rounds, plans[0].layer.device, group=group, in_place=True, progress=progress)
+        carry_out(rounds, device, group=group, in_place=True, progress=progress)
         for plan in plans:
-            plan.make_values(rank)
-            plan.empty_slots(rank)
+            if beside is None:
+                plan.make_values(rank)
+                plan.empty_slots(lambda kind: True)
+            else:
+                plan.empty_slots(lambda kind: kind == VALUE)
         get_accelerator().synchronize()
         now = time.perf_counter()
         # The end of the slowest is the end of all.
-        told = _gather((max(volume), now - transfer_begun, now - begun), group)
+        volumes = max(_volume([*rounds, *later], rank)), max(_volume(rounds, rank))
+        told = _gather((*volumes, now - transfer_begun, now - begun), group)
+        if beside is not None:
+            exchange = ExchangeBeside(later, device, beside.group, in_place=True)
+            beside.expect(partial(_arrive, exchange, plans))
+            exchange.start()  # not sooner: what ranks agree on would wait behind it
     return Moved(*map(max, zip(*told, strict=True)))
+
+
+def _arrive(exchange: ExchangeBeside, plans: Sequence[_Plan]) -> None:
+    """Wait for masters and states, which somebody is about to look at."""
+    doing = "moving states of experts"
+    with _naming_lost_peers(), WATCH.waiting(doing, EVERYONE):
+        exchange.wait(progress=partial(WATCH.doing, doing, EVERYONE))
+        for plan in plans:
+            plan.empty_slots(lambda kind: kind != VALUE)
 
 
 class _Plan:
@@ -103,11 +152,14 @@ class _Plan:
 
     told: list[Told]
     """By each rank of the group."""
+    makes_values = True
+    """Of masters that have come, and so they are not sent."""
 
     def __init__(
         self, number: int, layer: ExpertLayer, new: Placement, routes: Sequence[Route], states: States
     ) -> None:
         self.number, self.layer, self.new, self.routes = number, layer, new, routes
+        self._emptied = range(new.owned[layer.rank], layer.placement.owned[layer.rank])
         parameters: dict[nn.Parameter, int] = {}
         slots = [layer.parts(slot) for slot in range(layer.num_slots)]
         self.weights = [
@@ -132,7 +184,8 @@ class _Plan:
 
     def moves(self, part: Part, rank: int) -> tuple[list[Move], list[list[Held]], list[list[Wanted]]]:
         """Moves of one part from or to this rank, ``rank`` of the group, and what they point to."""
-        held, wanted = holdings(self.weights[part.weight], part.kind, self.routes, self.told, rank)
+        of_part = self.weights[part.weight], part.kind, self.routes, self.told, rank
+        held, wanted = holdings(*of_part, makes_values=self.makes_values)
         moves = plan_moves(held, wanted, [told.replica for told in self.told])
         return [move for move in moves if rank in (move.source, move.target)], held, wanted
 
@@ -157,15 +210,15 @@ class _Plan:
                     at = (route.new_slot, *span)
                     self.elements(number, VALUE, *at).copy_(self.elements(number, MASTER, *at))
 
-    def empty_slots(self, rank: int) -> None:
+    def empty_slots(self, of_kind: Callable[[str], bool]) -> None:
         """Fill this rank's own slots that no expert has any more with zeros, as all empty ones are."""
-        device = self.told[rank].device
-        for slot in range(self.new.owned[device], self.layer.placement.owned[device]):
+        for slot in self._emptied:
             for weight in self.weights:
                 parameter, first = weight.places[slot]
                 for held in self.held[parameter]:
                     start, stop = first - held.start, first + weight.numel - held.start
-                    held.tensor[max(start, 0) : max(stop, 0)].zero_()
+                    if of_kind(held.kind):
+                        held.tensor[max(start, 0) : max(stop, 0)].zero_()
 
     def elements(self, weight: int, kind: str, slot: int, start: int, stop: int) -> Tensor:
         """Elements of a weight in an own slot: writing to them changes what the wrapper has."""
@@ -201,12 +254,12 @@ def _plans(changes: Sequence[Change], states: States, group: Any) -> tuple[list[
     return plans, dist.get_rank(group)
 
 
-def _rounds(plans: Sequence[_Plan], rank: int) -> Iterator[list[Transfer]]:
+def _rounds(plans: Sequence[_Plan], rank: int, comes: Callable[[Part], bool]) -> Iterator[list[Transfer]]:
     """Put as many parts into a round as buffers have room for; the same on all ranks."""
     found: list[Transfer] = []
     num_bytes = 0
     for plan in plans:
-        for part in parts(plan.weights, plan.routes, plan.told):
+        for part in filter(comes, parts(plan.weights, plan.routes, plan.told)):
             if num_bytes and num_bytes + part.most_bytes > ROUND_BYTES:
                 yield found
                 found, num_bytes = [], 0
@@ -215,13 +268,13 @@ def _rounds(plans: Sequence[_Plan], rank: int) -> Iterator[list[Transfer]]:
     yield found
 
 
-def _volume(ends: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
-    """Bytes that this rank sends, and receives, by the sources, targets and bytes of moves."""
+def _volume(rounds: Iterable[Sequence[Transfer]], rank: int) -> tuple[int, int]:
+    """Bytes that this rank sends, and receives."""
     sent = received = 0
-    for source, target, num_bytes in ends:
-        if source != target:
-            sent += num_bytes * (source == rank)
-            received += num_bytes * (target == rank)
+    for transfer in (transfer for transfers in rounds for transfer in transfers):
+        if transfer.source != transfer.target:
+            sent += transfer.num_bytes * (transfer.source == rank)
+            received += transfer.num_bytes * (transfer.target == rank)
     return sent, received
 
 

@@ -38,7 +38,7 @@ from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
 from .layer import EVEN, ExpertLayer
 from .load_measurements import LoadMeasurements, Window
-from .moving import StatePart, move_experts
+from .moving import StatePart, StatesBeside, move_experts
 from .stage_agreement import Stages
 
 logger = logging.getLogger("paceline")
@@ -65,18 +65,25 @@ class Moved:
 
     Args:
         num_moved: experts that a rank has which had them not before.
-        num_bytes: that the busiest rank sent or received.
-        seconds: of all of it.
+        num_bytes: that the busiest rank sends or receives.
+        paused_bytes: the same of what is sent while training stands still.
+        seconds: that training stood still.
         before: placements of the layers that changed.
     """
 
     num_moved: int
     num_bytes: int
+    paused_bytes: int
     seconds: float
     before: Placements
 
     def to_json(self) -> dict[str, float]:
-        return {"moved": self.num_moved, "num_bytes": self.num_bytes, "seconds": self.seconds}
+        return {
+            "moved": self.num_moved,
+            "num_bytes": self.num_bytes,
+            "paused_bytes": self.paused_bytes,
+            "seconds": self.seconds,
+        }
 
 
 class Rebalancer:
@@ -89,6 +96,7 @@ class Rebalancer:
         config: how often, and with how many copies.
         decided: what was decided, for :attr:`decisions`.
         stages: of the pipeline, if these layers are of one stage of several.
+        beside: brings masters and states after the values; None: they come together.
     """
 
     def __init__(
@@ -100,8 +108,9 @@ class Rebalancer:
         decided: tuning.DecisionLog,
         *,
         stages: Stages | None = None,
+        beside: StatesBeside | None = None,
     ) -> None:
-        self.loads, self.stages, self._decided = loads, stages, decided
+        self.loads, self.stages, self._decided, self._beside = loads, stages, decided, beside
         self.layers, self.states, self.group = loads.layers, states, group
         self.num_replicas = config.replicas
         self.evens_out = config.splitting != EVEN
@@ -149,7 +158,8 @@ class Rebalancer:
         """Move experts so that the named layers have these placements, between two steps. Collective over the group.
 
         Returns:
-            ``moved`` experts, ``num_bytes`` that the busiest rank sent or received, ``seconds``.
+            ``moved`` experts, ``num_bytes`` that the busiest rank sends or receives, of these ``paused_bytes`` while
+            training stood still, for ``seconds``.
 
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
@@ -223,7 +233,10 @@ class Rebalancer:
             assert self._times is not None
             proposal = propose(
                 loads,
-                Times(window.row_s, *self._times, self._nodes, self._inside_bytes_per_s),
+                Times(
+                    *(window.row_s, *self._times, self._nodes, self._inside_bytes_per_s),
+                    states_come_beside=self._beside is not None,
+                ),
                 found=options,
                 num_replicas=self.num_replicas,
                 evens_out=self.evens_out,
@@ -288,17 +301,17 @@ class Rebalancer:
             for before, after in zip(layer.placement.owners, placement.owners, strict=True)
         )
         before = {number: self.layers[number].placement for number in placements}
-        done = move_experts(changes, self.states, self.group)
+        done = move_experts(changes, self.states, self.group, beside=self._beside)
         for number, placement in placements.items():
             self.layers[number].take_on(placement, None if loads is None else loads[number])
         seconds = time.perf_counter() - begun
         if num_owners and self._times is not None:
             per_s = self._times[0]
-            if done.num_bytes >= MUCH and self._nodes == 1:  # else they may have come from either side
-                per_s = done.num_bytes / done.transfer_s
+            if done.paused_bytes >= MUCH and self._nodes == 1:  # else they may have come from either side
+                per_s = done.paused_bytes / done.transfer_s
             self._moves = [*self._moves[-KEPT_MOVES + 1 :], (num_owners, max(0.0, seconds - done.transfer_s))]
             self._times = (per_s, *overheads(self._moves, (FIXED_S, EXPERT_S)))
-        return Moved(num_moved, done.num_bytes, seconds, before)
+        return Moved(num_moved, done.num_bytes, done.paused_bytes, seconds, before)
 
     def _record(self, decision: Decision, best_s: float, window: Window, done: Moved | None) -> tuning.DecisionRecord:
         figures: dict[str, Any] = {

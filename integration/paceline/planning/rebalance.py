@@ -48,6 +48,7 @@ class Times:
         expert_s: of each expert that changes its owner, beside sending it.
         nodes: groups of neighbouring devices, of equal size.
         inside_bytes_per_s: as ``bytes_per_s``, between devices of a node.
+        states_come_beside: training waits for values only; all else comes beside the next step, or lasts longer.
     """
 
     row_s: float
@@ -56,6 +57,7 @@ class Times:
     expert_s: float
     nodes: int = 1
     inside_bytes_per_s: float = inf
+    states_come_beside: bool = False
 
     def sending_s(self, sent: Iterable[tuple[int, int]], num_bytes: float, num_devices: int) -> float:
         """Seconds of the device that is busy the longest with what it sends or receives.
@@ -110,6 +112,7 @@ def propose(
         found: the :func:`candidates` of each layer, if they were looked for elsewhere.
     """
     now = [_layer_s(layer, layer.placement, times, evens_out) for layer in layers]
+    now_s = sum(now)  # a step takes longer
     paying: dict[int, tuple[Placement, float]] = {}
     gaining: dict[int, tuple[Placement, float]] = {}
     for number, layer in enumerate(layers):
@@ -123,7 +126,7 @@ def propose(
             seconds = _layer_s(layer, placement, times, evens_out)
             if seconds > now[number] * (1 - LEAST_GAIN):
                 continue
-            net = (now[number] - seconds) * horizon_steps - _move_s(layer, placement, times)
+            net = (now[number] - seconds) * horizon_steps - _move_s([(layer, placement)], times, now_s)
             if best is None or net > best[0]:
                 best = (net, seconds, placement)
         if best is None:
@@ -132,10 +135,9 @@ def propose(
         if best[0] > 0:
             paying[number] = gaining[number]
     chosen = paying or gaining
-    now_s = sum(now)
     best_s = now_s - sum(now[number] - seconds for number, (_, seconds) in chosen.items())
     placements = {number: placement for number, (placement, _) in chosen.items()}
-    move_s = sum(_move_s(layers[number], placement, times) for number, placement in placements.items())
+    move_s = _move_s([(layers[number], placement) for number, placement in placements.items()], times, now_s)
     return Proposal(placements, now_s, best_s, move_s + (times.fixed_s if move_s else 0.0))
 
 
@@ -146,10 +148,22 @@ def _layer_s(layer: LayerLoad, placement: Placement, times: Times, evens_out: bo
     return _most(layer, placement, evens_out) * times.row_s + copying_s
 
 
-def _move_s(layer: LayerLoad, placement: Placement, times: Times) -> float:
-    """The layers move one after another, each as long as its busiest device; new copies cost nothing beside."""
-    moved = [pair for pair in zip(layer.placement.owners, placement.owners, strict=True) if pair[0] != pair[1]]
-    return len(moved) * times.expert_s + times.sending_s(moved, layer.expert_bytes, placement.num_devices)
+def _move_s(changes: Sequence[tuple[LayerLoad, Placement]], times: Times, step_s: float) -> float:
+    """The layers move one after another, each as long as its busiest device; new copies cost nothing beside.
+
+    Args:
+        step_s: beside which states come for free.
+    """
+    paused_s = beside_s = 0.0
+    for layer, placement in changes:
+        moved = [pair for pair in zip(layer.placement.owners, placement.owners, strict=True) if pair[0] != pair[1]]
+        sending_s = times.sending_s(moved, layer.expert_bytes, placement.num_devices)
+        if times.states_come_beside and layer.expert_bytes:
+            values_s = sending_s * layer.value_bytes / layer.expert_bytes
+            beside_s += sending_s - values_s
+            sending_s = values_s
+        paused_s += len(moved) * times.expert_s + sending_s
+    return paused_s + max(0.0, beside_s - step_s)
 
 
 def _least(layer: LayerLoad, num_replicas: int) -> float:

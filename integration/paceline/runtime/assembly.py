@@ -21,9 +21,11 @@ from torch import nn
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
+from ..comm.groups import gloo_group
+from ..comm.transport import TIMEOUT
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
-from ..moe.moving import states_of
+from ..moe.moving import StatesBeside, states_of
 from ..moe.stage_agreement import Stages
 from ..optim.sharded import ShardedOptimizer
 from ..planning.format_costs import FormatCosts
@@ -289,6 +291,7 @@ def make_averaging(engine: PacelineEngine, optimizer: ShardedOptimizer) -> Avera
 def make_experts(engine: PacelineEngine) -> Experts:
     """Experts that lie on several ranks of a stage. Collective."""
     mirrors, stages = engine.mirrors, None
+    group = engine.grid.get_data_parallel_group if mirrors is None else lambda: mirrors.planning_group
 
     def settle(switches: bool) -> None:
         if engine.plan.schedule.is_asynchronous and any(engine.control.gather(switches)):
@@ -305,13 +308,28 @@ def make_experts(engine: PacelineEngine) -> Experts:
         engine.plan.moe,
         control=engine.control,
         stages=stages,
-        group=engine.grid.get_data_parallel_group if mirrors is None else lambda: mirrors.planning_group,
+        group=group,
         device=torch.device(engine.device),
         states=lambda: states_of(engine),
         is_last_backward=engine.is_last_backward,
         decided=engine.decisions,
         settle=settle,
+        beside=lambda: _states_beside(engine, group()),
     )
+
+
+def _states_beside(engine: PacelineEngine, group: torch.distributed.ProcessGroup | None) -> StatesBeside | None:
+    """None where masters and states of experts come with the values. Collective.
+
+    Args:
+        group: of the ranks that hold the same stages.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, ShardedOptimizer) or not optimizer.may_wait_for_states:
+        return None
+    own = torch.distributed.get_process_group_ranks(group)
+    groups = {tuple(ranks): gloo_group(ranks, TIMEOUT) for ranks in sorted(set(map(tuple, engine.control.gather(own))))}
+    return StatesBeside(groups[tuple(own)], optimizer.expect_states)
 
 
 def make_checkpointer(engine: PacelineEngine) -> Checkpointer:

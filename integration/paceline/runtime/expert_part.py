@@ -19,6 +19,7 @@ from ..config.optimizers import ELEMENTWISE
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN, ExpertLayer, LayerState
 from ..moe.load_measurements import LoadMeasurements
+from ..moe.moving import StatesBeside
 from ..moe.rebalancer import Rebalancer
 from ..moe.stage_agreement import StageAgreement, Stages
 from ..optim.buckets import Domain
@@ -105,6 +106,7 @@ def expert_controller(
     decided: DecisionLog,
     stages: Stages | None = None,
     settle: Callable[[bool], None] = lambda switches: None,
+    beside: StatesBeside | None = None,
 ) -> tuple[Rebalancer, Controller]:
     """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
 
@@ -116,10 +118,11 @@ def expert_controller(
         decided: gets the decisions.
         stages: of the pipeline, if these layers are of one stage of several.
         settle: see :class:`Controller`.
+        beside: see :class:`Rebalancer`.
     """
     file = None if section.loads_file is None else Path(section.loads_file)
     loads = LoadMeasurements(layers, states, group, device, file)
-    rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages)
+    rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages, beside=beside)
     agreement = StageAgreement(group, device, stages)
     return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided, settle)
 
@@ -139,6 +142,7 @@ class Experts:
         is_last_backward: whether the backward that runs now is the last of its step on this stage.
         decided: gets the decisions about experts.
         settle: see :class:`Controller`.
+        beside: makes what brings masters and states of moved experts after the values, where anything can. Collective.
 
     Attributes:
         rebalancer: moves the experts of this stage, if it has any; None: experts stay.
@@ -161,6 +165,7 @@ class Experts:
         is_last_backward: Callable[[], bool],
         decided: DecisionLog,
         settle: Callable[[bool], None] = lambda switches: None,
+        beside: Callable[[], StatesBeside | None] = lambda: None,
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
@@ -181,7 +186,7 @@ class Experts:
             self._begin(layer, name)
         if section is not None:
             layers = list(self.layers.values())
-            parts = (layers, states(), group(), device, section, decided, stages, settle)
+            parts = (layers, states(), group(), device, section, decided, stages, settle, beside())
             self.rebalancer, self.controller = expert_controller(*parts)
 
     def after_step(self) -> None:
@@ -219,7 +224,8 @@ class Experts:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
 
         Returns:
-            ``moved`` experts of this stage, ``num_bytes`` that the busiest rank sent or received, ``seconds``.
+            ``moved`` experts of this stage, ``num_bytes`` that the busiest rank sends or receives, of these
+            ``paused_bytes`` while training stood still, for ``seconds``.
 
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
@@ -235,7 +241,7 @@ class Experts:
                 'JSON has "expert_parallel" and "paceline": {"moe": {}}.'
             )
         if self.rebalancer is None:
-            return {"moved": 0, "num_bytes": 0, "seconds": 0.0}
+            return {"moved": 0, "num_bytes": 0, "paused_bytes": 0, "seconds": 0.0}
         return self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
 
     # -- layers that move between stages -------------------------------------------------------------------------

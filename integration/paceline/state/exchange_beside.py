@@ -27,6 +27,7 @@ class ExchangeBeside:
     Args:
         rounds: transfers from and to this rank, as :func:`~.exchange.carry_out` takes them.
         group: that carries them, and nothing else until they are done.
+        in_place: as :func:`~.exchange.carry_out` takes it.
 
     Attributes:
         seconds: that it took, once it is done.
@@ -34,8 +35,10 @@ class ExchangeBeside:
 
     seconds = 0.0
 
-    def __init__(self, rounds: Sequence[Sequence[Transfer]], device: torch.device, group: Any) -> None:
-        self._rounds, self._device, self._group = rounds, device, group
+    def __init__(
+        self, rounds: Sequence[Sequence[Transfer]], device: torch.device, group: Any, *, in_place: bool = False
+    ) -> None:
+        self._rounds, self._device, self._group, self._in_place = rounds, device, group, in_place
         self._num_messages = 0
         self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name="paceline-exchange", daemon=True)
@@ -81,7 +84,7 @@ class ExchangeBeside:
     def _run(self) -> None:
         begun = time.perf_counter()
         try:
-            carry_out(self._rounds, self._device, group=self._group, progress=self._note)
+            carry_out(self._rounds, self._device, group=self._group, in_place=self._in_place, progress=self._note)
         except BaseException as error:
             self._error = error
         self._rounds = ()
