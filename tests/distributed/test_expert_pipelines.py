@@ -23,6 +23,7 @@ from support.expert_pipelines import (
     order,
     packed,
     shuffle,
+    shuffled,
     state,
     steps,
 )
@@ -230,6 +231,76 @@ def test_where_experts_lie_changes_nothing(case: Case, schedule: Any, stages: tu
     # The first rank has the decisions of both stages; devices that hold the same ones decide together.
     decided = [(step, stage) for step in (2, 4) for stage in stages]
     assert [rank["decided"] for rank in rebalanced] == [decided, [], [], []]
+
+
+def train_ahead(case: Case) -> list[dict[str, Any]]:
+    """Experts in order; in another order, for which their values were sent before a step, or before a step and for
+    nothing; where the rebalancer puts them, which moves whatever it finds to move."""
+    from dataclasses import replace
+
+    from paceline.moe import rebalancer
+    from paceline.planning.experts import Placement
+    from paceline.planning.switching import SwitchRule
+
+    rebalancer.LEAST_BYTES = 1
+    consider = SwitchRule.consider
+    found: list[dict[str, Any]] = []
+    for way in ("in order", "at once", "ahead", "for nothing", "rebalanced"):
+        every = 2 if way == "rebalanced" else 0
+        engine = make(case, 2, 2, pipeline={"stages": 2, "partition": "uniform"}, moe={"rebalance_every": every})
+        in_order = {name: layer.placement for name, layer in engine.expert_layers.items()}
+        losses, moves, prepared = [], [], []
+        if way == "rebalanced":
+            SwitchRule.consider = lambda *args: replace(consider(*args), switch=True)
+        for step in range(STEPS_AHEAD):
+            if step in (1, 3) and way in ("ahead", "for nothing"):
+                wanted = shuffled(engine) if step == 1 else in_order
+                prepared.append(engine.prepare_experts(wanted))
+            if step in (2, 4) and way not in ("in order", "rebalanced"):
+                while not engine.experts_are_prepared():
+                    pass
+                wanted = shuffled(engine) if step == 2 else in_order
+                if way == "for nothing" and step == 2:  # others move, and then back
+                    other = {
+                        name: Placement(layer.placement.devices[::-1], layer.placement.owned[::-1])
+                        for name, layer in engine.expert_layers.items()
+                    }
+                    engine.place_experts(other)
+                moves.append(engine.place_experts(wanted))
+            losses += steps(engine, step, 1)
+        assert most_in_empty_slots(engine) == 0.0
+        decisions = [d for d in engine.rebalancer.decisions if d.get("moved")]
+        found.append({"losses": losses, "state": state(engine), "moves": moves, "prepared": prepared})
+        found[-1]["decided"] = [(d["step"], d["moved"], d["paused_bytes"], d["num_bytes"]) for d in decisions]
+        engine.destroy()
+    return found
+
+
+STEPS_AHEAD = 6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("deepseek_v3", zero=1, num_experts=5), BF16._replace(family="deepseek_v3", zero=1)],
+    ids=["fp32", "bf16"],
+)
+def test_values_of_experts_are_sent_ahead(case: Case) -> None:
+    """Before they move, beside steps that change them: every bit is as if they had stayed."""
+    ranks = run_ranks(train_ahead, 4, case)
+    in_order, at_once, ahead, for_nothing, rebalanced = ([rank[run] for rank in ranks] for run in range(5))
+    whole = joined(in_order)
+    for run in (at_once, ahead, for_nothing, rebalanced):
+        assert [rank["losses"] for rank in run] == [rank["losses"] for rank in in_order]
+        for key, tensor in joined(run).items():
+            assert torch.equal(tensor, whole[key]), key
+    for rank, other in zip(ahead, at_once, strict=True):
+        assert rank["prepared"] == [True, True]
+        for move, plain in zip(rank["moves"], other["moves"], strict=True):
+            assert move["moved"] == plain["moved"] > 0
+            assert move["num_bytes"] >= plain["num_bytes"]
+            if case.dtype == "bf16":
+                assert 0 < move["paused_bytes"] < 0.6 * plain["paused_bytes"], "what steps changed"
+    assert rebalanced[0]["decided"], "something moved"
 
 
 LATE = 8

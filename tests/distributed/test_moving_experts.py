@@ -233,7 +233,8 @@ def train_sharded(
 
     from torch import distributed as dist
 
-    from paceline.moe.moving import StatesBeside, states_of
+    from paceline.moe.experts_ahead import BesideSteps
+    from paceline.moe.moving import states_of
     from paceline.optim.sharded import ShardedOptimizer
     from paceline.optim.step_options import StepOptions
 
@@ -250,7 +251,8 @@ def train_sharded(
     beside = None
     if is_beside:
         made = [dist.new_group(ranks) for ranks in ([[0, 1], [2, 3]] if has_stages else [[0, 1, 2, 3]])]
-        beside = StatesBeside(made[column if has_stages else 0], optimizer.expect_states)
+        carries = made[column if has_stages else 0]
+        beside = BesideSteps(carries, optimizer.expect_states, optimizer.settle_states, lambda num_bytes: True)
     for step in range(STEPS):
         for time in range(2 if is_moved else 0):  # one directly after the other
             moved = scatter([layer], states, (10 * column * has_stages + step) * 2 + time, moving_group, beside)

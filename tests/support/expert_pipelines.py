@@ -133,12 +133,17 @@ def most_in_empty_slots(engine: Any) -> float:
     return max((float(found.abs().max()) for found in rows if found.numel()), default=0.0)
 
 
-def shuffle(engine: Any, *, by_name: bool = False) -> None:
+def shuffle(engine: Any, *, by_name: bool = False) -> dict[str, Any]:
     """Put the experts of every layer in an order of its own; on two ranks, each with a copy of one of the other's.
 
     Args:
         by_name: a layer has its order wherever it is; otherwise it follows from its place among those of its stage.
     """
+    return engine.place_experts(shuffled(engine, by_name=by_name))
+
+
+def shuffled(engine: Any, *, by_name: bool = False) -> dict[str, Any]:
+    """The placements of :func:`shuffle`."""
     from paceline.planning.experts import Placement
 
     placements = {}
@@ -147,4 +152,4 @@ def shuffle(engine: Any, *, by_name: bool = False) -> None:
         first, second = order(number, layer.num_experts)
         copies = ((*first, second[0]), (*second, first[1])) if layer.num_replicas else (first, second)
         placements[name] = Placement(copies, (len(first), len(second)))
-    engine.place_experts(placements)
+    return placements

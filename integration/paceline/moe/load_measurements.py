@@ -180,6 +180,8 @@ class LoadMeasurements:
         if dist.get_rank(self.group) != 0 or not self.layers:
             return
         assert self.window is not None
+        if self.window.names != tuple(layer.name for layer in self.layers):
+            return  # layers have moved since
         note = {
             "step": self.step,
             "steps": self._steps,

@@ -6,7 +6,7 @@ it sends and receives (:mod:`.expert_ranges`, :mod:`..state.exchange`).
 
 A value that follows from a master which the same rank holds is made from that, as the optimizer's step does, and not
 sent. Where the optimizer can wait for masters and states, only values are sent while training stands still: all else
-comes beside the next step, which uses it at its end.
+comes beside the next step, which uses it at its end. Values may have been sent before (:mod:`.experts_ahead`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,13 @@ from ..state.exchange_beside import ExchangeBeside
 from ..state.named import MASTER, VALUE
 from ..supervise.watch import EVERYONE, WATCH
 from .expert_ranges import Holding, Part, Route, Told, Weight, check, holdings, parts, routes, spans
+from .experts_ahead import BesideSteps, Change, ExpertsAhead
 from .layer import ExpertLayer
 from .wrapper_states import StatePart, States, states_of
 
-__all__ = ["Moved", "StatePart", "States", "StatesBeside", "move_experts", "states_of"]
+__all__ = ["Moved", "StatePart", "States", "move_experts", "states_of"]
 
 _LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
-
-Change = tuple[ExpertLayer, Placement]
 
 
 @dataclass(frozen=True)
@@ -59,25 +58,13 @@ class Moved:
     seconds: float = 0.0
 
 
-class StatesBeside(NamedTuple):
-    """The way in which masters and states come beside the next step.
-
-    Args:
-        group: carries them, and nothing else meanwhile; of the ranks that move experts together.
-        expect: takes what is to be called before anybody looks at them
-            (:meth:`~paceline.optim.sharded.ShardedOptimizer.expect_states`).
-    """
-
-    group: dist.ProcessGroup
-    expect: Callable[[Callable[[], None]], None]
-
-
 def move_experts(
     changes: Sequence[Change],
     states: States,
     group: Any = None,
     *,
-    beside: StatesBeside | None = None,
+    beside: BesideSteps | None = None,
+    ahead: ExpertsAhead | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Moved:
     """Bring every owned expert to the slot that its layer's new placement gives it, with all that belongs to it.
@@ -92,6 +79,7 @@ def move_experts(
         group: all ranks that have these layers, and no others: expert-parallel times expert-data-parallel ones. None
             for all there are.
         beside: brings masters and states later; None: they come with the values.
+        ahead: has brought values already, for these very changes; only with ``beside``.
         progress: called after each transfer that training waits for.
 
     Raises:
@@ -111,11 +99,15 @@ def move_experts(
             rounds = list(_rounds(plans, rank, lambda part: True))
         else:
             for plan in plans:
-                plan.makes_values = False
+                plan.makes_values, plan.sends_values = False, ahead is None
             rounds = list(_rounds(plans, rank, lambda part: part.kind == VALUE))
             later = list(_rounds(plans, rank, lambda part: part.kind != VALUE))
         transfer_begun = time.perf_counter()
+        if ahead is not None:
+            ahead.arrive()
         carry_out(rounds, device, group=group, in_place=True, progress=progress)
+        if ahead is not None:
+            ahead.put()
         for plan in plans:
             if beside is None:
                 plan.make_values(rank)
@@ -125,8 +117,11 @@ def move_experts(
         get_accelerator().synchronize()
         now = time.perf_counter()
         # The end of the slowest is the end of all.
-        volumes = max(_volume([*rounds, *later], rank)), max(_volume(rounds, rank))
-        told = _gather((*volumes, now - transfer_begun, now - begun), group)
+        ends, paused_ends = _volume([*rounds, *later], rank), _volume(rounds, rank)
+        if ahead is not None:
+            ends = ends[0] + ahead.sent[rank], ends[1] + sum(place.nbytes for place in ahead.places.values())
+            paused_ends = paused_ends[0] + ahead.sent_late[rank], paused_ends[1]
+        told = _gather((max(ends), max(paused_ends), now - transfer_begun, now - begun), group)
         if beside is not None:
             exchange = ExchangeBeside(later, device, beside.group, in_place=True)
             beside.expect(partial(_arrive, exchange, plans))
@@ -154,6 +149,8 @@ class _Plan:
     """By each rank of the group."""
     makes_values = True
     """Of masters that have come, and so they are not sent."""
+    sends_values = True
+    """Else those that are to change ranks have come already."""
 
     def __init__(
         self, number: int, layer: ExpertLayer, new: Placement, routes: Sequence[Route], states: States
@@ -194,6 +191,8 @@ class _Plan:
         moves, held, wanted = self.moves(part, rank)
         slots = {route.expert: (route.slot, route.new_slot) for route in self.routes}
         for source, target, have, wish, start, stop, _ in moves:
+            if part.kind == VALUE and source != target and not self.sends_values:
+                continue
             old, new = slots[held[source][have].name][0], slots[wanted[target][wish].name][1]
             leaving = self.elements(part.weight, part.kind, old, start, stop) if source == rank else None
             place = self.elements(part.weight, part.kind, new, start, stop) if target == rank else None

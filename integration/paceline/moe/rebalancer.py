@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,15 @@ from ..planning.rebalance import (
 )
 from ..planning.splitting import split
 from ..planning.switching import Decision, SwitchRule
+from .experts_ahead import LEAST_BYTES, BesideSteps, ExpertsAhead, most_bytes
 from .layer import EVEN, ExpertLayer
 from .load_measurements import LoadMeasurements, Window
-from .moving import StatePart, StatesBeside, move_experts
+from .moving import StatePart, move_experts
 from .stage_agreement import Stages
 
 logger = logging.getLogger("paceline")
+
+T = TypeVar("T")
 
 FIXED_S, EXPERT_S = 0.02, 8e-4
 """Seconds that moving anything takes, and each expert, beside sending it; before the first were moved."""
@@ -67,6 +70,7 @@ class Moved:
         num_moved: experts that a rank has which had them not before.
         num_bytes: that the busiest rank sends or receives.
         paused_bytes: the same of what is sent while training stands still.
+        transfer_s: of the slowest rank, in which it exchanged these.
         seconds: that training stood still.
         before: placements of the layers that changed.
     """
@@ -74,6 +78,7 @@ class Moved:
     num_moved: int
     num_bytes: int
     paused_bytes: int
+    transfer_s: float
     seconds: float
     before: Placements
 
@@ -82,6 +87,7 @@ class Moved:
             "moved": self.num_moved,
             "num_bytes": self.num_bytes,
             "paused_bytes": self.paused_bytes,
+            "transfer_s": self.transfer_s,
             "seconds": self.seconds,
         }
 
@@ -96,7 +102,7 @@ class Rebalancer:
         config: how often, and with how many copies.
         decided: what was decided, for :attr:`decisions`.
         stages: of the pipeline, if these layers are of one stage of several.
-        beside: brings masters and states after the values; None: they come together.
+        beside: what can move beside steps; None: all moves while training stands still.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Rebalancer:
         decided: tuning.DecisionLog,
         *,
         stages: Stages | None = None,
-        beside: StatesBeside | None = None,
+        beside: BesideSteps | None = None,
     ) -> None:
         self.loads, self.stages, self._decided, self._beside = loads, stages, decided, beside
         self.layers, self.states, self.group = loads.layers, states, group
@@ -125,6 +131,9 @@ class Rebalancer:
         """Hosts of the ranks that share experts, if each has several of them, and the rate between these."""
         self._before_move: tuple[int, dict[str, float]] = -1, {}
         """Step after which experts were moved last, and what was uneven until then."""
+        self._ahead: ExpertsAhead | None = None
+        self._proposed_for: list[tuple[ExpertLayer, Placement]] = []
+        """Layers as they were when a change of them was proposed."""
         self._moves: list[tuple[int, float]] = []
         """Experts that changed owner, and seconds beside sending them, of the last moves."""
 
@@ -139,6 +148,7 @@ class Rebalancer:
         Time that was lost by not moving experts was lost in other layers, and counts no longer.
         """
         if list(layers) != self.layers:
+            self._forget_ahead()
             self.loads.follow(layers)
             self._rule = SwitchRule(self._horizon_steps)
 
@@ -159,7 +169,7 @@ class Rebalancer:
 
         Returns:
             ``moved`` experts, ``num_bytes`` that the busiest rank sends or receives, of these ``paused_bytes`` while
-            training stood still, for ``seconds``.
+            training stood still, for ``seconds``; ``transfer_s`` of the slowest rank is that exchange.
 
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
@@ -169,10 +179,14 @@ class Rebalancer:
             raise ValueError(f"there is no expert layer {unknown[0]!r} here: name one of {sorted(self.by_name)}.")
         for name, placement in placements.items():
             self.by_name[name].check(placement)
-        found = self._move({self.layers.index(self.by_name[name]): p for name, p in placements.items()}, None)
+        found = self._move(self.numbered(placements), None)
         for layer in self.layers:
             layer.fetch()
         return found.to_json()
+
+    def numbered(self, placements: Mapping[str, Placement]) -> dict[int, Placement]:
+        """The same by the numbers of layers, which must be here."""
+        return {self.layers.index(self.by_name[name]): placement for name, placement in placements.items()}
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -219,6 +233,7 @@ class Rebalancer:
         """Search better placements, and decide whether moving experts pays. Collective over the group."""
         window = self.loads.window
         assert window is not None, "gathered before"
+        self._proposed_for = self._now()
         movable = [number for number, layer in enumerate(self.layers) if layer.time_depends_on_load]
         proposal: Proposal | None = None
         if self._times is None and self._size > 1 and self.layers:
@@ -250,12 +265,61 @@ class Rebalancer:
         record = partial(self._record, decision, proposal.best_s, window)
         return tuning.Proposal(change if decision.switch else None, record)
 
+    def prepare(self, change: Placements | None) -> bool:
+        """Begin to send the values of experts that are to change ranks. Collective over all stages."""
+        self._forget_ahead()
+        if change and self._beside is not None:
+            self._beside.settle()
+            changes = self._changes(change)
+            num_bytes = 2 * most_bytes(changes)  # as they were sent, and as they have come
+            if num_bytes >= 2 * LEAST_BYTES and all(self._gather(self._beside.has_room(num_bytes))):
+                self._ahead = ExpertsAhead(
+                    changes, gather=self._gather, group=self._beside.group, pausing_group=self.group
+                )
+        return any(self._gather_in_job(self._ahead is not None))
+
+    def is_prepared(self) -> bool:
+        """Whether all has come that is on its way in any stage. Collective over all stages."""
+        return all(self._gather_in_job(self._ahead is None or self._ahead.is_done))
+
+    def close(self) -> None:
+        """End what is on its way. The ranks need not call it together."""
+        with suppress(RuntimeError):  # what was lost on its way is of no use any more
+            self._forget_ahead()
+
     def apply(self, change: Placements) -> Moved:
-        """Move experts so that the layers have these placements. Collective over the group."""
+        """Move experts so that the layers have these placements. Collective over the group.
+
+        Where layers or experts have moved since the proposal, nothing does.
+        """
+        if self._proposed_for != self._now():
+            return Moved(0, 0, 0, 0.0, 0.0, {})
         window = self.loads.window
         assert window is not None, "gathered before"
         self._before_move = self.loads.step, self._uneven_now(window)
         return self._move(change, window.loads)
+
+    def _now(self) -> list[tuple[ExpertLayer, Placement]]:
+        return [(layer, layer.placement) for layer in self.layers]
+
+    def _changes(self, placements: Placements) -> list[tuple[ExpertLayer, Placement]]:
+        return [(self.layers[number], placement) for number, placement in sorted(placements.items())]
+
+    def _forget_ahead(self) -> None:
+        """Let go of values that were sent for a move that does not come now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.wait()
+
+    def _gather(self, value: T) -> list[T]:
+        """The value of each rank that has these layers."""
+        told: list[T] = [value] * self._size
+        dist.all_gather_object(told, value, group=self.group)
+        return told
+
+    def _gather_in_job(self, value: bool) -> list[bool]:
+        """The value of each rank of all stages."""
+        return self._gather(value) if self.stages is None else self.stages.control.gather(value)
 
     def _gain_s(self, proposal: Proposal | None, steps: int) -> float:
         """By how much the step becomes shorter. Collective over all stages."""
@@ -267,8 +331,7 @@ class Rebalancer:
 
     def _nodes_of_group(self) -> int:
         """Groups of neighbours among the ranks that share experts, a host each; 1 where they are not alike."""
-        told: list[Any] = [None] * self._size
-        dist.all_gather_object(told, (self.layers[0].rank, host_name()), group=self.group)
+        told = self._gather((self.layers[0].rank, host_name()))
         of_numbers = [[host for number, host in told if number == n] for n in range(self.layers[0].size)]
         found = {num_nodes(hosts) for hosts in zip(*of_numbers, strict=False)}
         return found.pop() if len(found) == 1 else 1
@@ -281,8 +344,7 @@ class Rebalancer:
             candidates(load, num_replicas=self.num_replicas, evens_out=self.evens_out, nodes=self._nodes)
             for load in loads[self._rank :: self._size]
         ]
-        told: list[Any] = [None] * self._size
-        dist.all_gather_object(told, mine, group=self.group)
+        told = self._gather(mine)
         return [told[place % self._size][place // self._size] for place in range(len(loads))]
 
     def _load_of(self, layer: ExpertLayer, window: Window) -> LayerLoad:
@@ -293,7 +355,9 @@ class Rebalancer:
 
     def _move(self, placements: Placements, loads: Sequence[Sequence[float]] | None) -> Moved:
         begun = time.perf_counter()
-        changes = [(self.layers[number], placement) for number, placement in sorted(placements.items())]
+        changes = self._changes(placements)
+        if self._ahead is not None and not self._ahead.is_for(changes):
+            self._forget_ahead()
         num_moved = sum(moved(layer.placement, placement) for layer, placement in changes)
         num_owners = sum(
             before != after
@@ -301,17 +365,18 @@ class Rebalancer:
             for before, after in zip(layer.placement.owners, placement.owners, strict=True)
         )
         before = {number: self.layers[number].placement for number in placements}
-        done = move_experts(changes, self.states, self.group, beside=self._beside)
+        ahead, self._ahead = self._ahead, None
+        done = move_experts(changes, self.states, self.group, beside=self._beside, ahead=ahead)
         for number, placement in placements.items():
             self.layers[number].take_on(placement, None if loads is None else loads[number])
         seconds = time.perf_counter() - begun
         if num_owners and self._times is not None:
             per_s = self._times[0]
-            if done.paused_bytes >= MUCH and self._nodes == 1:  # else they may have come from either side
+            if done.paused_bytes >= MUCH and ahead is None and self._nodes == 1:  # else they may be of either side
                 per_s = done.paused_bytes / done.transfer_s
             self._moves = [*self._moves[-KEPT_MOVES + 1 :], (num_owners, max(0.0, seconds - done.transfer_s))]
             self._times = (per_s, *overheads(self._moves, (FIXED_S, EXPERT_S)))
-        return Moved(num_moved, done.num_bytes, done.paused_bytes, seconds, before)
+        return Moved(num_moved, done.num_bytes, done.paused_bytes, done.transfer_s, seconds, before)
 
     def _record(self, decision: Decision, best_s: float, window: Window, done: Moved | None) -> tuning.DecisionRecord:
         figures: dict[str, Any] = {

@@ -22,10 +22,13 @@ from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
 from ..comm.groups import gloo_group
+from ..comm.staging import ranks_sharing
 from ..comm.transport import TIMEOUT
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
-from ..moe.moving import StatesBeside, states_of
+from ..measure.device_memory import room_bytes
+from ..moe.experts_ahead import BesideSteps
+from ..moe.moving import states_of
 from ..moe.stage_agreement import Stages
 from ..optim.sharded import ShardedOptimizer
 from ..planning.format_costs import FormatCosts
@@ -314,12 +317,12 @@ def make_experts(engine: PacelineEngine) -> Experts:
         is_last_backward=engine.is_last_backward,
         decided=engine.decisions,
         settle=settle,
-        beside=lambda: _states_beside(engine, group()),
+        beside=lambda: _beside_steps(engine, group()),
     )
 
 
-def _states_beside(engine: PacelineEngine, group: torch.distributed.ProcessGroup | None) -> StatesBeside | None:
-    """None where masters and states of experts come with the values. Collective.
+def _beside_steps(engine: PacelineEngine, group: torch.distributed.ProcessGroup | None) -> BesideSteps | None:
+    """None where experts move while training stands still. Collective.
 
     Args:
         group: of the ranks that hold the same stages.
@@ -329,7 +332,14 @@ def _states_beside(engine: PacelineEngine, group: torch.distributed.ProcessGroup
         return None
     own = torch.distributed.get_process_group_ranks(group)
     groups = {tuple(ranks): gloo_group(ranks, TIMEOUT) for ranks in sorted(set(map(tuple, engine.control.gather(own))))}
-    return StatesBeside(groups[tuple(own)], optimizer.expect_states)
+    device = torch.device(engine.device)
+    sharing = ranks_sharing(device)
+    return BesideSteps(
+        groups[tuple(own)],
+        expect=optimizer.expect_states,
+        settle=optimizer.settle_states,
+        has_room=lambda num_bytes: num_bytes <= room_bytes(device, sharing),
+    )
 
 
 def make_checkpointer(engine: PacelineEngine) -> Checkpointer:

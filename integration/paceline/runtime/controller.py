@@ -56,14 +56,17 @@ class Prepares(Protocol):
     """An actuator that can do a part of a change beside steps."""
 
     def prepare(self, change: Any) -> bool:
-        """Begin to do so. Collective.
+        """Begin to do so. Collective over all ranks of the job that plan now.
+
+        Args:
+            change: None: nothing changes here, though it may on ranks of other agreements.
 
         Returns:
-            Whether the change is to wait until :meth:`is_prepared`; the same on all ranks.
+            Whether changes are to wait until :meth:`is_prepared`; the same on all these ranks.
         """
 
     def is_prepared(self) -> bool:
-        """Whether that is done. Asked after each step, collective."""
+        """Whether that is done. Asked after each step, collective over the same ranks."""
 
 
 class Decided(NamedTuple):
@@ -229,7 +232,7 @@ class Controller:
 
     @staticmethod
     def _prepare(actuator: Actuator, change: Any) -> bool:
-        return change is not None and isinstance(actuator, Prepares) and actuator.prepare(change)
+        return isinstance(actuator, Prepares) and actuator.prepare(change)
 
     @staticmethod
     def _is_prepared(actuator: Actuator) -> bool:

@@ -650,6 +650,8 @@ class PacelineEngine(PipelineEngine):
             self.planning_process.close()
         if (migrator := getattr(self, "migrator", None)) is not None:
             migrator.close()
+        if (experts := getattr(self, "experts", None)) is not None:
+            experts.close()
         self.half_way.is_over = True
         super().destroy()
         self.links.close()
@@ -670,6 +672,17 @@ class PacelineEngine(PipelineEngine):
         """See :meth:`~paceline.runtime.expert_part.Experts.place`."""
         self.flush()
         return self.experts.place(placements)
+
+    def prepare_experts(self, placements: Mapping[str, Placement]) -> bool:
+        """See :meth:`~paceline.runtime.expert_part.Experts.prepare`."""
+        self.half_way.check()
+        with self.naming_lost_peers():
+            return self.experts.prepare(placements)
+
+    def experts_are_prepared(self) -> bool:
+        """See :meth:`~paceline.runtime.expert_part.Experts.is_prepared`."""
+        with self.naming_lost_peers():
+            return self.experts.is_prepared()
 
     def is_last_backward(self) -> bool:
         """Whether the backward that runs now is the last of this step on this stage."""

@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 from ..comm.control import ControlPlane, Gather
 from ..config.expert_choice import MoeChoice
 from ..config.optimizers import ELEMENTWISE
+from ..moe.experts_ahead import BesideSteps
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN, ExpertLayer, LayerState
 from ..moe.load_measurements import LoadMeasurements
-from ..moe.moving import StatesBeside
 from ..moe.rebalancer import Rebalancer
 from ..moe.stage_agreement import StageAgreement, Stages
 from ..optim.buckets import Domain
@@ -106,7 +106,7 @@ def expert_controller(
     decided: DecisionLog,
     stages: Stages | None = None,
     settle: Callable[[bool], None] = lambda switches: None,
-    beside: StatesBeside | None = None,
+    beside: BesideSteps | None = None,
 ) -> tuple[Rebalancer, Controller]:
     """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
 
@@ -142,7 +142,7 @@ class Experts:
         is_last_backward: whether the backward that runs now is the last of its step on this stage.
         decided: gets the decisions about experts.
         settle: see :class:`Controller`.
-        beside: makes what brings masters and states of moved experts after the values, where anything can. Collective.
+        beside: says what can move beside steps; None: nothing. Collective.
 
     Attributes:
         rebalancer: moves the experts of this stage, if it has any; None: experts stay.
@@ -165,7 +165,7 @@ class Experts:
         is_last_backward: Callable[[], bool],
         decided: DecisionLog,
         settle: Callable[[bool], None] = lambda switches: None,
-        beside: Callable[[], StatesBeside | None] = lambda: None,
+        beside: Callable[[], BesideSteps | None] = lambda: None,
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
@@ -225,11 +225,40 @@ class Experts:
 
         Returns:
             ``moved`` experts of this stage, ``num_bytes`` that the busiest rank sends or receives, of these
-            ``paused_bytes`` while training stood still, for ``seconds``.
+            ``paused_bytes`` while training stood still, for ``seconds``; ``transfer_s`` of the slowest rank is that
+            exchange.
 
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
         """
+        here = self._checked(placements)
+        if self.rebalancer is None:
+            return {"moved": 0, "num_bytes": 0, "paused_bytes": 0, "transfer_s": 0.0, "seconds": 0.0}
+        return self.rebalancer.place(here)
+
+    def prepare(self, placements: Mapping[str, Placement]) -> bool:
+        """Send values that :meth:`place` is to move later beside the steps until then. Between two steps, on all ranks.
+
+        Returns:
+            Whether that was begun; there must be enough of it.
+
+        Raises:
+            ValueError: as from :meth:`place`.
+        """
+        here = self._checked(placements)
+        return self.rebalancer is not None and self.rebalancer.prepare(self.rebalancer.numbered(here))
+
+    def is_prepared(self) -> bool:
+        """Whether all that :meth:`prepare` sends has arrived on all ranks. Collective."""
+        return self.rebalancer is None or self.rebalancer.is_prepared()
+
+    def close(self) -> None:
+        """End what is on its way. The ranks need not call it together."""
+        if self.rebalancer is not None:
+            self.rebalancer.close()
+
+    def _checked(self, placements: Mapping[str, Placement]) -> dict[str, Placement]:
+        """Those of layers that are here; raises ValueError on all ranks where one cannot be."""
         movable = {} if self.rebalancer is None else self.layers
         with self._control.together("placing experts"):
             for name in placements.keys() & movable.keys():
@@ -240,9 +269,7 @@ class Experts:
                 f"there is no layer {unknown[0]!r} whose experts can move: name one of {known}; they can where the "
                 'JSON has "expert_parallel" and "paceline": {"moe": {}}.'
             )
-        if self.rebalancer is None:
-            return {"moved": 0, "num_bytes": 0, "paused_bytes": 0, "seconds": 0.0}
-        return self.rebalancer.place({n: p for n, p in placements.items() if n in movable})
+        return {name: placement for name, placement in placements.items() if name in movable}
 
     # -- layers that move between stages -------------------------------------------------------------------------
 

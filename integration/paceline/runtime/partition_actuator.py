@@ -127,8 +127,10 @@ class PartitionActuator:
         change = PartitionChange(found.parts, found.candidate) if found.decision.switch else None
         return Proposal(change, partial(self._record, found))
 
-    def prepare(self, change: PartitionChange) -> bool:
+    def prepare(self, change: PartitionChange | None) -> bool:
         """Begin to send layers, if much of them can be sent before they move."""
+        if change is None:
+            return False
         try:
             is_begun = self._pipeline.prepare_repartition(change.parts)
         except Exception as error:

@@ -41,6 +41,7 @@ class ValuesAhead:
     Attributes:
         sent: bytes that each rank sends.
         sent_late: of these, the bytes that it sends in :meth:`arrive`.
+        places: as given.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ValuesAhead:
         group: dist.ProcessGroup | None,
         pausing_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._gather, self._own, self._places, self._doing = gather, own, places, doing
+        self._gather, self._own, self.places, self._doing = gather, own, places, doing
         self._device, self._pausing_group, self._rank = device, pausing_group, dist.get_rank(pausing_group)
         leaving = own()
         self._versions = {name: (t, t._version) for name, t in leaving.items() if name not in changing}
@@ -116,7 +117,7 @@ class ValuesAhead:
         self.wait()
         self._bring_changes()
         changed = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
-        return frozenset(self._places).difference(*self._gather(changed))
+        return frozenset(self.places).difference(*self._gather(changed))
 
     def _bring_changes(self) -> None:
         """Send what steps have changed of trained parameters, as differences to what was sent before."""
@@ -141,7 +142,7 @@ class ValuesAhead:
         carry_out(rounds, self._device, group=self._pausing_group, progress=progress)
         for move, name in moves:
             if move.target == self._rank and (message := ends[move].place) is not None:
-                values = stretch(self._places[name], 0, move.start, move.stop)
+                values = stretch(self.places[name], 0, move.start, move.stop)
                 if message.numel() == values.nbytes:
                     values.view(torch.uint8).copy_(message)
                 else:
