@@ -6,17 +6,22 @@ import subprocess
 import sys
 
 SCRIPT = """
+import threading
 import time
 import torch
 from paceline.state import exchange_beside
 
+at_the_end = threading.Event()
+
 def slow(*_, **__):
+    at_the_end.wait()
     time.sleep(1)
     print("arrived", flush=True)
 
 exchange_beside.carry_out = slow
 exchange_beside.ExchangeBeside([], torch.device("cpu"), None).start()
 print("end", flush=True)
+at_the_end.set()
 """
 
 
