@@ -331,7 +331,7 @@ class _Ranks:
             return pickle.loads(self.reports[rank].recv_bytes())
         except EOFError:
             process = self.processes[rank]
-            process.join(5.0)
+            process.join(60.0)
             status = process.exitcode
             name = f" ({signal.Signals(-status).name})" if status is not None and status < 0 else ""
             return _Failure(rank, time.monotonic(), f"died with exit status {status}{name}", "")

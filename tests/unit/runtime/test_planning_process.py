@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from paceline.runtime.planning_process import KEPT, PlanningProcess
+from support.ranks import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_a_copy_of_the_rank_leaves_it_alone(process: PlanningProcess) -> None:
         "assert process.result(call) == 4\n"
         "assert not process._is_lost\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_it_needs_no_torch(process: PlanningProcess) -> None:
@@ -135,8 +136,8 @@ def test_it_ends_with_the_rank(end: str) -> None:
         number = int(rank.stdout.readline())
         if end == "killed":
             rank.kill()
-        rank.wait(60)
-    deadline = time.monotonic() + 60
+        rank.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
     while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
