@@ -48,6 +48,7 @@ class Device:
         """A step begins, in which the device has ``speed``."""
         self.step += 1
         self.speed = speed
+        self._last, self._free_at = ("", 0, 0), float("-inf")  # nothing follows the step before
 
     def begin(self, kind: str) -> None:
         """A computation of that kind, or of the backward of autograd that runs, begins before it is waited for."""
