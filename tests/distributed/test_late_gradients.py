@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 
 from support.jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import run_ranks
+from support.work_time import WORK_TIME
 
 STAGES = 3
-SLOW_S = 0.01
-"""Of each forward, so that the bubble of a step with a flush costs more than a switch."""
+FORWARD_S = 0.02
+"""By the clock that only work moves on, so that the bubble of a step with a flush costs more than a switch."""
 ORDER = [False, False, True, True, True, False, True, False]
 """By step, whether gradients may come late."""
 
@@ -90,16 +90,23 @@ def test_until_it_chooses_them_none_is_late() -> None:
 
 
 def tuned(late_gradients: bool) -> Any:
+    WORK_TIME.rule()
     engine = make({"type": "adaptive", "late_gradients": late_gradients, "retune_every": 4})
+    WORK_TIME.time(engine)
     forward = engine.module.forward
 
-    def slow(*args: Any) -> Any:
-        time.sleep(SLOW_S)
+    def takes_its_time(*args: Any) -> Any:
+        WORK_TIME.sleep(FORWARD_S)
         return forward(*args)
 
-    engine.module.forward = slow
+    engine.module.forward = takes_its_time
     ran: list[str] = []
-    losses, _ = steps(engine, lambda engine, step: ran.append(engine.schedule.name), 16)
+
+    def begin(engine: Any, step: int) -> None:
+        WORK_TIME.begin_step()
+        ran.append(engine.schedule.name)
+
+    losses, _ = steps(engine, begin, 16)
     return ran, losses, engine.decisions.decisions
 
 

@@ -6,11 +6,14 @@ On a machine that is busy a real clock tells mostly of the others, and layers th
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from paceline.measure.clock import Clock
 
 TICK_S = 1e-5
 """Of a look at the clock: nothing takes no time at all."""
@@ -46,6 +49,8 @@ class WorkTime:
             _set_time(name, own)
         for name in ("paceline.comm.transport", "paceline.runtime.rank_reports"):
             _set_time(name, {"perf_counter": lambda: MESSAGES_S})
+        timing: Any = import_module("paceline.moe.timing")
+        timing.Clock = partial(Clock, host_s=self.perf_counter)  # of experts
 
     def time(self, engine: Any) -> None:
         """Have ``engine`` see it: its computations, its waits and its layers."""
