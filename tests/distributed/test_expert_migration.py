@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from paceline.checkpoint import Checkpoint
 from support.expert_pipelines import Case, joined, make, order, shuffle, state, steps
 from support.ranks import run_ranks
+from support.work_time import WORK_TIME, Work
 
 STEPS = 5
 LAYERS = 4
@@ -221,12 +221,12 @@ def test_every_rank_has_what_it_is_to_have(stages: int, schedule: Any, parts: Se
             assert torch.equal(value, by_share[0][key]), key
 
 
-SLOW_RANK, PAUSE_S = 3, 0.05
-"""Much longer than a layer takes, also where four ranks share busy cores."""
+SLOW_RANK, LAYER_S, TIMES = 3, 0.005, 5
+"""A layer's forward by the clock that only work moves on, and how many times as long it takes on the slow rank."""
 
 
 def follow(steps_of_run: int, partition: Mapping[str, Any], slow_rank: int | None) -> dict[str, Any]:
-    """A run whose experts are placed anew; a rank may pause in each decoder layer."""
+    """A run whose experts are placed anew, on ranks of which one may be slow."""
     from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
     from paceline.runtime import partition_actuator
@@ -234,17 +234,20 @@ def follow(steps_of_run: int, partition: Mapping[str, Any], slow_rank: int | Non
     partition_actuator.REBUILD_S = 0.01  # steps are short here: a move has to pay at the first planning
     forward = MixtralDecoderLayer.forward
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(PAUSE_S)
-        return forward(*args, **kwargs)
+    WORK_TIME.rule()
+    layer_s = LAYER_S * (TIMES if slow_rank == int(os.environ["RANK"]) else 1)
 
-    if slow_rank == int(os.environ["RANK"]):
-        MixtralDecoderLayer.forward = slow
+    def takes_its_time(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(layer, Work.apply(hidden_states, layer_s), *args, **kwargs)
+
+    MixtralDecoderLayer.forward = takes_its_time
     try:
         pipeline = {"stages": 2, "partition": {"method": "uniform", **partition}}
         engine = make(PLAIN._replace(layers=6), 2, 2, pipeline=pipeline, moe={"rebalance_every": 3, "replicas": 0})
+        WORK_TIME.time(engine)
         found: dict[str, Any] = {"losses": [], "parts": []}
         for step in range(steps_of_run):
+            WORK_TIME.begin_step()
             found["losses"] += steps(engine, step, 1)
             found["parts"].append(tuple(engine.module.parts))
         found["decided"] = [d["step"] for d in engine.decisions.decisions if d["what"] == "experts"]
@@ -290,7 +293,7 @@ def test_layers_and_experts_follow_devices_and_loads_at_once() -> None:
     assert set(followed[0]["decided"]) == {3, 6, 9}
     # How unevenly experts are busy is known of every layer when the partition is planned, and at no time before.
     assert followed[0]["uneven"].keys() == set(range(1, 7))
-    assert all(0 <= seconds < PAUSE_S for uneven in followed[0]["uneven"].values() for seconds in uneven)
+    assert all(0 <= seconds < LAYER_S * TIMES for uneven in followed[0]["uneven"].values() for seconds in uneven)
     assert min(parts[1] for parts in followed[0]["parts"][:3]) == 4
     # Of experts that lie on two ranks, each has half.
     for item, num_parameters in followed[0]["measured"].items():
