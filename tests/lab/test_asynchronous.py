@@ -8,6 +8,7 @@ from lab.asynchronous import SETTLING_STEPS, AsynchronousStep
 from lab.emulation import Emulation
 from lab.hosts import Hosts, available
 from lab.training import train
+from support.ranks import PATIENCE_S
 
 needs_hosts = pytest.mark.skipif(bool(available()), reason=available() or "-")
 
@@ -17,7 +18,7 @@ def test_pipelines_without_a_flush_train_and_take_the_time_of_the_device() -> No
     names = ["stock", "multidirection-flush", "multidirection", "one_direction-clipped"]
     emulation = Emulation.of(4, [0.01], [0.02], 64 * 1024, 4)
     with Hosts(4) as hosts:
-        records = train(hosts, names, emulation, warmup=1, steps=3, rates=[800.0])
+        records = train(hosts, names, emulation, warmup=1, steps=3, rates=[800.0], timeout=PATIENCE_S)
     own = {name: [record for record in records if record["contestant"] == name] for name in names}
     for name in names:
         measured = [record for record in own[name] if record["round"] == 0]

