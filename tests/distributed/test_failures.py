@@ -22,7 +22,8 @@ import pytest
 from support import ranks as runner
 from support.accidents import Running, accident
 
-LIMIT_S = 3.0
+LIMIT_S = 20.0
+"""Without progress: more than steps take on a machine that is busy, ranks of other jobs included."""
 STEPS = 400
 VICTIM, AT_STEP = 1, 3
 
@@ -74,8 +75,8 @@ ACCIDENTS = {
     "raises": r"rank {v} failed at step 3, computing: MemoryError: no more of it",
     "is killed": r"rank {v} is gone \(its process ended without a word\)",
     "is stopped": r"rank {v} is gone \(nothing heard for \d+ s: stopped, or",
-    "spins": r"rank {v} hangs at step 3, computing: \d s in accident \(accidents.py:\d+\); the limit is 3 s$",
-    "hangs loading": r"rank {v} hangs at step 3, loading data: \d s in train \(test_failures.py:\d+\); the limit",
+    "spins": r"rank {v} hangs at step 3, computing: \d+ s in accident \(accidents.py:\d+\); the limit is 20 s$",
+    "hangs loading": r"rank {v} hangs at step 3, loading data: \d+ s in train \(test_failures.py:\d+\); the limit",
 }
 
 
@@ -192,7 +193,7 @@ def misfortune(what: str) -> None:
     try:
         if what == "long" and rank == 0:
             with WATCH.pause("saving"):
-                time.sleep(2 * LIMIT_S)
+                time.sleep(1.5 * LIMIT_S)
         if what == "leaves" and rank == 1:
             WATCH.close()
             end_process(0)
@@ -217,7 +218,7 @@ def misfortune(what: str) -> None:
 
 MISFORTUNES: dict[str, tuple[list[int], str | None, list[int]]] = {
     "killed": ([1, -9, 1], r"rank 1 is gone .*; rank [02] was at step 3, receiving from stage ", []),
-    "in a circle": ([1, 1, 1], r"all ranks wait for each other, the limit is 3 s: rank 0 .*; rank 1 .*; rank 2 ", []),
+    "in a circle": ([1, 1, 1], r"all ranks wait for each other, the limit is 20 s: rank 0 .*; rank 1 .*; rank 2 ", []),
     "long": ([0, 0, 0], None, []),
     "leaves": ([1, 0, 1], r"rank 1 has ended at step 3, .*, and other ranks wait for it$", []),
     "uncaught": ([1, 1, 1], r"rank 1 failed at step 3, outside of the engine: KeyError: 'lost'$", [1]),

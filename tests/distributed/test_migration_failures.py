@@ -18,7 +18,8 @@ from support.ranks import run_ranks
 
 WIDTH, VOCABULARY, MICRO_BATCHES = 8, 17, 4
 ITEMS = 8
-LIMIT_S = 3.0
+LIMIT_S = 20.0
+"""Without progress: more than steps take on a machine that is busy, ranks of other jobs included."""
 VICTIM = 1
 
 Attempt = tuple[Any, dict[str, Any], str]
@@ -302,11 +303,11 @@ MOVING = {
     ("is killed", "exchange"): r"rank 1 is gone \(its process ended without a word\).*at step 2, moving layers",
     ("is stopped", "exchange"): r"rank 1 is gone \(nothing heard for \d+ s: stopped, or.*at step 2, moving layers",
     ("raises", "exchange"): r"rank 1 failed at step 2, moving layers: MemoryError: no more of it",
-    ("spins", "exchange"): r"all ranks wait for each other, the limit is 3 s: .*at step 2, moving layers",
+    ("spins", "exchange"): r"all ranks wait for each other, the limit is 20 s: .*at step 2, moving layers",
     ("is killed", "beside"): r"rank 1 is gone \(its process ended without a word\).*at step 2, ",
     ("raises", "beside"): r"rank 1 failed at step 2, .*: MemoryError: no more of it",
-    ("spins", "beside"): r"all ranks wait for each other, the limit is 3 s: .*at step 2, moving states of layers",
-    ("spins", "make"): r"rank 1 hangs at step 2, making layers that come: \d s in accident \(accidents.py:\d+\); the ",
+    ("spins", "beside"): r"all ranks wait for each other, the limit is 20 s: .*at step 2, moving states of layers",
+    ("spins", "make"): r"rank 1 hangs at step 2, making layers that come: \d+ s in accident \(accidents.py:\d+\); the ",
 }
 
 

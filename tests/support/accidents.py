@@ -20,7 +20,7 @@ class Ended:
     codes: list[int]
     outputs: list[str]
     left: list[int]
-    """Process groups that still have a process seconds after their rank has ended."""
+    """Process groups that still have a process long after their rank has ended."""
 
     @property
     def causes(self) -> list[str]:
@@ -64,7 +64,7 @@ class Running:
         self.directory.cleanup()
 
 
-def still_running(groups: list[int], patience_s: float = 5.0) -> list[int]:
+def still_running(groups: list[int], patience_s: float = 120.0) -> list[int]:
     """Those of ``groups`` that keep a process. Whatever a rank has started ends shortly after it, not with it."""
     deadline = time.monotonic() + patience_s
     while (left := [group for group in groups if has_processes(group)]) and time.monotonic() < deadline:
