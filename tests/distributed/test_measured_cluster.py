@@ -17,7 +17,8 @@ from paceline.planning.cluster import Cluster
 from support.ranks import run_ranks
 
 OPERATIONS = ("isend", "irecv", "reduce", "broadcast", "all_reduce", "all_to_all_single", "all_gather_into_tensor")
-WIDTH, SLOW_S = 64, 0.03
+WIDTH, SLOW_S = 64, 0.5
+"""Much longer than a whole exchange takes, also where busy cores are shared."""
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def look() -> tuple[dict[str, int], dict[str, float], Cluster, Cluster]:
 def test_zero_1_is_measured_as_it_is_run(num_ranks: int) -> None:
     from paceline.measure.collectives import BUCKET_NUMEL
 
-    for taken, measured, cluster, slowed in run_ranks(look, num_ranks, timeout=100):
+    for taken, measured, cluster, slowed in run_ranks(look, num_ranks):
         assert taken == measured
         assert taken
         num_bytes = 2 * (num_ranks - 1) / num_ranks * 4 * BUCKET_NUMEL
