@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from paceline.planning.expert_speeds import UNEQUAL
 from support import expert_models as models
 from support.expert_models import NATIVE
 from support.ranks import RankError, run_ranks
+from support.work_time import WORK_TIME
 
 STEPS = 12
 BY_HAND = {"paceline": {"moe": {"rebalance_every": 0}}}
@@ -101,7 +101,7 @@ def test_moves_change_nothing(
 
 
 ROW_S, TIMES = 4e-4, 4
-"""Seconds of a row, and how many times as long the second rank takes for it: much beside what busy cores add."""
+"""Seconds of a row by the clock that only work moves on, and how many times as long the second rank takes for it."""
 
 
 def slow_rank_job() -> dict[str, Any]:
@@ -109,12 +109,13 @@ def slow_rank_job() -> dict[str, Any]:
     from paceline.moe.auto_ep import RebalancedAutoEPLayer
 
     start()
+    WORK_TIME.rule()
     stock = models.train(built("mixtral", 1, 2, 1, {}), range(STEPS))
     compute, rows_here = RebalancedAutoEPLayer._compute, []
 
     def slow(layer: Any, rows: torch.Tensor, *more: Any) -> torch.Tensor:
         rows_here.append(rows.shape[0])
-        time.sleep(rows.shape[0] * ROW_S * (TIMES if layer.rank else 1))
+        WORK_TIME.sleep(rows.shape[0] * ROW_S * (TIMES if layer.rank else 1))
         return compute(layer, rows, *more)
 
     RebalancedAutoEPLayer._compute = slow  # type: ignore[method-assign]

@@ -21,8 +21,8 @@ TICK_S = 1e-5
 MESSAGES_S = 1e-3
 """When all messages of a step begin and end: they take no time. Not in the thread that works, so not by its clock."""
 
-SWITCHING = ("migration", "schedule_actuator")
-"""Modules of the runtime that time changes, which are to take next to nothing."""
+SWITCHING = ("runtime.migration", "runtime.schedule_actuator", "moe.rebalancer", "moe.moving")
+"""Modules that time changes, which are to take next to nothing."""
 
 
 class WorkTime:
@@ -45,7 +45,7 @@ class WorkTime:
     def rule(self) -> None:
         """From now on modules that time something see this clock, as does the emulated device."""
         own = {"perf_counter": self.perf_counter, "sleep": self.sleep}
-        for name in ("lab.device", "paceline.runtime.engine", *(f"paceline.runtime.{name}" for name in SWITCHING)):
+        for name in ("lab.device", "paceline.runtime.engine", *(f"paceline.{name}" for name in SWITCHING)):
             _set_time(name, own)
         for name in ("paceline.comm.transport", "paceline.runtime.rank_reports"):
             _set_time(name, {"perf_counter": lambda: MESSAGES_S})
