@@ -212,7 +212,7 @@ def test_large_schedules_are_verified_quickly():
     schedule = families.kfkb(64, 1024, 2)
     started = time.process_time()
     verify(schedule, paired=False)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 5  # 0.2 s of a core that is not slow
 
 
 def test_actions_without_families():
