@@ -173,8 +173,11 @@ class Watch:
             self._pauses.append(phase)
         doing = self._doing(0.0)
         message = {"doing": asdict(doing), "error": text, "may_follow": may_follow(error)}
-        told = self._lines is not None and not self._closed and self._lines.write(message)
-        if not (told and self._concluded.wait(_ANSWER_S)):
+        lines = None if self._closed else self._lines
+        told = lines is not None and lines.write(message)
+        # What rank 0 can no longer be told may follow from its end, which the thread is about to notice.
+        waits = told or (lines is not None and may_follow(error))
+        if not (waits and self._concluded.wait(_ANSWER_S)):
             self._conclude(raised(self.rank, doing, text))
         assert self.cause is not None
         return self.cause

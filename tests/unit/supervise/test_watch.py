@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import threading
 
 import pytest
 
+from paceline.supervise import watch as watch_module
 from paceline.supervise.first_cause import DEVICE, EVERYONE, Doing, Limits, Member, is_paused, judge, may_follow
 from paceline.supervise.watch import Watch
 from paceline.supervise.watch_hub import Hub, Lines
+from support.ranks import PATIENCE_S
 
 LIMITS = Limits(progress_s=60.0, lost_s=3.0, silent_s=30.0, explain_s=1.5)
 NOW_S = 1000.0
@@ -183,6 +186,25 @@ def test_an_error_keeps_the_phase_that_it_was_raised_in(capsys: pytest.CaptureFi
         raise KeyError("lost")
     watch.fail(caught.value)
     assert capsys.readouterr().err == "paceline: error: rank 0 failed reading the weights: KeyError: 'lost'\n"
+
+
+def test_a_connection_that_is_lost_with_rank_0_is_no_failure_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this rank hears of it from its transport first, and can tell nobody any more."""
+    monkeypatch.setattr(watch_module, "_ANSWER_S", PATIENCE_S)
+    watch = Watch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        server.accept()[0].close()
+    with ours:
+        ours.shutdown(socket.SHUT_WR)
+        watch.rank, watch._world_size, watch._lines = 1, 3, Lines(ours)
+        thread = threading.Timer(0.5, watch._run)
+        thread.start()
+        cause = watch.fail(RuntimeError("Connection closed by peer"))
+        watch._closed = True
+        thread.join()
+    assert (cause.rank, cause.speaker) == (0, 1)
+    assert cause.text.startswith("rank 0 is gone (its process ended without a word)")
 
 
 def test_an_update_calls_nothing_and_takes_no_lock() -> None:
