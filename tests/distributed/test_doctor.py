@@ -21,7 +21,8 @@ from support.accidents import Running, accident
 from support.ranks import launch, run_ranks
 
 CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "pp2.json"
-TIMEOUT_S = 4.0
+TIMEOUT_S = 20.0
+"""More than ranks that are well need on a machine that is busy."""
 
 
 def look(args: list[str], of_rank: dict[int, dict[str, str]] | None = None, folders: list[str] | None = None) -> Any:
@@ -91,7 +92,8 @@ def test_text_differences_and_a_folder_that_is_not_shared(tmp_path: Path) -> Non
 
 @pytest.mark.launcher
 def test_as_users_start_it(tmp_path: Path) -> None:
-    done = launch(["--module", "paceline.launch.doctor", "--json", "--output_dir", str(tmp_path)], 2)
+    patient = ["--timeout", "600"]  # also where ranks take minutes to start
+    done = launch(["--module", "paceline.launch.doctor", "--json", "--output_dir", str(tmp_path), *patient], 2)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = json.loads(line)
@@ -100,12 +102,36 @@ def test_as_users_start_it(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+RANK_1_DIES = """
+import os, signal, sys, time
+from pathlib import Path
+
+is_listening = Path(sys.argv.pop(1))
+if os.environ["RANK"] == "1":
+    while not is_listening.exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+from paceline.launch.doctor import main
+from paceline.supervise.lifetime import Preemption
+
+enter = Preemption.__enter__
+
+def listens(self):
+    entered = enter(self)
+    is_listening.touch()
+    return entered
+
+Preemption.__enter__ = listens
+raise SystemExit(main())
+"""
+"""As soon as rank 0 listens to signals: before, the launcher's would end it without a word."""
+
+
 @pytest.mark.launcher
-def test_a_launcher_that_ends_the_others_when_one_has_died() -> None:
+def test_a_launcher_that_ends_the_others_when_one_has_died(tmp_path: Path) -> None:
     """The launcher sends SIGTERM to rank 0 when rank 1 is gone; the report comes first."""
-    code = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
-    program = f"{code}; from paceline.launch.doctor import main; raise SystemExit(main())"
-    done = launch(["--no_local_rank", "--no_python", sys.executable, "-c", program], 2)
+    program = ["--no_python", sys.executable, "-c", RANK_1_DIES, str(tmp_path / "is_listening")]
+    done = launch(["--no_local_rank", *program], 2)
     assert done.returncode != 0
     assert "Traceback" not in done.stdout + done.stderr
     assert re.search(r"^problem  \w+ .*(rank 1 of 2 does not answer|ended this before)", done.stdout, re.MULTILINE), (
@@ -177,7 +203,7 @@ def all_of() -> Iterator[Any]:
 @pytest.mark.parametrize(("what", "victim"), CASES)
 def test_a_rank_that_has_an_accident_is_named(what: str, victim: int, all_of: Any) -> None:
     at = CASES.index((what, victim))
-    ended = all_of((what, victim), CASES[at // 3 * 3 : at // 3 * 3 + 3]).end(
+    ended = all_of((what, victim), CASES[at // 6 * 6 : at // 6 * 6 + 6]).end(
         stopped=victim if "stopped" in what else None
     )
     text = "\n".join(ended.outputs)
@@ -218,7 +244,7 @@ def test_hosts_with_limited_links() -> None:
     assert report["problems"] == 0
     for link in report["links"]:
         for way in ("bytes_per_s", "back_bytes_per_s"):
-            assert 5e6 < link[way] < 12e6, link
+            assert 1e6 < link[way] < 12e6, link  # a busy machine is slower, and faster than the limit nobody is
     (ranks,) = [one for one in report["findings"] if one["check"] == "ranks"]
     assert ranks["text"] == "all 2 answer, on 2 hosts"
     links = [one for one in report["findings"] if one["check"] == "links"]
@@ -229,7 +255,9 @@ def test_hosts_with_limited_links() -> None:
 @pytest.mark.skipif(bool(available()), reason=available())
 def test_hosts_that_meet_and_cannot_connect() -> None:
     """Gloo tells each the other's loopback address."""
-    command = [sys.executable, "-m", "paceline.launch.doctor", "--timeout", "20"]  # for starting, too
+    doctor = f"{sys.executable} -m paceline.launch.doctor --timeout 60"  # for starting, too
+    # Rank 0 is to be heard first, however busy its core is: the other one is killed then.
+    command = ["sh", "-c", f"{doctor}; status=$?; test $RANK = 0 || sleep 600; exit $status"]
     with Hosts(2) as hosts, pytest.raises(HostError, match="exit status 1") as error:
         hosts.run(command, env={"GLOO_SOCKET_IFNAME": "lo"}, timeout=runner.PATIENCE_S)
     assert error.value.host == 0
