@@ -198,7 +198,7 @@ class Averager:
         self.settle()
         for _ in self._parts:
             self._begin(step, counts=not self._to_take, is_early=True)
-            if not self.settle():
+            if not self.settle(is_last=True):
                 break
         if self.section.combine_rounds > 1:
             if self._models.moved:
@@ -276,8 +276,11 @@ class Averager:
         return [*sent, tokens, *self._outer.shared(indices, sent)]
 
     @torch.no_grad()
-    def settle(self) -> bool:
+    def settle(self, *, is_last: bool = False) -> bool:
         """Wait for the exchange that is under way, and take what it brought.
+
+        Args:
+            is_last: no training follows.
 
         Returns:
             Whether it was a round; not where none is under way, or no other island has trained.
@@ -285,7 +288,7 @@ class Averager:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return False
-        outcome = self._rounds.wait(must_succeed=exchange.starts)
+        outcome = self._rounds.wait(must_succeed=exchange.starts, is_last=is_last)
         values, news, is_void = Values(), None, False
         if outcome is not None:
             is_void = is_no_round(outcome.reports)

@@ -81,11 +81,12 @@ class BackgroundRounds:
         )
         attempt.thread.start()
 
-    def wait(self, *, must_succeed: bool) -> Outcome | None:
+    def wait(self, *, must_succeed: bool, is_last: bool = False) -> Outcome | None:
         """Wait for the round that was begun, on all ranks together.
 
         Args:
             must_succeed: raise also if the other islands cannot be reached; otherwise that is said, and None returned.
+            is_last: no training follows.
 
         Returns:
             its outcome on the first rank; None elsewhere, and where it came to nothing.
@@ -106,7 +107,7 @@ class BackgroundRounds:
                 if state == "done":
                     return None if attempt is None else attempt.outcome
                 if state != "waiting":
-                    self._raise_failure(attempt, *state, must_succeed=must_succeed)
+                    self._raise_failure(attempt, *state, must_succeed=must_succeed, is_last=is_last)
                     return None
 
     def is_called(self, finished: int) -> bool:
@@ -143,10 +144,17 @@ class BackgroundRounds:
             connection.close()
         return connection.round(report, tensors)
 
-    def _raise_failure(self, attempt: _Attempt | None, kind: str, message: str, *, must_succeed: bool) -> None:
+    def _raise_failure(
+        self, attempt: _Attempt | None, kind: str, message: str, *, must_succeed: bool, is_last: bool
+    ) -> None:
         if kind in (TimeoutError.__name__, ConnectionError.__name__) and not must_succeed:
             if attempt is not None:
-                logger.warning("%s Training goes on without the others until the next round.", message)
+                follows = (
+                    "The model is this island's own, and differs from that of the others."
+                    if is_last
+                    else "Training goes on without the others until the next round."
+                )
+                logger.warning("%s %s", message, follows)
             return
         error: Exception = ValueError(message) if kind in ("ValueError", "ConnectionError") else RuntimeError(message)
         setattr(error, SHARED, True)

@@ -272,6 +272,13 @@ def test_others_that_are_gone_do_not_stop_a_job(caplog: pytest.LogCaptureFixture
     job.others.error = None
     job.after_step(100, (3.0, 2.0, 200))
     assert job.averager.round == 1
+    caplog.clear()
+    job.others.error = TimeoutError("round 2 is not done.")
+    job.averager.after_step(2, torch.tensor(1.0), 1)
+    job.averager.finish(2)
+    assert [record.message for record in caplog.records] == [
+        "round 2 is not done. The model is this island's own, and differs from that of the others."
+    ]
 
 
 @pytest.mark.parametrize(
