@@ -139,7 +139,8 @@ class JobTrainer(PacelineTrainer):
         groups: list[Any] = super()._parameter_groups(pipeline, ds_config)
         if groups[0]["weight_decay"]:
             return groups
-        return list(dict.fromkeys(p for model in pipeline.models for p in model.parameters() if p.requires_grad))
+        every = dict.fromkeys(p for model in pipeline.models for p in model.parameters() if p.requires_grad)
+        return [{"params": list(every), "weight_decay": 0.0}]  # or torch's AdamW has its own default, 0.01
 
     def _load_state(self, engine: Any, resume_from_checkpoint: str | None) -> None:
         run, path = self.run, self.run.resume_path

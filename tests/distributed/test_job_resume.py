@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.checkpoint import Checkpoint
 from support.jobs import TINY, finetune, flags
 from support.ranks import run_ranks
 
@@ -102,6 +103,21 @@ def test_into_another_shape(tmp_path: Path) -> None:
     wanted, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=name)
+
+
+def test_with_another_weight_decay(tmp_path: Path) -> None:
+    """The JSON has none, so that --weight_decay counts, and is 0; with another one there are other groups."""
+    file, output = tmp_path / "ds.json", tmp_path / "run"
+    file.write_text(
+        json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "paceline": {"pipeline": {"stages": 1}}})
+    )
+    changes = {"deepspeed": file, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
+    run(job(output, max_steps=1, save_steps=1, **changes), 1)
+    checkpoint = Checkpoint.open(output / "checkpoint-1")
+    assert [group["options"]["weight_decay"] for group in checkpoint.rank_states[0]["groups"]] == [0.0]
+    checkpoint.close()
+    [(_, told)] = run(job(output, max_steps=2, weight_decay=0.1, resume_from_checkpoint="true", **changes), 1)
+    assert told.count("the weight decay 0.1 gives way to the checkpoint's, 0\n") == 1
 
 
 def asked_to_stop(argv: list[str]) -> tuple[int, str]:

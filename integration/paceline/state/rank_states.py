@@ -23,6 +23,11 @@ logger = logging.getLogger("paceline")
 NOT_RESTORED = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
 """Entries of a parameter group that belong to the run at hand."""
 
+_TOLD = {"initial_lr": "learning rate", "weight_decay": "weight decay"}
+"""Options that flags give, and their names in messages."""
+
+_RATES = ("lr", "initial_lr")
+
 
 @dataclass(frozen=True)
 class RankStates:
@@ -75,7 +80,8 @@ class ParameterGroups:
     """Options of the optimizer's parameter groups (learning rates, weight decay), and its loss scale.
 
     Args:
-        warns: whether this rank says when a learning rate that was given makes way for the checkpoint's.
+        warns: whether this rank says when a learning rate or a weight decay that was given makes way for the
+            checkpoint's.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, *, warns: bool) -> None:
@@ -97,15 +103,20 @@ class ParameterGroups:
             for group in groups or ():
                 options_of |= dict.fromkeys(group["names"], group["options"])
         first, name_of = saved.first or [], self._names()
+        changes: dict[tuple[str, float, float], None] = {}
         for index, group in enumerate(self._optimizer.param_groups):
-            known = (options_of.get(name_of[id(master)]) for master in group["params"])
-            options = next((options for options in known if options is not None), None)
-            if options is None and len(first) == len(self._optimizer.param_groups):
+            names = (name_of[id(master)] for master in group["params"])
+            options = _common_options([options_of[name] for name in names if name in options_of])
+            if not options and len(first) == len(self._optimizer.param_groups):
                 options = first[index]["options"]  # none of the group's rows are here
-            given, saved_rate = group.get("initial_lr"), (options or {}).get("initial_lr")
-            if self._warns and None not in (given, saved_rate) and given != saved_rate:
-                logger.warning("the learning rate %g gives way to the checkpoint's, %g", given, saved_rate)
-            group.update(options or {})
+            for key, told in _TOLD.items():
+                given, saved_value = group.get(key), options.get(key)
+                if given is not None and saved_value is not None and given != saved_value:
+                    changes[told, given, saved_value] = None
+            group.update(options)
+        if self._warns:
+            for change in changes:
+                logger.warning("the %s %g gives way to the checkpoint's, %g", *change)
 
     def loss_scale(self) -> dict[str, Any]:
         """State of the loss scaler, the same on all ranks."""
@@ -119,8 +130,24 @@ class ParameterGroups:
         return {id(owned.master): owned.name for owned in self._optimizer.owned}
 
 
+def _common_options(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Options of a group, from those that its parameters had: without the ones in which these differ, but for rates.
+
+    They differ where other groups were saved: a run without weight decay has one group, and with it two.
+    """
+    first = saved[0] if saved else {}
+    others = [options for options in saved if options is not first]
+    return {
+        key: value
+        for key, value in first.items()
+        if key in _RATES or all(options.get(key, value) == value for options in others)
+    }
+
+
 class SchedulerState:
     """State of the learning rate's scheduler, which keeps something for each parameter group of its rank.
+
+    Its rates become those of the groups, which have the checkpoint's unless their optimizer is of another kind.
 
     Args:
         scheduler: returns it, or None where there is none.
@@ -139,9 +166,9 @@ class SchedulerState:
         state = saved.first if saved.rank is None else saved.own
         if scheduler is None or state is None:
             return
-        scheduler.load_state_dict(state)
-        if saved.rank is None:
-            _fit_groups(scheduler, self._groups())
+        groups = self._groups()
+        scheduler.load_state_dict(_with_functions(state, len(groups)))
+        _fit_groups(scheduler, groups)
 
 
 class RandomStates:
@@ -178,6 +205,16 @@ class RandomStates:
         torch.set_rng_state(state["torch"])
         if self._device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._device)
+
+
+def _with_functions(state: Mapping[str, Any], num_groups: int) -> dict[str, Any]:
+    """A scheduler's state, with as many entries for functions of the step as there are groups."""
+    fitted = dict(state)
+    if "lr_lambdas" in state:
+        fitted["lr_lambdas"] = [*state["lr_lambdas"], *[None] * num_groups][:num_groups]
+    if "_schedulers" in state:
+        fitted["_schedulers"] = [_with_functions(inner, num_groups) for inner in state["_schedulers"]]
+    return fitted
 
 
 def _fit_groups(scheduler: Any, groups: list[dict[str, Any]]) -> None:

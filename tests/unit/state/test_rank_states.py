@@ -78,6 +78,40 @@ def test_another_rate_is_said_by_who_warns(caplog: pytest.LogCaptureFixture) -> 
     assert "0.25 gives way to the checkpoint's, 0.5" in caplog.text
 
 
+def test_other_weight_decay_is_said_and_none_of_it_is_guessed(caplog: pytest.LogCaptureFixture) -> None:
+    """A run without weight decay has one group, and one with it two: norms have none."""
+    one, two = optimizer_of("a", "norm"), optimizer_of("a", "norm", rates=(0.1, 0.1))
+    two.param_groups[0]["weight_decay"] = 0.25
+    for before, now in ((one, two), (two, one)):
+        entry = ParameterGroups(before, warns=False).state_dict()
+        with caplog.at_level(logging.WARNING, "paceline"):
+            ParameterGroups(now, warns=True).load_saved(saved(entry))
+        assert [group["weight_decay"] for group in now.param_groups] == [0.0] * len(now.param_groups)
+        two.param_groups[0]["weight_decay"] = 0.25
+    assert [record.message for record in caplog.records] == ["the weight decay 0.25 gives way to the checkpoint's, 0"]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "one inside of another"])
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
+def test_a_scheduler_takes_the_place_of_one_with_other_groups(before: int, now: int, nested: bool) -> None:
+    def scheduled(*rates: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates], lr=1.0)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [scheduler], []) if nested else scheduler
+
+    def step(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        optimizer.step()
+        scheduler.step()
+
+    optimizer, scheduler = scheduled(*[0.5] * before)
+    step(optimizer, scheduler)
+    entry = SchedulerState(lambda: scheduler, lambda: optimizer.param_groups).state_dict()
+    other = scheduled(*[2.0] * now)
+    SchedulerState(lambda: other[1], lambda: other[0].param_groups).load_saved(saved(entry, rank=0))
+    step(*other)
+    assert [group["lr"] for group in other[0].param_groups] == pytest.approx([2.0 / 3] * now)
+
+
 def test_a_scheduler_fits_the_groups_of_its_rank() -> None:
     def scheduled(*rates: float) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates], lr=1.0)
@@ -91,7 +125,7 @@ def test_a_scheduler_fits_the_groups_of_its_rank() -> None:
 
     same, other = scheduled(1.0, 2.0), scheduled(8.0)
     SchedulerState(lambda: same[1], lambda: same[0].param_groups).load_saved(saved(entry, rank=0))
-    assert same[1].base_lrs == [0.5, 0.25]
+    assert same[1].base_lrs == [1.0, 2.0], "the rates of another optimizer's run are not taken"
     SchedulerState(lambda: other[1], lambda: other[0].param_groups).load_saved(saved(entry))
     assert other[1].last_epoch == 2
     assert other[1].base_lrs == [8.0]
