@@ -118,7 +118,10 @@ def rank_file(rank: int, suffix: str) -> str:
 
 def check_tag(tag: str) -> None:
     if not _TAG.fullmatch(tag) or tag == LATEST:
-        raise ValueError(f"checkpoint tag {tag!r}: must be the name of a folder, such as checkpoint-40.")
+        raise ValueError(
+            f"checkpoint tag {tag!r}: must be the name of a folder, of letters, digits, _, ., +, = and -, that begins "
+            f"with one of A-Z, a-z, 0-9 and _, and is not {LATEST!r}; write one such as checkpoint-40."
+        )
 
 
 def draft_parts(name: str) -> tuple[str, int] | None:

@@ -145,8 +145,8 @@ def test_pieces_that_cannot_be(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             writer.save(tmp_path, "checkpoint-1", pieces)
-    for tag in ("a/b", ".hidden", "", "latest"):
-        with pytest.raises(ValueError, match="must be the name of a folder"):
+    for tag in ("a/b", ".hidden", "", "latest", "a b"):
+        with pytest.raises(ValueError, match=r"of letters, digits, .* that begins .* is not 'latest'"):
             writer.save(tmp_path, tag, [])
     with pytest.raises(ValueError, match="keep is 0"):
         writer.save(tmp_path, "checkpoint-1", [], keep=0)
