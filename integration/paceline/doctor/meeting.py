@@ -20,6 +20,10 @@ from typing import Any
 from .finding import PROBLEM, Finding
 
 _POLL_S = 0.1
+_MOST_PORTS = (1 << 16) - 1
+_TAKEN = "failed to listen"
+"""In torch's message if the port is another program's, or not for this user."""
+
 _CALL_S = 60.0
 """Torch's own limit of a call to the store; ours are shorter, and kept by :func:`deadline`."""
 
@@ -54,16 +58,28 @@ class Place:
             return None
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         rank, size, host, port = values = [variables.get(name, "") for name in names]
-        is_told = rank.isdecimal() and size.isdecimal() and port.isdecimal() and host
-        if not is_told or not int(rank) < int(size) or not 0 < int(port) < 1 << 16:
+        if wrong := _wrong(rank, size, host, port):
             shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
             remedy = "start the job with `deepspeed` or torchrun, which set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
-            raise Unmet("launcher", f"{shown}: they make no job", remedy)
+            raise Unmet("launcher", f"{shown}: they make no job, {wrong}", remedy)
         if size == "1":
             return None
         local = int(variables.get("LOCAL_RANK", "0"))
         ranks_on_host = variables.get("LOCAL_WORLD_SIZE") or variables.get("LOCAL_SIZE") or size
         return Place(int(rank), int(size), local, int(ranks_on_host), host, int(port))
+
+
+def _wrong(rank: str, size: str, host: str, port: str) -> str:
+    """The first rule that the launcher's variables break; empty: none."""
+    if not size.isdecimal() or not int(size):
+        return "WORLD_SIZE must be a whole number of at least 1"
+    if not rank.isdecimal() or not int(rank) < int(size):
+        return f"RANK must be a whole number from 0 to {int(size) - 1}, the last rank of WORLD_SIZE"
+    if not host:
+        return "MASTER_ADDR must be rank 0's address"
+    if not port.isdecimal() or not 0 < int(port) <= _MOST_PORTS:
+        return f"MASTER_PORT must be a whole number from 1 to {_MOST_PORTS}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -95,8 +111,10 @@ def meet(place: Place, timeout_s: float) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         if keeps_store:
-            remedy = f"choose another --master_port than {place.port}, and end what listens there"
             text = f"rank 0 cannot listen at {where}: {str(error).splitlines()[0]}"
+            remedy = f"choose another --master_port than {place.port}, and end what listens there"
+            if _TAKEN not in str(error):  # it listens, and does not reach itself
+                remedy = f"give an address of rank 0's own host instead of {place.host} (MASTER_ADDR, --master_addr)"
             raise Unmet("meeting", text, remedy) from None
         remedy = (
             f"see that {place.host} is an address of rank 0's host that this one reaches, that no firewall closes port "
