@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -92,7 +91,7 @@ def _export(checkpoint: Checkpoint, target: Path, max_shard_size: str | int, dty
     dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     draft = hub_files.begin(target)
     for name, keys in zip(names, files, strict=True):
-        save_file({key: state.pop(key).contiguous() for key in keys}, draft / name, metadata={"format": "pt"})
+        hub_files.write_tensors({key: state.pop(key) for key in keys}, draft / name)
     total_parameters = sum(p.numel() for p in model.parameters())
     hub_files.write_index(draft, names, files, total_parameters, num_bytes)
     shutil.copytree(folder, draft, copy_function=shutil.copyfile, dirs_exist_ok=True)

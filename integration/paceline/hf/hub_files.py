@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -54,6 +56,18 @@ def shard_names(count: int) -> list[str]:
         return [SAFE_WEIGHTS_NAME]
     stem, _, suffix = SAFE_WEIGHTS_NAME.rpartition(".")
     return [f"{stem}-{i:05d}-of-{count:05d}.{suffix}" for i in range(1, count + 1)]
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a file of weights.
+
+    Raises:
+        OSError: it cannot be written; the message has its name, which that of safetensors has not.
+    """
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file} was not written: {error}; see what is wrong with the disk, and save again.") from error
 
 
 def join(folder: Path, names: Sequence[str]) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
 from .arguments import ModelArguments
+from .hub_files import write_tensors
 from .stage import AddsNothing, PassThrough
 from .weights import seeded_by_name
 
@@ -380,7 +380,7 @@ def save_adapter_config(model: PreTrainedModel, adapters: Adapters, folder: Path
 
 def write_adapters(state: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``adapter_model.safetensors``."""
-    save_file({name: state[name].contiguous() for name in sorted(state)}, folder / WEIGHTS, metadata={"format": "pt"})
+    write_tensors({name: state[name] for name in sorted(state)}, folder / WEIGHTS)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import convert_file_size_to_int
 
@@ -79,7 +78,7 @@ def export(
     first = sum(len(keys) for stage, keys, _ in reports if stage < pipeline.stage_id)
     with control.together(f"writing stage {pipeline.stage_id} to {target}"):
         for name, keys in zip(names[first:], files, strict=False):
-            save_file({key: state[key] for key in keys}, draft / name, metadata={"format": "pt"})
+            hub_files.write_tensors({key: state[key] for key in keys}, draft / name)
     with control.together(f"finishing {target}"):
         if control.rank == 0:
             hub_files.save_config(pipeline.stage.model, draft)

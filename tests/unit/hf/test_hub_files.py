@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from paceline.hf.hub_files import join
+from paceline.hf.hub_files import join, write_tensors
 
 
 def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
@@ -39,3 +40,9 @@ def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
         assert key == "__metadata__" or entry["data_offsets"][0] % wanted[key].element_size() == 0, key
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "no folder" / "model.safetensors"
+    with pytest.raises(OSError, match=r"no folder/model\.safetensors was not written: .*; see what is wrong"):
+        write_tensors({"a": torch.ones(2)}, file)
