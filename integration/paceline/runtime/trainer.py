@@ -49,6 +49,7 @@ from .startup import plan_for
 from .trainer_batches import EvaluatedAhead, Seeing, without_extras
 from .trainer_loss import trainers_loss
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
+from .trainers_checkpoints import newest_complete
 from .training_arguments import count_ranks
 
 if TYPE_CHECKING:
@@ -260,9 +261,15 @@ class PipelineTraining(_Trainer):
     # -- training ------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; another run with the same ``output_dir`` is refused meanwhile."""
+        """As Trainer's; another run with the same ``output_dir`` is refused meanwhile.
+
+        With ``resume_from_checkpoint=True`` a pipeline goes on from the newest complete checkpoint.
+        """
+        resume, *rest = args or (kwargs.pop("resume_from_checkpoint", None),)
         with claimed(self.args.output_dir) if self.args.deepspeed else nullcontext():
-            return super().train(*args, **kwargs)
+            if resume is True and self.is_pipeline:
+                resume = newest_complete(Path(self.args.output_dir))
+            return super().train(resume, *rest, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Micro-batches wait for the last of their step; then all of them are trained on."""
