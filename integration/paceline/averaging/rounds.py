@@ -217,8 +217,8 @@ class Islands:
             if spent_s >= self.timeout_s:
                 raise TimeoutError(
                     f"island {self.island}: round {report.round + 1} is not done after {self.timeout_s:g} s of waiting "
-                    f"({why}); see whether the other islands and `paceline lighthouse` at {self.lighthouse} run, or "
-                    "raise averaging.timeout_s."
+                    f"({why}); see whether the other islands and `paceline lighthouse` at {self.lighthouse} run, "
+                    "write a smaller averaging.min_islands if some have ended, or raise averaging.timeout_s."
                 )
             time.sleep(_PAUSE_S)
 
@@ -233,7 +233,8 @@ class Islands:
                 grace_s=self.grace_s if report.counts else math.inf,
             )
         except TimeoutError:
-            raise _Again("others are alive and have not come, or the lighthouse is gone", limit_s) from None
+            why = "fewer than min_islands are left, others are alive and have not come, or the lighthouse is gone"
+            raise _Again(why, limit_s) from None
         except Closed:
             raise
         except RuntimeError as error:
