@@ -183,7 +183,7 @@ def test_what_is_refused() -> None:
         "too many": 'is [6, 0]: stage 0 has 3 layers; give at most 3 there, or "fit" for as many as it takes.',
         "built": "and the pipeline is built: give the model itself to have it built, or write how many layers",
         "experts": 'the model has experts, paceline.pipeline.recompute is [1, 0] and "one_direction" has no flush: ',
-        "twice": "and gradient checkpointing is on as well: leave one of them out.",
+        "twice": "recompute is 1, and gradient checkpointing, which recomputes all layers, is on as well: ",
         "own layers": 'of one\'s own layers DeepSpeed recomputes all; write "activation_checkpoint_interval": 1',
     }
     assert set(found) == set(phrases)

@@ -62,6 +62,11 @@ def test_frozen():
             'chooses, and the schedule is "zbh1": write "forward" and "backward", or "schedule": "adaptive".',
         ),
         (
+            {"pipeline": {"boundary": {"allowed": []}}},
+            "paceline.pipeline.boundary.allowed is []: it must have 1 entries or more; leave the key out to have it "
+            "chosen.",
+        ),
+        (
             {"pipline": {}},
             'paceline.pipline is not a key of this version of paceline; did you mean "pipeline"? Valid keys of '
             'paceline: "averaging", "max_change", "moe", "natural_gradient", "pipeline", "report".',
@@ -123,6 +128,11 @@ def test_frozen():
             {"averaging": {"lighthouse": "node1"}},
             'paceline.averaging.lighthouse is "node1": it must be host:port, such as "node1:29510", where `paceline '
             "lighthouse` runs.",
+        ),
+        (
+            {"averaging": {"lighthouse": "http://node1:29510"}},
+            'paceline.averaging.lighthouse is "http://node1:29510": it must be host:port, such as "node1:29510", where '
+            "`paceline lighthouse` runs.",
         ),
         (
             {"averaging": {"lighthouse": "node1:29510", "timeout_s": 1e17}},

@@ -254,6 +254,12 @@ def test_fewer_layers_than_stages():
     )
 
 
+def test_fewer_layers_than_the_stages_of_a_rank():
+    config = {"paceline": {"pipeline": {"stages": 2, "schedule": "interleaved"}}}
+    with pytest.raises(ValueError, match=r"every stage needs one; take a schedule with one stage on each rank\.$"):
+        resolved(config, num_layers=1)
+
+
 def test_one_stage_is_a_pipeline_too():
     with pytest.raises(ValueError, match="autotp_size is 2: this version has no pipelines with it"):
         resolved(stages(1) | {"tensor_parallel": {"autotp_size": 2}})

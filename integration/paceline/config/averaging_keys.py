@@ -101,7 +101,7 @@ class AveragingConfig(Part):
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536 or " " in host:
+        if not host or not port.isdigit() or not 0 < int(port) < 65536 or set(" /") & set(host):
             raise ValueError('it must be host:port, such as "node1:29510", where `paceline lighthouse` runs.')
         return value
 

@@ -608,6 +608,8 @@ def _one_line(invalid: ValidationError) -> str:
         return f'{parent} has no "{key}", which it needs: write it, or leave {parent} out.'
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     rule = rule.replace("a valid tuple", "a list").replace("String should", "it must")
+    if error["type"] == "too_short":
+        rule = f"it must have {error['ctx']['min_length']} entries or more"
     remedy = "" if rule.endswith(".") else "; leave the key out to have it chosen."
     return f"{path} is {show(error['input'])}: {rule}{remedy}"
 

@@ -77,8 +77,8 @@ def resolve_stages(
     if stages * a_rank > num_layers:
         chunks = f" with {a_rank} stages on each rank" if a_rank > 1 else ""
         raise ValueError(
-            f"{value}{chunks} and the model has {num_layers} decoder layers: every stage needs one; write one of "
-            f"{usable}."
+            f"{value}{chunks} and the model has {num_layers} decoder layers: every stage needs one; "
+            + (f"write one of {usable}." if usable else "take a schedule with one stage on each rank.")
         )
     return stages, why
 

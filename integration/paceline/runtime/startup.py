@@ -22,7 +22,7 @@ from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.recompute_keys import FIT, PATH, counts_of
-from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, value_at
+from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, show, value_at
 from ..config.stage_counts import asks_for_chunks, has_stages, is_planned, may_have_chunks, states_fit
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
@@ -241,8 +241,8 @@ def _check_said_once(resolved: RunPlan, *, recomputes: bool) -> None:
     """Raise ValueError where the JSON says which layers are recomputed, and something else that all are."""
     if resolved.recompute is not None and recomputes:
         raise ValueError(
-            f"{PATH} says how many layers of each stage are recomputed, and gradient checkpointing is on as well: "
-            "leave one of them out."
+            f"{PATH} is {show(resolved.recompute)}, and gradient checkpointing, which recomputes all layers, is on as "
+            "well: leave one of them out (TRL's SFTConfig has gradient_checkpointing=True unless it is given)."
         )
 
 
