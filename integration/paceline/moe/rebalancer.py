@@ -267,8 +267,10 @@ class Rebalancer:
 
     def prepare(self, change: Placements | None) -> bool:
         """Begin to send the values of experts that are to change ranks. Collective over all stages."""
+        if self._beside is None:
+            return False
         self._forget_ahead()
-        if change and self._beside is not None:
+        if change:
             self._beside.settle()
             changes = self._changes(change)
             num_bytes = 2 * most_bytes(changes)  # as they were sent, and as they have come

@@ -340,3 +340,20 @@ def test_experts_are_placed_anew_soon_at_first_and_after_a_pause(run: Any) -> No
     steps = [decision["step"] for decision in run(121, Group(), every=50)[1]]
     assert steps == [10, 60, 110]
     assert run(60, Group(), every=0)[1] == []
+
+
+def test_a_change_is_not_made_if_experts_have_moved_since_it_was_proposed(run: Any) -> None:
+    """Their values take some steps to come, in which somebody may move them by hand, or layers move."""
+    swapped = Placement(((4, 5, 6, 7), (0, 1, 2, 3)))
+
+    def after(of_layers: Any) -> None:
+        (layer,) = of_layers.layers
+        moved = layer.placement
+        assert moved != IN_ORDER, "as it was when a move was proposed"
+        assert of_layers.apply({0: swapped}) == rebalancer.Moved(0, 0, 0, 0.0, 0.0, {})
+        assert layer.placement == moved
+        layer.placement = IN_ORDER
+        assert of_layers.apply({0: swapped}).before == {0: IN_ORDER}
+        assert layer.placement == swapped
+
+    run(EVERY, Group(), after=after)
