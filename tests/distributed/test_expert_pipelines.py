@@ -246,8 +246,10 @@ def train_ahead(case: Case) -> list[dict[str, Any]]:
     consider = SwitchRule.consider
     found: list[dict[str, Any]] = []
     for way in ("in order", "at once", "ahead", "for nothing", "rebalanced"):
-        every = 2 if way == "rebalanced" else 0
-        engine = make(case, 2, 2, pipeline={"stages": 2, "partition": "uniform"}, moe={"rebalance_every": every})
+        every, schedule = (2, "adaptive") if way == "rebalanced" else (0, "1f1b")
+        pipeline = {"stages": 2, "partition": "uniform", "schedule": schedule}
+        engine = make(case, 2, 2, pipeline=pipeline, moe={"rebalance_every": every})
+        left_out = steps_left_out(engine)
         in_order = {name: layer.placement for name, layer in engine.expert_layers.items()}
         losses, moves, prepared = [], [], []
         if way == "rebalanced":
@@ -272,11 +274,19 @@ def train_ahead(case: Case) -> list[dict[str, Any]]:
         decisions = [d for d in engine.rebalancer.decisions if d.get("moved")]
         found.append({"losses": losses, "state": state(engine), "moves": moves, "prepared": prepared})
         found[-1]["decided"] = [(d["step"], d["moved"], d["paused_bytes"], d["num_bytes"]) for d in decisions]
+        found[-1]["left_out"] = left_out
         engine.destroy()
     return found
 
 
 STEPS_AHEAD = 6
+
+
+def steps_left_out(engine: Any) -> list[int]:
+    """Steps whose messages say nothing of the links, as they come."""
+    steps: list[int] = []
+    engine.reports.skip_messages = lambda after: steps.append(engine.global_steps)
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -301,6 +311,9 @@ def test_values_of_experts_are_sent_ahead(case: Case) -> None:
             if case.dtype == "bf16":
                 assert 0 < move["paused_bytes"] < 0.6 * plain["paused_bytes"], "what steps changed"
     assert rebalanced[0]["decided"], "something moved"
+    assert all(rank["left_out"] == rebalanced[0]["left_out"] for rank in rebalanced)
+    for step, *_ in rebalanced[0]["decided"]:  # values come beside it, all else beside the next
+        assert {step, step + 1} & set(range(STEPS_AHEAD)) <= set(rebalanced[0]["left_out"])
 
 
 LATE = 8

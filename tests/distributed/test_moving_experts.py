@@ -252,7 +252,8 @@ def train_sharded(
     if is_beside:
         made = [dist.new_group(ranks) for ranks in ([[0, 1], [2, 3]] if has_stages else [[0, 1, 2, 3]])]
         carries = made[column if has_stages else 0]
-        beside = BesideSteps(carries, optimizer.expect_states, optimizer.settle_states, lambda num_bytes: True)
+        later = optimizer.expect_states, optimizer.settle_states
+        beside = BesideSteps(carries, *later, has_room=lambda num_bytes: True, disturb=lambda: None)
     for step in range(STEPS):
         for time in range(2 if is_moved else 0):  # one directly after the other
             moved = scatter([layer], states, (10 * column * has_stages + step) * 2 + time, moving_group, beside)

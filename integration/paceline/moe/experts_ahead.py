@@ -33,12 +33,14 @@ class BesideSteps(NamedTuple):
             (:meth:`~paceline.optim.sharded.ShardedOptimizer.expect_states`).
         settle: waits for masters and states that are on their way.
         has_room: whether this rank has room for so many bytes.
+        disturb: called where something moves beside the next step of the job, on all its ranks.
     """
 
     group: dist.ProcessGroup
     expect: Callable[[Callable[[], None]], None]
     settle: Callable[[], None]
     has_room: Callable[[int], bool]
+    disturb: Callable[[], None]
 
 
 class ExpertsAhead(ValuesAhead):

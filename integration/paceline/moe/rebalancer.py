@@ -132,6 +132,8 @@ class Rebalancer:
         self._before_move: tuple[int, dict[str, float]] = -1, {}
         """Step after which experts were moved last, and what was uneven until then."""
         self._ahead: ExpertsAhead | None = None
+        self._is_ahead_somewhere = False
+        """Whether any stage sends values for a move that is to come."""
         self._proposed_for: list[tuple[ExpertLayer, Placement]] = []
         """Layers as they were when a change of them was proposed."""
         self._moves: list[tuple[int, float]] = []
@@ -278,11 +280,19 @@ class Rebalancer:
                 self._ahead = ExpertsAhead(
                     changes, gather=self._gather, group=self._beside.group, pausing_group=self.group
                 )
-        return any(self._gather_in_job(self._ahead is not None))
+        told = self._gather_in_job((bool(change), self._ahead is not None))
+        self._is_ahead_somewhere = any(is_ahead for _, is_ahead in told)
+        if any(moves for moves, _ in told):
+            self._beside.disturb()
+        return self._is_ahead_somewhere
 
     def is_prepared(self) -> bool:
         """Whether all has come that is on its way in any stage. Collective over all stages."""
-        return all(self._gather_in_job(self._ahead is None or self._ahead.is_done))
+        is_done = all(self._gather_in_job(self._ahead is None or self._ahead.is_done))
+        if self._is_ahead_somewhere and self._beside is not None:
+            self._beside.disturb()  # masters and states come beside the next step, if values do not
+        self._is_ahead_somewhere &= not is_done
+        return is_done
 
     def close(self) -> None:
         """End what is on its way. The ranks need not call it together."""
@@ -319,7 +329,7 @@ class Rebalancer:
         dist.all_gather_object(told, value, group=self.group)
         return told
 
-    def _gather_in_job(self, value: bool) -> list[bool]:
+    def _gather_in_job(self, value: T) -> list[T]:
         """The value of each rank of all stages."""
         return self._gather(value) if self.stages is None else self.stages.control.gather(value)
 

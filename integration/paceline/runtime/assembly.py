@@ -53,6 +53,7 @@ from .model_support import Around
 from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
+from .pipeline_measurements import PipelineMeasurements
 from .rounding_errors import RoundingErrors
 from .startup import dtype_of
 from .state_owners import Mirrors, by_stage, over_directions, stage_of_parameters
@@ -334,11 +335,18 @@ def _beside_steps(engine: PacelineEngine, group: torch.distributed.ProcessGroup 
     groups = {tuple(ranks): gloo_group(ranks, TIMEOUT) for ranks in sorted(set(map(tuple, engine.control.gather(own))))}
     device = torch.device(engine.device)
     sharing = ranks_sharing(device)
+
+    def disturb() -> None:
+        measurements = None if engine.controller is None else engine.controller.measurements
+        if isinstance(measurements, PipelineMeasurements):
+            measurements.disturb_next()
+
     return BesideSteps(
         groups[tuple(own)],
         expect=optimizer.expect_states,
         settle=optimizer.settle_states,
         has_room=lambda num_bytes: num_bytes <= room_bytes(device, sharing),
+        disturb=disturb,
     )
 
 

@@ -97,8 +97,10 @@ class PipelineMeasurements:
         """On the first rank, of all ranks, from :meth:`gather` to :meth:`before_switch`."""
         self._has_switched = False
         """At the last planning."""
-        self._is_disturbed = False
-        """Whether layers move beside the step that runs."""
+        self._disturbed: set[int] = set()
+        """Steps, by number, beside which layers or experts move."""
+        self._num_left_out = 0
+        """Of the steps that are done."""
         self._done = 0
         self._after: dict[LaneKey, int] = {}
 
@@ -111,14 +113,15 @@ class PipelineMeasurements:
             self._timed = self._meter.stop_timing_layers(self._layers, self._pipeline.cut)
             self._is_timing = False
             self._meter.recorder.forget()
-        if self._is_disturbed:
-            self._is_disturbed = False
+        if done in self._disturbed:
+            self._num_left_out += 1
             self._meter.recorder.forget()
             self._gatherer.skip_messages(self._after)
+        self._disturbed = {number for number in self._disturbed if number > done}
 
     def is_complete(self, done: int) -> bool:
         """Whether everything that was to be tried and fits was measured; if not, have the next run. Collective."""
-        turn, step = divmod(done - SETTLING_STEPS, MEASURING_STEPS)
+        turn, step = divmod(done - self._num_left_out - SETTLING_STEPS, MEASURING_STEPS)
         while self._untried:
             if turn < 1 or step > 0:
                 return False
@@ -190,7 +193,11 @@ class PipelineMeasurements:
 
     def disturb(self) -> None:
         """Leave out the step that begins: layers move beside it, in the way of its messages. On all ranks."""
-        self._is_disturbed = True
+        self._disturbed.add(self._done + 1)
+
+    def disturb_next(self) -> None:
+        """Leave out the step after the one that ends: experts move beside it. On all ranks, before :meth:`end_step`."""
+        self._disturbed.add(self._done + 2)
 
     def time_layers_again(self) -> None:
         """Time the layers in the step after the next. On all ranks."""

@@ -127,6 +127,20 @@ def test_each_size_runs_for_two_steps_and_then_comes_the_first_choice() -> None:
     assert controller.measurements.costs.sizes() == [1, 2, 4]
 
 
+def test_steps_beside_which_experts_move_count_for_nothing() -> None:
+    """Experts' own controller says so at the end of the step before, whether a size is on trial or chosen."""
+    engine, controller = make((1, 2, 4), saved={1: 10.0, 2: 20.0, 4: 40.0})
+    left_out = []
+    engine.skip_messages = lambda after: left_out.append(engine.global_steps)
+    for until in (3, 6, 7, 15):
+        engine.train(controller, until - engine.global_steps)
+        controller.measurements.disturb_next()
+    engine.train(controller, 2)
+    assert left_out == [4, 7, 8, 16]
+    assert engine.ran[:13] == [2, 2, 2, 2, 2, 1, 1, 1, 1, 4, 4, 2, 2], "two steps of each size count"
+    assert controller.decisions[0]["step"] == 13
+
+
 def test_a_size_that_cannot_fit_is_not_tried_and_the_next_takes_its_turn() -> None:
     saved = {1: 100.0, 2: 200.0, 4: 400.0, 8: 800.0, 16: 1600.0}
     engine, controller = make((1, 2, 4, 8, 16), saved=saved)
