@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -146,6 +146,65 @@ def test_boundaries_and_recomputed_layers_are_found_together(method: str) -> Non
     assert again == [*first[: sum(i in first for i in again)], *last[: sum(i in last for i in again)]]
     plain = run_ranks(trained, 2, {"partition": found[0]["parts"]})
     assert_same(found, plain)
+
+
+def held_bytes(schedule: dict[str, Any], boundaries: list[int], again: list[int]) -> list[float]:
+    """Bytes of each device under a schedule with several stages on each, these layers recomputed."""
+    from paceline.config.schedules import resolve_schedule
+    from paceline.config.section import PacelineConfig
+    from paceline.hf.activations import count_items
+    from paceline.measure.tokens import tokens_of_sample
+    from paceline.planning.memory import States
+    from paceline.planning.recomputation import recomputed as with_recomputed
+    from paceline.planning.shared_devices import held_by, whole_schedule
+
+    section = PacelineConfig.of({"paceline": {"pipeline": {"stages": 2, "schedule": schedule}}})
+    choice, _ = resolve_schedule(section, 2, 4, micro_batch_size=BATCH)
+    config = model_config(num_hidden_layers=LAYERS)
+    shape: Any = {"micro_batch_size": BATCH, "sequence_length": tokens_of_sample(None, config)}
+    items = with_recomputed(count_items(config, dtype=torch.float32, **shape), [layer + 1 for layer in again])
+    held = held_by(whole_schedule(choice.planned(2, 4)), choice.optimizer_owners)
+    return [one.memory(items, boundaries, States()).total for one in held]
+
+
+def recomputed_anywhere(ranks: list[dict[str, Any]]) -> list[int]:
+    """The layers whose forward ran more often than for each of the four micro-batches of all steps."""
+    runs = dict.fromkeys(range(LAYERS), 0)
+    for counts in (counts for rank in ranks for counts in rank["runs"]):
+        for layer, times in counts.items():
+            runs[layer] += times
+    return sorted(layer for layer, times in runs.items() if times > 4 * STEPS)
+
+
+ROUND = {"type": "interleaved"}, [0, 3, 4, 6, ITEMS]
+SPLIT = {"type": "zbv"}, [0, 3, 4, 6, ITEMS]
+BOTH_WAYS = {"type": "multidirection"}, [0, 4, ITEMS]
+
+
+@pytest.mark.parametrize("method", ["written", "work", "hetero"])
+@pytest.mark.parametrize(("schedule", "parts"), [ROUND, SPLIT, BOTH_WAYS], ids=["round", "split", "both ways"])
+def test_stages_of_a_device_share_its_memory(schedule: dict[str, Any], parts: list[int], method: str) -> None:
+    """Each has room for some less than the stages of any boundaries keep."""
+    inner = combinations(range(2, ITEMS - 1), len(parts) - 2)
+    least = min(max(held_bytes(schedule, [0, *cuts, ITEMS], [])) for cuts in inner)
+    limit = 0.9 * least + 0.1 * max(held_bytes(schedule, parts, [*range(LAYERS)]))
+    partition = {"method": parts if method == "written" else method, "memory_gib": limit / 2**30}
+    if method == "hetero":
+        partition["repartition_every"] = 0
+    found = run_ranks(trained, 2, {"schedule": schedule, "partition": partition, "recompute": "fit"})
+    again, boundaries = recomputed_anywhere(found), found[0]["parts"]
+    assert 0 < len(again) < LAYERS
+    assert max(held_bytes(schedule, boundaries, again)) <= limit
+    assert max(held_bytes(schedule, boundaries, [])) > limit
+    if method == "written":
+        assert boundaries == parts
+        for layer in again:
+            assert max(held_bytes(schedule, boundaries, [one for one in again if one != layer])) > limit, layer
+    usual: dict[str, Any] = {"schedule": schedule, "partition": boundaries}
+    if schedule["type"] == "multidirection":  # layers are computed again with weights that may have changed
+        stages = [range(max(a - 1, 0), min(b - 1, LAYERS)) for a, b in pairwise(boundaries)]
+        usual["recompute"] = [sum(layer in stage for layer in again) for stage in stages]
+    assert_same(found, run_ranks(trained, 2, usual))
 
 
 def refused(layers: int) -> dict[str, str]:

@@ -38,21 +38,12 @@ def check_recompute(value: Any) -> Recompute | None:
     )
 
 
-def check_stages(value: Recompute | None, stages: int, *, has_one_a_rank: bool) -> None:
-    """Raise ValueError unless ``value`` goes with so many stages.
-
-    Args:
-        has_one_a_rank: each rank holds one stage.
-    """
+def check_stages(value: Recompute | None, stages: int) -> None:
+    """Raise ValueError unless ``value`` goes with so many stages."""
     if isinstance(value, tuple) and len(value) != stages:
         raise ValueError(
             f"{PATH} is {list(value)}: there are {stages} stages, and each has a number; give {stages} numbers, one "
             f'for all stages, or "{FIT}".'
-        )
-    if value == FIT and not has_one_a_rank:
-        raise ValueError(
-            f'{PATH} is "{FIT}", which is found for one stage a rank, and ranks hold several: write how many layers of '
-            "each stage are recomputed, or take another schedule."
         )
 
 

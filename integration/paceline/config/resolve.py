@@ -71,8 +71,7 @@ def resolve(
     expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
     check_features(config, section, expert_parallel)
 
-    one_a_rank = schedule_type(section) != MULTIDIRECTION and stages_a_rank(section) == 1
-    check_stages(section.pipeline.recompute, stages * stages_a_rank(section), has_one_a_rank=one_a_rank)
+    check_stages(section.pipeline.recompute, stages * stages_a_rank(section))
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items)

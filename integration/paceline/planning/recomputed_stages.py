@@ -10,9 +10,10 @@ from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream
 from .blocks import Device, DoesNotFit
 from .memory import ItemMemory, States
-from .recomputation import Recomputable, recomputed, recomputed_s
+from .recomputation import Recomputable, Recomputation, recomputed, recomputed_s
 from .refine import refine
-from .shared_devices import budget_of, whole_schedule
+from .shared_devices import budget_of, held_by, whole_schedule
+from .shared_recomputation import SharedRecomputable
 from .stages import StagePlan, over_items, over_layers, plan_of_boundaries, plan_stages
 
 
@@ -35,7 +36,7 @@ def fastest_stages(
     may_recompute: bool,
 ) -> RecomputedStages:
     """The fastest stages, and the fewest layers of each that must be recomputed for it. Arguments as of
-    :func:`plan_stages`; with ``may_recompute``, one stage a device.
+    :func:`plan_stages`.
 
     Raises:
         DoesNotFit: nothing fits.
@@ -48,16 +49,42 @@ def fastest_stages(
         if not may_recompute:
             raise
     if may_recompute:
-        model = Recomputable.of(items, seconds, states, whole_schedule(schedule))
+        model: Recomputable | SharedRecomputable
+        whole = whole_schedule(schedule)
         with suppress(DoesNotFit) if plans else nullcontext():
-            found = model.partition(devices)
+            if whole.num_chunks > 1:
+                model = SharedRecomputable(items, states, held_by(whole, owners))
+                found = _with_most_again(model, items, seconds, devices, states, schedule, links, owners)
+            else:
+                model = Recomputable.of(items, seconds, states, whole)
+                found = model.partition(devices)
             if found.items:
-                plans.append(_refined(model, found.boundaries, items, seconds, devices, states, schedule, links))
+                refined = _refined(
+                    model, found.boundaries, items, seconds, devices, states, schedule, links, owners=owners
+                )
+                plans.append(refined)
     return min(plans, key=lambda each: each.plan.step_s)
 
 
+def _with_most_again(
+    model: SharedRecomputable,
+    items: Sequence[ItemMemory],
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    schedule: Schedule | Stream,
+    links: Sequence[float],
+    owners: str | None,
+) -> Recomputation:
+    """The boundaries that are fastest with all layers recomputed, and the fewest that must be."""
+    again = range(1, len(items) - 1)
+    costs = recomputed(items, again), recomputed_s(seconds, again)
+    plan = plan_stages(*costs, devices, states, schedule, links, owners=owners)
+    return model.fewest(plan.boundaries, [device.memory_bytes for device in devices])
+
+
 def _refined(
-    model: Recomputable,
+    model: Recomputable | SharedRecomputable,
     start: Sequence[int],
     items: Sequence[ItemMemory],
     seconds: Sequence[tuple[float, float]],
@@ -65,6 +92,8 @@ def _refined(
     states: States,
     schedule: Schedule | Stream,
     links: Sequence[float],
+    *,
+    owners: str | None,
 ) -> RecomputedStages:
     """The fastest stages, found from the boundaries ``start``: others have other layers that must be recomputed."""
     limits = [device.memory_bytes for device in devices]
@@ -79,7 +108,9 @@ def _refined(
     def plan_of(cuts: Sequence[int], *, compare_orders: bool) -> RecomputedStages:
         boundaries, again = model.fewest(over_items(cuts), limits)
         costs = recomputed(items, again), recomputed_s(seconds, again)
-        plan = plan_of_boundaries(boundaries, *costs, devices, states, schedule, links, compare_orders=compare_orders)
+        plan = plan_of_boundaries(
+            boundaries, *costs, devices, states, schedule, links, owners=owners, compare_orders=compare_orders
+        )
         return RecomputedStages(plan, again)
 
     def step_s(cuts: Sequence[int]) -> float:

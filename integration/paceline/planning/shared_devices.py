@@ -60,10 +60,18 @@ class Held:
             items: of the whole model.
             boundaries: over items, ``[0, …, len(items)]``.
         """
-        each = [
-            stage_memory(items, boundaries, stage, states if share is None else _owning(states, share), 1)
-            for stage, share in zip(self.stages, self.owned, strict=True)
-        ]
+        of_stages = zip(self.stages, self.owned, strict=True)
+        return self.together([self.stage(items, boundaries, stage, states, share) for stage, share in of_stages])
+
+    @staticmethod
+    def stage(
+        items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, share: float | None
+    ) -> StageMemory:
+        """Bytes of one stage with one live micro-batch; ``share`` of its optimizer states is there (:attr:`owned`)."""
+        return stage_memory(items, boundaries, stage, states if share is None else _owning(states, share), 1)
+
+    def together(self, each: Sequence[StageMemory]) -> StageMemory:
+        """Bytes of the device, from those of its stages (:meth:`stage`), by chunk."""
         sums = {field.name: fsum(getattr(stage, field.name) for stage in each) for field in fields(StageMemory)}
         sums["working"] = max(stage.working for stage in each)
         saved = [stage.activations for stage in each]

@@ -75,7 +75,7 @@ def plan_stages(
     whole = whole_schedule(schedule)
     budget = budget_of(schedule) if budget is None else budget
     if whole.num_chunks > 1:
-        return _plan_shared(items, seconds, devices, states, schedule, links, owners, budget)
+        return _Shared(items, seconds, devices, states, schedule, links, owners).search(budget)
     live = verify(whole, paired=False).peak_held
     blocks, forward = _blocks(items, seconds, states)
     beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
@@ -109,15 +109,19 @@ def plan_of_boundaries(
     schedule: Schedule | Stream,
     links: Sequence[float] = (),
     *,
+    owners: str | None = None,
     compare_orders: bool,
 ) -> StagePlan:
-    """The plan of given ``boundaries`` over items, whether they fit or not, with one stage a device. Other arguments as
-    of :func:`plan_stages`.
+    """The plan of given ``boundaries`` over items, whether they fit or not. Other arguments as of :func:`plan_stages`.
 
     Args:
-        compare_orders: whether a better order of the devices is searched.
+        compare_orders: whether a better order of the devices is searched, where each has one stage.
     """
-    live = verify(whole_schedule(schedule), paired=False).peak_held
+    whole = whole_schedule(schedule)
+    if whole.num_chunks > 1:
+        shared = _Shared(items, seconds, devices, states, schedule, links, owners)
+        return shared.plan(over_layers(boundaries))
+    live = verify(whole, paired=False).peak_held
     blocks, forward = _blocks(items, seconds, states)
     costs = stage_costs(over_layers(boundaries), blocks, devices, links, forward=forward)
     memory = tuple(stage_memory(items, boundaries, stage, states, held) for stage, held in enumerate(live))
@@ -125,60 +129,76 @@ def plan_of_boundaries(
     return StagePlan(tuple(boundaries), step_s(schedule, costs), costs, memory, better=better)
 
 
-def _plan_shared(
-    items: Sequence[ItemMemory],
-    seconds: Sequence[tuple[float, float]],
-    devices: Sequence[Device],
-    states: States,
-    order: Schedule | Stream,
-    links: Sequence[float],
-    owners: str | None,
-    budget: int,
-) -> StagePlan:
-    """Plan stages where devices hold several of them: local searches from the split with the smallest
-    bottleneck, and from one whose devices have sums that are as small as that search finds."""
-    whole = whole_schedule(order)
-    held = held_by(whole, owners)
-    blocks, forward = _blocks(items, seconds, states)
-    alike = [Device()] * whole.num_stages  # not one a device; what each of them does, costs say
-    slowest = [min(links)] * (whole.num_stages - 1) if links else ()
-    routes = routes_of(whole)
+class _Shared:
+    """A model in stages of which devices hold several. Arguments as of :func:`plan_stages`."""
 
-    def costs(cuts: Sequence[int]) -> Costs:
-        own = stage_costs(cuts, blocks, alike, slowest, forward=forward)
-        return replace(own, fixed_bytes=(), speeds=tuple(device.speed for device in devices))
+    def __init__(
+        self,
+        items: Sequence[ItemMemory],
+        seconds: Sequence[tuple[float, float]],
+        devices: Sequence[Device],
+        states: States,
+        order: Schedule | Stream,
+        links: Sequence[float],
+        owners: str | None,
+    ) -> None:
+        whole = whole_schedule(order)
+        self._items, self._states, self._devices, self._order = items, states, devices, order
+        self._held = held_by(whole, owners)
+        self._routes = routes_of(whole)
+        self._blocks, self._forward = _blocks(items, seconds, states)
+        # Not one a device; what each of them does, costs say.
+        self._alike = [Device()] * whole.num_stages
+        self._slowest = [min(links)] * (whole.num_stages - 1) if links else ()
 
-    def memory(cuts: Sequence[int]) -> tuple[StageMemory, ...]:
-        return tuple(one.memory(items, over_items(cuts), states) for one in held)
+    def costs(self, cuts: Sequence[int]) -> Costs:
+        own = stage_costs(cuts, self._blocks, self._alike, self._slowest, forward=self._forward)
+        return replace(own, fixed_bytes=(), speeds=tuple(device.speed for device in self._devices))
 
-    def over(cuts: Sequence[int]) -> float:
+    def memory(self, cuts: Sequence[int]) -> tuple[StageMemory, ...]:
+        return tuple(one.memory(self._items, over_items(cuts), self._states) for one in self._held)
+
+    def step_s(self, cuts: Sequence[int]) -> float:
+        return step_s(self._order, self.costs(cuts))
+
+    def plan(self, cuts: Sequence[int], found_s: float | None = None) -> StagePlan:
+        """The plan of these cuts; ``found_s``: of a step, if that is known."""
+        found_s = self.step_s(cuts) if found_s is None else found_s
+        held = tuple(one.stages for one in self._held)
+        return StagePlan(over_items(cuts), found_s, self.costs(cuts), self.memory(cuts), held)
+
+    def search(self, budget: int) -> StagePlan:
+        """The best of local searches from the split with the smallest bottleneck, and from one whose devices have sums
+        that are as small as that search finds.
+
+        Raises:
+            DoesNotFit: nothing fits.
+        """
+        devices = self._devices
+        start = partition(self._blocks, self._alike, self._slowest).boundaries
+        if not self._fits(start):
+            start, _ = refine(start, self._over)
+        if not self._fits(start):
+            needs = self.memory(start)
+            worst = max(range(len(devices)), key=lambda number: needs[number].total - devices[number].memory_bytes)
+            why = "its stages' states and live activations, and what it computes and sends with"
+            raise DoesNotFit(worst, worst, needs[worst].total, devices[worst].memory_bytes, why)
+        even, _ = refine(start, self._load_s)
+        if not self._fits(even):  # asked of the result first: to ask of all that is tried takes most of the time
+            even, _ = refine(start, self._load_s, fits=self._fits)
+        reached = [refine(cuts, self.step_s, fits=self._fits, budget=budget) for cuts in dict.fromkeys((start, even))]
+        return self.plan(*min(reached, key=lambda one: one[1]))
+
+    def _over(self, cuts: Sequence[int]) -> float:
         """Bytes of the device with least room for them that it lacks; 0 if all have enough."""
-        return max(0.0, *(need.total - device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True)))
+        needs = zip(self.memory(cuts), self._devices, strict=True)
+        return max(0.0, *(need.total - device.memory_bytes for need, device in needs))
 
-    def fits(cuts: Sequence[int]) -> bool:
-        return not over(cuts)
+    def _fits(self, cuts: Sequence[int]) -> bool:
+        return not self._over(cuts)
 
-    start = partition(blocks, alike, slowest).boundaries
-    if not fits(start):
-        start, _ = refine(start, over)
-    if not fits(start):
-        needs = memory(start)
-        worst = max(range(len(devices)), key=lambda number: needs[number].total - devices[number].memory_bytes)
-        why = "its stages' states and live activations, and what it computes and sends with"
-        raise DoesNotFit(worst, worst, needs[worst].total, devices[worst].memory_bytes, why)
-
-    def load_s(cuts: Sequence[int]) -> float:
-        return max(loads_s(cuts, blocks, devices, routes))
-
-    even, _ = refine(start, load_s)
-    if not fits(even):  # asked of the result first: to ask of all that is tried takes most of the time
-        even, _ = refine(start, load_s, fits=fits)
-    reached = [
-        refine(cuts, lambda tried: step_s(order, costs(tried)), fits=fits, budget=budget)
-        for cuts in dict.fromkeys((start, even))
-    ]
-    cuts, found_s = min(reached, key=lambda one: one[1])
-    return StagePlan(over_items(cuts), found_s, costs(cuts), memory(cuts), tuple(one.stages for one in held))
+    def _load_s(self, cuts: Sequence[int]) -> float:
+        return max(loads_s(cuts, self._blocks, self._devices, self._routes))
 
 
 def within_memory(

@@ -36,7 +36,9 @@ from ..planning.blocks import Device, DoesNotFit
 from ..planning.divisors import divisors
 from ..planning.memory import ItemMemory, States
 from ..planning.recomputation import Recomputable, counts_of_layers, layers_of_stages
-from ..planning.shared_devices import whole_schedule
+from ..planning.recomputed_stages import fastest_stages
+from ..planning.shared_devices import held_by, whole_schedule
+from ..planning.shared_recomputation import SharedRecomputable
 from ..planning.stage_choice import Stages
 from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
@@ -383,25 +385,36 @@ def as_it_takes(
     """The partition, and as few recomputed layers as it takes for each stage to fit. With ``"work"``, stages that do
     not fit as they are get other boundaries too.
 
+    Args:
+        limit_bytes: of each device.
+
     Raises:
         ValueError: what the model keeps cannot be counted.
     """
     model = skeleton(hf_config)
     items = items_of(model, anatomy_of(model), shape.sequence_length)
-    boundaries = partition_items(items, resolved.stages, method)
+    routes = resolved.schedule.routes(resolved.stages)
+    boundaries = partition_items(items, len(routes[0]), method, route_of_chunks(routes))
     try:
         memories = shared_memory(hf_config, count_items(hf_config, **shape._asdict()), resolved.expert_parallel)
     except ValueError as error:
         raise ValueError(f'{PATH} is "{FIT}", which counts what layers keep; write a number. {error}') from None
     seconds = [(item.work / 3, item.work / 1.5) for item in items]
-    schedule = whole_schedule(resolved.schedule.planned(resolved.stages, resolved.micro_batches))
-    stages = Recomputable.of(memories, seconds, _states(resolved), schedule)
+    schedule = resolved.schedule.planned(resolved.stages, resolved.micro_batches)
+    states, devices = _states(resolved), [Device(1.0, limit) for limit in limit_bytes]
+    owners = resolved.schedule.optimizer_owners
+    held = held_by(whole_schedule(schedule), owners)
     try:
         with suppress(DoesNotFit) if method == WORK else nullcontext():
-            found = stages.fewest(boundaries, limit_bytes)
+            found = SharedRecomputable(memories, states, held).fewest(boundaries, limit_bytes)
             if method != WORK or not found.items:
                 return FirstPartition(list(found.boundaries), recomputed=found.items)
-        found = stages.partition([Device(1.0, limit) for limit in limit_bytes])
+        if any(len(own.stages) > 1 for own in held):
+            plan, again = fastest_stages(
+                memories, seconds, devices, states, schedule, owners=owners, may_recompute=True
+            )
+            return FirstPartition(list(plan.boundaries), recomputed=again)
+        found = Recomputable.of(memories, seconds, states, whole_schedule(schedule)).partition(devices)
         return FirstPartition(list(found.boundaries), recomputed=found.items)
     except DoesNotFit as error:
         logger.warning("recompute: all layers, since %s", error)
