@@ -455,6 +455,9 @@ def destroyed(root: str) -> dict[str, Any]:
         lambda: engine.load_checkpoint(root),
         lambda: engine.repartition([0, 1, 2]),
         lambda: engine.prepare_repartition([0, 1, 2]),
+        lambda: engine.set_schedule(engine.schedule),
+        lambda: engine.share_micro_batches([MICRO_BATCHES]),
+        lambda: engine.place_experts({}),
         lambda: engine.eval_batch(iter(batches(1))),
         lambda: engine.train_batch(iter(batches(1))),
     ]
@@ -481,7 +484,7 @@ def test_a_destroyed_engine_has_delivered_and_refuses_and_leaves_no_thread(tmp_p
     assert last["outputs"] == pytest.approx(wanted, rel=1e-3)
     for found in (first, last):
         refusal = "the engine was destroyed: it trains, saves and loads no more; make another one."
-        assert found["refuses"] == [refusal] * 7
+        assert found["refuses"] == [refusal] * 10
         assert found["lanes"] == 0
 
 

@@ -43,6 +43,7 @@ def test_what_it_may_not_be(value: Any) -> None:
     [
         ([1, 1, 1], {}, "there are 2 stages, and each has a number; give 2 numbers, one for all stages, or "),
         ([1, 1], {"schedule": "zbv"}, "there are 4 stages, and each has a number; give 4 numbers"),
+        ([4, 3], {}, "these are 7 layers, and the model has 6; give each stage at most as many as it has"),
     ],
 )
 def test_what_does_not_go_with_the_stages(value: Any, pipeline: dict[str, Any], message: str) -> None:

@@ -38,12 +38,17 @@ def check_recompute(value: Any) -> Recompute | None:
     )
 
 
-def check_stages(value: Recompute | None, stages: int) -> None:
-    """Raise ValueError unless ``value`` goes with so many stages."""
+def check_stages(value: Recompute | None, stages: int, num_layers: int) -> None:
+    """Raise ValueError unless ``value`` goes with so many stages, and with so many decoder layers in all of them."""
     if isinstance(value, tuple) and len(value) != stages:
         raise ValueError(
             f"{PATH} is {list(value)}: there are {stages} stages, and each has a number; give {stages} numbers, one "
             f'for all stages, or "{FIT}".'
+        )
+    if isinstance(value, tuple) and sum(value) > num_layers:
+        raise ValueError(
+            f"{PATH} is {list(value)}: these are {sum(value)} layers, and the model has {num_layers}; give each stage "
+            f'at most as many as it has, or "{FIT}" for as many as it takes.'
         )
 
 

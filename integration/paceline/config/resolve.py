@@ -71,7 +71,7 @@ def resolve(
     expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
     check_features(config, section, expert_parallel)
 
-    check_stages(section.pipeline.recompute, stages * stages_a_rank(section))
+    check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers)
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items)

@@ -292,7 +292,9 @@ class PacelineEngine(PipelineEngine):
 
         Raises:
             ValueError: other numbers than one for each replica, whose sum is a step's.
+            RuntimeError: the engine was destroyed.
         """
+        self.half_way.check_goes_on()
         replicas, own = int(self.grid.data_parallel_size), int(self.grid.data_parallel_id)
         usual, counts = self.gradient_accumulation_steps(), self.plan.schedule.micro_batch_counts(self.num_stages)
         check_shares(shares, replicas=replicas, micro_batches=usual, counts=counts)
@@ -308,7 +310,9 @@ class PacelineEngine(PipelineEngine):
 
         Raises:
             ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
+            RuntimeError: the engine was destroyed.
         """
+        self.half_way.check_goes_on()
         if self.mirrors is not None:
             raise ValueError(
                 f"set_schedule({schedule.name!r}): an engine that was made for {self.plan.schedule.type!r} keeps its "
@@ -670,8 +674,8 @@ class PacelineEngine(PipelineEngine):
 
     def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """See :meth:`~paceline.runtime.expert_part.Experts.place`."""
-        self.flush()
-        return self.experts.place(placements)
+        with self.between_steps():
+            return self.experts.place(placements)
 
     def prepare_experts(self, placements: Mapping[str, Placement]) -> bool:
         """See :meth:`~paceline.runtime.expert_part.Experts.prepare`."""
