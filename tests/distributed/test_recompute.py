@@ -178,7 +178,7 @@ def recomputed_anywhere(ranks: list[dict[str, Any]]) -> list[int]:
 
 ROUND = {"type": "interleaved"}, [0, 3, 4, 6, ITEMS]
 SPLIT = {"type": "zbv"}, [0, 3, 4, 6, ITEMS]
-BOTH_WAYS = {"type": "multidirection"}, [0, 4, ITEMS]
+BOTH_WAYS = {"type": "multidirection", "directions": 2}, [0, 4, ITEMS]
 
 
 @pytest.mark.parametrize("method", ["written", "work", "hetero"])

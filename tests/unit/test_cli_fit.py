@@ -98,15 +98,16 @@ def test_recomputed_layers(fit: Any) -> None:
         assert not any("recompute" in remedy for remedy in never["remedies"])
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv", "multidirection"])
-def test_recomputed_layers_of_several_stages_a_rank(fit: Any, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv", {"type": "multidirection", "directions": 2}])
+def test_recomputed_layers_of_several_stages_a_rank(fit: Any, schedule: Any) -> None:
     argv = ("--world-size", "2", "--json", "--device-memory-gib")
     free, _ = fit(ds(2, {"schedule": schedule}), *argv, "1")
     room = 0.7 * max(row["total"] for row in free["memory"]) / GIB
     for method in ("uniform", "work", "hetero"):
         found, _ = fit(ds(2, {"schedule": schedule, "recompute": "fit", "partition": method}), *argv, str(room))
         assert found["fits"], method
-        assert len(found["recomputed"]) == (2 if schedule == "multidirection" else 4)
+        assert len(found["recomputed"]) == (4 if isinstance(schedule, str) else 2)
+        assert [len(row["stages"]) for row in found["memory"]] == [2, 2]
         assert 0 < sum(found["recomputed"]) < 6, method
 
 
