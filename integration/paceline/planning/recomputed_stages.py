@@ -79,7 +79,11 @@ def _with_most_again(
     """The boundaries that are fastest with all layers recomputed, and the fewest that must be."""
     again = range(1, len(items) - 1)
     costs = recomputed(items, again), recomputed_s(seconds, again)
-    plan = plan_stages(*costs, devices, states, schedule, links, owners=owners)
+    try:
+        plan = plan_stages(*costs, devices, states, schedule, links, owners=owners)
+    except DoesNotFit as short:
+        why = "with all its layers recomputed"
+        raise DoesNotFit(short.stage, short.stage, short.need_bytes, short.limit_bytes, why) from None
     return model.fewest(plan.boundaries, [device.memory_bytes for device in devices])
 
 

@@ -85,6 +85,10 @@ def test_a_device_that_is_too_small_is_named() -> None:
     model = Model(0, SCHEDULES["round"])
     with pytest.raises(DoesNotFit, match=r"device 1 needs .*with all its layers recomputed"):
         SharedRecomputable(model.items, STATES, model.held).fewest(model.boundaries, [1e6, 10.0])
+    seconds = [(1.0, 2.0)] * len(model.items)
+    arguments = model.items, seconds, [Device(1.0, 10.0)] * DEVICES, STATES, SCHEDULES["round"]
+    with pytest.raises(DoesNotFit, match=r"device \d needs .*with all its layers recomputed"):
+        fastest_stages(*arguments, owners=None, may_recompute=True)
 
 
 @pytest.mark.parametrize("name", ["round", "split", "both ways"])
