@@ -73,23 +73,6 @@ class Recomputable:
         live = verify(schedule, paired=False).peak_held
         return cls(items, recomputed(items), [sum(states.of(*item.counts)) for item in items], seconds, live)
 
-    def fewest(self, boundaries: Sequence[int], limits: Sequence[float]) -> Recomputation:
-        """The fewest recomputed layers with which every stage of ``boundaries`` fits.
-
-        Args:
-            limits: bytes of each stage's device.
-
-        Raises:
-            DoesNotFit: a stage does not fit with all its layers recomputed.
-        """
-        found: list[int] = []
-        for stage, ((start, stop), limit) in enumerate(zip(pairwise(boundaries), limits, strict=True)):
-            count = self._count(stage, start, stop, limit)
-            if count is None:
-                raise self._short(stage, start, stop, limit)
-            found.extend(self._recomputed(start, count))
-        return Recomputation(tuple(boundaries), tuple(found))
-
     def partition(self, devices: Sequence[Device]) -> Recomputation:
         """The boundaries whose slowest stage is fastest, each stage with the fewest recomputed layers that it needs.
 

@@ -49,15 +49,13 @@ def fastest_stages(
         if not may_recompute:
             raise
     if may_recompute:
-        model: Recomputable | SharedRecomputable
         whole = whole_schedule(schedule)
+        model = SharedRecomputable(items, states, held_by(whole, owners))
         with suppress(DoesNotFit) if plans else nullcontext():
             if whole.num_chunks > 1:
-                model = SharedRecomputable(items, states, held_by(whole, owners))
                 found = _with_most_again(model, items, seconds, devices, states, schedule, links, owners)
             else:
-                model = Recomputable.of(items, seconds, states, whole)
-                found = model.partition(devices)
+                found = Recomputable.of(items, seconds, states, whole).partition(devices)
             if found.items:
                 refined = _refined(
                     model, found.boundaries, items, seconds, devices, states, schedule, links, owners=owners
@@ -88,7 +86,7 @@ def _with_most_again(
 
 
 def _refined(
-    model: Recomputable | SharedRecomputable,
+    model: SharedRecomputable,
     start: Sequence[int],
     items: Sequence[ItemMemory],
     seconds: Sequence[tuple[float, float]],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from .blocks import DoesNotFit
 from .memory import ItemMemory, StageMemory, States
@@ -24,7 +23,8 @@ class SharedRecomputable:
     def __init__(self, items: Sequence[ItemMemory], states: States, held: Sequence[Held]) -> None:
         self._items, self._states, self._held = items, states, held
         self._again = recomputed(items)
-        self._known: dict[tuple[int, int, int, int, float | None], StageMemory] = {}
+        self._known: dict[tuple[int, tuple[tuple[int, int, int], ...]], float] = {}
+        """Bytes of a device, by the items (from, to) and the number of recomputed layers of each of its stages."""
 
     def fewest(self, boundaries: Sequence[int], limits: Sequence[float]) -> Recomputation:
         """As few recomputed layers as it takes for every device to fit.
@@ -64,20 +64,19 @@ class SharedRecomputable:
     def _need(self, device: int, boundaries: Sequence[int], counts: Sequence[int]) -> float:
         """Bytes of a device if so many layers of each stage are recomputed."""
         held = self._held[device]
-        each = [
-            self._stage(boundaries, stage, counts[stage], share)
-            for stage, share in zip(held.stages, held.owned, strict=True)
-        ]
-        return held.together(each).total
+        key = device, tuple((boundaries[stage], boundaries[stage + 1], counts[stage]) for stage in held.stages)
+        if key not in self._known:
+            each = [
+                self._stage(boundaries, stage, counts[stage], share)
+                for stage, share in zip(held.stages, held.owned, strict=True)
+            ]
+            self._known[key] = held.together(each).total
+        return self._known[key]
 
     def _stage(self, boundaries: Sequence[int], stage: int, count: int, share: float | None) -> StageMemory:
-        start, stop = list(pairwise(boundaries))[stage]
-        key = start, stop, stage, count, share
-        if key not in self._known:
-            first = max(start, 1)
-            mixed = [*self._items[:first], *self._again[first : first + count], *self._items[first + count :]]
-            self._known[key] = Held.stage(mixed, boundaries, stage, self._states, share)
-        return self._known[key]
+        first = max(boundaries[stage], 1)
+        mixed = [*self._items[:first], *self._again[first : first + count], *self._items[first + count :]]
+        return Held.stage(mixed, boundaries, stage, self._states, share)
 
 
 def _with(counts: Sequence[int], stage: int, more: int) -> list[int]:

@@ -100,7 +100,7 @@ class PipelineMeasurements:
         self._disturbed: set[int] = set()
         """Steps, by number, beside which layers or experts move."""
         self._num_left_out = 0
-        """Of the steps that are done."""
+        """Steps so far that count for nothing."""
         self._done = 0
         self._after: dict[LaneKey, int] = {}
 

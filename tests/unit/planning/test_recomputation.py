@@ -11,8 +11,11 @@ import pytest
 
 from paceline.planning.blocks import Device, DoesNotFit
 from paceline.planning.memory import ItemMemory, States, stage_memory
-from paceline.planning.recomputation import Recomputable, counts_of_layers, recomputed, recomputed_s
+from paceline.planning.recomputation import Recomputable, Recomputation, counts_of_layers, recomputed, recomputed_s
+from paceline.planning.shared_devices import held_by
+from paceline.planning.shared_recomputation import SharedRecomputable
 from paceline.schedules.families import one_f_one_b
+from paceline.schedules.schedule import Schedule
 
 STATES = States()
 
@@ -27,7 +30,14 @@ class Model(NamedTuple):
         return len(self.devices)
 
     def recomputable(self) -> Recomputable:
-        return Recomputable.of(self.items, self.seconds, STATES, one_f_one_b(self.stages, 8))
+        return Recomputable.of(self.items, self.seconds, STATES, self.schedule)
+
+    @property
+    def schedule(self) -> Schedule:
+        return one_f_one_b(self.stages, 8)
+
+    def fewest(self, boundaries: tuple[int, ...], limits: list[float]) -> Recomputation:
+        return SharedRecomputable(self.items, STATES, held_by(self.schedule, None)).fewest(boundaries, limits)
 
     def need(self, boundaries: tuple[int, ...], stage: int, again: range | tuple[int, ...]) -> float:
         return stage_memory(recomputed(self.items, again), boundaries, stage, STATES, self.stages - stage).total
@@ -85,7 +95,7 @@ def test_the_slowest_stage_is_as_fast_as_by_trying_everything(seed: int) -> None
         return
     boundaries, again = model.recomputable().partition(model.devices)
     assert max(model.seconds_of(boundaries, s, again) for s in range(model.stages)) == pytest.approx(wanted)
-    fewest = model.recomputable().fewest(boundaries, [device.memory_bytes for device in model.devices])
+    fewest = model.fewest(boundaries, [device.memory_bytes for device in model.devices])
     assert fewest.items == again, "the fewest that fit"
     for stage, device in enumerate(model.devices):
         layers = layers_of(boundaries, stage)
@@ -136,9 +146,9 @@ def test_boundaries_that_do_not_fit_say_which_stage() -> None:
         ItemMemory("head", 1, 5, 0),
     ]
     model = Model(items, [(1.0, 2.0)] * 6, [Device(1.0, 500.0)] * 2)
-    assert model.recomputable().fewest((0, 3, 6), [500.0, 500.0]).items == ()
-    assert model.recomputable().fewest((0, 3, 6), [300.0, 500.0]).items == (1, 2)
+    assert model.fewest((0, 3, 6), [500.0, 500.0]).items == ()
+    assert model.fewest((0, 3, 6), [300.0, 500.0]).items == (1, 2)
     with pytest.raises(DoesNotFit, match="stage 1 on device 1 needs "):
-        model.recomputable().fewest((0, 3, 6), [500.0, 60.0])
-    empty = model.recomputable().fewest((0, 1, 6), [500.0, 300.0])  # a stage without a decoder layer
+        model.fewest((0, 3, 6), [500.0, 60.0])
+    empty = model.fewest((0, 1, 6), [500.0, 300.0])  # a stage without a decoder layer
     assert counts_of_layers((0, 1, 6), empty.items) == (0, 3)

@@ -11,6 +11,8 @@ from paceline.planning.blocks import Device, DoesNotFit
 from paceline.planning.memory import ItemMemory, States, stage_memory
 from paceline.planning.recomputation import Recomputable, layers_of_stages, recomputed, recomputed_s
 from paceline.planning.recomputed_stages import fastest_stages
+from paceline.planning.shared_devices import held_by
+from paceline.planning.shared_recomputation import SharedRecomputable
 from paceline.planning.stages import plan_of_boundaries
 from paceline.schedules.families import one_f_one_b
 
@@ -57,7 +59,7 @@ def test_each_stage_recomputes_the_fewest_of_its_first_layers(seed: int) -> None
 
 def best_s(items: list[ItemMemory], seconds: list[tuple[float, float]], devices: list[Device]) -> list[float]:
     """Seconds of a step of all boundaries that fit."""
-    model = Recomputable.of(items, seconds, STATES, SCHEDULE)
+    model = SharedRecomputable(items, STATES, held_by(SCHEDULE, None))
     found = []
     for cuts in combinations(range(2, len(items) - 1), STAGES - 1):
         boundaries = (0, *cuts, len(items))
