@@ -512,6 +512,21 @@ def _free_groups(pipes: Sequence[Sequence[int]], rank: int) -> dict[tuple[int, i
     return groups
 
 
+def _connect(pipe: Sequence[int], rank: int, device: torch.device, group: Any) -> None:
+    """Send a number both ways between neighbouring stages.
+
+    NCCL connects two ranks, each way by itself, when they first use it, and both hosts wait for each other. Within a
+    step one of them may not come: what it computes can wait for a message that the other was about to send.
+    """
+    edges = [edge for edge in pairwise(pipe) if edge[0] != edge[1] and rank in edge]
+    peers = sorted({a + b - rank for a, b in edges})
+    acts = [(act, peer) for peer in peers for act in (dist.isend, dist.irecv)]
+    operations = [dist.P2POp(act, torch.zeros(1, device=device), peer, group=group) for act, peer in acts]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    torch.cuda.synchronize(device)
+
+
 def _disjoint_edges(pipe: Sequence[int]) -> list[list[int]]:
     """The edges between neighbouring stages on different ranks, by their first stage, in sets without a common rank."""
     found: list[tuple[set[int], list[int]]] = []
@@ -539,5 +554,6 @@ def _paired_groups(
         if device.type == "cuda":
             # A group's first operation must be of all its ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+            _connect(pipe, rank, device, group)
         groups.update({edge: group for s in range(len(pipe) - 1) for edge in ((s, s + 1), (s + 1, s))})
     return groups

@@ -159,7 +159,7 @@ class CausalLMSteps:
                 "give both the same iterator (same files, seed and data-parallel rank)."
             )
         shapes = [] if failed else shapes_in(tables[0])
-        book.shapes, book.loaded = shapes, loaded
+        book.shapes, book.loaded = shapes, self.ready(loaded)
         loads = [0] * self._replicas.size
         loads[self._replicas.number] = len(shapes)
         tokens = sum(shape.tokens for shape in shapes)
@@ -190,10 +190,17 @@ class CausalLMSteps:
             if cut is not None:
                 loaded = recut(loaded, cut.size, cut.num_micro_batches)
             row = [len(loaded), *(value for batch in loaded for value in batch.row)]
-            on_gpu = self._device.type == "cuda"
-            return Read([pinned(batch) for batch in loaded] if on_gpu else loaded, row, None)
+            return Read(loaded, row, None)
         except Exception as caught:
             return Read([], [], caught)
+
+    def ready(self, loaded: list[MicroBatch]) -> list[MicroBatch]:
+        """``loaded`` as it is copied to the device.
+
+        Only once the step is agreed on: pinning memory can wait for all that the device was given, a reduction of the
+        step before among it, which may wait for a rank that waits for this one's word on the step.
+        """
+        return [pinned(batch) for batch in loaded] if self._device.type == "cuda" else loaded
 
     def _load(self, num_micro_batches: int, partial: bool) -> list[MicroBatch]:
         if self._reader.data_iterator is None:

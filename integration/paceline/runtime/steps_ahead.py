@@ -101,7 +101,7 @@ class StepsAhead:
                 self._control.raise_shared(error, f"beginning step {step}")
         of_replicas = [shapes_in(table) for table in tables[:, 0]]
         self._shapes.add(number, of_replicas[self._replicas.number])
-        self._loaded.add(number, ahead.loaded)
+        self._loaded.add(number, self._steps.ready(ahead.loaded))
         book, everything = self._book, [shape for row in of_replicas for shape in row]
         book.shapes, book.loaded = self._shapes, self._loaded
         book.label_tokens = sum(shape.label_tokens for shape in everything)

@@ -125,8 +125,10 @@ def test_what_goes_to_a_gpu_is_pinned(device: str, is_pinned: bool, monkeypatch:
         _reader=SimpleNamespace(checkpoint_error=lambda: None),
         _load=lambda num, partial: [batch],
     )
-    (found,), row, error = CausalLMSteps.read(steps, 1)
+    loaded, row, error = CausalLMSteps.read(steps, 1)
     assert error is None
+    assert not moved  # not before the step is agreed on
+    (found,) = CausalLMSteps.ready(steps, loaded)
     assert row == [1, *batch.row]
     tensors = [found.input_ids, found.labels, *found.side.values()]
     assert all(any(tensor is other for other in moved) for tensor in tensors) is is_pinned
