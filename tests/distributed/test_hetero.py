@@ -139,7 +139,9 @@ def test_measured_on_the_devices() -> None:
     profile = first["profile"]
     assert profile.devices[0].speed == 1.0
     assert profile.devices[1].speed > 0
-    assert all(item.forward_s > 0 for item in profile.items)
+    # The time of what is around a layer is taken off: of a tiny one nothing may be left beside other work.
+    assert max(item.forward_s for item in profile.items) > 0
+    assert max(item.backward_s for item in profile.items) > 0
     assert [item.name for item in profile.items][:2] == ["embedding", "layers.0"]
     assert 0 < profile.links[0] < float("inf")  # one host, and its ranks' messages take their time too
 
