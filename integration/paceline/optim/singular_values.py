@@ -141,14 +141,28 @@ class Beside:
         for request in group:
             if self._stream is not None:
                 self._stream.wait_event(request.ready)
-        eigen = _eigen(torch.stack([request.gram for request in group]).cpu())
-        here = _to(eigen, self._device)
+        eigen = _eigen(self._fetched(torch.stack([request.gram for request in group])))
+        here = _to(eigen, self._device) if self._stream is None else self._brought(eigen)
         found: list[tuple[bool, Tensor, Tensor]] = []
         for i, request in enumerate(group):
             is_safe = _is_safe((eigen[0][i], eigen[1][i]))
             found.append((True, here[0][i], here[1][i]) if is_safe else (False, *_by_qr(request.matrix)))
         done = None if self._stream is None else self._stream.record_event()
         return [(*each, done) for each in found]
+
+    # A copy from or to memory that is not pinned waits within the driver, and every thread that uses the device with it.
+
+    def _fetched(self, tensor: Tensor) -> Tensor:
+        if self._stream is None:
+            return tensor.cpu()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        self._stream.record_event().synchronize()
+        return host
+
+    def _brought(self, eigen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        squares, vectors = (tensor.pin_memory().to(self._device, non_blocking=True) for tensor in eigen)
+        return squares, vectors
 
 
 _beside = cache(Beside)
