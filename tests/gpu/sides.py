@@ -27,6 +27,18 @@ ONE_GPU = {
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
 }
 EACH_ITS_OWN = {"DS_ACCELERATOR": "cuda", "NCCL_SOCKET_IFNAME": "lo"}
+EACH_A_HOST = {
+    **ONE_GPU,
+    **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1"),
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MAX_NCHANNELS": "2",
+    "PACELINE_GPU_TESTS_HOSTS": "1",
+}
+"""One GPU, NCCL all the same: it takes ranks with other host numbers for ranks of other hosts, each with its own GPU.
+
+It shows order, hangs and numbers, not speed: the ranks take turns on the GPU.
+"""
 
 PARAMETERS = ("master", "value")
 """Kinds of a checkpoint that are no optimizer's state."""
@@ -74,6 +86,9 @@ def act(name: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     capability = CAPABILITIES[name]
+    if "PACELINE_GPU_TESTS_HOSTS" in os.environ:
+        host = f"host{os.environ['RANK']}"
+        os.environ.update(NCCL_HOSTID=host, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCAL_SIZE="1")
     os.chdir(folder)
     found = capability.job(folder, **capability.options, **options)
     backend = dist.get_backend() if dist.is_initialized() else None  # the main job leaves its group

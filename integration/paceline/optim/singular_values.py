@@ -150,7 +150,7 @@ class Beside:
         done = None if self._stream is None else self._stream.record_event()
         return [(*each, done) for each in found]
 
-    # A copy from or to memory that is not pinned waits within the driver, and every thread that uses the device with it.
+    # A copy from or to memory that is not pinned waits within the driver, and so do other threads on the device.
 
     def _fetched(self, tensor: Tensor) -> Tensor:
         if self._stream is None:
