@@ -63,7 +63,7 @@ KINDS = {
     "reduce": ("reduce",),
     "elementwise": ("elementwise", "vectorized", "triton"),
 }
-"""Of kernels, by parts of their names; the first that fits."""
+"""Kinds of kernels, by parts of their names; the first that fits."""
 ONE_RANK = {
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),

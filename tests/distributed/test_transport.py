@@ -624,3 +624,22 @@ def test_a_stage_that_passes_on_a_list_is_told_what_it_may_pass_on(trains: bool)
     ) as caught:
         run_ranks(passes_on_a_list, 2, trains)
     assert caught.value.rank == 0
+
+
+def connected(pipe: tuple[int, ...]) -> float:
+    import torch.distributed as dist
+
+    from paceline.comm.transport import _connect
+    from paceline.runtime.initialize import start_distributed
+
+    start_distributed()
+    _connect(pipe, dist.get_rank(), torch.device("cpu"), dist.group.WORLD)
+    told = torch.ones(1)
+    dist.all_reduce(told)  # no message is left that a rank did not take
+    return float(told)
+
+
+@pytest.mark.parametrize("pipe", [(0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0), (2, 0, 1)])
+def test_neighbours_are_connected_both_ways(pipe: tuple[int, ...]) -> None:
+    """Every rank sends to those that it expects something of, or this hangs; that NCCL needs it, GPUs show."""
+    assert run_ranks(connected, 3, pipe) == [3.0] * 3

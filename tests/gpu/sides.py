@@ -88,7 +88,7 @@ def act(name: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     capability = CAPABILITIES[name]
     if "PACELINE_GPU_TESTS_HOSTS" in os.environ:
         host = f"host{os.environ['RANK']}"
-        os.environ.update(NCCL_HOSTID=host, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCAL_SIZE="1")
+        os.environ.update(NCCL_HOSTID=host, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.chdir(folder)
     found = capability.job(folder, **capability.options, **options)
     backend = dist.get_backend() if dist.is_initialized() else None  # the main job leaves its group

@@ -25,6 +25,7 @@ from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ..measure.clock import Moment, WorkTimes, work_times
@@ -524,7 +525,7 @@ def _connect(pipe: Sequence[int], rank: int, device: torch.device, group: Any) -
     operations = [dist.P2POp(act, torch.zeros(1, device=device), peer, group=group) for act, peer in acts]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
-    torch.cuda.synchronize(device)
+    get_accelerator().synchronize()
 
 
 def _disjoint_edges(pipe: Sequence[int]) -> list[list[int]]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.staging import Staging
+
 LEAST_SQUARE = 1e-8
 """Of the largest eigenvalue of the Gram matrix: with less than that for the smallest, which estimates have at their
 first rows only, the square has lost half of the digits that are needed, and a QR decomposition takes its place."""
@@ -43,7 +45,8 @@ def singular(matrix: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The same, at once; the host waits for the device."""
     eigen = _eigen((matrix @ matrix.mT).cpu())
-    return _from_eigen(matrix, *_to(eigen, matrix.device)) if _is_safe(eigen) else _by_qr(matrix)
+    here = [tensor.to(matrix.device) for tensor in eigen]
+    return _from_eigen(matrix, *here) if _is_safe(eigen) else _by_qr(matrix)
 
 
 def _eigen(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,10 +72,6 @@ def _by_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(q.device), vectors.to(q.device) @ q.mT
 
 
-def _to(tensors: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    return tensors[0].to(device), tensors[1].to(device)
-
-
 @dataclass(frozen=True)
 class _Request:
     matrix: Tensor
@@ -95,6 +94,7 @@ class Beside:
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-singular")
         self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._staging = Staging(device)
         self._waiting: list[_Request] = []
         self._lock = Lock()
 
@@ -141,8 +141,11 @@ class Beside:
         for request in group:
             if self._stream is not None:
                 self._stream.wait_event(request.ready)
-        eigen = _eigen(self._fetched(torch.stack([request.gram for request in group])))
-        here = _to(eigen, self._device) if self._stream is None else self._brought(eigen)
+        # By pinned memory: a copy from or to other memory waits in the driver, and other threads on the device with it.
+        grams, wait_for_grams = self._staging.to_host(torch.stack([request.gram for request in group]))
+        wait_for_grams()
+        eigen = _eigen(grams)
+        here = [self._brought(tensor) for tensor in eigen]
         found: list[tuple[bool, Tensor, Tensor]] = []
         for i, request in enumerate(group):
             is_safe = _is_safe((eigen[0][i], eigen[1][i]))
@@ -150,19 +153,8 @@ class Beside:
         done = None if self._stream is None else self._stream.record_event()
         return [(*each, done) for each in found]
 
-    # A copy from or to memory that is not pinned waits within the driver, and so do other threads on the device.
-
-    def _fetched(self, tensor: Tensor) -> Tensor:
-        if self._stream is None:
-            return tensor.cpu()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        self._stream.record_event().synchronize()
-        return host
-
-    def _brought(self, eigen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        squares, vectors = (tensor.pin_memory().to(self._device, non_blocking=True) for tensor in eigen)
-        return squares, vectors
+    def _brought(self, tensor: Tensor) -> Tensor:
+        return self._staging.to_device(self._staging.host_buffer(tensor.shape, tensor.dtype).copy_(tensor))
 
 
 _beside = cache(Beside)
