@@ -117,6 +117,9 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     check_model = add("check-model", _check_model, "Say whether a Hugging Face model can be a pipeline.")
     check_model.add_argument("model", metavar="NAME_OR_DIR", help="name on the hub, or a directory with a config.json")
+    check_model.add_argument(
+        "--half-layers", action="store_true", help="whether its decoder layers can be cut between attention and MLP"
+    )
     add("schema", _schema, 'Print the JSON schema of the "paceline" section.')
     add("patches", _patches, "List what paceline replaces in other packages at run time, and why.")
     export = add("export", _export, "Turn a checkpoint, of a killed run too, into a Hugging Face model.")
@@ -206,7 +209,7 @@ def _schema(args: argparse.Namespace) -> int:
 def _check_model(args: argparse.Namespace) -> int:
     from paceline.hf.check import check_source
 
-    report = check_source(args.model).to_dict()
+    report = check_source(args.model, **({"half_layers": True} if args.half_layers else {})).to_dict()
     if args.json:
         print(json.dumps(report, indent=2))
     else:

@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
         micro_batch_size=resolved.micro_batch_size,
         sequence_length=length,
         gradient_checkpointing=checkpointing,
+        half_layers=resolved.half_layers,
     )
-    items = shared_memory(config, items, resolved.expert_parallel)
+    items = shared_memory(config, items, resolved.expert_parallel, half_layers=resolved.half_layers)
     choice = resolved.schedule
     schedule = choice.planned(resolved.stages, resolved.micro_batches)
     if isinstance(schedule, Stream) and not choice.has_directions:
@@ -265,7 +266,8 @@ def _boundaries(
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, found.recomputed
     model = skeleton(config)
-    own = items_of(model, anatomy_of(model), length, recomputes=checkpointing)
+    anatomy = anatomy_of(model, half_layers=resolved.half_layers)
+    own = items_of(model, anatomy, length, recomputes=checkpointing)
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
     if resolved.partition == WORK:

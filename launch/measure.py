@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             micro_batch_size=args.micro_batch_size,
             sequence_length=tokens_of_sample(args.seq_length, config),
             gradient_checkpointing=args.gradient_checkpointing,
+            half_layers=args.half_layers,
         )
     except ValueError as error:
         # The launcher ends the others when the first one has failed: each says it.
@@ -60,16 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq_length", type=int, metavar="N")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--half_layers", action="store_true")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
-def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any) -> None:
+def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers: bool = False, **shape: Any) -> None:
     """Write the files of this model and these ranks. Collective.
 
     Args:
         config: of the model.
         dtype: of the weights; None: bfloat16 on a GPU, float32 on a CPU.
+        half_layers: attention and MLP of a layer are measured apart.
         shape: ``micro_batch_size``, ``sequence_length`` and ``gradient_checkpointing``.
 
     Raises:
@@ -91,8 +94,9 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, **shape: Any
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dist.barrier()
-    items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
-    stage = measure_stage(Bench(config, dtype=getattr(torch, dtype), device=device, **shape))
+    bench = {"dtype": getattr(torch, dtype), "device": device, "half_layers": half_layers, **shape}
+    items = profile_items(config, **bench)
+    stage = measure_stage(Bench(config, **bench))
     stage = StageTimes(*agreed(stage, device))
     seconds = agreed([value for item in items for value in (item.forward_s, item.backward_s)], device)
     items = [

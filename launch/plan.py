@@ -83,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recompute all layers in the backward, in every strategy, or none (default: as few as it takes to fit)",
     )
     step.add_argument(
+        "--half-layers",
+        action="store_true",
+        help="cut decoder layers between attention and MLP too (default: as the profile was measured)",
+    )
+    step.add_argument(
         "--adaptive",
         action="store_true",
         help='pipelines with the fastest of the schedules of "adaptive", not 1F1B, with one stage a rank or two',
@@ -129,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     shape = _shape(args, config, profile)
     workload = _workload(args, config, shape, cluster, profile)
     recomputed = None
-    if args.gradient_checkpointing is None and not shape.gradient_checkpointing:
+    if args.gradient_checkpointing is None and not shape.gradient_checkpointing and not shape.half_layers:
         again = replace(shape, gradient_checkpointing=True)
         recomputed = cache(lambda: _workload(args, config, again, cluster, profile))
     ranking = search(workload, cluster, _late(args, shape), recomputed)
@@ -197,6 +202,7 @@ def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cl
     command += ["--seq_length", str(args.seq_length)] if args.seq_length is not None else []
     command += ["--dtype", args.dtype] if args.dtype is not None else []
     command += ["--gradient_checkpointing"] if args.gradient_checkpointing else []
+    command += ["--half_layers"] if args.half_layers else []
     output = _output(command)
     if not (directory / CLUSTER).exists():
         errors = [line for line in output.splitlines() if "rror: " in line]
@@ -233,8 +239,8 @@ def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Sh
     from paceline.hf.layer_profile import fingerprint
     from paceline.hf.model_workload import Shape
 
-    asked = args.gradient_checkpointing
-    shape = {
+    asked, half_layers = args.gradient_checkpointing, args.half_layers
+    shape: dict[str, Any] = {
         "micro_batch_size": args.micro_batch_size,
         "sequence_length": tokens_of_sample(args.seq_length, config),
         # Times that were measured so tell nothing of layers that are not recomputed.
@@ -245,14 +251,13 @@ def _shape(args: argparse.Namespace, config: Any, profile: Profile | None) -> Sh
         # A recomputed layer takes a forward longer than one that was measured without.
         recomputes = shape["gradient_checkpointing"] and profile.gradient_checkpointing
         as_measured = {**shape, "gradient_checkpointing": recomputes}
-        for line in profile.check_fits(fingerprint(config), dtype, path=args.profile, **as_measured):
-            print(f"paceline: {line}", file=sys.stderr)
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-        if layers is not None and len(profile.items) != layers + 2:
-            raise ValueError(
-                f"profile {args.profile}: it has {len(profile.items)} items, and the model {layers + 2} (embedding, "
-                "layers, head); make one with `paceline profile` of this model."
-            )
+        half_layers = half_layers or (layers is not None and len(profile.items) == 2 * layers + 2)
+        num_items = None if layers is None else (2 if half_layers else 1) * layers + 2
+        fits = profile.check_fits(fingerprint(config), dtype, path=args.profile, num_items=num_items, **as_measured)
+        for line in fits:
+            print(f"paceline: {line}", file=sys.stderr)
+    shape["half_layers"] = half_layers
     return Shape(dtype=getattr(torch, dtype), train_batch_size=args.train_batch_size, **shape)
 
 

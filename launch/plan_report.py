@@ -136,6 +136,8 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
     pipeline: dict[str, Any] = {"stages": plan["pipeline"], "schedule": plan.get("schedule", "1f1b")}
     if plan["pipeline"] > 1:
         pipeline["partition"] = plan["boundaries"]
+        if shape.half_layers:
+            pipeline["half_layers"] = True
     if sum(plan["recomputed"]) == _num_layers(plan):
         config["pipeline"] = {"activation_checkpoint_interval": 1}
     elif plan["gradient_checkpointing"]:

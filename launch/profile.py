@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    parser.add_argument("--half-layers", action="store_true", help="measure attention and MLP of a layer apart")
     parser.add_argument("--output", metavar="FILE", default="profile.json", help="default: profile.json")
 
 
@@ -55,11 +56,12 @@ def run(args: argparse.Namespace) -> int:
         "sequence_length": tokens_of_sample(args.seq_length, config),
         "gradient_checkpointing": args.gradient_checkpointing,
     }
+    halves = {"half_layers": args.half_layers}
     here = device_profile(device)
-    _check_room(config, here, dtype=getattr(torch, dtype), **shape)
+    _check_room(config, here, dtype=getattr(torch, dtype), **shape, **halves)
     try:
-        items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape)
-        stage = measure_stage(Bench(config, dtype=getattr(torch, dtype), device=device, **shape))
+        items = profile_items(config, dtype=getattr(torch, dtype), device=device, **shape, **halves)
+        stage = measure_stage(Bench(config, dtype=getattr(torch, dtype), device=device, **shape, **halves))
     except RuntimeError as error:  # torch's, of shapes that do not fit together or memory that is not there
         raise ValueError(
             f"the model of {args.model!r} cannot compute on {here.name} ({(str(error).splitlines() or [''])[0]}): give "

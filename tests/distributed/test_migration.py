@@ -53,7 +53,13 @@ class Engineer:
             gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
             gradient_clipping=clipping,
             zero_optimization={"stage": zero, "reduce_bucket_size": 3000},
-            paceline={"pipeline": {"stages": stages, "partition": options.get("partition", "uniform")}},
+            paceline={
+                "pipeline": {
+                    "stages": stages,
+                    "partition": options.get("partition", "uniform"),
+                    "half_layers": options.get("halves", False),
+                }
+            },
             pipeline={"activation_checkpoint_interval": options.get("interval", 0)},
             **options.get("more", {}),
         )
@@ -284,7 +290,7 @@ def train(engineer: Engineer, moves: Moves, steps: int = STEPS, schedules: Mappi
                 for parameter in engine.module.parameters():
                     parameter.mul_(1.0 if parameter.requires_grad else 1.5)
         losses += [engine.train_batch(engineer.batches(engine, step)).item(), *engine.get_lr()]
-    if engineer.options.get("interval") and not isinstance(engineer, PlainEngineer):
+    if engineer.options.get("interval") and type(engineer) is Engineer and not engineer.options.get("halves"):
         layers = [engine.layers.get(item) for item in engine.layers.here]
         assert all(layer.gradient_checkpointing for layer in layers if layer is not None), "activations are kept"
     losses.append(engine.eval_batch(engineer.batches(engine, 99)).item())
@@ -367,6 +373,25 @@ MODELS: dict[int, list[Case]] = {
 @pytest.mark.parametrize("world_size", MODELS)
 def test_a_language_model_trains_as_without(world_size: int) -> None:
     for found in run_ranks(compare, world_size, False, MODELS[world_size]):
+        assert not any(found.values()), found
+
+
+HALVES: dict[int, list[Case]] = {
+    2: [
+        case("halves", seed=41, items=2 * LAYERS + 2, halves=True),
+        case("halves, mixtral", seed=42, items=2 * LAYERS + 2, halves=True, family="mixtral", ahead=True, more=BF16),
+        case("halves, recomputing", seed=43, items=2 * LAYERS + 2, halves=True, interval=1),
+    ],
+    4: [
+        case("halves, four stages", 4, seed=44, items=2 * LAYERS + 2, halves=True, changes=UNTIED),
+        case("halves, ZeRO 1", seed=45, items=2 * LAYERS + 2, halves=True, zero=1, ahead=True, changes=UNTIED),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", HALVES)
+def test_halves_of_layers_train_as_without(world_size: int) -> None:
+    for found in run_ranks(compare, world_size, False, HALVES[world_size]):
         assert not any(found.values()), found
 
 

@@ -112,7 +112,8 @@ def train(
         norms.append(engine.grad_norm())
     held_out = step_batches(steps, kind)[: MICRO_BATCHES - 1]  # replicas get different numbers of micro-batches
     evaluation = engine.evaluate(held_out[replica::replicas])
-    state = {name: p.detach().clone() for name, p in engine.module.stage.model.named_parameters()}
+    held = [own for model in engine.module.models for own in model.named_parameters()]
+    state = {name: parameter.detach().clone() for name, parameter in held}
     return {"losses": losses, "norms": norms, "evaluation": evaluation, "state": state}
 
 

@@ -63,6 +63,7 @@ def test_check_config(ds_json, capsys):
         "pipeline": {
             "stages": 2,
             "partition": None,
+            "half_layers": False,
             "schedule": None,
             "recompute": None,
             "boundary": None,
@@ -116,8 +117,8 @@ def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        '"paceline": {"pipeline": {"stages": null, "partition": null, "schedule": null, "recompute": null, '
-        '"boundary": null, "unequal_replicas": null}, '
+        '"paceline": {"pipeline": {"stages": null, "partition": null, "half_layers": false, "schedule": null, '
+        '"recompute": null, "boundary": null, "unequal_replicas": null}, '
         '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
@@ -202,7 +203,7 @@ CLUSTER = ["--world-size", "4", "--num-layers", "8"]
         (
             {"paceline": {"pipeline": {"x" * 5000: 1}}},
             [],
-            'Valid keys of paceline.pipeline: "boundary", "partition", "recompute", "schedule", ',
+            'Valid keys of paceline.pipeline: "boundary", "half_layers", "partition", "recompute", "schedule", ',
         ),
         ({"train_batch_size": "x" * 5000}, CLUSTER, "xxx…: it must be a whole number, at least 1; leave the key out"),
         ({"train_batch_size": 2**41}, CLUSTER, f"train_batch_size is {2**41}: it must be at most {2**40}; correct it"),

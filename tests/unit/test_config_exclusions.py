@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from paceline.config import Features, PacelineConfig, check_exclusions, check_written, exclusion
-from paceline.config.exclusions import EXCLUSIONS, FEATURES, GROUNDS, NO_FLUSH, PIPELINE, UNEQUAL, excluded, markdown
+from paceline.config.exclusions import (
+    EXCLUSIONS,
+    FEATURES,
+    GROUNDS,
+    HALVES,
+    NO_FLUSH,
+    PIPELINE,
+    UNEQUAL,
+    excluded,
+    markdown,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "combinations.json"
 
@@ -39,6 +49,7 @@ ASKING: dict[tuple[str, str], Features] = {
     ("recompute", "activation_checkpoint_interval"): features(
         {"pipeline": {"activation_checkpoint_interval": 1}, "paceline": {"pipeline": {"recompute": [1, 0]}}}
     ),
+    (HALVES, "recompute"): features({"paceline": {"pipeline": {"half_layers": True, "recompute": 1}}}),
     ("moe", "hybrid_engine"): features(MOE | {"hybrid_engine": {"enabled": True}}, is_pipeline=False),
     ("moe", "ZeRO 3"): features(MOE | {"zero_optimization": {"stage": 3}}, is_pipeline=False),
     ("moe", "offload"): features(MOE | OFFLOAD, is_pipeline=False),

@@ -23,6 +23,7 @@ GROUNDS = {
 
 PIPELINE, LAYERS = "a pipeline", "a `PipelineModule` of one's own"
 UNEQUAL = "unequal replicas"
+HALVES = "half_layers"
 RECOMPUTED = "activation checkpointing of a model with experts"
 
 
@@ -121,6 +122,11 @@ def _recompute(features: Features) -> str | None:
     return None if value is None else f"{SECTION}.pipeline.recompute is {show(written)}"
 
 
+def _half_layers(features: Features) -> str | None:
+    is_there = features.is_pipeline and features.section.pipeline.half_layers
+    return f"{SECTION}.pipeline.half_layers is true" if is_there else None
+
+
 def _other_sizes(features: Features) -> str | None:
     schedule = features.section.pipeline.schedule
     sizes = None if schedule is None else schedule.micro_batch_sizes
@@ -158,6 +164,7 @@ FEATURES: dict[str, _Finder] = {
     UNEQUAL: _unequal_replicas,
     "micro_batch_sizes": _other_sizes,
     "recompute": _recompute,
+    HALVES: _half_layers,
     "activation_checkpoint_interval": _key("pipeline.activation_checkpoint_interval", bool),
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
@@ -341,6 +348,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         'write "activation_checkpoint_interval": 1 in "pipeline" instead',
         UPSTREAM,
     ),
+    Exclusion(
+        HALVES,
+        "recompute",
+        "layers are counted whole there",
+        "leave recompute out (gradient checkpointing of all layers goes)",
+        NOT_BUILT,
+    ),
+    Exclusion(HALVES, LAYERS, "one's own layers are cut where they are listed", "leave half_layers out", MATHEMATICS),
     Exclusion(UNEQUAL, LAYERS, "shares are for Hugging Face models", "leave unequal_replicas out", NOT_BUILT),
     Exclusion(NO_FLUSH, LAYERS, "these schedules are for Hugging Face models", "choose another schedule", NOT_BUILT),
 )

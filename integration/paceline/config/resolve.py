@@ -21,7 +21,7 @@ from .run_plan import Choice, RunPlan
 from .schedulers import check_scheduler
 from .schedules import resolve_schedule
 from .section import SECTION, PacelineConfig, show, value_at
-from .stage_counts import STAGES, resolve_method, resolve_stages, schedule_type, stages_a_rank
+from .stage_counts import STAGES, blocks_per_layer, resolve_method, resolve_stages, schedule_type, stages_a_rank
 
 ZERO_STAGE = "zero_optimization.stage"
 
@@ -43,7 +43,7 @@ def resolve(
         ds_config: without ``"auto"`` (see :func:`~paceline.config.fill_auto`).
         world_size: ranks.
         num_layers: decoder layers.
-        num_items: what a partition cuts: embedding, decoder layers, head.
+        num_items: what a partition cuts, where layers stay whole: embedding, decoder layers, head.
         state_bytes: of weights, gradients and optimizer states of the whole model; ``None`` if unknown.
         device_bytes: memory of the smallest device; ``None`` if unknown.
         cpu: whether the ranks compute on CPUs; asks DeepSpeed's accelerator if ``None``.
@@ -74,7 +74,8 @@ def resolve(
     check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers)
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
-        _check_boundaries(path, method, stages * stages_a_rank(section), num_items)
+        blocks = blocks_per_layer(section)
+        _check_boundaries(path, method, stages * stages_a_rank(section), num_items + (blocks - 1) * num_layers, blocks)
     partition, defaults = resolve_partition(section, method)
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     data_parallel = world_size // stages
@@ -111,16 +112,17 @@ def resolve(
     )
 
 
-def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_items: int) -> None:
+def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_items: int, blocks: int) -> None:
     if len(boundaries) != stages + 1:
         raise ValueError(
             f"{path} is {show(boundaries)}: {stages} stages need {stages + 1} boundaries, it has {len(boundaries)}; "
             "correct it, or leave out one of stages and partition."
         )
     if boundaries[-1] != num_items:
+        named = "decoder layers" if blocks == 1 else "halves of decoder layers"
         raise ValueError(
             f"{path} is {show(boundaries)}: it must end at {num_items}, the number of items (embedding, "
-            f"{num_items - 2} decoder layers, head); correct its last number."
+            f"{num_items - 2} {named}, head); correct its last number."
         )
 
 

@@ -61,6 +61,11 @@ class RunPlan:
     trained: float = 1.0
 
     @property
+    def half_layers(self) -> bool:
+        """Whether decoder layers may be cut in two."""
+        return self.section.pipeline.half_layers
+
+    @property
     def partition(self) -> str | list[int] | dict[str, float]:
         """The method, or boundaries over the pipeline's items (``stages + 1`` of them)."""
         method = self.partition_choice.method

@@ -396,6 +396,11 @@ class PipelineConfig(Part):
         '"hetero" where stages are planned and devices unequal.',
         json_schema_extra=_allow_short_methods,
     )
+    half_layers: bool = Field(
+        default=False,
+        description="Decoder layers of a Hugging Face model may be cut in two, between attention and MLP, so that "
+        "stages come closer to equal work: items are then the embedding, twice as many halves of layers, and the head.",
+    )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
         default=None,
         description='In which order each stage computes: a type, or {"type": ...}. Left out: "1f1b", as DeepSpeed, or '

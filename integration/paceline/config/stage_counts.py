@@ -44,8 +44,10 @@ def resolve_stages(
     schedule = section.pipeline.schedule
     asked = None if schedule is None else schedule.directions
     a_rank = stages_a_rank(section)
-    usable = [s for s in divisors(world_size) if s * a_rank <= num_layers]
-    limits = f"{world_size} ranks and {num_layers} decoder layers"
+    num_blocks = num_layers * blocks_per_layer(section)
+    usable = [s for s in divisors(world_size) if s * a_rank <= num_blocks]
+    blocks = _named_blocks(section, num_layers)
+    limits = f"{world_size} ranks and {blocks}"
     if has_directions:
         usable = _with_directions(usable, limits, asked)
     theirs = _deepspeeds(ds_config).get("stages")
@@ -60,8 +62,8 @@ def resolve_stages(
         if not isinstance(method, tuple) and has_directions:
             return _most_with_directions(usable, limits, asked)
         if not isinstance(method, tuple):
-            stages = choose_stages(world_size, num_layers // a_rank, state_bytes, device_bytes)
-            return stages, _why(stages, world_size, num_layers, state_bytes, device_bytes)
+            stages = choose_stages(world_size, num_blocks // a_rank, state_bytes, device_bytes)
+            return stages, _why(stages, world_size, limits, state_bytes, device_bytes)
         stages = (len(method) - 1) // a_rank
         why = f"{path} has {len(method)} boundaries"
         value = why
@@ -74,13 +76,23 @@ def resolve_stages(
             f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
             "another number of ranks."
         )
-    if stages * a_rank > num_layers:
+    if stages * a_rank > num_blocks:
         chunks = f" with {a_rank} stages on each rank" if a_rank > 1 else ""
         raise ValueError(
-            f"{value}{chunks} and the model has {num_layers} decoder layers: every stage needs one; "
+            f"{value}{chunks} and the model has {blocks}: every stage needs one; "
             + (f"write one of {usable}." if usable else "take a schedule with one stage on each rank.")
         )
     return stages, why
+
+
+def blocks_per_layer(section: PacelineConfig) -> int:
+    """Parts that a decoder layer may be cut into."""
+    return 2 if section.pipeline.half_layers else 1
+
+
+def _named_blocks(section: PacelineConfig, num_layers: int) -> str:
+    count = blocks_per_layer(section)
+    return f"{num_layers} decoder layers" if count == 1 else f"{count * num_layers} halves of decoder layers"
 
 
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked: bool = False) -> bool:
@@ -177,13 +189,13 @@ def resolve_method(section: PacelineConfig, ds_config: Mapping[str, Any]) -> tup
     return _agree(None if ours is None else ours.method, theirs, PARTITION)
 
 
-def choose_stages(world_size: int, num_layers: int, state_bytes: int | None, device_bytes: int | None) -> int:
+def choose_stages(world_size: int, num_blocks: int, state_bytes: int | None, device_bytes: int | None) -> int:
     """The fewest stages that divide the ranks and whose share of the states fits a device.
 
     At least two where there are two ranks: who wants one writes it. If nothing fits, the most stages that the ranks
-    and the decoder layers allow. What is unknown fits.
+    and the decoder layers, or their halves, allow. What is unknown fits.
     """
-    usable = [s for s in divisors(world_size) if s <= num_layers] or [1]
+    usable = [s for s in divisors(world_size) if s <= num_blocks] or [1]
     fitting = [s for s in usable if s >= min(2, world_size) and states_fit(s, state_bytes, device_bytes)]
     return fitting[0] if fitting else usable[-1]
 
@@ -228,8 +240,7 @@ def states_fit(stages: int, state_bytes: int | None, device_bytes: int | None) -
     return state_bytes is None or device_bytes is None or state_bytes / stages <= STATE_SHARE * device_bytes
 
 
-def _why(stages: int, world_size: int, num_layers: int, state_bytes: int | None, device_bytes: int | None) -> str:
-    limits = f"{world_size} ranks and {num_layers} decoder layers"
+def _why(stages: int, world_size: int, limits: str, state_bytes: int | None, device_bytes: int | None) -> str:
     if stages < min(2, world_size):
         return f"{limits} allow no other number"
     if state_bytes is None or device_bytes is None:

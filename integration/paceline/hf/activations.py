@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ..planning.memory import ItemMemory
 from .anatomy import Anatomy, anatomy_of
-from .layer_kinds import layer_kinds
+from .layer_blocks import blocks_of
 from .once import once_a_config
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
@@ -48,8 +48,9 @@ def count_items(
     micro_batch_size: int,
     sequence_length: int,
     gradient_checkpointing: bool = False,
+    half_layers: bool = False,
 ) -> list[ItemMemory]:
-    """Memory of each item for one micro-batch: embedding, decoder layers in order, head with loss.
+    """Memory of each item for one micro-batch: embedding, decoder layers (or their halves) in order, head with loss.
 
     The same as autograd saves on a real device with a fused attention kernel. What the trunk makes for all of its
     layers (masks, rotary tables) is counted with each.
@@ -67,6 +68,7 @@ def count_items(
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
             gradient_checkpointing=gradient_checkpointing,
+            half_layers=half_layers,
         )
     )
 
@@ -79,35 +81,40 @@ def _counted(
     micro_batch_size: int,
     sequence_length: int,
     gradient_checkpointing: bool,
+    half_layers: bool,
 ) -> tuple[ItemMemory, ...]:
     with quiet():
         model = skeleton(config)
-        anatomy = anatomy_of(model)
-        kinds = layer_kinds(model, anatomy)
-    count = anatomy.num_layers
+        anatomy = anatomy_of(model, half_layers=half_layers)
+        blocks = blocks_of(model, anatomy)
+    count = len(blocks)
     ids = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
-    parameters, saved, stream = _run(config, Cut(0, 0, True, False), dtype, ids)
+    parameters, saved, stream = _run(config, half_layers, Cut(0, 0, True, False), dtype, ids)
     items = [ItemMemory("embedding", parameters, saved, _bytes(stream))]
     measured: dict[str, tuple[int, int]] = {}
-    for index, kind in enumerate(kinds):
-        if kind not in measured:
-            measured[kind] = _run(config, Cut(index, index + 1, False, False), dtype, stream)[:2]
-        parameters, saved = measured[kind]
-        name, output = f"layers.{index}", _bytes(stream)
-        if gradient_checkpointing:  # the input stays, and one layer at a time is computed once more
-            items.append(ItemMemory(name, parameters, output, output, saved))
-        else:
-            items.append(ItemMemory(name, parameters, saved, output))
-    parameters, saved, logits = _run(config, Cut(count, count, False, True), dtype, stream)
+    for index, block in enumerate(blocks):
+        if block.kind not in measured:
+            cut = Cut(index, index + 1, False, False)
+            measured[block.kind] = _run(config, half_layers, cut, dtype, stream)[:2]
+        parameters, saved = measured[block.kind]
+        items.append(ItemMemory(block.name, parameters, saved, _bytes(stream)))
+    if gradient_checkpointing:  # the input stays, and one layer at a time is computed once more
+        for layer in range(anatomy.num_layers):
+            own = slice(1 + anatomy.blocks_of(layer).start, 1 + anatomy.blocks_of(layer).stop)
+            again = sum(item.saved_bytes for item in items[own])
+            items[own] = [item._replace(saved_bytes=item.output_bytes, working_bytes=again) for item in items[own]]
+    parameters, saved, logits = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
     working = _bytes(logits) + FLOAT_BYTES * logits.numel()
     return (*items, ItemMemory("head", parameters, saved, 0, working))
 
 
-def _run(config: PretrainedConfig, cut: Cut, dtype: torch.dtype, stream: Tensor) -> tuple[int, int, Tensor]:
+def _run(
+    config: PretrainedConfig, half_layers: bool, cut: Cut, dtype: torch.dtype, stream: Tensor
+) -> tuple[int, int, Tensor]:
     """Parameters, saved bytes, and output (of the head: the logits) of the stage ``cut``."""
     with quiet():
         model = skeleton(config)
-        anatomy: Anatomy = anatomy_of(model)
+        anatomy: Anatomy = anatomy_of(model, half_layers=half_layers)
         prune(model, anatomy, cut)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -6,17 +6,14 @@ is which child modules run before the decoder layers, which after them, and whic
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .adapters import Adapter, adapter_for
+from .layer_source import layer_halves, layer_loop, uncalled
 
 
 class UnsupportedModelError(ValueError):
@@ -37,6 +34,7 @@ class Anatomy:
         before: children of the trunk that run before the layers, ``embedding`` among them.
         after: children of the trunk that run after the layers (the final norm).
         head: children of the model beside the trunk (``lm_head``).
+        blocks_per_layer: parts that a decoder layer can be cut into: 1, or 2 with attention and MLP apart.
     """
 
     trunk: str
@@ -48,6 +46,15 @@ class Anatomy:
     after: tuple[str, ...]
     head: tuple[str, ...]
     adapter: Adapter
+    blocks_per_layer: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers * self.blocks_per_layer
+
+    def blocks_of(self, layer: int) -> range:
+        """The blocks of a decoder layer, by number."""
+        return range(layer * self.blocks_per_layer, (layer + 1) * self.blocks_per_layer)
 
     def trunk_of(self, model: nn.Module) -> nn.Module:
         return model.get_submodule(self.trunk)
@@ -65,15 +72,19 @@ def refuse_known(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be a pipeline: {reason}.")
 
 
-def anatomy_of(model: PreTrainedModel) -> Anatomy:
+def anatomy_of(model: PreTrainedModel, *, half_layers: bool = False) -> Anatomy:
     """Find the parts of ``model`` (it may be on the meta device).
+
+    Args:
+        half_layers: decoder layers are to be cut between attention and MLP too.
 
     The family's adapter comes first, then the order that transformers publishes in ``base_model_pp_plan``, then the
     order in which the trunk's children were registered.
 
     Raises:
         UnsupportedModelError: no single list of decoder layers, state that the layers hand on beside the hidden
-            states, weights outside the known parts, or a family that is known not to be cut exactly.
+            states, weights outside the known parts, or a family that is known not to be cut exactly; with
+            ``half_layers`` also a layer that cannot be cut in two.
     """
     config = model.config
     refuse_known(config)
@@ -114,43 +125,47 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         )
     top = trunk_name.split(".")[0]
     head = tuple(c for c, _ in model.named_children() if c != top)
-    return Anatomy(trunk_name, layers_name, len(layers), returns, embedding, before, after, head, adapter)
+    blocks = 1
+    if half_layers:
+        for layer in layers:
+            _check_halves(layer, name)
+        blocks = 2
+    return Anatomy(trunk_name, layers_name, len(layers), returns, embedding, before, after, head, adapter, blocks)
 
 
-@cache
-def layer_loop(trunk: type[nn.Module], layers: str) -> tuple[int, tuple[str, ...]]:
-    """Values that the forward of ``trunk`` takes from each of its ``layers``, read from its source.
-
-    Returns:
-        ``(returns, state)``: number of values as in :class:`Anatomy`, and the names of those beside the hidden states
-        that go on into the next layer. ``(0, ())`` where the source shows no plain loop.
-    """
-    forward = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(trunk.forward))))
-    for loop in ast.walk(forward):
-        if not isinstance(loop, ast.For) or f"self.{layers}" not in ast.unparse(loop.iter):
-            continue
-        layer = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-        for step in ast.walk(loop):
-            if not (isinstance(step, ast.Assign) and isinstance(step.value, ast.Call)):
-                continue
-            called = step.value.func
-            if isinstance(called, ast.Name) and called.id in layer:
-                return _taken(step.targets[0], step.value, loop)
-    return 0, ()
+def half_children(layer: nn.Module, half: int) -> dict[str, int]:
+    """Children of a decoder layer that its first (0) or second (1) half calls, each with the number of values that it
+    returns, as :attr:`Anatomy.returns`. The layer is one that :func:`anatomy_of` has found to have halves."""
+    children = dict(layer.named_children())
+    called = layer_halves(type(layer))[half]  # type: ignore[arg-type]  # classes are hashable
+    return {name: returns for name, returns in called if name in children}
 
 
-def _taken(target: ast.expr, call: ast.Call, loop: ast.For) -> tuple[int, tuple[str, ...]]:
-    if isinstance(target, ast.Tuple):
-        given = {node.id for argument in [*call.args, *(k.value for k in call.keywords)] for node in _names(argument)}
-        beside = [node.id for node in target.elts[1:] if isinstance(node, ast.Name)]
-        return len(target.elts), tuple(name for name in beside if name in given)
-    assert isinstance(target, ast.Name)
-    indexed = any(isinstance(node, ast.Subscript) and ast.unparse(node) == f"{target.id}[0]" for node in ast.walk(loop))
-    return (2 if indexed else 0), ()
-
-
-def _names(node: ast.AST) -> list[ast.Name]:
-    return [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+def _check_halves(layer: nn.Module, name: str) -> None:
+    reason = ""
+    read = uncalled(type(layer))  # type: ignore[arg-type]  # classes are hashable
+    try:
+        first, second = half_children(layer, 0), half_children(layer, 1)
+    except ValueError as error:
+        reason = str(error)
+    else:
+        weights = {child for child, module in layer.named_children() if any(True for _ in module.parameters())}
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        if own:
+            reason = f"has tensors of its own, {[tensor for tensor, _ in own]}"
+        elif both := weights & first.keys() & second.keys():
+            reason = f"calls {sorted(both)} in both halves"
+        elif stray := weights - (first.keys() | second.keys()):
+            reason = f"does not call {sorted(stray)} in its forward"
+        elif used := (first.keys() | second.keys()) & read:
+            reason = f"reads {sorted(used)} in another way than by calling them"
+        elif not weights & first.keys() or not weights & second.keys():
+            reason = "has all of its weights in one half"
+    if reason:
+        raise UnsupportedModelError(
+            f"{name} cannot be cut within a decoder layer: its {type(layer).__name__} {reason}. Leave "
+            "paceline.pipeline.half_layers out: cuts are then between whole layers."
+        )
 
 
 def _find_layers(model: PreTrainedModel, name: str, adapter: Adapter) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from .adapters import ADAPTERS
 from .anatomy import UnsupportedModelError, anatomy_of, refuse_known
 from .family_configs import NUM_LAYERS, shrink
 from .once import once_a_config
-from .parity import ROUNDING, check_split
+from .parity import ROUNDING, check_halves, check_split
 from .quiet_transformers import quiet
 from .router import router_loss_of
 from .sources import config_at, model_config_at
@@ -94,8 +94,11 @@ def compared_here() -> bool:
     return oldest <= Version(transformers_version) <= newest
 
 
-def check_source(source: str | Path) -> ModelReport:
+def check_source(source: str | Path, *, half_layers: bool = False) -> ModelReport:
     """Report on the model whose config is at ``source``, a directory or a hub name. No weights are read.
+
+    Args:
+        half_layers: as of :func:`check_model`.
 
     Raises:
         ValueError: there is no config that transformers can read, or none that a model can be made of.
@@ -104,16 +107,22 @@ def check_source(source: str | Path) -> ModelReport:
         config = model_config_at(source)
     except UnsupportedModelError:  # which check_model reports
         config = config_at(source)
-    return check_model(config)
+    return check_model(config, half_layers=half_layers)
 
 
-def check_model(config: PretrainedConfig) -> ModelReport:
-    """Report on the model of ``config``; a model that cannot be cut is reported as refused, not raised."""
+def check_model(config: PretrainedConfig, *, half_layers: bool = False) -> ModelReport:
+    """Report on the model of ``config``; a model that cannot be cut is reported as refused, not raised.
+
+    Args:
+        half_layers: decoder layers are to be cut between attention and MLP too.
+    """
     config = causal_config(config)
     try:
         with quiet():
             model_class = model_class_of(config).__name__
             difference = _difference(config)
+            if half_layers:
+                difference = max(difference, _difference_of_halves(config))
             model = skeleton(config)
             anatomy = anatomy_of(model)
     except UnsupportedModelError as error:
@@ -144,6 +153,23 @@ def require_supported(config: PretrainedConfig) -> None:
         _difference(causal_config(config))
 
 
+def require_halves(config: PretrainedConfig) -> None:
+    """Check that the model of ``config`` stays the same model when its decoder layers are cut in two: on a small copy,
+    within seconds. Every rank comes to the same answer, without asking the others.
+
+    Raises:
+        UnsupportedModelError: it does not, or it cannot be found out; the message says why.
+    """
+    with quiet():
+        _difference_of_halves(causal_config(config))
+
+
+@once_a_config
+def _difference_of_halves(config: PretrainedConfig) -> float:
+    anatomy_of(skeleton(config), half_layers=True)
+    return _compare_small_copy(config, f"model type {config.model_type!r}", half_layers=True)
+
+
 def verdict(difference: float) -> Verdict:
     """The verdict for the largest relative difference of a model that is not refused."""
     return "exact" if difference == 0.0 else "rounding"
@@ -172,24 +198,31 @@ def _difference(config: PretrainedConfig) -> float:
     return difference
 
 
-def _compare_small_copy(config: PretrainedConfig, name: str) -> float:
+def _compare_small_copy(config: PretrainedConfig, name: str, *, half_layers: bool = False) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
-            parity = check_split(shrink(config), NUM_LAYERS)
+            parity = (check_halves if half_layers else check_split)(shrink(config), NUM_LAYERS)
     except UnsupportedModelError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name} is not among the families that were compared with transformers {transformers_version}, and a "
-            f"small copy to compare now cannot be built: {type(error).__name__}: {_first_line(error)}"
+            f"{name} {_not_known(half_layers)}, and a small copy to compare now cannot be built: "
+            f"{type(error).__name__}: {_first_line(error)}"
         ) from error
     if not parity.worst <= ROUNDING:
+        cut = "its decoder layers cut in two" if half_layers else "cut into stages"
         raise UnsupportedModelError(
-            f"{name} cannot be a pipeline: cut into stages, a small copy of it differs from the whole model by "
+            f"{name} cannot be a pipeline: {cut}, a small copy of it differs from the whole model by "
             f"{parity.worst:.1e} (loss {parity.loss:.1e}, logits {parity.logits:.1e}, gradient of "
             f"{parity.worst_gradient!r} {parity.gradient:.1e})."
         )
     return parity.worst
+
+
+def _not_known(half_layers: bool) -> str:
+    if half_layers:
+        return "was compared in whole layers only"
+    return f"is not among the families that were compared with transformers {transformers_version}"
 
 
 def check_stream_identity(config: PretrainedConfig) -> None:

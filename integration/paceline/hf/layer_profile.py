@@ -21,7 +21,7 @@ from ..measure.profile_file import ItemProfile
 from ..measure.recorder import SavedBytes
 from .activations import check_shape
 from .anatomy import Anatomy, anatomy_of
-from .layer_kinds import layer_kinds
+from .layer_blocks import blocks_of
 from .peft import Adapters, cast, inject
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, recompute_layers
@@ -52,6 +52,7 @@ def profile_items(
     micro_batch_size: int,
     sequence_length: int,
     gradient_checkpointing: bool = False,
+    half_layers: bool = False,
     adapters: Adapters | None = None,
     repeats: int = 5,
 ) -> list[ItemProfile]:
@@ -60,14 +61,15 @@ def profile_items(
     Medians of ``repeats`` runs; the weights of one item are on the device at a time. Not collective.
 
     Args:
+        half_layers: decoder layers are measured in halves.
         adapters: that are trained, and nothing else.
 
     Raises:
         ValueError: sizes below 1, or sequences longer than the model has positions.
     """
-    shape = (micro_batch_size, sequence_length, gradient_checkpointing)
+    shape = (micro_batch_size, sequence_length, gradient_checkpointing, half_layers)
     bench = Bench(config, dtype, device, *shape, adapters, repeats)
-    return [bench.embedding, *(bench.layer(index) for index in range(bench.anatomy.num_layers)), bench.head]
+    return [bench.embedding, *(bench.layer(index) for index in range(bench.anatomy.num_blocks)), bench.head]
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Bench:
     micro_batch_size: int
     sequence_length: int
     gradient_checkpointing: bool = False
+    half_layers: bool = False
     adapters: Adapters | None = None
     repeats: int = 5
     _measured: dict[str, ItemProfile] = field(default_factory=dict)
@@ -90,10 +93,11 @@ class Bench:
         check_shape(self.config, self.micro_batch_size, self.sequence_length)
         with quiet():
             model = skeleton(self.config)
-            self.anatomy: Anatomy = anatomy_of(model)
+            self.anatomy: Anatomy = anatomy_of(model, half_layers=self.half_layers)
             if self.adapters is not None:
                 inject(model, self.adapters)
-            self.kinds = layer_kinds(model, self.anatomy)
+            blocks = blocks_of(model, self.anatomy)
+            self.kinds, self._names = [block.kind for block in blocks], [block.name for block in blocks]
         num_bytes = sum(parameter.numel() for parameter in model.parameters()) * self.dtype.itemsize
         self._others = torch.zeros(min(num_bytes, MOST_BYTES_BETWEEN), dtype=torch.uint8, device=self.device)
 
@@ -129,11 +133,11 @@ class Bench:
     @cached_property
     def head(self) -> ItemProfile:
         """The last item: final norm, head and loss."""
-        count = self.anatomy.num_layers
+        count = self.anatomy.num_blocks
         return self._less_trunk(self._measure("head", "Head", self.stage(Cut(count, count, False, True)), self.stream))
 
     def layer(self, index: int) -> ItemProfile:
-        """One decoder layer; only the first of a kind is run."""
+        """One decoder layer, or a half of one; only the first of a kind is run."""
         kind = self.kinds[index]
         if kind not in self._measured:
             stage = self.stage(Cut(index, index + 1, False, False))
@@ -141,11 +145,11 @@ class Bench:
             if self.gradient_checkpointing:  # autograd does not see that the input stays
                 found = replace(found, saved_bytes=self.stream.numel() * self.stream.element_size())
             self._measured[kind] = found
-        return replace(self._measured[kind], name=f"layers.{index}")
+        return replace(self._measured[kind], name=self._names[index])
 
     def stage(self, cut: Cut) -> CausalLMStage:
         """Load a cut of the model onto the device, with random weights."""
-        stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True)
+        stage = load_stage(None, self.config, cut, dtype=self.dtype, allow_empty=True, half_layers=self.half_layers)
         if self.adapters is not None:
             inject(stage.model, self.adapters)
             cast(stage.model, self.dtype)

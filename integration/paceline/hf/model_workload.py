@@ -7,11 +7,11 @@ experts' is decided by the operations.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..measure.flops import NUM_EXPERTS, TOP_K
@@ -20,7 +20,7 @@ from ..planning.memory import States
 from ..planning.workload import NOTHING_BESIDE, Item, Workload
 from .activations import count_items
 from .anatomy import Anatomy, anatomy_of
-from .layer_kinds import layer_kinds
+from .layer_blocks import Block, blocks_of
 from .quiet_transformers import quiet
 from .weights import causal_config, skeleton
 
@@ -38,6 +38,7 @@ class Shape:
         sequence_length: tokens of a sample.
         train_batch_size: samples of a step.
         gradient_checkpointing: recompute layers in the backward.
+        half_layers: items are halves of decoder layers.
     """
 
     dtype: torch.dtype
@@ -45,6 +46,7 @@ class Shape:
     sequence_length: int
     train_batch_size: int
     gradient_checkpointing: bool = False
+    half_layers: bool = False
 
     @property
     def tokens(self) -> int:
@@ -80,11 +82,13 @@ def workload_of(
         micro_batch_size=shape.micro_batch_size,
         sequence_length=shape.sequence_length,
         gradient_checkpointing=shape.gradient_checkpointing,
+        half_layers=shape.half_layers,
     )
     text = config.get_text_config()
     with quiet():
         model = skeleton(config)
-        operations = _operations(model, anatomy_of(model), shape.tokens, shape.sequence_length)
+        anatomy = anatomy_of(model, half_layers=shape.half_layers)
+        operations = _operations(model, anatomy, shape.tokens, shape.sequence_length)
     num_experts = _first(text, NUM_EXPERTS) if any(item.expert_parameters for item in operations) else 0
     top_k = _first(text, TOP_K) if num_experts else 1
     rows = float(shape.tokens * top_k)
@@ -155,7 +159,7 @@ class _Operations:
 def work_of_items(
     model: PreTrainedModel, anatomy: Anatomy, sequence_length: int, *, recomputes: bool = False
 ) -> list[float]:
-    """Floating-point operations of each item's forward and backward for a token: embedding, decoder layers, head.
+    """Floating-point operations of each item's forward and backward for a token: embedding, blocks of layers, head.
 
     An embedding looks its rows up: that is no work.
 
@@ -172,22 +176,23 @@ def work_of_items(
 
 def _operations(model: PreTrainedModel, anatomy: Anatomy, tokens: int, sequence_length: int) -> list[_Operations]:
     """Two for each weight and token that meet, and scores and weighted sums of attention under a causal mask."""
-    kinds = layer_kinds(model, anatomy)
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     attention = 2.0 * tokens * sequence_length * heads * size
     of_kind: dict[str, _Operations] = {}
-    for kind, layer in zip(kinds, anatomy.layers_of(model), strict=True):
-        if kind not in of_kind:
-            of_kind[kind] = _of_layer(layer, text, tokens, attention)
+    blocks = blocks_of(model, anatomy)
+    for block in blocks:
+        if block.kind not in of_kind:
+            of_kind[block.kind] = _of_block(block, text, tokens, attention if block.has_attention else 0.0)
     head = 2.0 * tokens * text.vocab_size * text.hidden_size
-    return [_Operations(0.0), *(of_kind[kind] for kind in kinds), _Operations(head)]
+    return [_Operations(0.0), *(of_kind[block.kind] for block in blocks), _Operations(head)]
 
 
-def _of_layer(layer: nn.Module, text: Any, tokens: int, attention: float) -> _Operations:
-    experts = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}.")
-    dense = 2.0 * tokens * (sum(p.numel() for p in layer.parameters()) - experts) + attention
+def _of_block(block: Block, text: Any, tokens: int, attention: float) -> _Operations:
+    named = chain.from_iterable(module.named_parameters() for module in block.modules)
+    experts = sum(p.numel() for name, p in named if ".experts." in f".{name}.")
+    dense = 2.0 * tokens * (block.num_parameters - experts) + attention
     if not experts:
         return _Operations(dense)
     rows, count = tokens * _first(text, TOP_K), _first(text, NUM_EXPERTS)

@@ -43,17 +43,25 @@ class Parity:
         return self.worst == 0.0
 
 
-def cuts(num_layers: int, *boundaries: int) -> list[Cut]:
-    """Stages that begin at layer 0 and at each of ``boundaries``."""
-    edges = [0, *boundaries, num_layers]
+def cuts(num_blocks: int, *boundaries: int) -> list[Cut]:
+    """Stages that begin at block 0 and at each of ``boundaries``."""
+    edges = [0, *boundaries, num_blocks]
     last = len(edges) - 2
     return [Cut(edges[i], edges[i + 1], i == 0, i == last) for i in range(last + 1)]
 
 
 def check_split(
-    config: PretrainedConfig, num_layers: int, *, seed: int = 0, batch: int = 2, length: int = 12
+    config: PretrainedConfig,
+    num_layers: int,
+    *,
+    half_layers: bool = False,
+    seed: int = 0,
+    batch: int = 2,
+    length: int = 12,
 ) -> Parity:
     """Compare the whole model of ``config`` with its cuts 1 | rest (odd) and into three.
+
+    With ``half_layers``: with its cut into all halves of layers, and into a layer and a half, a layer and a half, rest.
 
     Args:
         config: of a model small enough for this process; float32 on the CPU, in training mode.
@@ -74,9 +82,12 @@ def check_split(
     side["attention_mask"][-1, -length // 4 :] = 0
     labels[-1, -length // 4 :] = -100
 
+    num_blocks, boundaries = num_layers, [(1,), (1, num_layers - 1)]
+    if half_layers:
+        num_blocks, boundaries = 2 * num_layers, [(3, 6), tuple(range(1, 2 * num_layers))]
     ways = [
-        [load_stage(None, config, cut, allow_empty=True) for cut in cuts(num_layers, *edges)]
-        for edges in ((1,), (1, num_layers - 1))
+        [load_stage(None, config, cut, allow_empty=True, half_layers=half_layers) for cut in cuts(num_blocks, *edges)]
+        for edges in boundaries
     ]
     side = {name: tensor for name, tensor in side.items() if all(name in s.accepts for way in ways for s in way)}
     reference = _reference(whole, ids, labels, side)
@@ -91,8 +102,9 @@ def check_split(
                 results.append(_compare(reference, stages, ids, labels, side))
         except Exception as error:
             starts = [stage.cut.start for stage in stages[1:]]
+            blocks = "half layers" if half_layers else "layers"
             raise UnsupportedModelError(
-                f"{type(whole).__name__} (model type {config.model_type!r}) cannot be a pipeline: cut before layers "
+                f"{type(whole).__name__} (model type {config.model_type!r}) cannot be a pipeline: cut before {blocks} "
                 f"{starts} it does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             ) from error
     worst = max(results, key=lambda r: r.worst)
@@ -102,6 +114,11 @@ def check_split(
         max(r.gradient for r in results),
         worst.worst_gradient,
     )
+
+
+def check_halves(config: PretrainedConfig, num_layers: int) -> Parity:
+    """:func:`check_split` with ``half_layers``."""
+    return check_split(config, num_layers, half_layers=True)
 
 
 def _reference(model: PreTrainedModel, ids: Tensor, labels: Tensor, side: dict[str, Tensor]) -> dict[str, Any]:

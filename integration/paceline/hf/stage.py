@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import router
-from .anatomy import Anatomy, UnsupportedModelError, anatomy_of
+from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, half_children
 from .cross_entropy import cross_entropy_in_pieces, takes_pieces
 from .masks import needs_mask
 
@@ -31,7 +31,10 @@ ADAPTED = ("base_layer", "original_module")
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of one stage: layers ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``."""
+    """The cut of one stage: blocks ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``.
+
+    A block is a decoder layer, or half of one (:attr:`~paceline.hf.anatomy.Anatomy.blocks_per_layer`).
+    """
 
     start: int
     stop: int
@@ -39,8 +42,8 @@ class Cut:
     last: bool
 
     @staticmethod
-    def whole(num_layers: int) -> Cut:
-        return Cut(0, num_layers, True, True)
+    def whole(num_blocks: int) -> Cut:
+        return Cut(0, num_blocks, True, True)
 
 
 class PassThrough(nn.Module):
@@ -63,12 +66,13 @@ class PassThrough(nn.Module):
         return (stream, *[None] * (self.returns - 1)) if self.returns else stream
 
 
-class AddsNothing(nn.Module):
-    """Stands where a position embedding lives on another stage: the sum with it is unchanged."""
+class AddsNothing(PassThrough):
+    """Stands where a module lives on another stage whose output is added to something: the sum is unchanged."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         reference = args[0] if args else next(iter(kwargs.values()))
-        return torch.zeros((), device=reference.device)
+        nothing = torch.zeros((), device=reference.device)
+        return (nothing, *[None] * (self.returns - 1)) if self.returns else nothing
 
 
 def bare(module: nn.Module) -> nn.Module:
@@ -90,8 +94,11 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     trunk, layers = anatomy.trunk_of(model), anatomy.layers_of(model)
     tied = tied_weight(model, anatomy)
     for index in range(anatomy.num_layers):
-        if not cut.start <= index < cut.stop:
+        held = [block for block in anatomy.blocks_of(index) if cut.start <= block < cut.stop]
+        if not held:
             layers[index] = take_out(layers[index], anatomy)
+        elif len(held) < anatomy.blocks_per_layer:
+            take_out_half(layers[index], 1 - held[0] % anatomy.blocks_per_layer)
     if not cut.first:
         for name in anatomy.before:
             module = trunk.get_submodule(name)
@@ -132,9 +139,10 @@ def recompute_layers(model: PreTrainedModel, anatomy: Anatomy | None = None, lay
 def recomputed_layers(model: PreTrainedModel, anatomy: Anatomy) -> list[int]:
     """Items of decoder layers whose activations are computed again in the backward pass."""
     return [
-        item
-        for item, layer in enumerate(anatomy.layers_of(model), 1)
+        block + 1
+        for index, layer in enumerate(anatomy.layers_of(model))
         if any(getattr(part, "gradient_checkpointing", False) for part in layer.modules())
+        for block in anatomy.blocks_of(index)
     ]
 
 
@@ -160,6 +168,31 @@ def take_out(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
         placeholder.add_module(owner, nn.Module())
         placeholder.get_submodule(owner).register_buffer(leaf, layer.get_buffer(name), persistent=False)
     return placeholder
+
+
+def take_out_half(layer: nn.Module, half: int) -> None:
+    """Put placeholders for the modules of the first (0) or second (1) half of a decoder layer, which is on another
+    stage: the residual connection around them then hands on the hidden states as they are."""
+    returns = half_children(layer, half)
+    for name, child in HalfLayer(layer, half).named_children():
+        adds = "Norm" not in type(child).__name__ and any(True for _ in child.parameters())
+        setattr(layer, name, (AddsNothing if adds else PassThrough)(returns[name], child))
+
+
+class HalfLayer(nn.Module):
+    """The modules of the first (0) or second (1) half of a decoder layer under their own names; it does not run."""
+
+    def __init__(self, layer: nn.Module, half: int) -> None:
+        super().__init__()
+        other = half_children(layer, 1 - half)
+        for name in half_children(layer, half):
+            if name not in other:  # an activation function that both call
+                self.add_module(name, layer.get_submodule(name))
+
+    def put_into(self, layer: nn.Module) -> None:
+        """Take the place of the placeholders that ``layer`` has for this half."""
+        for name, child in self.named_children():
+            setattr(layer, name, child)
 
 
 def _neutralise(trunk: nn.Module, name: str, value: float) -> None:
@@ -230,7 +263,7 @@ class CausalLMStage(nn.Module):
                 inputs[name] = tensor
         if "use_cache" in self.accepts:
             inputs["use_cache"] = False
-        routed = self.router_loss is not None and self.cut.stop > self.cut.start
+        routed = self.router_loss is not None and self._has_routers
         if self.router_loss is not None:
             inputs["output_router_logits"] = routed
         target = self.model if self.cut.last else self._trunk[0]
@@ -243,6 +276,12 @@ class CausalLMStage(nn.Module):
                 device=stream.device,
             )
         return (outputs.logits if self.cut.last else outputs.last_hidden_state), routing
+
+    @property
+    def _has_routers(self) -> bool:
+        """Whether it holds the last block of a decoder layer, which is the one with the router."""
+        blocks = self.anatomy.blocks_per_layer
+        return self.cut.stop // blocks > self.cut.start // blocks
 
     def loss(
         self,

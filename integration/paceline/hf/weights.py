@@ -88,6 +88,7 @@ def load_stage(
     dtype: torch.dtype = torch.float32,
     seed: int = 42,
     allow_empty: bool = False,
+    half_layers: bool = False,
     **from_pretrained: Any,
 ) -> CausalLMStage:
     """Build the stage ``cut`` of a model with its weights, on the CPU.
@@ -97,6 +98,7 @@ def load_stage(
         seed: for random weights. Every module's weights are drawn from ``seed`` and the module's own name, so they
             are the same for every cut.
         allow_empty: leave NaN where transformers has no initial values, for a caller who sets the weights himself.
+        half_layers: ``cut`` counts halves of decoder layers.
         from_pretrained: passed on (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 
     Raises:
@@ -110,7 +112,7 @@ def load_stage(
     class Stage(model_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            anatomy = anatomy_of(self)
+            anatomy = anatomy_of(self, half_layers=half_layers)
             anatomies.append(anatomy)
             prune(self, anatomy, cut)
 

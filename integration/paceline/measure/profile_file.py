@@ -211,17 +211,24 @@ class Profile:
         micro_batch_size: int,
         sequence_length: int,
         gradient_checkpointing: bool = False,
+        num_items: int | None = None,
         path: str | Path | None = None,
     ) -> list[str]:
         """Is the profile good for this use? Returns warnings: what differs without making it useless, a line each.
 
         Args:
+            num_items: of the model; None: not looked at.
             path: of its file, for the error.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: it is of another model, or of whole decoder layers where halves are asked for, or the reverse.
         """
         self.check_model(model, path)
+        if num_items is not None and len(self.items) != num_items:
+            raise ValueError(
+                f"profile {path}: it has {len(self.items)} items, and the model {num_items} (embedding, layers, head); "
+                "make one of this model with `paceline profile`, with --half-layers where layers are cut in two."
+            )
         asked = {
             "dtype": dtype,
             "micro_batch_size": micro_batch_size,

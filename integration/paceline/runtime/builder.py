@@ -56,6 +56,7 @@ def build_pipeline(
         dtype=dtype,
         seed=seed,
         gradient_checkpointing=gradient_checkpointing,
+        half_layers=resolved.half_layers,
         routes=resolved.schedule.routes(resolved.stages),
         expert_parallel=resolved.expert_parallel,
         config=hf_config,

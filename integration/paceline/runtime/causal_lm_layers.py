@@ -1,4 +1,4 @@
-"""The decoder layers of a Hugging Face model that can move between the stages of its pipeline."""
+"""The decoder layers of a Hugging Face model, or their halves, that can move between the stages of its pipeline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ..config.section import HETERO, WORK, Method
-from ..hf.layer_kinds import layer_kinds
+from ..hf.layer_blocks import blocks_of, main_module
 from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
 from ..hf.quiet_transformers import quiet
-from ..hf.stage import CausalLMStage, take_out
+from ..hf.stage import CausalLMStage, HalfLayer, PassThrough, take_out, take_out_half
 from ..hf.weights import skeleton
 from ..moe.hf_experts import HFExpertLayer
 from .module import CausalLMPipeline, cut_of, partition_items
@@ -22,7 +22,7 @@ from .movable_layers import Layers, TensorNote, empty_tensors
 
 
 class CausalLMLayers(Layers):
-    """Items of a Hugging Face model: decoder layers move, the embedding and the head stay on their stages."""
+    """Items of a Hugging Face model: decoder layers and their halves move, embedding and head stay on their stages."""
 
     module: CausalLMPipeline
 
@@ -46,7 +46,14 @@ class CausalLMLayers(Layers):
         if not 0 < item < self.num_items - 1:
             return None
         holder = next(m for m, stage in zip(self.module.models, self.held, strict=True) if item in self._of(stage))
-        return self.module.anatomy.layers_of(holder)[item - 1]
+        index, half = self._place(item)
+        layer = self.module.anatomy.layers_of(holder)[index]
+        return layer if half is None else HalfLayer(layer, half)
+
+    def _place(self, item: int) -> tuple[int, int | None]:
+        """Number of the decoder layer that an item is, or of which it is a half, and which half."""
+        index, half = divmod(item - 1, self.module.anatomy.blocks_per_layer)
+        return index, half if self.module.anatomy.blocks_per_layer > 1 else None
 
     def _of(self, stage: int) -> range:
         return range(self.parts[stage], self.parts[stage + 1])
@@ -55,7 +62,7 @@ class CausalLMLayers(Layers):
         name = self.module.items[item].kind
         if not 0 < item < self.num_items - 1:
             return name, name
-        return layer_kinds(self._pattern(), self.module.anatomy)[item - 1], name
+        return blocks_of(self._pattern(), self.module.anatomy)[item - 1].kind, name
 
     def num_parameters(self, item: int) -> int:
         layer = self.get(item)  # of experts that lie on several ranks it has a share
@@ -63,15 +70,26 @@ class CausalLMLayers(Layers):
 
     def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
         own, last = self._of(stage), self.num_items - 1
-        found = {item: layer for item in own if (layer := self.get(item)) is not None}
+        found = {item: module for item in own if (module := self._timed(item)) is not None}
         return found, 0 if 0 in own else None, last if last in own else None
+
+    def _timed(self, item: int) -> nn.Module | None:
+        """A decoder layer; of a half, which has no forward of its own, its main module."""
+        layer = self.get(item)
+        if not isinstance(layer, HalfLayer):
+            return layer
+        return main_module(layer.children())
 
     def cuts(self) -> tuple[int, ...]:
         return tuple(range(2, self.num_items - 1))  # a decoder layer on every stage
 
     def prefix(self, item: int) -> str:
         anatomy = self.module.anatomy
-        return f"{anatomy.trunk}.{anatomy.layers}.{item - 1}."
+        return f"{anatomy.trunk}.{anatomy.layers}.{self._place(item)[0]}."
+
+    def prefixes(self, item: int) -> tuple[str, ...]:
+        whole = self.prefix(item)
+        return tuple(f"{whole}{name}." for name in self.module.items[item].children) or (whole,)
 
     def get_ready(self) -> None:
         if quantisation_of(self.module.stage.model.config) is None:
@@ -79,20 +97,24 @@ class CausalLMLayers(Layers):
 
     def make(self, item: int, notes: Sequence[TensorNote]) -> nn.Module | None:
         module, model = self.module, self.module.stage.model
-        anatomy = module.anatomy
         if quantisation_of(model.config) is not None:
             raise ValueError(
-                f"layer {item - 1} cannot move: its weights are quantised, with scales that are no tensors of the "
-                "model; leave the partition as it is."
+                f"{module.items[item].name} cannot move: its weights are quantised, with scales that are no tensors of "
+                "the model; leave the partition as it is."
             )
-        pattern = self._pattern()
-        config = model.config
-        shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
-        layer = copy.deepcopy(anatomy.layers_of(pattern)[item - 1], shared)
-        layer.train(module.training)
-        module.spread_experts(layer)
+        index, half = self._place(item)
+        whole = self._copied(index)
+        module.spread_experts(whole)
+        layer = whole if half is None else HalfLayer(whole, half)
         empty_tensors(layer, item, notes, next(module.parameters()).device)
         return layer
+
+    def _copied(self, index: int) -> nn.Module:
+        """A decoder layer without memory, like the one that trains."""
+        config = self.module.stage.model.config
+        shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
+        layer: nn.Module = copy.deepcopy(self.module.anatomy.layers_of(self._pattern())[index], shared)
+        return layer.train(self.module.training)
 
     def unmake(self, made: Mapping[int, nn.Module | None]) -> None:
         """They are copies, and nobody else has them."""
@@ -126,14 +148,14 @@ class CausalLMLayers(Layers):
             layers, now = anatomy.layers_of(stage.model), self._of(number)
             for item in before[number]:
                 if item not in now and 0 < item < self.num_items - 1:
-                    layers[item - 1] = take_out(layers[item - 1], anatomy)
+                    self._take_out(layers, item, now)
         for number, stage in zip(self.held, stages, strict=True):
             layers, now = anatomy.layers_of(stage.model), self._of(number)
             for item in now:
                 if item not in before[number]:
                     layer = held[item]
                     assert layer is not None
-                    layers[item - 1] = layer
+                    self._put_in(layers, item, layer)
             stage.cut = cut_of(module.parts, number)
         here = {item: layer for item in sorted(self.here) if (layer := self.get(item)) is not None}
         module.expert_layers.clear()  # in place: other parts have it too
@@ -144,3 +166,22 @@ class CausalLMLayers(Layers):
             if isinstance(part, HFExpertLayer)
         }
         module.recompute(module.recomputed)
+
+    def _take_out(self, layers: nn.ModuleList, item: int, now: range) -> None:
+        """Put a placeholder where an item has been; of a layer of which a half stays, for the other half."""
+        index, half = self._place(item)
+        if half is not None and any(block + 1 in now for block in self.module.anatomy.blocks_of(index)):
+            take_out_half(layers[index], half)
+        elif not isinstance(layers[index], PassThrough):
+            layers[index] = take_out(layers[index], self.module.anatomy)
+
+    def _put_in(self, layers: nn.ModuleList, item: int, layer: nn.Module) -> None:
+        """Put an item where a placeholder has been."""
+        index, half = self._place(item)
+        if half is None or not isinstance(layer, HalfLayer):
+            layers[index] = layer
+            return
+        if isinstance(layers[index], PassThrough):
+            layers[index] = self._copied(index)
+            take_out_half(layers[index], 1 - half)
+        layer.put_into(layers[index])

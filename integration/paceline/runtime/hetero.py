@@ -25,6 +25,7 @@ from ..comm.staging import ranks_sharing, staging_for
 from ..config import ScheduleChoice
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
+from ..hf.layer_blocks import blocks_of
 from ..hf.layer_profile import Bench, fingerprint, profile_items
 from ..hf.quiet_transformers import quiet
 from ..hf.weights import causal_config, skeleton
@@ -57,6 +58,7 @@ class Shape(NamedTuple):
     micro_batch_size: int
     sequence_length: int
     gradient_checkpointing: bool = False
+    half_layers: bool = False
 
 
 class _Look(NamedTuple):
@@ -117,7 +119,7 @@ def hetero_boundaries(
             items = profile_items(config, device=device, **shape._asdict())
             look = look._replace(seconds=sum(item.forward_s + item.backward_s for item in items))
         elif len(given.devices) != num_stages:
-            look = look._replace(seconds=_probe(config, device, given))
+            look = look._replace(seconds=_probe(config, device, given, half_layers=shape.half_layers))
     looks: list[_Look] = control.gather(look)
     with control.together("planning the partition"):
         if given is not None:
@@ -159,16 +161,24 @@ def hetero_boundaries(
 
 def _load(path: str | Path, config: PretrainedConfig, shape: Shape, *, tell: bool) -> Profile:
     given = Profile.load(path)
-    _, *sizes = shape._asdict().items()
-    for line in given.check_fits(
-        fingerprint(config), str(shape.dtype).removeprefix("torch."), path=path, **dict(sizes)
-    ):
+    with quiet():
+        anatomy = anatomy_of(skeleton(causal_config(config)), half_layers=shape.half_layers)
+    lines = given.check_fits(
+        fingerprint(config),
+        str(shape.dtype).removeprefix("torch."),
+        micro_batch_size=shape.micro_batch_size,
+        sequence_length=shape.sequence_length,
+        gradient_checkpointing=shape.gradient_checkpointing,
+        num_items=anatomy.num_blocks + 2,
+        path=path,
+    )
+    for line in lines:
         if tell:
             logger.warning("%s: %s", path, line)
     return given
 
 
-def _probe(config: PretrainedConfig, device: torch.device, given: Profile) -> float:
+def _probe(config: PretrainedConfig, device: torch.device, given: Profile, *, half_layers: bool) -> float:
     """Seconds of the profile's dearest layer on this device, divided by those in the profile."""
     index = max(range(1, len(given.items) - 1), key=lambda i: given.items[i].forward_s + given.items[i].backward_s)
     bench = Bench(
@@ -178,6 +188,7 @@ def _probe(config: PretrainedConfig, device: torch.device, given: Profile) -> fl
         given.micro_batch_size,
         given.sequence_length,
         given.gradient_checkpointing,
+        half_layers,
     )
     here, there = bench.layer(index - 1), given.items[index]
     return (here.forward_s + here.backward_s) / (there.forward_s + there.backward_s)
@@ -288,18 +299,20 @@ def _memory(
         ItemMemory(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, extra)
         for item, extra in zip(items, working, strict=True)
     ]
-    return shared_memory(config, memories, expert_parallel)
+    return shared_memory(config, memories, expert_parallel, half_layers=shape.half_layers)
 
 
-def shared_memory(config: PretrainedConfig, items: Sequence[ItemMemory], expert_parallel: int) -> list[ItemMemory]:
+def shared_memory(
+    config: PretrainedConfig, items: Sequence[ItemMemory], expert_parallel: int, *, half_layers: bool
+) -> list[ItemMemory]:
     """Memory of the items where so many ranks share the experts of each layer."""
     if expert_parallel == 1:
         return list(items)
     with quiet():
         model = skeleton(causal_config(config))
     found = list(items)
-    for number, layer in enumerate(anatomy_of(model).layers_of(model), 1):
-        experts = experts_of(layer).values()
+    for number, block in enumerate(blocks_of(model, anatomy_of(model, half_layers=half_layers)), 1):
+        experts = [each for module in block.modules for each in experts_of(module).values()]
         whole = sum(p.numel() for each in experts for p in each.parameters())
         share = sum(share_of(each, expert_parallel) for each in experts)
         found[number] = found[number]._replace(elsewhere=whole - share, empty=expert_parallel * share - whole)

@@ -27,7 +27,7 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.exclusions import LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
+from ..config.exclusions import HALVES, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
 from ..config.recompute_keys import PATH
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
@@ -174,6 +174,9 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
         if section.pipeline.recompute is not None:
             written = (f"{PATH} is there", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion("recompute", LAYERS).message(*written))
+        if section.pipeline.half_layers:
+            written = ("paceline.pipeline.half_layers is true", f"the model is a {type(model).__name__}")
+            raise ValueError(exclusion(HALVES, LAYERS).message(*written))
     elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
         interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
         if interval or model.is_recomputed:

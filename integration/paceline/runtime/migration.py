@@ -386,7 +386,7 @@ class Migrator:
 
     def _item_of(self, parameter: nn.Parameter) -> int | None:
         name = self._optimizer.layout.name_of(parameter)
-        return next((item for item in self._layers.here if name.startswith(self._layers.prefix(item))), None)
+        return next((item for item in self._layers.here if name.startswith(self._layers.prefixes(item))), None)
 
     # -- the move ------------------------------------------------------------------------------------------------
 
@@ -405,7 +405,8 @@ class Migrator:
         there = frozenset[str]() if self._ahead is None else self._ahead.arrive()
         waited_s = time.perf_counter() - begun
         holdings = Holdings(layers, optimizer, seat.suffix) if is_concerned else None
-        follows = [part.leave([layers.prefix(item) for item in change.leaving]) for part in self._learned]
+        prefixes = [prefix for item in change.leaving for prefix in layers.prefixes(item)]
+        follows = [part.leave(prefixes) for part in self._learned]
         unlink_full_access(optimizer)
         layers.swap(change.new, arrived)
         for follow in follows:

@@ -24,6 +24,8 @@ from ..comm.transport import TIMEOUT
 from ..config import exclusion
 from ..config.section import HETERO, WORK, Method, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
+from ..hf.check import require_halves
+from ..hf.layer_blocks import blocks_of
 from ..hf.model_workload import work_of_items
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
@@ -51,19 +53,22 @@ FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 
 @dataclass(frozen=True)
 class Item:
-    """One place where a model can be cut off from the next: the embedding, a decoder layer, or norm and head."""
+    """One place where a model can be cut off from the next: the embedding, a decoder layer or half of one, or norm and
+    head."""
 
     name: str
     kind: str
     num_parameters: int
     work: float = 0.0
     """Floating-point operations for a token, forward and backward."""
+    children: tuple[str, ...] = ()
+    """Of half a decoder layer, the names of its modules within the layer."""
 
 
 def items_of(
     model: PreTrainedModel, anatomy: Anatomy, sequence_length: int | None = None, *, recomputes: bool = False
 ) -> list[Item]:
-    """Embedding, decoder layers in order, head. Counts only; ``model`` may be on the meta device.
+    """Embedding, decoder layers or their halves in order, head. Counts only; ``model`` may be on the meta device.
 
     Args:
         sequence_length: tokens of a sample; None: :func:`~paceline.measure.tokens.tokens_of_sample` says.
@@ -77,14 +82,15 @@ def items_of(
     trunk = anatomy.trunk_of(model)
     embedding = trunk.get_submodule(anatomy.embedding)
     head = [getattr(trunk, name) for name in anatomy.after] + [getattr(model, name) for name in anatomy.head]
-    layers = anatomy.layers_of(model)
+    blocks = blocks_of(model, anatomy)
     counted = [
         (EMBEDDING, type(embedding).__name__, count(*(getattr(trunk, name) for name in anatomy.before))),
-        *((f"layers.{i}", type(layer).__name__, count(layer)) for i, layer in enumerate(layers)),
+        *((block.name, block.class_name, block.num_parameters) for block in blocks),
         ("head", "Head", count(*head)),
     ]
     work = work_of_items(model, anatomy, tokens_of_sample(sequence_length, model.config), recomputes=recomputes)
-    return [Item(*own, each) for own, each in zip(counted, work, strict=True)]
+    children = [(), *(block.children for block in blocks), ()]
+    return [Item(*own, each, names) for own, each, names in zip(counted, work, children, strict=True)]
 
 
 def partition_items(
@@ -203,10 +209,11 @@ class CausalLMPipeline(PipelineModule):
         dtype: of the weights.
         seed: for random weights.
         gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
+        half_layers: decoder layers may be cut between attention and MLP: boundaries count halves of layers.
         peft_config: of PEFT: adapters that are put into the model, and are all that is trained of it. They are drawn
             from ``seed`` by name: the same for every number of stages. Not for a model in memory.
         routes: device of each stage, one route a direction, as of :class:`~paceline.schedules.Schedule`; None: one
-            direction with a stage a device. There are at most as many stages as decoder layers.
+            direction with a stage a device. There are at most as many stages as decoder layers, or halves of them.
         expert_parallel: ranks of a stage that share its experts; divides the number of replicas, and is at most that of
             experts. A rank has read, or drawn, its whole stage before it keeps its share of them.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
@@ -226,6 +233,7 @@ class CausalLMPipeline(PipelineModule):
         dtype: torch.dtype = torch.float32,
         seed: int = 42,
         gradient_checkpointing: bool = False,
+        half_layers: bool = False,
         routes: Sequence[Sequence[int]] | None = None,
         expert_parallel: int = 1,
         config: PretrainedConfig | None = None,
@@ -263,7 +271,9 @@ class CausalLMPipeline(PipelineModule):
         self.settle: Callable[[], None] | None = None
         """What brings the weights up to date, if something is under way: the engine's. Collective."""
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
-        self.anatomy = anatomy_of(whole)
+        if half_layers:
+            require_halves(self.config)
+        self.anatomy = anatomy_of(whole, half_layers=half_layers)
         self.adapters: Adapters | None
         """PEFT's, of the whole model; None: the model itself is trained."""
         if peft_config is not None:
@@ -279,10 +289,11 @@ class CausalLMPipeline(PipelineModule):
         self.total_parameters = sum(p.numel() for p in whole.parameters())
         self.is_tied = tied_weight(whole, self.anatomy) is not None
         self.has_experts = any(path.rpartition(".")[2] == "experts" for path, _ in whole.named_modules())
-        if self.num_virtual_stages > self.anatomy.num_layers:
+        if self.num_virtual_stages > self.anatomy.num_blocks:
+            blocks = "halves of decoder layers" if half_layers else "decoder layers"
             raise ValueError(
-                f"{self.num_virtual_stages} stages are more than the model's {self.anatomy.num_layers} decoder layers: "
-                f"choose at most {self.anatomy.num_layers}."
+                f"{self.num_virtual_stages} stages are more than the model's {self.anatomy.num_blocks} {blocks}: "
+                f"choose at most {self.anatomy.num_blocks}."
             )
         if expert_parallel > 1:
             if self.adapters is not None:
@@ -313,7 +324,8 @@ class CausalLMPipeline(PipelineModule):
         self.recomputed = frozenset(items)
         if self.recomputed:
             for model in self.models:
-                recompute_layers(model, self.anatomy, {item - 1 for item in self.recomputed})
+                blocks = self.anatomy.blocks_per_layer
+                recompute_layers(model, self.anatomy, {(item - 1) // blocks for item in self.recomputed})
 
     @property
     def num_virtual_stages(self) -> int:
@@ -390,6 +402,7 @@ class CausalLMPipeline(PipelineModule):
                 dtype=self._dtype,
                 seed=self._seed,
                 allow_empty=False,
+                half_layers=self.anatomy.blocks_per_layer == 2,
                 **self._from_pretrained,
             )
             if self._injects:
@@ -455,8 +468,7 @@ class CausalLMPipeline(PipelineModule):
             layers = [item for item in items if item.name.startswith("layers.")]
             names = [item.name for item in items if item not in layers]
             if layers:
-                first, last = layers[0].name.partition(".")[2], layers[-1].name.partition(".")[2]
-                span = f"layer {first}" if first == last else f"layers {first}-{last}"
+                span = self._span(range(self.items.index(layers[0]) - 1, self.items.index(layers[-1])))
                 names.insert(1 if names and names[0] == EMBEDDING else 0, span)
             size = sum(item.num_parameters for item in items)
             lines.append(f"stage {stage}: {', '.join(names)} ({size / 1e6:.2f} M parameters)")
@@ -466,3 +478,13 @@ class CausalLMPipeline(PipelineModule):
         elif self.num_virtual_stages > self.num_stages:
             lines.append(f"{self.num_virtual_stages // self.num_stages} stages a rank, ranks by stage: {orders}")
         return lines
+
+    def _span(self, blocks: range) -> str:
+        """The decoder layers of a run of blocks; at its ends half a layer has the name of its main module."""
+        a_layer = self.anatomy.blocks_per_layer
+        first, last = str(blocks[0] // a_layer), str(blocks[-1] // a_layer)
+        if blocks.start % a_layer:
+            first = self.items[blocks[0] + 1].name.partition(".")[2]
+        if blocks.stop % a_layer:
+            last = self.items[blocks[-1] + 1].name.partition(".")[2]
+        return f"layer {first}" if first == last else f"layers {first}-{last}"

@@ -118,6 +118,10 @@ class Layers(ABC):
     def prefix(self, item: int) -> str:
         """Beginning of the names of an item's tensors in state and checkpoints."""
 
+    def prefixes(self, item: int) -> tuple[str, ...]:
+        """Beginnings that an item's tensors have, and no other's."""
+        return (self.prefix(item),)
+
     def get_ready(self) -> None:  # noqa: B027 (most have nothing to do)
         """Take the time now that the first :meth:`make` would take beside making a layer."""
 

@@ -211,7 +211,7 @@ class PipelineMeasurements:
         samples = self._pipeline.micro_batches * self._pipeline.micro_batch_size
         of_items: dict[int, Uneven] = {}
         for item in self._layers.here:
-            if own := [seconds for name, seconds in found.items() if name.startswith(self._layers.prefix(item))]:
+            if own := [seconds for name, seconds in found.items() if name.startswith(self._layers.prefixes(item))]:
                 of_items[item] = Uneven(*map(sum, zip(*own, strict=True))).times(1 / samples)
         return of_items
 

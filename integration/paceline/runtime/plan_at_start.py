@@ -181,7 +181,7 @@ def _chosen(
     with control.together("planning the stages"):
         if control.rank == 0:
             is_asked = usual.recompute == FIT or (kept is not None and RECOMPUTE in kept)
-            may_fit = is_asked or not measured.profile.gradient_checkpointing
+            may_fit = is_asked or not (measured.profile.gradient_checkpointing or usual.half_layers)
             preferred = Stages(usual.stages) if kept is None else stages_kept(kept)
             # Layers are recomputed unasked only where nothing fits otherwise.
             for fits in ([] if is_asked else [False]) + ([True] if may_fit else []):
@@ -227,6 +227,7 @@ def entries(
             profile.sequence_length,
             plan.train_batch_size,
             profile.gradient_checkpointing,
+            plan.half_layers,
         )
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
         recomputed = None

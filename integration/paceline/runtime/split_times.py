@@ -24,7 +24,8 @@ def measure_stage(bench: Bench) -> StageTimes:
         return found  # nothing is split then that was not measured in the run
     kind, _ = Counter(bench.kinds).most_common(1)[0]
     index = bench.kinds.index(kind)
-    cut = Cut(index, index + 1, False, False)
+    blocks = bench.anatomy.blocks_of(index // bench.anatomy.blocks_per_layer)
+    cut = Cut(blocks.start, blocks.stop, False, False)
     whole, split, deferral = bench.stage(cut), bench.stage(cut), Deferral()
     deferral.adopt(split)
     defer_experts(split, deferral)

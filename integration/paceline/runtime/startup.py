@@ -23,9 +23,17 @@ from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, show, value_at
-from ..config.stage_counts import asks_for_chunks, has_stages, is_planned, may_have_chunks, states_fit
+from ..config.stage_counts import (
+    asks_for_chunks,
+    blocks_per_layer,
+    has_stages,
+    is_planned,
+    may_have_chunks,
+    states_fit,
+)
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
+from ..hf.check import require_halves
 from ..hf.peft import trained_share, without_memory
 from ..hf.weights import skeleton
 from ..measure.device_memory import available_bytes
@@ -100,6 +108,8 @@ def plan_for(
     Raises:
         ValueError: stages, batch sizes and world do not fit.
     """
+    if blocks_per_layer(section) > 1:
+        require_halves(hf_config)
     model = skeleton(hf_config)
     text = hf_config.get_text_config()
     num_layers = anatomy_of(model).num_layers
@@ -164,6 +174,7 @@ def plan_for(
             usual.micro_batch_size,
             tokens_of_sample(sequence_length, hf_config),
             recomputes,
+            usual.half_layers,
         )
         planned = plan_stages(hf_config, control, options, usual, shape, peft_config, kept)
     if planned is not None:
@@ -302,6 +313,7 @@ def first_partition(
         resolved.micro_batch_size,
         tokens_of_sample(sequence_length, hf_config),
         gradient_checkpointing or bool(interval),
+        resolved.half_layers,
     )
     if partition != HETERO:
         device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
@@ -360,7 +372,8 @@ def _by_work(
     several ranks) work alone decides.
     """
     model = skeleton(hf_config)
-    items = items_of(model, anatomy_of(model), shape.sequence_length, recomputes=shape.gradient_checkpointing)
+    anatomy = anatomy_of(model, half_layers=shape.half_layers)
+    items = items_of(model, anatomy, shape.sequence_length, recomputes=shape.gradient_checkpointing)
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
     if resolved.recompute == FIT:
@@ -392,11 +405,12 @@ def as_it_takes(
         ValueError: what the model keeps cannot be counted.
     """
     model = skeleton(hf_config)
-    items = items_of(model, anatomy_of(model), shape.sequence_length)
+    items = items_of(model, anatomy_of(model, half_layers=shape.half_layers), shape.sequence_length)
     routes = resolved.schedule.routes(resolved.stages)
     boundaries = partition_items(items, len(routes[0]), method, route_of_chunks(routes))
     try:
-        memories = shared_memory(hf_config, count_items(hf_config, **shape._asdict()), resolved.expert_parallel)
+        memories = count_items(hf_config, **shape._asdict())
+        memories = shared_memory(hf_config, memories, resolved.expert_parallel, half_layers=shape.half_layers)
     except ValueError as error:
         raise ValueError(f'{PATH} is "{FIT}", which counts what layers keep; write a number. {error}') from None
     seconds = [(item.work / 3, item.work / 1.5) for item in items]
@@ -491,7 +505,13 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
             f"paceline.pipeline.stages is {asked} and the pipeline was built with {pipeline.num_stages} stages: "
             "leave the key out, or build it anew."
         )
-    built = section.pipeline.model_copy(update={"stages": pipeline.num_stages})
+    has_halves = pipeline.anatomy.blocks_per_layer == 2
+    if section.pipeline.half_layers and not has_halves:
+        raise ValueError(
+            "paceline.pipeline.half_layers is true and the pipeline was built with whole layers: leave the key out, or "
+            "build it with half_layers=True."
+        )
+    built = section.pipeline.model_copy(update={"stages": pipeline.num_stages, "half_layers": has_halves})
     experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
     config = {EXPERT_PARALLEL: experts, **ds_config}
     num_layers = pipeline.anatomy.num_layers
@@ -515,4 +535,5 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
             f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "
             f"expert_parallel={pipeline.expert_parallel}: leave the section out, or build it anew."
         )
-    return replace(resolved, section=section)
+    pipeline_section = section.pipeline.model_copy(update={"half_layers": has_halves})
+    return replace(resolved, section=section.model_copy(update={"pipeline": pipeline_section}))

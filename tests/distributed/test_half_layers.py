@@ -1,0 +1,116 @@
+"""Decoder layers cut between attention and MLP train exactly as whole ones do."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from support.jobs import LAYERS, train, train_alone
+from support.ranks import OneAfterAnother, on, run_ranks
+
+STEPS = 4
+UNTIED = {"tie_word_embeddings": False, "steps": STEPS}
+
+
+def halves(method: Any = "work") -> dict[str, Any]:
+    return {"method": method, "half_layers": True}
+
+
+LAST = 2 * LAYERS + 2
+"""The last boundary: embedding, two halves a layer, head."""
+MIDDLE = {2: [0, 4, LAST], 3: [0, 2, 5, LAST], 4: [0, 2, 4, 7, LAST]}
+"""Boundaries within decoder layers, by the number of stages."""
+ZERO, STREAM = {"zero": 1}, {"schedule": {"type": "zbh1"}}
+RUNS = OneAfterAnother(
+    train,
+    {
+        **{("whole", n): on(n, n, **UNTIED) for n in (1, 2)},
+        **{("halves", n): on(n, n, partition=halves(MIDDLE[n]), **UNTIED) for n in MIDDLE},
+        **{
+            ("ZeRO 1", part): on(4, 2, partition=of, zero=1, **UNTIED)
+            for part, of in (("whole", "uniform"), ("halves", halves(MIDDLE[2])))
+        },
+        **{family: on(3, 3, partition=halves(MIDDLE[3]), family=family, steps=STEPS) for family in ("gpt2", "mixtral")},
+        **{
+            ("recomputed", is_on): on(2, 2, partition=halves(MIDDLE[2]), checkpointing=is_on, **UNTIED)
+            for is_on in (False, True)
+        },
+        **{
+            schedule: on(
+                2, 2, partition=halves([0, 2, 4, 7, LAST] if two else MIDDLE[2]), schedule={"type": schedule}, **UNTIED
+            )
+            for schedule, two in (("kfkb", False), ("zbh1", False), ("interleaved", True), ("zbv", True))
+        },
+        "bf16": on(2, 2, partition=halves(MIDDLE[2]), more={"bf16": {"enabled": True}}, **UNTIED),
+        "bf16, whole": on(2, 2, more={"bf16": {"enabled": True}}, **UNTIED),
+        "work": on(3, 3, partition=halves(), **UNTIED),
+    },
+    at_once=8,
+)
+
+
+@lru_cache
+def alone(family: str) -> dict[str, Any]:
+    return run_ranks(train_alone, 1, family=family, steps=STEPS)[0]
+
+
+def assert_equal(runs: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    weights = {name: tensor for rank in wanted for name, tensor in rank["state"].items()}
+    found = {name: tensor for rank in runs for name, tensor in rank["state"].items()}
+    assert found.keys() == weights.keys()
+    for rank in runs:
+        assert rank["losses"] == wanted[0]["losses"]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.parametrize("stages", MIDDLE)
+def test_no_bit_differs_from_whole_layers(stages: int) -> None:
+    assert_equal(RUNS["halves", stages], RUNS["whole", 1])
+
+
+def test_each_half_is_on_one_rank() -> None:
+    first, second = RUNS["halves", 2]  # the cut is after the attention of layer 1
+    of_layer = "model.layers.1."
+    assert {name.split(".")[3] for name in first["state"] if name.startswith(of_layer)} == {
+        "self_attn",
+        "input_layernorm",
+    }
+    assert {name.split(".")[3] for name in second["state"] if name.startswith(of_layer)} == {
+        "mlp",
+        "post_attention_layernorm",
+    }
+    assert not first["state"].keys() & second["state"].keys()
+
+
+def test_replicas_and_sharded_states() -> None:
+    assert_equal(RUNS["ZeRO 1", "halves"], RUNS["ZeRO 1", "whole"])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_other_families(family: str) -> None:
+    """Position embeddings that are added; the router's auxiliary loss, of the halves that have a router."""
+    wanted = alone(family)
+    for rank in RUNS[family]:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        assert rank["evaluation"]["eval_loss"] == pytest.approx(wanted["evaluation"]["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["kfkb", "zbh1", "interleaved", "zbv"])
+def test_schedules(schedule: str) -> None:
+    assert_equal(RUNS[schedule], RUNS["whole", 1])
+
+
+def test_activation_checkpointing() -> None:
+    assert_equal(RUNS["recomputed", True], RUNS["recomputed", False])
+
+
+def test_bf16() -> None:
+    assert_equal(RUNS["bf16"], RUNS["bf16, whole"])
+
+
+def test_work_decides_where_layers_are_cut() -> None:
+    assert_equal(RUNS["work"], RUNS["whole", 1])
