@@ -26,7 +26,7 @@ from paceline.hf.adapters import ADAPTERS, REASONS
 from paceline.hf.anatomy import UnsupportedModelError, anatomy_of
 from paceline.hf.check import Family, check_stream_identity, verdict
 from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
-from paceline.hf.parity import ROUNDING, check_split
+from paceline.hf.parity import ROUNDING, check_halves, check_split
 from paceline.hf.quiet_transformers import quiet
 from paceline.hf.router import router_loss_of
 from paceline.hf.stage import tied_weight
@@ -78,6 +78,24 @@ def _measure(config_class: type[PretrainedConfig]) -> Family:
     if not difference <= ROUNDING:
         return _refused(f"cut into stages it differs from the whole model by {difference:.1e}")
     return Family(verdict(difference), difference, tied, router_loss, configs[0].model_type in ADAPTERS, "")
+
+
+def list_halves() -> None:
+    """Print which of the families that train as pipelines do so cut within decoder layers, and why the rest do not."""
+    found = []
+    cut = {model_type for model_type, row in check.families().items() if row.difference is not None}
+    for config_class in causal_lm_configs():
+        if config_class.model_type not in cut:
+            continue
+        try:
+            with quiet(), torch.random.fork_rng(devices=[]):
+                difference = max(check_halves(config, NUM_LAYERS).worst for config in tiny_configs(config_class))
+            found.append(difference)
+            print(config_class.model_type, difference, flush=True)
+        except Exception as error:
+            print(config_class.model_type, (str(error).splitlines() or [type(error).__name__])[0], flush=True)
+    exact = sum(difference == 0.0 for difference in found)
+    print(f"{exact} of {len(cut)} exact, {sum(0 < each <= ROUNDING for each in found)} up to rounding")
 
 
 def _refused(reason: str) -> Family:
@@ -165,9 +183,13 @@ def write(rows: dict[str, Family], root: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tests/support/family_table.py", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write families.json and its section")
+    parser.add_argument("--half-layers", action="store_true", help="list which families can be cut within layers")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: this one)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if arguments.half_layers:
+        list_halves()
+        return 0
     rows = {}
     for config_class in causal_lm_configs():
         row = rows[config_class.model_type] = measure(config_class)

@@ -57,6 +57,10 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_migration.py::test_any_pipeline_module_trains_as_without[2]",
         "distributed/test_repartition.py::test_layers_leave_a_device_that_slows_down_and_come_back",
     ),
+    "Stages that may end between": (
+        "distributed/test_half_layers.py::test_no_bit_differs_from_whole_layers[3]",
+        "distributed/test_migration.py::test_halves_of_layers_train_as_without[2]",
+    ),
     "Replicas of different speed": (
         "distributed/test_unequal_replicas.py::test_any_shares_give_the_numbers_of_one_process[2-shares1-llama-0-0.0]",
         "distributed/test_unequal_replicas.py::test_shares_follow_the_speeds_and_change_no_number[1f1b]",
