@@ -13,40 +13,31 @@ from support.ranks import OneAfterAnother, on, run_ranks
 
 STEPS = 4
 UNTIED = {"tie_word_embeddings": False, "steps": STEPS}
+BF16 = {"bf16": {"enabled": True}}
 
 
-def halves(method: Any = "work") -> dict[str, Any]:
-    return {"method": method, "half_layers": True}
+def halves(ranks: int, partition: Any = "work", stages: int | None = None, **options: Any) -> Any:
+    return on(ranks, stages or ranks, partition=partition, half_layers=True, **options)
 
 
 LAST = 2 * LAYERS + 2
 """The last boundary: embedding, two halves a layer, head."""
 MIDDLE = {2: [0, 4, LAST], 3: [0, 2, 5, LAST], 4: [0, 2, 4, 7, LAST]}
 """Boundaries within decoder layers, by the number of stages."""
-ZERO, STREAM = {"zero": 1}, {"schedule": {"type": "zbh1"}}
 RUNS = OneAfterAnother(
     train,
     {
         **{("whole", n): on(n, n, **UNTIED) for n in (1, 2)},
-        **{("halves", n): on(n, n, partition=halves(MIDDLE[n]), **UNTIED) for n in MIDDLE},
-        **{
-            ("ZeRO 1", part): on(4, 2, partition=of, zero=1, **UNTIED)
-            for part, of in (("whole", "uniform"), ("halves", halves(MIDDLE[2])))
-        },
-        **{family: on(3, 3, partition=halves(MIDDLE[3]), family=family, steps=STEPS) for family in ("gpt2", "mixtral")},
-        **{
-            ("recomputed", is_on): on(2, 2, partition=halves(MIDDLE[2]), checkpointing=is_on, **UNTIED)
-            for is_on in (False, True)
-        },
-        **{
-            schedule: on(
-                2, 2, partition=halves([0, 2, 4, 7, LAST] if two else MIDDLE[2]), schedule={"type": schedule}, **UNTIED
-            )
-            for schedule, two in (("kfkb", False), ("zbh1", False), ("interleaved", True), ("zbv", True))
-        },
-        "bf16": on(2, 2, partition=halves(MIDDLE[2]), more={"bf16": {"enabled": True}}, **UNTIED),
-        "bf16, whole": on(2, 2, more={"bf16": {"enabled": True}}, **UNTIED),
-        "work": on(3, 3, partition=halves(), **UNTIED),
+        **{("halves", n): halves(n, MIDDLE[n], **UNTIED) for n in MIDDLE},
+        ("ZeRO 1", "whole"): on(4, 2, zero=1, **UNTIED),
+        ("ZeRO 1", "halves"): halves(4, MIDDLE[2], 2, zero=1, **UNTIED),
+        **{family: halves(3, MIDDLE[3], family=family, steps=STEPS) for family in ("gpt2", "mixtral")},
+        **{("recomputed", is_on): halves(2, MIDDLE[2], checkpointing=is_on, **UNTIED) for is_on in (False, True)},
+        **{kind: halves(2, MIDDLE[2], schedule={"type": kind}, **UNTIED) for kind in ("kfkb", "zbh1")},
+        **{kind: halves(2, MIDDLE[4], schedule={"type": kind}, **UNTIED) for kind in ("interleaved", "zbv")},
+        "bf16": halves(2, MIDDLE[2], more=BF16, **UNTIED),
+        "bf16, whole": on(2, 2, more=BF16, **UNTIED),
+        "work": halves(3, **UNTIED),
     },
     at_once=8,
 )

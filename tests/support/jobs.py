@@ -89,6 +89,7 @@ def train(
     more: dict[str, Any] | None = None,
     checkpointing: bool = False,
     schedule: Any = None,
+    half_layers: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """Runs on every rank: losses, norms and an evaluation of a pipeline."""
@@ -99,7 +100,14 @@ def train(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
         gradient_clipping=clipping,
         zero_optimization={"stage": zero},
-        paceline={"pipeline": {"stages": stages, "partition": partition, "schedule": schedule}},
+        paceline={
+            "pipeline": {
+                "stages": stages,
+                "partition": partition,
+                "schedule": schedule,
+                "half_layers": half_layers,
+            }
+        },
         **(more or {}),
     )
     if checkpointing:
