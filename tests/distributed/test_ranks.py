@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,19 @@ def modules_and_threads() -> tuple[bool, int, int]:
     import torch
 
     return "deepspeed" in sys.modules, preload.num_threads(), torch.get_num_threads()
+
+
+def converted_by_threads(num_threads: int) -> int:
+    import torch
+
+    gate = threading.Barrier(num_threads)
+
+    def convert(_: int) -> bool:
+        gate.wait()
+        return bool((torch.ones(1_000_000).to(torch.bfloat16) == 1).all())
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return sum(pool.map(convert, range(num_threads)))
 
 
 def all_reduced() -> float:
@@ -246,6 +261,10 @@ def _is_running(pid: int) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_threads_of_a_rank_may_be_the_first_to_compute() -> None:
+    assert run_ranks(converted_by_threads, 8, 8) == [8] * 8
 
 
 def test_cases_share_ranks_and_an_error_names_its_case() -> None:

@@ -482,6 +482,11 @@ def _rank_main(
 
 def _call(call: bytes, call_args: bytes) -> Any:
     importlib.import_module("support.rank_preload")
+    import torch
+
+    # In a fork, PyTorch replaces its thread pool at the first use, and two threads that are both first may find none
+    # ("Invalid thread pool!"): this thread is the first.
+    torch.set_num_threads(torch.get_num_threads())
     module_name, file, qualname = pickle.loads(call)
     function = operator.attrgetter(qualname)(_module(module_name, file))
     args, kwargs = pickle.loads(call_args)  # may need the module
