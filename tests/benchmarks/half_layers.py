@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeCon
 import paceline
 from paceline.hf.anatomy import anatomy_of
 from paceline.hf.weights import skeleton
+from paceline.planning.partition_methods import by_work
 from paceline.runtime.initialize import start_distributed
 from paceline.runtime.module import items_of, partition_items
 
@@ -175,15 +177,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def largest_stage(config: PretrainedConfig, stages: int) -> dict[str, float]:
-    """Operations of the largest stage by those of a mean one, cut by "work"."""
+    """Operations of the largest stage by those of a mean one, cut by "work"; and were the head never alone."""
     model = skeleton(config)
     found = {}
     for name, half_layers in (("whole", False), ("halves", True)):
         items = items_of(model, anatomy_of(model, half_layers=half_layers), LENGTH)
-        boundaries = partition_items(items, stages, "work")
-        work = [sum(item.work for item in items[first:end]) for first, end in pairwise(boundaries)]
-        found[name] = round(max(work) * stages / sum(work), 3)
+        found[name] = _largest_by_mean([item.work for item in items], partition_items(items, stages, "work"))
+        if not half_layers:
+            *others, last, head = (item.work for item in items)
+            beside = [*others, last + head]
+            found["head beside a layer"] = _largest_by_mean(beside, by_work(beside, [1.0] * stages))
     return found
+
+
+def _largest_by_mean(work: Sequence[float], boundaries: Sequence[int]) -> float:
+    of_stages = [sum(work[first:end]) for first, end in pairwise(boundaries)]
+    return round(max(of_stages) * len(of_stages) / sum(of_stages), 3)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def check_split(
     batch: int = 2,
     length: int = 12,
 ) -> Parity:
-    """Compare the whole model of ``config`` with its cuts 1 | rest (odd) and into three.
+    """Compare the whole model of ``config`` with its cuts 1 | rest (odd), into three, and embedding | layers | head.
 
     With ``half_layers``: with its cut into all halves of layers, and into a layer and a half, a layer and a half, rest.
 
@@ -82,7 +82,7 @@ def check_split(
     side["attention_mask"][-1, -length // 4 :] = 0
     labels[-1, -length // 4 :] = -100
 
-    num_blocks, boundaries = num_layers, [(1,), (1, num_layers - 1)]
+    num_blocks, boundaries = num_layers, [(1,), (1, num_layers - 1), (0, num_layers)]
     if half_layers:
         num_blocks, boundaries = 2 * num_layers, [(3, 6), tuple(range(1, 2 * num_layers))]
     ways = [

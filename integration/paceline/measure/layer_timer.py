@@ -135,6 +135,7 @@ class LayerTimer:
         elif kind == "F" and self._forward is not None:
             if self._forward.saved is not None and self._after is not None:
                 self._saved_bytes[self._after] += self._forward.saved.take()
+                self._output_bytes[self._after] = 0
             self._stop_counting()
             self._forward.ended = now
             if self._forward.spans:

@@ -78,7 +78,7 @@ class Recomputable:
 
         For a bound on the seconds of a stage, stages take as many layers as they can, from the last to the first; the
         smallest bound for which the first can take the rest is found by halving. Exact (to :data:`CLOSE`) where layers
-        are alike. Of unlike ones it may miss the best: each stage must have a layer, and those behind it leave too
+        are alike. Of unlike ones it may miss the best: each stage must have an item, and those behind it leave too
         large a one.
 
         Raises:
@@ -102,16 +102,15 @@ class Recomputable:
         cuts, found = [len(self._items)], []
         for stage in reversed(range(len(devices))):
             device, stop = devices[stage], cuts[-1]
-            last = min(stop, len(self._items) - 1) - 1
-            first = stage + 1 if stage else 0  # each stage before has a layer
-            # The first stage has the rest; another begins with one layer, and takes as many more as it can.
-            start = last if stage else 0
+            # The first stage has the rest; another begins with one item, and takes as many more as it can, so that one
+            # is left to each stage before.
+            start = stop - 1 if stage else 0
             count = self._count(stage, start, stop, device.memory_bytes)
             if count is None and tells:
                 raise self._short(stage, start, stop, device.memory_bytes)
             if count is None or self._seconds(start, stop, count) > bound_s * device.speed:
                 return None
-            while start > first:
+            while start > stage:
                 more = self._count(stage, start - 1, stop, device.memory_bytes, count)
                 if more is None or self._seconds(start - 1, stop, more) > bound_s * device.speed:
                     break

@@ -14,7 +14,7 @@ from .recomputation import Recomputable, Recomputation, recomputed, recomputed_s
 from .refine import refine
 from .shared_devices import budget_of, held_by, whole_schedule
 from .shared_recomputation import SharedRecomputable
-from .stages import StagePlan, over_items, over_layers, plan_of_boundaries, plan_stages
+from .stages import StagePlan, plan_of_boundaries, plan_stages
 
 
 class RecomputedStages(NamedTuple):
@@ -102,13 +102,13 @@ def _refined(
 
     def fits(cuts: Sequence[int]) -> bool:
         try:
-            model.fewest(over_items(cuts), limits)
+            model.fewest(cuts, limits)
         except DoesNotFit:
             return False
         return True
 
     def plan_of(cuts: Sequence[int], *, compare_orders: bool) -> RecomputedStages:
-        boundaries, again = model.fewest(over_items(cuts), limits)
+        boundaries, again = model.fewest(cuts, limits)
         costs = recomputed(items, again), recomputed_s(seconds, again)
         plan = plan_of_boundaries(
             boundaries, *costs, devices, states, schedule, links, owners=owners, compare_orders=compare_orders
@@ -118,5 +118,5 @@ def _refined(
     def step_s(cuts: Sequence[int]) -> float:
         return plan_of(cuts, compare_orders=False).plan.step_s
 
-    cuts, _ = refine(over_layers(start), step_s, fits=fits, budget=budget_of(schedule))
+    cuts, _ = refine(start, step_s, fits=fits, budget=budget_of(schedule))
     return plan_of(cuts, compare_orders=True)

@@ -55,7 +55,7 @@ def plan_stages(
     owners: str | None = None,
     budget: int | None = None,
 ) -> StagePlan:
-    """The boundaries under which a step of ``schedule`` is shortest, of those that fit; each stage has a decoder layer.
+    """The boundaries under which a step of ``schedule`` is shortest, of those that fit. A stage may be a head alone.
 
     Where a device holds several stages, in one direction or several, their sum is balanced by the search; then
     :attr:`memory` is by device, and the slowest of the links counts for all.
@@ -70,7 +70,7 @@ def plan_stages(
 
     Raises:
         DoesNotFit: nothing fits in memory; names the stage, its need and its limit.
-        ValueError: there are more devices than decoder layers, or numbers that cannot be.
+        ValueError: there are more devices than items, or numbers that cannot be.
     """
     whole = whole_schedule(schedule)
     budget = budget_of(schedule) if budget is None else budget
@@ -88,8 +88,7 @@ def plan_stages(
         return stage_costs(cuts, blocks, devices, links, forward=forward)
 
     def memory(cuts: Sequence[int]) -> tuple[StageMemory, ...]:
-        over = over_items(cuts)
-        return tuple(stage_memory(items, over, stage, states, live[stage]) for stage in range(len(devices)))
+        return tuple(stage_memory(items, cuts, stage, states, live[stage]) for stage in range(len(devices)))
 
     def fits(cuts: Sequence[int]) -> bool:
         return all(need.total <= device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True))
@@ -97,7 +96,7 @@ def plan_stages(
     start = _start(blocks, devices, limited, links, live, fits, beside)
     cuts, seconds_ = refine(start, lambda tried: step_s(schedule, costs(tried)), fits=fits, budget=budget)
     better = _better_order(blocks, _roomy(devices, items, live), live)
-    return StagePlan(over_items(cuts), seconds_, costs(cuts), memory(cuts), better=better)
+    return StagePlan(tuple(cuts), seconds_, costs(cuts), memory(cuts), better=better)
 
 
 def plan_of_boundaries(
@@ -120,10 +119,10 @@ def plan_of_boundaries(
     whole = whole_schedule(schedule)
     if whole.num_chunks > 1:
         shared = _Shared(items, seconds, devices, states, schedule, links, owners)
-        return shared.plan(over_layers(boundaries))
+        return shared.plan(boundaries)
     live = verify(whole, paired=False).peak_held
     blocks, forward = _blocks(items, seconds, states)
-    costs = stage_costs(over_layers(boundaries), blocks, devices, links, forward=forward)
+    costs = stage_costs(boundaries, blocks, devices, links, forward=forward)
     memory = tuple(stage_memory(items, boundaries, stage, states, held) for stage, held in enumerate(live))
     better = _better_order(blocks, _roomy(devices, items, live), live) if compare_orders else None
     return StagePlan(tuple(boundaries), step_s(schedule, costs), costs, memory, better=better)
@@ -156,7 +155,7 @@ class _Shared:
         return replace(own, fixed_bytes=(), speeds=tuple(device.speed for device in self._devices))
 
     def memory(self, cuts: Sequence[int]) -> tuple[StageMemory, ...]:
-        return tuple(one.memory(self._items, over_items(cuts), self._states) for one in self._held)
+        return tuple(one.memory(self._items, cuts, self._states) for one in self._held)
 
     def step_s(self, cuts: Sequence[int]) -> float:
         return step_s(self._order, self.costs(cuts))
@@ -165,7 +164,7 @@ class _Shared:
         """The plan of these cuts; ``found_s``: of a step, if that is known."""
         found_s = self.step_s(cuts) if found_s is None else found_s
         held = tuple(one.stages for one in self._held)
-        return StagePlan(over_items(cuts), found_s, self.costs(cuts), self.memory(cuts), held)
+        return StagePlan(tuple(cuts), found_s, self.costs(cuts), self.memory(cuts), held)
 
     def search(self, budget: int) -> StagePlan:
         """The best of local searches from the split with the smallest bottleneck, and from one whose devices have sums
@@ -244,7 +243,7 @@ def _start(
             found = partition(blocks, devices, links, live=live).boundaries
             if fits(found):
                 return found
-        why = "its blocks' states and live activations, and what it computes and sends with"
+        why = "its items' states and live activations, and room to compute any layer and to send"
         need = short.need_bytes + beside[short.stage]
         raise DoesNotFit(short.stage, short.stage, need, devices[short.stage].memory_bytes, why) from None
 
@@ -255,30 +254,20 @@ def over_items(cuts: Sequence[int]) -> tuple[int, ...]:
     return (0, *(cut + 1 for cut in cuts[1:-1]), cuts[-1] + 2)
 
 
-def over_layers(boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of :func:`over_items`."""
-    return (0, *(boundary - 1 for boundary in boundaries[1:-1]), boundaries[-1] - 2)
-
-
 def _blocks(
     items: Sequence[ItemMemory], seconds: Sequence[tuple[float, float]], states: States
 ) -> tuple[list[Block], list[float]]:
-    """One block a decoder layer, with the embedding and the head at the ends, and each block's forward seconds."""
-    last = len(items) - 3
-    blocks, forward = [], []
-    for layer in range(last + 1):
-        held = range(0 if layer == 0 else layer + 1, len(items) if layer == last else layer + 2)
-        forward.append(sum(seconds[index][0] for index in held))
-        parameters = [items[index].counts for index in held]
-        blocks.append(
-            Block(
-                work=sum(sum(seconds[index]) for index in held),
-                activation_bytes=items[held[-1]].output_bytes,
-                memory_bytes=sum(states.of(*(sum(counts) for counts in zip(*parameters, strict=True)))),
-                live_bytes=sum(items[index].saved_bytes for index in held),
-            )
+    """One block an item, and each one's forward seconds."""
+    blocks = [
+        Block(
+            work=sum(own),
+            activation_bytes=item.output_bytes,
+            memory_bytes=sum(states.of(*item.counts)),
+            live_bytes=item.saved_bytes,
         )
-    return blocks, forward
+        for item, own in zip(items, seconds, strict=True)
+    ]
+    return blocks, [forward for forward, _ in seconds]
 
 
 def _beside_blocks(items: Sequence[ItemMemory], stage: int, live: Sequence[int]) -> float:

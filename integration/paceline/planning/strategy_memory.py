@@ -18,7 +18,7 @@ from .memory import ItemMemory, StageMemory, States, stage_memory
 from .partition import partition
 from .partition_methods import by_work_of_devices
 from .shared_devices import held_by
-from .stages import over_items, plan_stages
+from .stages import plan_stages
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime
 from .workload import Workload
@@ -98,8 +98,8 @@ def boundaries_of(
     # What a stage works with depends on its layers: without room for the most of it, too much may seem to fit.
     for limit in (max(memory_bytes - beside, 0.0), memory_bytes):
         with suppress(DoesNotFit):
-            return over_items(partition(blocks, [Device(1.0, limit)] * stages, live=live).boundaries)
-    return over_items(partition(blocks, [Device()] * stages).boundaries)
+            return partition(blocks, [Device(1.0, limit)] * stages, live=live).boundaries
+    return partition(blocks, [Device()] * stages).boundaries
 
 
 def even_boundaries(share: Share, times: Sequence[ItemTime], route: Sequence[int]) -> tuple[int, ...]:
@@ -108,27 +108,19 @@ def even_boundaries(share: Share, times: Sequence[ItemTime], route: Sequence[int
     Args:
         route: device of each stage.
     """
-    return over_items(_by_work_of_devices(tuple(block.work for block in _blocks(share, times)), tuple(route)))
+    return tuple(_by_work_of_devices(tuple(time.total_s for time in times), tuple(route)))
 
 
 _by_work_of_devices = lru_cache(maxsize=64)(by_work_of_devices)
 
 
 def _blocks(share: Share, times: Sequence[ItemTime]) -> list[Block]:
-    """One a decoder layer, with the embedding and the head at the ends."""
-    items = share.items
-    last = len(items) - 3
+    """One an item."""
     blocks = []
-    for layer in range(last + 1):
-        held = slice(0 if layer == 0 else layer + 1, len(items) if layer == last else layer + 2)
-        dense, experts = share.parameters(held.start, held.stop)
-        blocks.append(
-            Block(
-                work=sum(time.total_s for time in times[held]),
-                memory_bytes=sum(share.dense.of(dense)) + sum(share.of_experts.of(experts)),
-                live_bytes=sum(item.saved_bytes for item in items[held]),
-            )
-        )
+    for index, (item, time) in enumerate(zip(share.items, times, strict=True)):
+        dense, experts = share.parameters(index, index + 1)
+        memory_bytes = sum(share.dense.of(dense)) + sum(share.of_experts.of(experts))
+        blocks.append(Block(work=time.total_s, memory_bytes=memory_bytes, live_bytes=item.saved_bytes))
     return blocks
 
 

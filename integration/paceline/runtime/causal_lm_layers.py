@@ -70,6 +70,9 @@ class CausalLMLayers(Layers):
 
     def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
         own, last = self._of(stage), self.num_items - 1
+        if len(own) == 1 and own[0] in (0, last):  # after the stage's forward comes only the head's loss
+            whole = self.module.stages[self.held.index(stage)]
+            return {own[0]: whole}, None, last if last in own else None
         found = {item: module for item in own if (module := self._timed(item)) is not None}
         return found, 0 if 0 in own else None, last if last in own else None
 
@@ -81,7 +84,7 @@ class CausalLMLayers(Layers):
         return main_module(layer.children())
 
     def cuts(self) -> tuple[int, ...]:
-        return tuple(range(2, self.num_items - 1))  # a decoder layer on every stage
+        return tuple(range(2, self.num_items))  # a stage of the embedding alone would tell little of its device
 
     def prefix(self, item: int) -> str:
         anatomy = self.module.anatomy

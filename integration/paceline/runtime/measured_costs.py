@@ -483,7 +483,8 @@ def _separated(timed: Sequence[tuple[int, int, LayerReport]]) -> Separated:
             SeenItem(item, stage, layer.kinds[which], layer.times.forward_s, layer.times.backward_s)
             for stage, item, layer in timed
         ]
-        return separate(seen, {layer.kinds[which]: float(layer.num_parameters) for _, _, layer in timed})
+        # The first item is left out: an embedding takes less time than its weights would tell.
+        return separate(seen, {layer.kinds[which]: float(layer.num_parameters) for _, item, layer in timed if item})
 
     certain = by(0)
     if not certain.guessed:

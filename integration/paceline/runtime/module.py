@@ -102,10 +102,10 @@ def partition_items(
     """Boundaries ``[0, …, len(items)]`` of ``num_stages`` runs of items.
 
     Args:
-        method: ``"work"`` balances floating-point operations, ``"parameters"`` weights, ``"uniform"`` counts decoder
-            layers, ``"type:REGEX"`` counts items whose class name matches, ``{REGEX: weight, …}`` weighs them by the
-            first that matches; each stage gets a decoder layer, the first also the embedding, the last the head. Or
-            the boundaries themselves.
+        method: ``"work"`` balances floating-point operations of the items; a large head may be a stage of its own.
+            ``"parameters"`` balances weights, ``"uniform"`` counts decoder layers, ``"type:REGEX"`` counts items whose
+            class name matches, ``{REGEX: weight, …}`` weighs them by the first that matches: there each stage gets a
+            decoder layer, the first also the embedding, the last the head. Or the boundaries themselves.
         route: device of each stage, where devices hold several along one direction: ``"work"`` balances their sums.
 
     Raises:
@@ -125,8 +125,12 @@ def partition_items(
         return checked_boundaries(method, len(items), num_stages, named)
     name, _, pattern = method.partition(":")
     if name == WORK:
-        work = _per_layer([item.work for item in items])
-        return list(over_items(by_work_of_devices(work, route) if route else by_work(work, [1.0] * num_stages)))
+        if num_stages > num_layers:
+            raise ValueError(
+                f"{num_stages} stages are more than the {num_layers} layers: choose at most {num_layers} stages."
+            )
+        work = [item.work for item in items]
+        return by_work_of_devices(work, route) if route else by_work(work, [1.0] * num_stages)
     if name == "uniform":
         weights = [1] * num_layers
     elif name == "parameters":

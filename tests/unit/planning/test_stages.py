@@ -8,7 +8,7 @@ import pytest
 
 from paceline.planning.blocks import Device, DoesNotFit
 from paceline.planning.memory import ItemMemory, States, stage_memory
-from paceline.planning.stages import over_items, plan_stages
+from paceline.planning.stages import plan_stages
 from paceline.schedules import families, simulate, verify
 from paceline.schedules.costs import Costs
 
@@ -33,7 +33,7 @@ def makespan(cuts: tuple[int, ...], speeds: tuple[float, ...]) -> float:
 
 
 def all_boundaries() -> list[tuple[int, ...]]:
-    return [over_items((0, *inner, LAYERS)) for inner in combinations(range(1, LAYERS), 2)]
+    return [(0, *inner, LAYERS + 2) for inner in combinations(range(1, LAYERS + 2), 2)]
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (4.0, 2.0, 1.0), (1.0, 3.0, 2.0)])
@@ -61,11 +61,13 @@ def test_memory_limits() -> None:
 
 
 def test_what_does_not_fit_names_stage_need_and_limit() -> None:
-    least = stage_memory(ITEMS, (0, 2, 3, 11), 0, States(), LIVE[0]).total
-    devices = [Device(1.0, least - 1), Device(), Device()]
-    with pytest.raises(DoesNotFit, match=f"stage 0 .*needs {least:.0f} bytes .*limit is {least - 1:.0f} bytes") as no:
+    alone = stage_memory(ITEMS, (0, 1, 3, 11), 0, States(), LIVE[0]).total
+    least = alone + max(item.working_bytes for item in ITEMS[:-1])  # with room to compute any of its layers
+    assert plan_stages(ITEMS, SECONDS, [Device(1.0, alone), Device(), Device()], States(), SCHEDULE).boundaries[1] == 1
+    devices = [Device(1.0, alone - 1), Device(), Device()]
+    with pytest.raises(DoesNotFit, match=f"stage 0 .*needs {least:.0f} bytes .*limit is {alone - 1:.0f} bytes") as no:
         plan_stages(ITEMS, SECONDS, devices, States(), SCHEDULE)
-    assert (no.value.stage, no.value.need_bytes, no.value.limit_bytes) == (0, least, least - 1)
+    assert (no.value.stage, no.value.need_bytes, no.value.limit_bytes) == (0, least, alone - 1)
 
 
 def test_a_better_order_of_the_devices_is_named() -> None:
