@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.config.recompute_keys import PATH
     from paceline.config.stage_counts import may_be_planned
     from paceline.hf.activations import count_items
+    from paceline.hf.check import require_halves
     from paceline.hf.sources import model_config_at
     from paceline.planning.memory import States
     from paceline.planning.recomputation import counts_of_layers, recomputed
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--device-memory-gib {value:g} is no size: give GiB, above 0.")
     config = model_config_at(args.model)
     resolved = _resolve(args, config)
+    if resolved.half_layers:
+        require_halves(config)
     checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
     states = States.from_config(resolved.ds_config, resolved.data_parallel)
     length = tokens_of_sample(args.seq_length, config)
@@ -116,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         "partition": list(boundaries),
         "fits": not short,
         "memory": stages,
-        "remedies": _remedies(args, resolved, states, checkpointing, len(items) - 2) if short else [],
+        "remedies": _remedies(args, resolved, states, checkpointing, num_blocks=len(items) - 2) if short else [],
     }
     print(json.dumps(shown, indent=2) if args.json else _text(shown))
     if line := may_be_planned(resolved.section, read_ds_config(args.deepspeed), args.world_size):
@@ -291,7 +294,7 @@ def _boundaries(
         )
     if path is not None:
         profile = Profile.load(path)
-        profile.check_model(fingerprint(config), path)
+        profile.check_model(fingerprint(config), path, num_items=len(items))
         seconds = [(item.forward_s, item.backward_s) for item in profile.items]
         if len(profile.devices) == resolved.stages:
             speeds = [device.speed for device in profile.devices]
@@ -330,16 +333,18 @@ def _stages(
 
 
 def _remedies(
-    args: argparse.Namespace, resolved: RunPlan, states: States, checkpointing: bool, num_layers: int
+    args: argparse.Namespace, resolved: RunPlan, states: States, checkpointing: bool, *, num_blocks: int
 ) -> list[str]:
     found = []
     if args.device_memory_gib is None and resolved.partition_choice.memory_bytes is not None:
         found.append('a higher "paceline.pipeline.partition.memory_gib", which is the limit')
-    if len(resolved.schedule.routes(resolved.stages)[0]) < num_layers:
+    if len(resolved.schedule.routes(resolved.stages)[0]) < num_blocks:
         found.append('more stages ("paceline.pipeline.stages")')
     if resolved.data_parallel > 1 and not states.shard:
         found.append('ZeRO 1 ("zero_optimization.stage": 1)')
-    if not checkpointing and resolved.recompute is None:
+    if resolved.half_layers and not checkpointing:
+        found.append("recomputed layers (--gradient-checkpointing for all; halves are not recomputed one by one)")
+    elif not checkpointing and resolved.recompute is None:
         found.append('recomputed layers ("paceline.pipeline.recompute": "fit", or --gradient-checkpointing for all)')
     if resolved.micro_batch_size > 1:
         found.append('a smaller micro-batch ("train_micro_batch_size_per_gpu")')

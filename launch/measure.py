@@ -84,6 +84,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
 
     from paceline.comm.control import ControlPlane
     from paceline.comm.staging import ranks_sharing
+    from paceline.hf.check import require_halves
     from paceline.hf.layer_profile import Bench, fingerprint, profile_items
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
@@ -91,6 +92,8 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
     from paceline.runtime.measured_cluster import measure_cluster
     from paceline.runtime.split_times import measure_stage
 
+    if half_layers:
+        require_halves(config)
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dist.barrier()

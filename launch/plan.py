@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="recompute all layers in the backward, in every strategy, or none (default: as few as it takes to fit)",
+        help="recompute all layers in the backward, in every strategy, or none (default: as few as it takes to fit; "
+        "none with --half-layers)",
     )
     step.add_argument(
         "--half-layers",
@@ -113,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: no such model or file, values that do not go together, or larger ones than can be planned for.
     """
     from paceline.hf.activations import check_shape
+    from paceline.hf.check import require_halves
     from paceline.hf.sources import model_config_at
     from paceline.planning.best_schedule import with_best_schedules
     from paceline.planning.strategy import search
@@ -132,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
             cluster = _measured(args, cluster, Path(directory))
         profile = _profile(args)
     shape = _shape(args, config, profile)
+    if shape.half_layers:
+        require_halves(config)
     workload = _workload(args, config, shape, cluster, profile)
     recomputed = None
     if args.gradient_checkpointing is None and not shape.gradient_checkpointing and not shape.half_layers:
@@ -155,6 +159,12 @@ def run(args: argparse.Namespace) -> int:
             f"{ranking.dropped[-1].text}.",
             file=sys.stderr,
         )
+        if shape.half_layers and not shape.gradient_checkpointing:
+            print(
+                "paceline: halves of layers are not recomputed one by one: give --gradient-checkpointing, which "
+                "recomputes all, or leave --half-layers out.",
+                file=sys.stderr,
+            )
         return FITS_NOT
     return FITS
 

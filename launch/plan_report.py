@@ -44,6 +44,7 @@ def facts(args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "zero": args.zero,
         "gradient_checkpointing": args.gradient_checkpointing,
+        "half_layers": shape.half_layers,
         "measured": args.profile is not None,
         "strategies": len(ranking.plans) + len(ranking.dropped),
         "dropped": ranking.num_dropped,
@@ -138,7 +139,7 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         pipeline["partition"] = plan["boundaries"]
         if shape.half_layers:
             pipeline["half_layers"] = True
-    if sum(plan["recomputed"]) == _num_layers(plan):
+    if sum(plan["recomputed"]) == _num_blocks(plan):
         config["pipeline"] = {"activation_checkpoint_interval": 1}
     elif plan["gradient_checkpointing"]:
         pipeline["recompute"] = plan["recomputed"]
@@ -198,6 +199,7 @@ def text(shown: Mapping[str, Any]) -> str:
     ]
     if not shown["plans"]:
         return "\n".join(lines)
+    blocks = "half layers" if shown["half_layers"] else "layers"
     recomputes = ["recomputes"] if any(plan["gradient_checkpointing"] for plan in shown["plans"]) else []
     titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", *recomputes, "runs"]
     rows = [titles]
@@ -205,8 +207,8 @@ def text(shown: Mapping[str, Any]) -> str:
         runs = "here" if plan["runs_here"] else plan["why_not"]
         seconds = [f"{plan['terms'][name]:.4g}" for name in terms]
         room = f"{plan['memory_gib']:.3g}"
-        again = [f"{sum(plan['recomputed'])} of {_num_layers(plan)} layers" if plan["gradient_checkpointing"] else "-"]
-        again = again[: len(recomputes)]
+        share = f"{sum(plan['recomputed'])} of {_num_blocks(plan)} {blocks}"
+        again = [share if plan["gradient_checkpointing"] else "-"][: len(recomputes)]
         count = str(plan["micro_batches"])
         rows.append([str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, count, *again, runs])
     lines += aligned(rows, left=[1, *range(len(titles) - 1 - len(recomputes), len(titles))])
@@ -214,8 +216,8 @@ def text(shown: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _num_layers(plan: Mapping[str, Any]) -> int:
-    """Decoder layers of the model: the items without embedding and head."""
+def _num_blocks(plan: Mapping[str, Any]) -> int:
+    """Decoder layers of the model, or halves of them: the items without embedding and head."""
     return int(plan["boundaries"][-1]) - 2
 
 

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from paceline.hf.check import require_halves
     from paceline.hf.layer_profile import Bench, fingerprint, profile_items
     from paceline.hf.sources import model_config_at
     from paceline.measure.profile_file import Profile, device_profile, versions
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.output).parent.is_dir():  # told before there is anything to lose
         raise ValueError(f"--output {args.output}: its directory does not exist; make it, or give another path.")
     config = model_config_at(args.model)
+    if args.half_layers:
+        require_halves(config)
     device = torch.device(get_accelerator().device_name(0))
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     shape: dict[str, Any] = {

@@ -102,7 +102,9 @@ def _counted(
         for layer in range(anatomy.num_layers):
             own = slice(1 + anatomy.blocks_of(layer).start, 1 + anatomy.blocks_of(layer).stop)
             again = sum(item.saved_bytes for item in items[own])
-            items[own] = [item._replace(saved_bytes=item.output_bytes, working_bytes=again) for item in items[own]]
+            first, *halves = (item._replace(saved_bytes=0, working_bytes=again) for item in items[own])
+            halves = [half._replace(first_bytes=half.output_bytes) for half in halves]
+            items[own] = [first._replace(saved_bytes=first.output_bytes), *halves]
     parameters, saved, logits = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
     working = _bytes(logits) + FLOAT_BYTES * logits.numel()
     return (*items, ItemMemory("head", parameters, saved, 0, working))

@@ -143,8 +143,8 @@ def half_children(layer: nn.Module, half: int) -> dict[str, int]:
 
 def _check_halves(layer: nn.Module, name: str) -> None:
     reason = ""
-    read = uncalled(type(layer))  # type: ignore[arg-type]  # classes are hashable
     try:
+        read = uncalled(type(layer))  # type: ignore[arg-type]  # classes are hashable
         first, second = half_children(layer, 0), half_children(layer, 1)
     except ValueError as error:
         reason = str(error)

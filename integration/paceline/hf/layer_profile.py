@@ -142,8 +142,9 @@ class Bench:
         if kind not in self._measured:
             stage = self.stage(Cut(index, index + 1, False, False))
             found = self._less_trunk(self._measure("", kind, stage, self.stream))
-            if self.gradient_checkpointing:  # autograd does not see that the input stays
-                found = replace(found, saved_bytes=self.stream.numel() * self.stream.element_size())
+            if self.gradient_checkpointing:  # autograd does not see that the layer's input stays, once
+                is_first = index % self.anatomy.blocks_per_layer == 0
+                found = replace(found, saved_bytes=is_first * self.stream.numel() * self.stream.element_size())
             self._measured[kind] = found
         return replace(self._measured[kind], name=self._names[index])
 

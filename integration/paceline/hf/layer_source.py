@@ -52,7 +52,9 @@ def layer_halves(layer: type[nn.Module]) -> tuple[Half, Half]:
     Raises:
         ValueError: a forward of another form; the message says in what way, to follow the layer's name.
     """
-    forward = _forward_of(layer)
+    forward = _readable_forward_of(layer)
+    if len(forward.args.args) < 2:
+        raise ValueError("does not name its hidden states in its forward")
     stream = forward.args.args[1].arg
     kept = [
         number
@@ -68,16 +70,29 @@ def layer_halves(layer: type[nn.Module]) -> tuple[Half, Half]:
 
 @cache
 def uncalled(layer: type[nn.Module]) -> frozenset[str]:
-    """Attributes of itself that the forward of ``layer`` reads in another way than by calling them."""
-    forward = _forward_of(layer)
+    """Attributes of itself that the forward of ``layer`` reads in another way than by calling them or asking whether
+    they are None.
+
+    Raises:
+        ValueError: it has no source; the message is to follow the layer's name.
+    """
+    forward = _readable_forward_of(layer)
     called = {id(node.func) for node in ast.walk(forward) if isinstance(node, ast.Call)}
-    return frozenset(node.attr for node in ast.walk(forward) if _is_own(node) and id(node) not in called)
+    asked = {id(node.left) for node in ast.walk(forward) if isinstance(node, ast.Compare) and _is_with_none(node)}
+    return frozenset(node.attr for node in ast.walk(forward) if _is_own(node) and id(node) not in called | asked)
 
 
 def _forward_of(module: type[nn.Module]) -> ast.FunctionDef:
     (forward,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(module.forward)))).body
     assert isinstance(forward, ast.FunctionDef)
     return forward
+
+
+def _readable_forward_of(layer: type[nn.Module]) -> ast.FunctionDef:
+    try:
+        return _forward_of(layer)
+    except (OSError, TypeError, SyntaxError):
+        raise ValueError("has no source to read its forward from") from None
 
 
 def _called(step: ast.stmt, forward: ast.FunctionDef) -> Iterator[tuple[str, int]]:
@@ -92,6 +107,13 @@ def _called(step: ast.stmt, forward: ast.FunctionDef) -> Iterator[tuple[str, int
             yield node.func.attr, 0 if target is None else _values_taken(target, forward)
 
 
+def _is_with_none(node: ast.Compare) -> bool:
+    """Whether it is ``… is None`` or ``… is not None``."""
+    (operator, *others), value = node.ops, node.comparators[0]
+    is_none = isinstance(value, ast.Constant) and value.value is None
+    return not others and isinstance(operator, (ast.Is, ast.IsNot)) and is_none
+
+
 def _is_own(node: ast.AST) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
@@ -99,7 +121,8 @@ def _is_own(node: ast.AST) -> TypeGuard[ast.Attribute]:
 def _values_taken(target: ast.expr, within: ast.AST) -> int:
     if isinstance(target, ast.Tuple):
         return len(target.elts)
-    assert isinstance(target, ast.Name)
+    if not isinstance(target, ast.Name):
+        raise ValueError(f"assigns to {ast.unparse(target)} in its forward")
     indexed = any(
         isinstance(node, ast.Subscript) and ast.unparse(node) == f"{target.id}[0]" for node in ast.walk(within)
     )

@@ -136,6 +136,7 @@ def workload_of(
         tied_parameters=text.vocab_size * text.hidden_size if getattr(text, "tie_word_embeddings", False) else 0,
         stage=stage,
         recomputed=tuple(range(1, len(items) - 1)) if shape.gradient_checkpointing else (),
+        blocks_per_layer=anatomy.blocks_per_layer,
         **routing,
     )
 

@@ -172,10 +172,14 @@ def take_out(layer: nn.Module, anatomy: Anatomy) -> PassThrough:
 
 def take_out_half(layer: nn.Module, half: int) -> None:
     """Put placeholders for the modules of the first (0) or second (1) half of a decoder layer, which is on another
-    stage: the residual connection around them then hands on the hidden states as they are."""
+    stage: the residual connection around them then hands on the hidden states as they are.
+
+    A norm passes on what it gets, for one after the sum has the hidden states themselves; what else has weights adds
+    nothing to them.
+    """
     returns = half_children(layer, half)
     for name, child in HalfLayer(layer, half).named_children():
-        adds = "Norm" not in type(child).__name__ and any(True for _ in child.parameters())
+        adds = "Norm" not in type(bare(child)).__name__ and any(True for _ in child.parameters())
         setattr(layer, name, (AddsNothing if adds else PassThrough)(returns[name], child))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,28 +66,36 @@ class LayerTimer:
 
     Args:
         layers: item number -> module, in the order in which they run. A module under several numbers runs as the
-            first of them when it is first called, then as the next.
+            first of them when it is first called, then as the next. Or item number -> the modules of which it consists:
+            its time is from the first that runs to the last, and it puts out as many bytes as it takes.
         stage: the module that holds all that runs: its parameters are not counted as kept.
         before: item of what runs before the first layer (an embedding); None: that is nobody's.
         after: item of what runs after the last layer (norm, head and loss); None: that is nobody's.
+        again: item -> the one before it, of the same checkpoint: the later one's backward computes both anew.
         now: this moment on the device (:meth:`paceline.measure.clock.Clock.now`).
     """
 
     def __init__(
         self,
-        layers: Mapping[int, nn.Module],
+        layers: Mapping[int, nn.Module | Sequence[nn.Module]],
         device: torch.device,
         *,
         stage: nn.Module,
         before: int | None = None,
         after: int | None = None,
+        again: Mapping[int, int] | None = None,
         now: Callable[[], Any],
     ) -> None:
         self._items: dict[nn.Module, list[int]] = {}
-        for item, module in layers.items():
-            self._items.setdefault(module, []).append(item)
+        self._parted: set[int] = set()  # items that consist of several modules
+        for item, modules in layers.items():
+            if not isinstance(modules, nn.Module):
+                self._parted.add(item)
+            for module in (modules,) if isinstance(modules, nn.Module) else modules:
+                self._items.setdefault(module, []).append(item)
         self._stage, self._device = stage, device
         self._before, self._after, self._now = before, after, now
+        self._again = dict(again or {})
         self._handles: list[Any] = []
         self._forwards: list[_Forward] = []
         self._backwards: list[_Backward] = []
@@ -163,11 +171,17 @@ class LayerTimer:
         forward.calls[module] += 1
         inputs = args or tuple(kwargs.get(name) for name in sorted(kwargs, key=lambda name: name != HIDDEN_STATES))
         stream = _stream(inputs)
+        node = None if stream is None else stream.grad_fn
+        if item in self._parted and forward.spans and forward.spans[-1][0] == item:  # it goes on
+            forward.running = item, stream, node, forward.spans.pop()[1]
+            return
         if not forward.spans and self._before is not None and forward.saved is not None:
             self._saved_bytes[self._before] += forward.saved.take()
             self._output_bytes[self._before] = _num_bytes(inputs[0] if inputs else None)
+        if item in self._parted:
+            self._output_bytes[item] = _num_bytes(stream)
         self._watch(stream, item, INPUT)
-        forward.running = item, stream, None if stream is None else stream.grad_fn, self._now()
+        forward.running = item, stream, node, self._now()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         forward = self._forward
@@ -185,10 +199,12 @@ class LayerTimer:
         if not does_nothing:  # else its output's gradient would seem to come after its input's
             self._watch(out, item, OUTPUT)
         if forward.saved is not None:
-            if not does_nothing and stream is not None and out is not None:
+            is_later = item in self._again or (item in self._parted and self._saved_bytes[item])
+            if not does_nothing and not is_later and stream is not None and out is not None:
                 forward.saved.keep_unseen(stream, out, is_recomputed)
             self._saved_bytes[item] += forward.saved.take()
-            self._output_bytes[item] = _num_bytes(output)
+            if item not in self._parted:
+                self._output_bytes[item] = _num_bytes(output)
 
     def _watch(self, tensor: Tensor | None, item: int, side: str) -> None:
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
@@ -236,6 +252,11 @@ class LayerTimer:
         whole = sum(forward_s.get(item, 0.0) for item in unmarked)
         for item in unmarked if whole > 0 else ():
             spent[item] += rest * forward_s.get(item, 0.0) / whole
+        for later, earlier in self._again.items():
+            if later not in unmarked:
+                anew = min(forward_s.get(earlier, 0.0), spent[later])
+                spent[later] -= anew
+                spent[earlier] += anew
         return spent
 
 

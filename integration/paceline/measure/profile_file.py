@@ -193,8 +193,18 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"profile {path}: {error}") from None
 
-    def check_model(self, model: Mapping[str, Any], path: str | Path | None = None) -> None:
-        """Raises ValueError, with the ``path`` of its file, unless it is of the model with this fingerprint."""
+    def check_model(
+        self, model: Mapping[str, Any], path: str | Path | None = None, *, num_items: int | None = None
+    ) -> None:
+        """Is it of the model with this fingerprint?
+
+        Args:
+            path: of its file, for the error.
+            num_items: of the model; None: not looked at.
+
+        Raises:
+            ValueError: it is of another model, or of whole decoder layers where halves are asked for, or the reverse.
+        """
         subject = "the profile" if path is None else f"profile {path}"
         for name in sorted({*model, *self.model}):
             if model.get(name) != self.model.get(name):
@@ -202,6 +212,11 @@ class Profile:
                     f"{subject} is of another model: its {name} is {self.model.get(name)!r} and this model's is "
                     f"{model.get(name)!r}; make one of this model with `paceline profile`."
                 )
+        if num_items is not None and len(self.items) != num_items:
+            raise ValueError(
+                f"{subject}: it has {len(self.items)} items, and the model {num_items} (embedding, layers, head); make "
+                "one of this model with `paceline profile`, with --half-layers where layers are cut in two."
+            )
 
     def check_fits(
         self,
@@ -223,12 +238,7 @@ class Profile:
         Raises:
             ValueError: it is of another model, or of whole decoder layers where halves are asked for, or the reverse.
         """
-        self.check_model(model, path)
-        if num_items is not None and len(self.items) != num_items:
-            raise ValueError(
-                f"profile {path}: it has {len(self.items)} items, and the model {num_items} (embedding, layers, head); "
-                "make one of this model with `paceline profile`, with --half-layers where layers are cut in two."
-            )
+        self.check_model(model, path, num_items=num_items)
         asked = {
             "dtype": dtype,
             "micro_batch_size": micro_batch_size,

@@ -131,6 +131,8 @@ class ItemMemory(NamedTuple):
         working_bytes: beyond that while it computes: what is recomputed, or the logits and their gradient.
         elsewhere: parameters of its experts that a rank of the stage does not hold, since others do.
         empty: parameters for which the ranks that share its experts have room together beyond these.
+        first_bytes: kept besides by a live micro-batch where the item is the first of its stage: the input of the
+            second half of a recomputed layer, whose first half has it otherwise.
     """
 
     name: str
@@ -140,6 +142,7 @@ class ItemMemory(NamedTuple):
     working_bytes: float = 0.0
     elsewhere: int = 0
     empty: int = 0
+    first_bytes: float = 0.0
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -197,7 +200,7 @@ def stage_memory(
     counts = zip(*(item.counts for item in held), strict=True)
     weights, gradients, masters, moments = states.of(*map(sum, counts))
     # The output lives as long as the rest: it is where the backward begins.
-    saved = sum(item.saved_bytes for item in held) + outgoing
+    saved = held[0].first_bytes + sum(item.saved_bytes for item in held) + outgoing
     # One input that arrives early, its predecessor's gradient on its way out, and the gradient that arrives.
     transport = 2 * incoming + outgoing
     return StageMemory(

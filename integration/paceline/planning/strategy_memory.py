@@ -65,10 +65,11 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
         saved = memory.saved_bytes - routed + routed * imbalance.get(index, 1.0)
         if index and tensor > 1:  # the embedding is on every rank
             count = -(-count // tensor)
-            whole = min(saved, WHOLE_ACTIVATIONS * memory.output_bytes)
+            blocks = workload.blocks_per_layer if index < last else 1
+            whole = min(saved, WHOLE_ACTIVATIONS / blocks * memory.output_bytes)
             saved = whole + (saved - whole) / tensor
         working = memory.working_bytes / (tensor if index == last else 1)
-        items.append(ItemMemory(memory.name, count, saved, memory.output_bytes, working))
+        items.append(memory._replace(num_parameters=count, saved_bytes=saved, working_bytes=working))
         held = item.expert_parameters * workload.most_experts(strategy.expert)
         experts.append(-(-held // (max(1, workload.num_experts) * tensor)))
     states = replace(

@@ -67,7 +67,9 @@ def item_times(strategy: Strategy, workload: Workload, cluster: Cluster) -> list
         dense = (item.forward_s * share, item.backward_s * share)
         reductions = 0.0
         if tensor > 1 and 0 < index < last:
-            reductions = REDUCTIONS * cluster.all_reduce_s(item.memory.output_bytes, tensor, 1)
+            reductions = (
+                REDUCTIONS / workload.blocks_per_layer * cluster.all_reduce_s(item.memory.output_bytes, tensor, 1)
+            )
         experts, exchanges = (0.0, 0.0), 0.0
         if item.expert_parameters:
             busiest = imbalance[index]

@@ -81,6 +81,7 @@ class Workload:
         rebalanced: experts are placed by ``loads``; otherwise in order.
         stage: times beside those of items.
         recomputed: items whose activations backwards compute anew, as their times and memory say.
+        blocks_per_layer: items that a decoder layer is: itself, or its two halves.
 
     Raises:
         ValueError: sizes or loads that cannot be.
@@ -103,6 +104,7 @@ class Workload:
     rebalanced: bool = False
     stage: StageTimes = NOTHING_BESIDE
     recomputed: tuple[int, ...] = ()
+    blocks_per_layer: int = 1
     _imbalance: dict[int, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ..config.section import HETERO, WORK, Method
-from ..hf.layer_blocks import blocks_of, main_module
+from ..hf.layer_blocks import blocks_of
 from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
 from ..hf.quiet_transformers import quiet
@@ -68,20 +68,24 @@ class CausalLMLayers(Layers):
         layer = self.get(item)  # of experts that lie on several ranks it has a share
         return self.module.items[item].num_parameters if layer is None else sum(p.numel() for p in layer.parameters())
 
-    def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
+    def timed(self, stage: int) -> tuple[Mapping[int, nn.Module | Sequence[nn.Module]], int | None, int | None]:
         own, last = self._of(stage), self.num_items - 1
         if len(own) == 1 and own[0] in (0, last):  # after the stage's forward comes only the head's loss
             whole = self.module.stages[self.held.index(stage)]
             return {own[0]: whole}, None, last if last in own else None
-        found = {item: module for item in own if (module := self._timed(item)) is not None}
-        return found, 0 if 0 in own else None, last if last in own else None
+        layers = {item: layer for item in own if (layer := self.get(item)) is not None}
+        # A half of a layer has no forward of its own.
+        parts = {item: tuple(one.children()) if isinstance(one, HalfLayer) else one for item, one in layers.items()}
+        return parts, 0 if 0 in own else None, last if last in own else None
 
-    def _timed(self, item: int) -> nn.Module | None:
-        """A decoder layer; of a half, which has no forward of its own, its main module."""
-        layer = self.get(item)
-        if not isinstance(layer, HalfLayer):
-            return layer
-        return main_module(layer.children())
+    def recomputed_together(self, stage: int) -> dict[int, int]:
+        layers = self.module.anatomy.layers_of(self.module.models[self.held.index(stage)])
+        own, found = self._of(stage), {}
+        for item in own[1:]:
+            index, half = self._place(item)
+            if half and item - 1 in own and getattr(layers[index], "gradient_checkpointing", False):
+                found[item] = item - 1
+        return found
 
     def cuts(self) -> tuple[int, ...]:
         return tuple(range(2, self.num_items))  # a stage of the embedding alone would tell little of its device

@@ -93,7 +93,15 @@ class Meter:
         for stage in layers.held:
             modules, before, after = layers.timed(stage)
             self._layer_timers.append(
-                LayerTimer(modules, self._device, stage=self._module, before=before, after=after, now=self.clock.now)
+                LayerTimer(
+                    modules,
+                    self._device,
+                    stage=self._module,
+                    before=before,
+                    after=after,
+                    again=layers.recomputed_together(stage),
+                    now=self.clock.now,
+                )
             )
             self._layer_timers[-1].install()
 

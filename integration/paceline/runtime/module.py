@@ -121,7 +121,8 @@ def partition_items(
         weights = _per_layer(weights_by_class(method, [item.kind for item in items]))
         return list(over_items(by_work(weights, [1.0] * num_stages)))
     if not isinstance(method, str):
-        named = f"{len(items)} items (embedding, {num_layers} decoder layers, head)"
+        blocks = "halves of decoder layers" if any(item.children for item in items) else "decoder layers"
+        named = f"{len(items)} items (embedding, {num_layers} {blocks}, head)"
         return checked_boundaries(method, len(items), num_stages, named)
     name, _, pattern = method.partition(":")
     if name == WORK:

@@ -107,8 +107,13 @@ class Layers(ABC):
         """Count the parameters that this rank has of an item."""
 
     @abstractmethod
-    def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
-        """Modules of a stage that is here by item, and the items of what runs before and after all of them."""
+    def timed(self, stage: int) -> tuple[Mapping[int, nn.Module | Sequence[nn.Module]], int | None, int | None]:
+        """The module of each item of a stage that is here, or the modules of which it consists; and the items of what
+        runs before and after all of them."""
+
+    def recomputed_together(self, stage: int) -> dict[int, int]:
+        """Item of a stage that is here -> the one before it with which its activations are recomputed."""
+        return {}
 
     @abstractmethod
     def cuts(self) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class PlainLayers(Layers):
         layer = self._module(item)
         return 0 if layer is None else sum(p.numel() for p in layer.parameters())
 
-    def timed(self, stage: int) -> tuple[dict[int, nn.Module], int | None, int | None]:
+    def timed(self, stage: int) -> tuple[Mapping[int, nn.Module], int | None, int | None]:
         own = items_of_stages(self.parts, [stage])
         found = {item: layer for item in own if (layer := self._module(item)) is not None}
         first, last = own[0], own[-1]

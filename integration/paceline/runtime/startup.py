@@ -144,7 +144,8 @@ def plan_for(
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
-    if recomputes and kept is not None:  # all layers, as this start asks for, go before the fewest of the one before
+    recomputes_none = blocks_per_layer(section) > 1  # halves of layers are not recomputed one by one
+    if kept is not None and (recomputes or recomputes_none):  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
     if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
         counts = {usual.stages}

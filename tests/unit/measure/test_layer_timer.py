@@ -133,6 +133,51 @@ def test_embedding_and_head_get_what_comes_before_and_after_the_layers() -> None
     assert nobody.seconds() == {3: (3, 4), 4: (5, 6)}
 
 
+class Halved(nn.Module):
+    """A norm and what adds to the hidden states, twice."""
+
+    def __init__(self, take: Callable[[float], None], *, is_recomputed: bool) -> None:
+        super().__init__()
+        self.is_recomputed = is_recomputed
+        seconds = ((1, 2), (4, 8), (16, 32), (64, 128))
+        self.norm, self.attention, self.second_norm, self.mlp = (Layer(take, *each) for each in seconds)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.is_recomputed:
+            return checkpoint(self._compute, hidden_states, use_reentrant=False)
+        return self._compute(hidden_states)
+
+    def _compute(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states + 0 * self.attention(self.norm(hidden_states))
+        return hidden_states + 0 * self.mlp(self.second_norm(hidden_states))
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_halves_of_a_layer_have_the_times_of_all_their_modules(is_recomputed: bool) -> None:
+    clock = Clock()
+    embedding, layer = Layer(clock.take, 0.5, 0.25), Halved(clock.take, is_recomputed=is_recomputed)
+    halves = {1: (layer.norm, layer.attention), 2: (layer.second_norm, layer.mlp)}
+    again = {2: 1} if is_recomputed else {}
+    timer = LayerTimer(halves, CPU, stage=layer, before=0, after=3, again=again, now=clock.now)
+    timer.install()
+    timer.begin("F")
+    out = layer(embedding(micro_batch()))
+    timer.end("F")
+    timer.begin("B")
+    out.backward(torch.ones_like(out))
+    timer.end("B")
+    found = timer.result()
+    more = (5, 80) if is_recomputed else (0, 0)
+    assert {item: times[:2] for item, times in found.items()} == {
+        0: (0.5, 0.25), 1: (5, 10 + more[0]), 2: (80, 160 + more[1]), 3: (0, 0),
+    }  # fmt: skip
+    assert found[1].output_bytes == found[2].output_bytes == STREAM_BYTES
+    if is_recomputed:
+        assert (found[1].saved_bytes, found[2].saved_bytes) == (STREAM_BYTES, 0), "the layer's input, once"
+    else:
+        assert found[1].saved_bytes == found[2].saved_bytes == 2 * STREAM_BYTES
+
+
 def test_between_layers_is_nobodys() -> None:
     clock = Clock()
     between = Layer(clock.take, 100, 1000).forward  # a function
