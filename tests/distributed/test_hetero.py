@@ -148,7 +148,7 @@ def test_measured_on_the_devices() -> None:
 
 def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
     path = write_profile(tmp_path / "p.json", (1.0, 1.0))
-    with pytest.raises(RankError, match=r"ValueError: no split fits in memory: stage 0 .* its limit is 100000 bytes"):
+    with pytest.raises(RankError, match=r"ValueError: no split fits in memory: stage 1 .* its limit is 100000 bytes"):
         run_ranks(boundaries, 2, 2, path, memory_bytes=100_000)
 
 
@@ -212,7 +212,8 @@ def test_a_pipeline_that_was_built_beforehand_is_measured_too() -> None:
     first, second = run_ranks(built_beforehand, 2)
     assert first == second
     assert first["measured"]
-    assert first["parts"] == [0, 6, 8]  # built with [0, 1, 8]
+    # Built with [0, 1, 8]. Of four micro-batches, 7 x 15 ms with little to wait for beat 6 x 15 ms against 2 x 45 ms.
+    assert first["parts"] == [0, 7, 8]
 
 
 def trains_in_several_directions(profile: str) -> tuple[list[int], float]:

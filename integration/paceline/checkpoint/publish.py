@@ -272,7 +272,8 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     write_file(temporary, text.encode())
     os.replace(temporary, path)
-    sync(path.parent)
+    with contextlib.suppress(FileNotFoundError):  # of a draft: as the last rank is done, rank 0 publishes it
+        sync(path.parent)
 
 
 def _say(path: Path, cause: str) -> None:

@@ -24,6 +24,7 @@ from paceline.checkpoint import (
     latest_checkpoint,
     new_run,
 )
+from paceline.checkpoint import publish as publishing
 from paceline.checkpoint.publish import Save, reported
 from support.saves import Ranks, filled, saved, small_file_system
 
@@ -221,6 +222,22 @@ def test_a_failing_callback_is_told_on_all(tmp_path: Path, world_size: int) -> N
             "There is no complete checkpoint yet"
         )
     assert [path.suffix for path in tmp_path.iterdir()] == [".failed"]
+
+
+def test_rank_0_may_publish_before_a_rank_has_synced_that_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Save(tmp_path, "checkpoint-2", new_run(), 1, rank=1, world_size=2, time_limit_s=60.0)
+    save.draft.mkdir()
+    replace = os.replace
+
+    def published_at_once(source: Path, target: Path) -> None:
+        replace(source, target)
+        save.draft.rename(save.target)
+
+    monkeypatch.setattr(publishing.os, "replace", published_at_once)
+    save.mark_done({})
+    assert [path.name for path in save.target.iterdir()]
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
