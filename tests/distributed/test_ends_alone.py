@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
+from support.jobs import LAYERS, MICRO_BATCHES, assert_equal, ds_config, model_config, step_batches, train, train_alone
 from support.ranks import OneAfterAnother, on, run_ranks
 
 STEPS = 3
@@ -42,16 +42,6 @@ RUNS = OneAfterAnother(
 @lru_cache
 def alone(family: str) -> dict[str, Any]:
     return run_ranks(train_alone, 1, family=family, steps=STEPS)[0]
-
-
-def assert_equal(runs: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    weights = {name: tensor for rank in wanted for name, tensor in rank["state"].items()}
-    found = {name: tensor for rank in runs for name, tensor in rank["state"].items()}
-    assert found.keys() == weights.keys()
-    for rank in runs:
-        assert rank["losses"] == wanted[0]["losses"]
-    for name, tensor in found.items():
-        assert torch.equal(tensor, weights[name]), name
 
 
 @pytest.mark.parametrize("kind", ["both", "zbh1", "interleaved", "checkpointing"])
@@ -103,3 +93,32 @@ def test_what_is_alone_is_timed_and_layers_move_to_it_and_away(partition: list[i
     assert all(found.forward_s > 0 and found.backward_s > 0 for found in times.values())
     assert head.output_bytes == 0 < head.saved_bytes
     assert times[0].output_bytes == times[1].output_bytes
+
+
+def losses_with(what: str, partition: Any) -> list[float]:
+    """Losses of two stages with natural gradients, or with adapters as all that is trained."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    import paceline
+
+    section: dict[str, Any] = {"pipeline": {"stages": 2, "partition": partition}}
+    model = model_config("llama", tie_word_embeddings=False)
+    if what == "adapters":
+        torch.manual_seed(0)
+        adapters = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        model = get_peft_model(AutoModelForCausalLM.from_config(model), adapters)
+    else:
+        section["natural_gradient"] = {"alpha": 1.0}
+    optimizer = {"type": "SGD", "params": {"lr": 1e-2}}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section, optimizer=optimizer)
+    engine, *_ = paceline.initialize(model=model, config=config)
+    return [float(engine.train_batch(iter(step_batches(step, "full")))) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("what", ["adapters", "natural gradients"])
+def test_a_head_alone_changes_no_loss(what: str) -> None:
+    """With adapters the stage of the head has nothing to train."""
+    usual, alone = (run_ranks(losses_with, 2, what, partition) for partition in ("uniform", HEAD))
+    assert alone == usual
+    assert len(set(usual[0])) == STEPS

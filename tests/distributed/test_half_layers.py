@@ -6,9 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-import torch
 
-from support.jobs import LAYERS, train, train_alone
+from support.jobs import LAYERS, assert_equal, train, train_alone
 from support.ranks import OneAfterAnother, on, run_ranks
 
 STEPS = 4
@@ -46,16 +45,6 @@ RUNS = OneAfterAnother(
 @lru_cache
 def alone(family: str) -> dict[str, Any]:
     return run_ranks(train_alone, 1, family=family, steps=STEPS)[0]
-
-
-def assert_equal(runs: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    weights = {name: tensor for rank in wanted for name, tensor in rank["state"].items()}
-    found = {name: tensor for rank in runs for name, tensor in rank["state"].items()}
-    assert found.keys() == weights.keys()
-    for rank in runs:
-        assert rank["losses"] == wanted[0]["losses"]
-    for name, tensor in found.items():
-        assert torch.equal(tensor, weights[name]), name
 
 
 @pytest.mark.parametrize("stages", MIDDLE)

@@ -125,6 +125,17 @@ def train(
     return {"losses": losses, "norms": norms, "evaluation": evaluation, "state": state}
 
 
+def assert_equal(runs: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Check that the ranks of :func:`train` have, together, bit for bit the losses and weights of others."""
+    weights = {name: tensor for rank in wanted for name, tensor in rank["state"].items()}
+    found = {name: tensor for rank in runs for name, tensor in rank["state"].items()}
+    assert found.keys() == weights.keys()
+    for rank in runs:
+        assert rank["losses"] == wanted[0]["losses"]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, weights[name]), name
+
+
 def train_alone(
     clipping: float = 0.0, kind: str = "padded", family: str = "llama", steps: int = STEPS, **changes: Any
 ) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .adapters import Adapter, adapter_for
 from .layer_source import layer_halves, layer_loop, uncalled
 
+WHOLE_LAYERS = "Leave paceline.pipeline.half_layers out: cuts are then between whole layers."
+"""The remedy where a model can be cut between its decoder layers only."""
+
 
 class UnsupportedModelError(ValueError):
     """A model that cannot be cut into pipeline stages that are sure to be right; the message has the reason."""
@@ -163,8 +166,7 @@ def _check_halves(layer: nn.Module, name: str) -> None:
             reason = "has all of its weights in one half"
     if reason:
         raise UnsupportedModelError(
-            f"{name} cannot be cut within a decoder layer: its {type(layer).__name__} {reason}. Leave "
-            "paceline.pipeline.half_layers out: cuts are then between whole layers."
+            f"{name} cannot be cut within a decoder layer: its {type(layer).__name__} {reason}. {WHOLE_LAYERS}"
         )
 
 

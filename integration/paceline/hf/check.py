@@ -23,10 +23,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from .adapters import ADAPTERS
-from .anatomy import UnsupportedModelError, anatomy_of, refuse_known
+from .anatomy import WHOLE_LAYERS, UnsupportedModelError, anatomy_of, refuse_known
 from .family_configs import NUM_LAYERS, shrink
 from .once import once_a_config
-from .parity import ROUNDING, WHOLE_LAYERS, check_halves, check_split
+from .parity import ROUNDING, check_halves, check_split
 from .quiet_transformers import quiet
 from .router import router_loss_of
 from .sources import config_at, model_config_at
@@ -169,8 +169,8 @@ def _difference_of_halves(config: PretrainedConfig) -> float:
     if getattr(config.get_text_config(), "layerdrop", 0):
         raise UnsupportedModelError(
             f"model type {config.model_type!r} cannot be cut within a decoder layer: its layerdrop of "
-            f"{config.get_text_config().layerdrop} would leave out either half without the other. Set layerdrop to 0, "
-            "or leave paceline.pipeline.half_layers out: cuts are then between whole layers."
+            f"{config.get_text_config().layerdrop} would leave out either half without the other, unless it is 0. "
+            f"{WHOLE_LAYERS}"
         )
     anatomy_of(skeleton(config), half_layers=True)
     return _compare_small_copy(config, f"model type {config.model_type!r}", half_layers=True)
@@ -213,14 +213,14 @@ def _compare_small_copy(config: PretrainedConfig, name: str, *, half_layers: boo
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} {_not_known(half_layers)}, and a small copy to compare now cannot be built: "
-            f"{type(error).__name__}: {_first_line(error)}{WHOLE_LAYERS if half_layers else ''}"
+            f"{type(error).__name__}: {_first_line(error)}{'. ' + WHOLE_LAYERS if half_layers else ''}"
         ) from error
     if not parity.worst <= ROUNDING:
         what = "cannot be cut within decoder layers: so cut" if half_layers else "cannot be a pipeline: cut into stages"
         raise UnsupportedModelError(
             f"{name} {what}, a small copy of it differs from the whole model by {parity.worst:.1e} (loss "
             f"{parity.loss:.1e}, logits {parity.logits:.1e}, gradient of {parity.worst_gradient!r} "
-            f"{parity.gradient:.1e}){WHOLE_LAYERS if half_layers else '.'}"
+            f"{parity.gradient:.1e}).{' ' + WHOLE_LAYERS if half_layers else ''}"
         )
     return parity.worst
 

@@ -108,7 +108,7 @@ def _called(step: ast.stmt, forward: ast.FunctionDef) -> Iterator[tuple[str, int
 
 
 def _is_with_none(node: ast.Compare) -> bool:
-    """Whether it is ``… is None`` or ``… is not None``."""
+    """True for ``… is None`` and ``… is not None``."""
     (operator, *others), value = node.ops, node.comparators[0]
     is_none = isinstance(value, ast.Constant) and value.value is None
     return not others and isinstance(operator, (ast.Is, ast.IsNot)) and is_none

@@ -16,17 +16,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..patches import transformers_masking_utils
 from ..patches.registry import applied
-from .anatomy import UnsupportedModelError
+from .anatomy import WHOLE_LAYERS, UnsupportedModelError
 from .masks import facts_of, known
 from .stage import CausalLMStage, Cut
 from .weights import load_stage, model_class_of
 
 ROUNDING = 2e-5
 """Largest relative difference that still counts as rounding in float32."""
-
-
-WHOLE_LAYERS = ". Leave paceline.pipeline.half_layers out: cuts are then between whole layers."
-"""The remedy where a model can be cut between its decoder layers only; ends a sentence."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ def check_split(
             raise UnsupportedModelError(
                 f"{type(whole).__name__} (model type {config.model_type!r}) cannot be a pipeline: cut before {blocks} "
                 f"{starts} it does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                + (WHOLE_LAYERS if half_layers else "")
+                f"{'. ' + WHOLE_LAYERS if half_layers else ''}"
             ) from error
     worst = max(results, key=lambda r: r.worst)
     return Parity(
