@@ -34,7 +34,10 @@ FP32 = Tolerance()
 ESTIMATED = Tolerance(norms=1e-2, changes=1e-2, states=1e-2)
 """A division by estimates makes more of what is rounding in small gradients."""
 HALF = Tolerance(losses=2e-3, norms=1e-2, changes=5e-2, states=5e-2)
-"""Kernels round to half precision at other places. On a CPU bf16 and fp32 are 2e-5, 6e-4, 2e-2 and 9e-3 apart."""
+"""Kernels round to half precision at other places, and to int8 too.
+
+On a CPU bf16 and fp32 are 2e-5, 6e-4, 2e-2 and 9e-3 apart.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 MOVING = {"moe": {"rebalance_every": 2}}
 COPIED = {"moe": {"rebalance_every": 2, "replicas": 1}}
+INT8 = {"forward": "int8", "backward": "int8"}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True}}}
 """An epsilon as large as gradients are: smaller ones would make a whole step of what is rounding."""
 
@@ -110,6 +114,15 @@ CAPABILITIES: dict[str, Capability] = {
     "dualpipev": _pipeline(with_nccl=True, schedule="dualpipev"),
     "kfkb": _pipeline(with_nccl=True, schedule={"type": "kfkb", "k": 2}),
     "eager": _pipeline(with_nccl=True, schedule="eager"),
+    "zbh2": _pipeline(with_nccl=True, schedule="zbh2"),
+    "zbv": _pipeline(with_nccl=True, schedule="zbv"),
+    "half layers": _pipeline(with_nccl=True, partition=[0, 4, 10], keys={"half_layers": True}),
+    "head alone": _pipeline(with_nccl=True, partition=[0, 5, 6]),
+    "int8 boundaries": _pipeline(with_nccl=True, tolerance=HALF, keys={"boundary": INT8}),
+    "recomputed layers": _pipeline(with_nccl=True, keys={"recompute": [1, 2]}),
+    "one_direction, error feedback": _pipeline(
+        with_nccl=True, schedule={"type": "one_direction", "correction": "error_feedback"}
+    ),
     "traced steps": _pipeline(section={"report": {"trace_every": 2}}, traced_steps=2),
     "activation checkpointing": _pipeline(config={"pipeline": {"activation_checkpoint_interval": 1}}),
     "embeddings not tied": _pipeline(model={"tie_word_embeddings": False}),

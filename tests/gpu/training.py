@@ -50,12 +50,14 @@ def config_for(
     section: Mapping[str, Any] | None = None,
     partition: Any = "uniform",
     schedule: Any = None,
+    keys: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """A DeepSpeed config; ``keys`` are more of ``"pipeline"``."""
     replicas = int(os.environ["WORLD_SIZE"]) // stages
     changes = {"gradient_accumulation_steps": MICRO_BATCHES // replicas, "optimizer": SGD, **(config or {})}
     if changes.get("fp16") and os.environ["DS_ACCELERATOR"] == "cpu":
         allow_fp16()
-    pipeline = {"stages": stages, "partition": partition, "schedule": schedule}
+    pipeline = {"stages": stages, "partition": partition, "schedule": schedule, **(keys or {})}
     return ds_config(**changes, paceline={"pipeline": pipeline, **(section or {})})
 
 
