@@ -75,7 +75,7 @@ ONE_RANK = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--compile", action="store_true", help="each layer")
+    parser.add_argument("--compile", action="store_true", help="the layers")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device in bf16")
@@ -89,11 +89,8 @@ def main() -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[args.shape]
-    engine, *_ = paceline.initialize(model=config_of(shape), config=settings(shape))
+    engine, *_ = paceline.initialize(model=config_of(shape), config=settings(shape, compiles=args.compile))
     is_cuda = torch.device(engine.device).type == "cuda"
-    if args.compile:
-        for layer in engine.module.stage.model.model.layers:
-            layer.compile()
     data = batches(shape)
 
     def run(num_steps: int) -> float:
@@ -133,14 +130,14 @@ def config_of(shape: Shape) -> Any:
     )
 
 
-def settings(shape: Shape) -> dict[str, Any]:
+def settings(shape: Shape, *, compiles: bool) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": shape.micro_batches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "paceline": {"pipeline": {"stages": 1}},
+        "paceline": {"pipeline": {"stages": 1, "compile": compiles}},
     }
 
 

@@ -119,6 +119,7 @@ CAPABILITIES: dict[str, Capability] = {
     "half layers": _pipeline(with_nccl=True, partition=[0, 4, 10], keys={"half_layers": True}),
     "head alone": _pipeline(with_nccl=True, partition=[0, 5, 6]),
     "int8 boundaries": _pipeline(with_nccl=True, tolerance=HALF, keys={"boundary": INT8}),
+    "compiled layers": _pipeline(with_nccl=True, keys={"compile": True}),
     "recomputed layers": _pipeline(with_nccl=True, keys={"recompute": [1, 2]}),
     "one_direction, error feedback": _pipeline(
         with_nccl=True, schedule={"type": "one_direction", "correction": "error_feedback"}

@@ -90,9 +90,10 @@ def train(
     checkpointing: bool = False,
     schedule: Any = None,
     half_layers: bool = False,
+    keys: dict[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Runs on every rank: losses, norms and an evaluation of a pipeline."""
+    """Runs on every rank: losses, norms and an evaluation of a pipeline; ``keys`` are more of ``"pipeline"``."""
     import paceline
 
     replicas = int(os.environ["WORLD_SIZE"]) // stages
@@ -106,6 +107,7 @@ def train(
                 "partition": partition,
                 "schedule": schedule,
                 "half_layers": half_layers,
+                **(keys or {}),
             }
         },
         **(more or {}),

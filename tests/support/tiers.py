@@ -61,6 +61,9 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_half_layers.py::test_no_bit_differs_from_whole_layers[3]",
         "distributed/test_migration.py::test_halves_of_layers_train_as_without[2]",
     ),
+    "Decoder layers through torch.compile": (
+        "distributed/test_compiled_layers.py::test_the_call_of_deepspeeds_users_compiles_the_layers",
+    ),
     "Replicas of different speed": (
         "distributed/test_unequal_replicas.py::test_any_shares_give_the_numbers_of_one_process[2-shares1-llama-0-0.0]",
         "distributed/test_unequal_replicas.py::test_shares_follow_the_speeds_and_change_no_number[1f1b]",

@@ -66,6 +66,7 @@ def test_check_config(ds_json, capsys):
             "half_layers": False,
             "schedule": None,
             "recompute": None,
+            "compile": None,
             "boundary": None,
             "unequal_replicas": None,
         },
@@ -118,7 +119,7 @@ def test_check_config_as_text(ds_json, capsys):
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
         '"paceline": {"pipeline": {"stages": null, "partition": null, "half_layers": false, "schedule": null, '
-        '"recompute": null, "boundary": null, "unequal_replicas": null}, '
+        '"recompute": null, "compile": null, "boundary": null, "unequal_replicas": null}, '
         '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
         "train_batch_size: filled from the command line",
@@ -203,7 +204,7 @@ CLUSTER = ["--world-size", "4", "--num-layers", "8"]
         (
             {"paceline": {"pipeline": {"x" * 5000: 1}}},
             [],
-            'Valid keys of paceline.pipeline: "boundary", "half_layers", "partition", "recompute", "schedule", ',
+            'Valid keys of paceline.pipeline: "boundary", "compile", "half_layers", "partition", "recompute", ',
         ),
         ({"train_batch_size": "x" * 5000}, CLUSTER, "xxx…: it must be a whole number, at least 1; leave the key out"),
         ({"train_batch_size": 2**41}, CLUSTER, f"train_batch_size is {2**41}: it must be at most {2**40}; correct it"),

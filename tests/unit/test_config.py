@@ -44,7 +44,7 @@ def test_frozen():
         (
             {"pipeline": {"stage": 4}},
             'paceline.pipeline.stage is not a key of this version of paceline; did you mean "stages"? Valid keys of '
-            'paceline.pipeline: "boundary", "half_layers", "partition", "recompute", "schedule", "stages", '
+            'paceline.pipeline: "boundary", "compile", "half_layers", "partition", "recompute", "schedule", "stages", '
             '"unequal_replicas".',
         ),
         (

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
+from ..schedules.generator import GENERATED
+from ..schedules.split_families import SPLIT
 from .section import SECTION, PacelineConfig, show, value_at
 from .stage_counts import may_be_late, schedule_type
 
@@ -24,6 +26,8 @@ GROUNDS = {
 PIPELINE, LAYERS = "a pipeline", "a `PipelineModule` of one's own"
 UNEQUAL = "unequal replicas"
 HALVES = "half_layers"
+COMPILED = "compile"
+SPLIT_BACKWARDS = "a schedule with split backwards"
 RECOMPUTED = "activation checkpointing of a model with experts"
 
 
@@ -127,6 +131,11 @@ def _half_layers(features: Features) -> str | None:
     return f"{SECTION}.pipeline.half_layers is true" if is_there else None
 
 
+def _compile(features: Features) -> str | None:
+    is_there = features.is_pipeline and features.section.pipeline.compile is not None
+    return f"{SECTION}.pipeline.compile is there" if is_there else None
+
+
 def _other_sizes(features: Features) -> str | None:
     schedule = features.section.pipeline.schedule
     sizes = None if schedule is None else schedule.micro_batch_sizes
@@ -165,6 +174,8 @@ FEATURES: dict[str, _Finder] = {
     "micro_batch_sizes": _other_sizes,
     "recompute": _recompute,
     HALVES: _half_layers,
+    COMPILED: _compile,
+    SPLIT_BACKWARDS: _schedule(*SPLIT, GENERATED),
     "activation_checkpoint_interval": _key("pipeline.activation_checkpoint_interval", bool),
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
@@ -356,6 +367,28 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         NOT_BUILT,
     ),
     Exclusion(HALVES, LAYERS, "one's own layers are cut where they are listed", "leave half_layers out", MATHEMATICS),
+    Exclusion(
+        COMPILED,
+        SPLIT_BACKWARDS,
+        "a compiled layer computes both gradients in one",
+        f"leave compile out, {_OTHER_SCHEDULE}",
+        NOT_BUILT,
+    ),
+    Exclusion(
+        COMPILED,
+        "natural_gradient",
+        "factors of the gradients are taken within the layers",
+        "leave one of them out",
+        NOT_BUILT,
+    ),
+    Exclusion(COMPILED, HALVES, "whole layers are compiled", "leave one of them out", NOT_BUILT),
+    Exclusion(
+        COMPILED,
+        LAYERS,
+        "it compiles the decoder layers of Hugging Face models",
+        "leave compile out, and call compile() of the layers before they are listed",
+        UPSTREAM,
+    ),
     Exclusion(UNEQUAL, LAYERS, "shares are for Hugging Face models", "leave unequal_replicas out", NOT_BUILT),
     Exclusion(NO_FLUSH, LAYERS, "these schedules are for Hugging Face models", "choose another schedule", NOT_BUILT),
 )

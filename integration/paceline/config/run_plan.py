@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .averaging_keys import AveragingConfig
 from .boundary_keys import BoundaryConfig
+from .compile_keys import CompileConfig
 from .expert_choice import MoeChoice, resolve_moe
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .partitions import PartitionChoice, resolve_partition
@@ -91,6 +92,11 @@ class RunPlan:
     def recompute(self) -> Recompute | None:
         """Layers of each stage whose activations are computed again; None: as the run says for all."""
         return self.section.pipeline.recompute
+
+    @property
+    def compile(self) -> CompileConfig | None:
+        """How decoder layers are compiled; None: they are not."""
+        return self.section.pipeline.compile
 
     @property
     def boundary(self) -> BoundaryConfig:

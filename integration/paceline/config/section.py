@@ -31,6 +31,7 @@ from pydantic import (
 
 from .averaging_keys import AveragingConfig
 from .boundary_keys import BoundaryConfig
+from .compile_keys import CompileConfig
 from .natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from .part import Part
 from .recompute_keys import SCHEMA as RECOMPUTE_SCHEMA
@@ -374,6 +375,14 @@ def _schedule_long_form(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
+def _compile_long_form(value: Any) -> Any:
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+def _allow_true_or_false(schema: dict[str, Any]) -> None:
+    schema["anyOf"].insert(0, {"type": "boolean"})
+
+
 def _allow_short_methods(schema: dict[str, Any]) -> None:
     schema["anyOf"][:0] = _SHORT_METHODS
 
@@ -418,6 +427,12 @@ class PipelineConfig(Part):
         'the backward: "fit": as few as it takes for the stage to fit into memory; a number for all stages; or a list, '
         'one a stage. Left out: none, or all with gradient checkpointing; where stages are planned "fit", if nothing '
         "fits otherwise.",
+    )
+    compile: Annotated[CompileConfig | None, BeforeValidator(_compile_long_form)] = Field(
+        default=None,
+        description="Compile each decoder layer with torch.compile: true, or its arguments. Numbers stay the same up "
+        "to rounding. Left out: false.",
+        json_schema_extra=_allow_true_or_false,
     )
     boundary: BoundaryConfig | None = Field(
         default=None,

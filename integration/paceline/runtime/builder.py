@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from ..comm.control import ControlPlane
 from ..config import RunPlan
 from .module import CausalLMPipeline, ModelSource
-from .startup import dtype_of, first_partition, recompute_as_written
+from .startup import compile_as_written, dtype_of, first_partition, recompute_as_written
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -66,4 +66,5 @@ def build_pipeline(
     )
     pipeline.planned(first.profile)
     recompute_as_written(pipeline, resolved, first.recomputed)
+    compile_as_written(pipeline, resolved)
     return pipeline

@@ -173,6 +173,7 @@ class CausalLMLayers(Layers):
             if isinstance(part, HFExpertLayer)
         }
         module.recompute(module.recomputed)
+        module.compile_layers()
 
     def _take_out(self, layers: nn.ModuleList, item: int, now: range) -> None:
         """Put a placeholder where an item has been; of a layer of which a half stays, for the other half."""

@@ -27,7 +27,7 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.exclusions import HALVES, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
+from ..config.exclusions import COMPILED, HALVES, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
 from ..config.recompute_keys import PATH
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
@@ -47,7 +47,7 @@ from .initialize_patch import plain_engine_for, with_plan
 from .module import CausalLMPipeline, config_of
 from .pipe_module import routes_of
 from .rate import check_scheduler_object
-from .startup import first_partition, plan_for, plan_for_pipeline, recompute_as_written
+from .startup import compile_as_written, first_partition, plan_for, plan_for_pipeline, recompute_as_written
 
 logger = logging.getLogger("paceline")
 
@@ -122,6 +122,7 @@ def initialize(
         if is_asked and model.num_stages > 1 and not model.is_planned:
             boundaries = _measure(model, plan)
         recompute_as_written(model, plan)
+        compile_as_written(model, plan)
     ds_config = ds_config if plan is None else plan.ds_config
     engine: type | None = None
     patches = []
@@ -177,6 +178,9 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
         if section.pipeline.half_layers:
             written = ("paceline.pipeline.half_layers is true", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(HALVES, LAYERS).message(*written))
+        if section.pipeline.compile is not None:
+            written = ("paceline.pipeline.compile is there", f"the model is a {type(model).__name__}")
+            raise ValueError(exclusion(COMPILED, LAYERS).message(*written))
     elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
         interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
         if interval or model.is_recomputed:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -38,6 +39,7 @@ from ..planning.partition_methods import by_work, by_work_of_devices, checked_bo
 from ..planning.stages import over_items
 from ..schedules.directions import chunks_of
 from ..state.named import REPLICATED
+from .compiled_layers import CompiledForwards
 from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
@@ -287,6 +289,7 @@ class CausalLMPipeline(PipelineModule):
         else:
             self.adapters = adapters_of(whole, self.anatomy)
         self._injects = peft_config is not None
+        self._compiled: CompiledForwards | None = None
         self.recomputed = frozenset(recomputed_layers(whole, self.anatomy))
         """Items of the whole model whose activations backwards compute again, whatever stage they are on."""
         check_trainable(self.config, self.adapters)
@@ -331,6 +334,20 @@ class CausalLMPipeline(PipelineModule):
             for model in self.models:
                 blocks = self.anatomy.blocks_per_layer
                 recompute_layers(model, self.anatomy, {(item - 1) // blocks for item in self.recomputed})
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Compile each decoder layer, also those that arrive from another stage; arguments of ``torch.compile``.
+
+        The engine's ``compile`` calls it.
+        """
+        self._compiled = CompiledForwards(partial(torch.compile, *args, **kwargs))
+        self.compile_layers()
+
+    def compile_layers(self) -> None:
+        """Have all decoder layers here compiled, if layers are."""
+        if self._compiled is not None:
+            for model in self.models:
+                self._compiled.adopt(self.anatomy.layers_of(model))
 
     @property
     def num_virtual_stages(self) -> int:

@@ -453,6 +453,24 @@ def recompute_as_written(pipeline: CausalLMPipeline, resolved: RunPlan, fitting:
         logger.info("recompute: %s of the %s layers of the stages", found, stages)
 
 
+def compile_as_written(pipeline: CausalLMPipeline, resolved: RunPlan) -> None:
+    """Have the layers compiled, if the JSON says so.
+
+    Raises:
+        ValueError: torch has no such backend.
+    """
+    compiling = resolved.compile
+    if compiling is None:
+        return
+    backend = compiling.backend
+    if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise ValueError(
+            f"paceline.pipeline.compile.backend is {show(backend)}: torch.compile has no such backend here; write one "
+            f"of {torch.compiler.list_backends()}, or leave it out."
+        )
+    pipeline.compile(**compiling.arguments)
+
+
 def as_written(resolved: RunPlan, boundaries: Sequence[int]) -> list[int]:
     """The items that are recomputed where the JSON says how many of each stage are: the first ones.
 

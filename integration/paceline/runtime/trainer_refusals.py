@@ -13,8 +13,8 @@ _OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
 """Modules whose methods a pipeline stands in for; their loss is the model's."""
 
 _NOT_COMPILED = (
-    "torch.compile takes a forward and its backward as one, and a stage runs the forwards and backwards of several "
-    "micro-batches in an order of its own, layer by layer (fused attention needs no compiling: attn_implementation)"
+    'it compiles a whole model, and a stage runs layers of it (compile them with "compile": true in '
+    '"paceline"."pipeline" of the JSON; fused attention needs no compiling: attn_implementation)'
 )
 
 

@@ -1,0 +1,29 @@
+"""The ``"compile"`` part of a pipeline's section: decoder layers through torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .part import Part
+
+
+class CompileConfig(Part):
+    """Arguments of ``torch.compile``, with which each decoder layer is compiled."""
+
+    backend: str | None = Field(default=None, description='Of torch.compile. Left out: "inductor".')
+    # Graphs of CUDA keep one set of activations, and a pipeline has several micro-batches under way.
+    mode: Literal["default", "max-autotune-no-cudagraphs"] | None = Field(
+        default=None, description='Of torch.compile; not those with CUDA graphs. Left out: "default".'
+    )
+    dynamic: bool | None = Field(
+        default=None,
+        description="true: one graph for all lengths from the start; false: one for each. Left out: for the first "
+        "length, then for all.",
+    )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ``torch.compile``."""
+        return self.model_dump(exclude_none=True)

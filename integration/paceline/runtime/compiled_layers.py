@@ -1,0 +1,71 @@
+"""Decoder layers whose kernels ``torch.compile`` fuses, one graph for all layers that are alike.
+
+Each layer is compiled alone. What it keeps for a micro-batch's backward belongs to that micro-batch, as without, so
+forwards and backwards may come in any schedule's order; and what moves, measures or recomputes single layers finds them
+as they were. In steps with split backwards, whose linear layers leave products for later, layers run uncompiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..hf.stage import PassThrough
+from ..optim.linear_layers import Own, OwnLinear, become
+
+
+class Forward(Protocol):
+    """Of a class of layers."""
+
+    def __call__(self, layer: nn.Module, /, *args: object, **kwargs: object) -> object: ...
+
+
+class CompiledLayer(Own):
+    """A decoder layer with a compiled forward."""
+
+    compiled: Forward
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        assert isinstance(self, nn.Module)
+        is_own = any(isinstance(part, OwnLinear) and part.is_own for part in self.modules())
+        forward: Forward = self.plain.forward if is_own else self.compiled
+        return forward(self, *args, **kwargs)
+
+
+class CompiledForwards:
+    """Compiled forwards of classes of layers.
+
+    Args:
+        compiled: ``torch.compile`` with its arguments.
+    """
+
+    def __init__(self, compiled: Callable[[Forward], Forward]) -> None:
+        self._compiled = compiled
+        self._of: dict[type[nn.Module], Forward] = {}
+
+    def adopt(self, layers: Iterable[nn.Module]) -> None:
+        """Let these layers run compiled; placeholders stay as they are."""
+        for layer in layers:
+            if not isinstance(layer, (PassThrough, CompiledLayer)):
+                kind = type(layer)
+                if kind not in self._of:
+                    self._of[kind] = self._compiled(_single(kind.forward))
+                become(layer, CompiledLayer).compiled = self._of[kind]
+
+
+def _single(forward: Forward) -> Forward:
+    """Without transformers' wrapper around it, whose code all classes share: torch counts graphs by code, up to a
+    limit. What the wrapper does is done by that of the compiled layer's class, which is around this one."""
+    is_wrapped = getattr(forward, "__code__", None) is _WRAPPER
+    found: Forward = forward.__wrapped__ if is_wrapped else forward  # type: ignore[attr-defined]
+    return found
+
+
+class _Probe(GradientCheckpointingLayer):
+    def forward(self) -> None: ...
+
+
+_WRAPPER = None if _Probe.forward.__code__.co_name == "forward" else _Probe.forward.__code__

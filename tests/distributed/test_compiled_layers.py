@@ -1,0 +1,114 @@
+"""Decoder layers that torch.compile compiles train as they do without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.jobs import MICRO_BATCHES, assert_equal, ds_config, model_config, step_batches, train
+from support.ranks import OneAfterAnother, on, run_ranks
+
+STEPS = 4
+EAGER = {"compile": {"backend": "aot_eager"}}
+"""Graphs of whole layers, forward and backward, whose operations are those of PyTorch: no bit differs."""
+BF16 = {"bf16": {"enabled": True}}
+UNIFORM = {"stages": 2, "partition": "uniform"}
+SPREAD = {"enabled": True, "autoep_size": 2}
+CASES: dict[str, Any] = {
+    "2 stages": on(2, 2),
+    "bf16, ZeRO 1, 2 replicas": on(4, 2, zero=1, clipping=0.05, more=BF16),
+    "lengths": on(2, 2, kind="ragged"),
+    "gpt2": on(2, 2, family="gpt2"),
+    "recomputed": on(2, 2, checkpointing=True),
+    "interleaved": on(2, 2, schedule="interleaved"),
+    "one_direction": on(2, 2, schedule="one_direction"),
+    "multidirection": on(2, 2, schedule={"type": "multidirection", "directions": 2}),
+    "moving layers": on(2, 2, partition={"method": "hetero", "repartition_every": 1}),
+    "experts on several ranks": on(4, 2, family="mixtral", more={"expert_parallel": SPREAD}),
+}
+IN_ANOTHER_ORDER = "experts on several ranks"
+"""Where a compiled backward adds the gradients of a layer's input up in another order."""
+
+
+def counted(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """:func:`train`, and how many graphs were made."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()  # or these ranks have had so many graphs of other cases that no more are made
+    counters.clear()
+    return {**train(*args, steps=STEPS, **kwargs), "graphs": counters["stats"]["unique_graphs"]}
+
+
+def by_its_engine() -> dict[str, Any]:
+    """As DeepSpeed's users compile: by a call, after the engine is made."""
+    from torch._dynamo.utils import counters
+
+    import paceline
+
+    torch.compiler.reset()
+    counters.clear()
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": UNIFORM})
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    engine.compile(backend="aot_eager")
+    losses = [engine.train_batch(iter(step_batches(step))).item() for step in range(STEPS)]
+    state = {name: parameter.detach().clone() for name, parameter in engine.module.stage.model.named_parameters()}
+    return {"losses": losses, "state": state, "graphs": counters["stats"]["unique_graphs"]}
+
+
+def compiled(case: Any, keys: dict[str, Any]) -> Any:
+    args, kwargs = case.args, {**case.kwargs}
+    return on(case.world_size, *args, keys={**kwargs.pop("keys", {}), **keys}, **kwargs)
+
+
+RUNS = OneAfterAnother(
+    counted,
+    {
+        **{(name, "plain"): case for name, case in CASES.items()},
+        **{(name, "compiled"): compiled(case, EAGER) for name, case in CASES.items()},
+        ("inductor", "compiled"): compiled(CASES["2 stages"], {"compile": True}),
+    },
+    at_once=8,
+)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != IN_ANOTHER_ORDER])
+def test_no_bit_differs_from_layers_that_are_not_compiled(name: str) -> None:
+    plain, found = RUNS[name, "plain"], RUNS[name, "compiled"]
+    assert all(rank["graphs"] == 0 for rank in plain)
+    assert all(rank["graphs"] > 0 for rank in found), found
+    assert_equal(found, plain)
+    assert [rank["norms"] for rank in found] == [rank["norms"] for rank in plain]
+    assert [rank["evaluation"] for rank in found] == [rank["evaluation"] for rank in plain]
+
+
+@pytest.mark.parametrize(("name", "reference"), [(IN_ANOTHER_ORDER, IN_ANOTHER_ORDER), ("inductor", "2 stages")])
+def test_the_same_up_to_rounding(name: str, reference: str) -> None:
+    plain, found = RUNS[reference, "plain"], RUNS[name, "compiled"]
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours["graphs"] > 0
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        for key, tensor in theirs["state"].items():
+            torch.testing.assert_close(ours["state"][key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_call_of_deepspeeds_users_compiles_the_layers() -> None:
+    found, plain = run_ranks(by_its_engine, 2), RUNS["2 stages", "plain"]
+    assert all(rank["graphs"] > 0 for rank in found)
+    assert_equal(found, plain)
+
+
+def refused(pipeline: dict[str, Any]) -> str:
+    import paceline
+
+    config = ds_config(paceline={"pipeline": {"stages": 1, **pipeline}})
+    with pytest.raises(ValueError, match="compile") as told:
+        paceline.initialize(model=model_config(), config=config)
+    return str(told.value)
+
+
+def test_what_torch_does_not_have_is_refused() -> None:
+    (told,) = run_ranks(refused, 1, {"compile": {"backend": "nonesuch"}})
+    assert 'compile.backend is "nonesuch"' in told
+    assert "inductor" in told
