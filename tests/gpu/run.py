@@ -56,8 +56,8 @@ SOURCES = ("integration/paceline", "patches", "launch", "tests/gpu", "tests/supp
 REHEARSAL = "CPU (rehearsal)"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "torchft")
-DETAILS = 4000
-"""Characters that are kept of a failure, its end."""
+DETAILS = 20_000
+"""Characters that are kept of a failure, its end: the stacks of four ranks."""
 
 
 @dataclass

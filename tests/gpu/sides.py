@@ -36,6 +36,7 @@ EACH_A_HOST = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_MAX_NCHANNELS": "2",
+    "CUDA_MODULE_LOADING": "EAGER",  # or a kernel's first launch may wait for a receive that is under way
     "PACELINE_GPU_TESTS_HOSTS": "1",
 }
 """One GPU, NCCL all the same: it takes ranks with other host numbers for ranks of other hosts, each with its own GPU.
