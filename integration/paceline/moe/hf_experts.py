@@ -164,6 +164,7 @@ class HFExpertLayer(ExpertLayer):
             found.append(SlotPart(name, weight, slot * numel, numel))
         return found
 
+    @torch.compiler.disable  # it counts, and talks to other ranks
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[T, H]``, the experts ``[T, K]`` of each token and their weights ``[T, K]``; returns ``[T, H]``."""
         top_k = top_k_index.shape[-1]
