@@ -5,7 +5,7 @@ Two orders of communication are proven free of deadlock by :mod:`paceline.schedu
 
 * free: a rank has every lane in a process group of its own, so that no message waits behind another lane's (gloo);
 * paired: one group for the pipeline, and both ends of every pair issue their operations in the same order, in batches
-  (NCCL, where concurrent communicators are not safe to assume).
+  (NCCL, where concurrent communicators are not safe to assume; :func:`calls_of` cuts them to its measure).
 
 Both ends of a lane work out the shapes of a message from its key. A key that the lane has not seen is announced: the
 shapes travel ahead of the tensors, once.
@@ -353,6 +353,33 @@ class Lane:
             )
 
 
+MOST_AT_A_TIME = 8
+"""Ranks of a group up to which NCCL certainly runs the operations of a call at the same time."""
+
+
+def calls_of(operations: Sequence[tuple[int, bool]], num_ranks: int) -> list[range]:
+    """Cut operations, given as peer and whether it is a send, into calls of NCCL that may be issued one after another.
+
+    Within a call NCCL takes the first operation each way with each peer, and only when all of them are done, receives
+    included, the second ones. A rank with two tensors to send and one to receive would so wait for the answer before
+    its second tensor goes, and the other end for that tensor before it answers. So a call has one operation each way
+    with a peer; in groups of more than :data:`MOST_AT_A_TIME` ranks, of which NCCL takes so many peers at a time, one
+    in all.
+
+    Args:
+        num_ranks: of the group.
+
+    Source: ``ncclAddWorkBatchToPlan`` and ``scheduleP2pTasksToPlan`` in NCCL's ``enqueue.cc``.
+    """
+    found, begun, ways = [], 0, set[tuple[int, bool]]()
+    for number, way in enumerate(operations):
+        if way in ways or (ways and num_ranks > MOST_AT_A_TIME):
+            found.append(range(begun, number))
+            begun, ways = number, set()
+        ways.add(way)
+    return [*found, range(begun, len(operations))] if operations else []
+
+
 class _Batch:
     """The paired order: operations between two computations are issued together, in order.
 
@@ -371,30 +398,34 @@ class _Batch:
     def flush(self) -> None:
         if not self._waiting:
             return
-        operations = []
+        operations: list[tuple[_Message, Any]] = []
+        ways: list[tuple[int, bool]] = []
         for lane, message, send in self._waiting:
             for ready in message.ready:
                 ready()
             act = dist.isend if send else dist.irecv
-            operations += [dist.P2POp(act, tensor, lane.peer, group=lane.group) for tensor in message.tensors]
+            operations += [
+                (message, dist.P2POp(act, tensor, lane.peer, group=lane.group)) for tensor in message.tensors
+            ]
+            ways += [(lane.peer, send)] * len(message.tensors)
         begun = None if self._times is None else self._times.now()
-        works = dist.batch_isend_irecv(operations) if operations else []
-        done = None if self._times is None else self._times.done(works)
-        if len(works) == len(operations):
-            given = iter(works)
-            for _, message, _ in self._waiting:
-                message.works = [next(given) for _ in message.tensors]
-        else:  # one for the whole batch
-            for _, message, _ in self._waiting:
-                message.works = list(works)
-        if self._times is not None:  # the host runs ahead of the device: its clock tells nothing
-            for _, message, _ in self._waiting:
-                message.begun_s, message.done_s = begun, done
+        group = self._waiting[0][0].group
+        for numbers in calls_of(ways, dist.get_world_size(group)):
+            self._issue([operations[number] for number in numbers], begun)
         self._sent.extend((lane, message) for lane, message, send in self._waiting if send)
         self._waiting = []
         while self._sent and all(work.is_completed() for work in self._sent[0][1].works):
             lane, message = self._sent.popleft()
             lane.note(message)
+
+    def _issue(self, call: Sequence[tuple[_Message, Any]], begun: Any) -> None:
+        works = dist.batch_isend_irecv([operation for _, operation in call])
+        done = None if self._times is None else self._times.done(works)
+        is_each = len(works) == len(call)  # or one for the whole call
+        for number, (message, _) in enumerate(call):
+            message.works += [works[number]] if is_each else works
+            if self._times is not None:  # the host runs ahead of the device: its clock tells nothing
+                message.begun_s, message.done_s = begun, done
 
     def finish(self) -> None:
         self.flush()
