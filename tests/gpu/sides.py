@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import math
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +33,6 @@ EACH_A_HOST = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_MAX_NCHANNELS": "2",
-    "CUDA_MODULE_LOADING": "EAGER",  # or a kernel's first launch may wait for a receive that is under way
     "PACELINE_GPU_TESTS_HOSTS": "1",
 }
 """One GPU, NCCL all the same: it takes ranks with other host numbers for ranks of other hosts, each with its own GPU.
@@ -90,26 +86,16 @@ def act(name: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     capability = CAPABILITIES[name]
+    if "PACELINE_GPU_TESTS_HOSTS" in os.environ:
+        host = f"host{os.environ['RANK']}"
+        os.environ.update(NCCL_HOSTID=host, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.chdir(folder)
-    with _as_a_host() if "PACELINE_GPU_TESTS_HOSTS" in os.environ else contextlib.nullcontext():
-        found = capability.job(folder, **capability.options, **options)
+    found = capability.job(folder, **capability.options, **options)
     backend = dist.get_backend() if dist.is_initialized() else None  # the main job leaves its group
     gpu, num_bytes = "", 0
     if get_accelerator().device_name() == "cuda":
         gpu, num_bytes = str(torch.cuda.get_device_properties(None).uuid), torch.cuda.max_memory_allocated()
     return {**found, "gpu": gpu, "gpu_bytes": num_bytes, "backend": backend}
-
-
-@contextlib.contextmanager
-def _as_a_host() -> Iterator[None]:
-    """One such test at a time: a rank that waits for a message keeps the GPU busy while it is its turn, and with those
-    of other tests beside it each message takes seconds. The other ranks meet rank 0 when their groups are made."""
-    rank = os.environ["RANK"]
-    os.environ.update(NCCL_HOSTID=f"host{rank}", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    with open(Path(tempfile.gettempdir(), f"paceline-one-gpu-{os.getuid()}"), "w") as turn:
-        if rank == "0":
-            fcntl.flock(turn, fcntl.LOCK_EX)
-        yield
 
 
 def _saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
