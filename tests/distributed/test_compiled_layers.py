@@ -39,7 +39,8 @@ def counted(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
     torch.compiler.reset()  # or these ranks have had so many graphs of other cases that no more are made
     counters.clear()
-    return {**train(*args, steps=STEPS, **kwargs), "graphs": counters["stats"]["unique_graphs"]}
+    found = train(*args, steps=STEPS, **kwargs)
+    return {**found, "graphs": counters["stats"]["unique_graphs"]}
 
 
 def by_its_engine() -> dict[str, Any]:
@@ -102,16 +103,66 @@ def test_the_call_of_deepspeeds_users_compiles_the_layers() -> None:
     assert_equal(found, plain)
 
 
-def refused(pipeline: dict[str, Any]) -> str:
+def moved() -> tuple[list[bool], list[float]]:
+    """Whether the layers here are compiled, after one has come and one has gone; and losses."""
+    import paceline
+    from paceline.hf.stage import PassThrough
+    from paceline.runtime.compiled_layers import CompiledLayer
+
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": {**UNIFORM, **EAGER}})
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    losses = []
+    for step in range(STEPS):
+        if step in MOVES:
+            engine.repartition(MOVES[step])
+        losses.append(engine.train_batch(iter(step_batches(step))).item())
+    layers = [layer for layer in engine.module.stage.model.model.layers if not isinstance(layer, PassThrough)]
+    return [isinstance(layer, CompiledLayer) for layer in layers], losses
+
+
+MOVES = {1: [0, 2, 6], 2: [0, 4, 6]}
+
+
+def test_layers_that_arrive_are_compiled() -> None:
+    found, plain = run_ranks(moved, 2), RUNS["2 stages", "plain"]
+    assert [compiled for compiled, _ in found] == [[True] * 3, [True]]
+    assert [losses for _, losses in found] == [rank["losses"] for rank in plain]
+
+
+def test_graphs_are_made_once_for_alike_layers_and_once_more_for_lengths() -> None:
+    """One with a mask for training and one for the evaluation, of two layers on each rank."""
+    assert {rank["graphs"] for rank in RUNS["2 stages", "compiled"]} == {2}
+    assert {rank["graphs"] for rank in RUNS["lengths", "compiled"]} == {3}
+
+
+def refused(pipeline: dict[str, Any], more: dict[str, Any], call: dict[str, Any]) -> str:
     import paceline
 
-    config = ds_config(paceline={"pipeline": {"stages": 1, **pipeline}})
+    section = {"pipeline": {"stages": 1, **pipeline}, **more}
+    config = ds_config(paceline=section)
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
     with pytest.raises(ValueError, match="compile") as told:
-        paceline.initialize(model=model_config(), config=config)
+        engine.compile(**call)
     return str(told.value)
 
 
-def test_what_torch_does_not_have_is_refused() -> None:
-    (told,) = run_ranks(refused, 1, {"compile": {"backend": "nonesuch"}})
-    assert 'compile.backend is "nonesuch"' in told
-    assert "inductor" in told
+@pytest.mark.parametrize(
+    ("pipeline", "call", "message"),
+    [
+        ({}, {"compile_kwargs": {"mode": "reduce-overhead"}}, "pipeline.compile.mode"),
+        ({}, {"compile_kwargs": {"fullgraph": True}}, "fullgraph"),
+        ({}, {"backend": "cudagraphs"}, "pipeline.compile.backend"),
+        ({}, {"compiled_autograd_enabled": True}, "compiled_autograd_enabled"),
+        ({"schedule": "zbh1"}, {}, 'schedule.type "zbh1": a compiled layer computes both gradients in one'),
+        ({"half_layers": True}, {}, "half_layers is true: whole layers are compiled"),
+        ({"schedule": "adaptive"}, {}, 'write "compile": true'),
+    ],
+)
+def test_a_call_has_the_rules_of_the_json(pipeline: dict[str, Any], call: dict[str, Any], message: str) -> None:
+    (told,) = run_ranks(refused, 1, pipeline, {}, call)
+    assert message in told
+
+
+def test_a_call_is_refused_where_natural_gradients_are() -> None:
+    (told,) = run_ranks(refused, 1, {}, {"natural_gradient": {}}, {})
+    assert "natural_gradient is there" in told

@@ -11,12 +11,15 @@ import pytest
 
 from paceline.config import Features, PacelineConfig, check_exclusions, check_written, exclusion
 from paceline.config.exclusions import (
+    COMPILED,
     EXCLUSIONS,
     FEATURES,
     GROUNDS,
     HALVES,
+    IN_TWO_CHUNKS,
     NO_FLUSH,
     PIPELINE,
+    SPLIT_BACKWARDS,
     UNEQUAL,
     excluded,
     markdown,
@@ -50,6 +53,16 @@ ASKING: dict[tuple[str, str], Features] = {
         {"pipeline": {"activation_checkpoint_interval": 1}, "paceline": {"pipeline": {"recompute": [1, 0]}}}
     ),
     (HALVES, "recompute"): features({"paceline": {"pipeline": {"half_layers": True, "recompute": 1}}}),
+    **{
+        (COMPILED, name): features({**more, "paceline": {"pipeline": {"compile": True, **keys}, **section}})
+        for name, keys, section, more in (
+            (SPLIT_BACKWARDS, {"schedule": "zbv"}, {}, {}),
+            (IN_TWO_CHUNKS, {"schedule": {"chunks": 2}}, {}, {}),
+            ("natural_gradient", {}, {"natural_gradient": {}}, {}),
+            (HALVES, {"half_layers": True}, {}, {}),
+            ("flops_profiler", {}, {}, {"flops_profiler": {"enabled": True}}),
+        )
+    },
     ("moe", "hybrid_engine"): features(MOE | {"hybrid_engine": {"enabled": True}}, is_pipeline=False),
     ("moe", "ZeRO 3"): features(MOE | {"zero_optimization": {"stage": 3}}, is_pipeline=False),
     ("moe", "offload"): features(MOE | OFFLOAD, is_pipeline=False),

@@ -5,7 +5,8 @@ Two orders of communication are proven free of deadlock by :mod:`paceline.schedu
 
 * free: a rank has every lane in a process group of its own, so that no message waits behind another lane's (gloo);
 * paired: one group for the pipeline, and both ends of every pair issue their operations in the same order, in batches
-  (NCCL, where concurrent communicators are not safe to assume; :func:`calls_of` cuts them to its measure).
+  (NCCL, where concurrent communicators are not safe to assume; :func:`calls_of` splits them into calls that it can run
+  one after another).
 
 Both ends of a lane work out the shapes of a message from its key. A key that the lane has not seen is announced: the
 shapes travel ahead of the tensors, once.
@@ -363,8 +364,8 @@ def calls_of(operations: Sequence[tuple[int, bool]], num_ranks: int) -> list[ran
     Within a call NCCL takes the first operation each way with each peer, and only when all of them are done, receives
     included, the second ones. A rank with two tensors to send and one to receive would so wait for the answer before
     its second tensor goes, and the other end for that tensor before it answers. So a call has one operation each way
-    with a peer; in groups of more than :data:`MOST_AT_A_TIME` ranks, of which NCCL takes so many peers at a time, one
-    in all.
+    with a peer. In groups of more than :data:`MOST_AT_A_TIME` ranks, of which NCCL takes so many peers at a time, it
+    has a single operation.
 
     Args:
         num_ranks: of the group.

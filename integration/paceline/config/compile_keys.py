@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from .part import Part
 
@@ -12,7 +12,11 @@ from .part import Part
 class CompileConfig(Part):
     """Arguments of ``torch.compile``, with which each decoder layer is compiled."""
 
-    backend: str | None = Field(default=None, description='Of torch.compile. Left out: "inductor".')
+    backend: Literal["inductor", "aot_eager"] | None = Field(
+        default=None,
+        description='"inductor" fuses kernels; "aot_eager" keeps those of PyTorch, to look for a fault. Left out: '
+        '"inductor".',
+    )
     # Graphs of CUDA keep one set of activations, and a pipeline has several micro-batches under way.
     mode: Literal["default", "max-autotune-no-cudagraphs"] | None = Field(
         default=None, description='Of torch.compile; not those with CUDA graphs. Left out: "default".'
@@ -22,6 +26,14 @@ class CompileConfig(Part):
         description="true: one graph for all lengths from the start; false: one for each. Left out: for the first "
         "length, then for all.",
     )
+
+    @field_validator("mode")
+    @classmethod
+    def _is_of_inductor(cls, value: str | None, info: ValidationInfo) -> str | None:
+        backend = info.data.get("backend")
+        if value is not None and backend not in (None, "inductor"):
+            raise ValueError(f'it is for the backend "inductor" and the backend is "{backend}"; drop one of them.')
+        return value
 
     @property
     def arguments(self) -> dict[str, Any]:

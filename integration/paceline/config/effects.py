@@ -166,7 +166,7 @@ EFFECTS: dict[str, Effect] = {
     # What DeepSpeed's other engine does with data, files and the model.
     **_warned("a pipeline's micro-batches are trained on as they are read", "data_efficiency", "vocabulary_size"),
     **_honoured("dataloader_drop_last"),
-    **_warned("stages are not compiled", "compile"),
+    **_warned('"paceline": {"pipeline": {"compile": true}} compiles the layers of stages', "compile"),
     **_warned("quantised models are read with --load_in_4bit and --load_in_8bit", "weight_quantization"),
     **_warned(_CHECKPOINTS, "checkpoint", "datastates_ckpt"),
 }

@@ -28,6 +28,7 @@ UNEQUAL = "unequal replicas"
 HALVES = "half_layers"
 COMPILED = "compile"
 SPLIT_BACKWARDS = "a schedule with split backwards"
+IN_TWO_CHUNKS = '"adaptive" with chunks'
 RECOMPUTED = "activation checkpointing of a model with experts"
 
 
@@ -136,6 +137,13 @@ def _compile(features: Features) -> str | None:
     return f"{SECTION}.pipeline.compile is there" if is_there else None
 
 
+def _adaptive_chunks(features: Features) -> str | None:
+    schedule = features.section.pipeline.schedule
+    if schedule is None or schedule.type not in (None, "adaptive") or schedule.chunks in (None, 1):
+        return None
+    return f"{SECTION}.pipeline.schedule.chunks is {show(schedule.chunks)}"
+
+
 def _other_sizes(features: Features) -> str | None:
     schedule = features.section.pipeline.schedule
     sizes = None if schedule is None else schedule.micro_batch_sizes
@@ -176,6 +184,8 @@ FEATURES: dict[str, _Finder] = {
     HALVES: _half_layers,
     COMPILED: _compile,
     SPLIT_BACKWARDS: _schedule(*SPLIT, GENERATED),
+    IN_TWO_CHUNKS: _adaptive_chunks,
+    "flops_profiler": _key("flops_profiler.enabled"),
     "activation_checkpoint_interval": _key("pipeline.activation_checkpoint_interval", bool),
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
     "max_change": _limits,
@@ -373,6 +383,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "a compiled layer computes both gradients in one",
         f"leave compile out, {_OTHER_SCHEDULE}",
         NOT_BUILT,
+    ),
+    Exclusion(
+        COMPILED,
+        IN_TWO_CHUNKS,
+        "its schedules split backwards, and a compiled layer computes both gradients in one",
+        "leave one of them out",
+        NOT_BUILT,
+    ),
+    Exclusion(
+        COMPILED,
+        "flops_profiler",
+        "it counts calls of functions, and a graph has none",
+        "profile without compile, the operations are the same",
+        UPSTREAM,
     ),
     Exclusion(
         COMPILED,

@@ -431,7 +431,7 @@ class PipelineConfig(Part):
     compile: Annotated[CompileConfig | None, BeforeValidator(_compile_long_form)] = Field(
         default=None,
         description="Compile each decoder layer with torch.compile: true, or its arguments. Numbers stay the same up "
-        "to rounding. Left out: false.",
+        "to rounding, without dropout. Left out: false.",
         json_schema_extra=_allow_true_or_false,
     )
     boundary: BoundaryConfig | None = Field(

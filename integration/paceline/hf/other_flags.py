@@ -68,8 +68,7 @@ ELSEWHERE_BY_PREFIX = {
     "fsdp": "leave it out, a pipeline's layers are divided by paceline.pipeline in the DeepSpeed JSON",
     "ddp_": "leave it out, replicas are what the stages leave of the ranks",
     "dataloader_": "leave it out, rows are tokenized before training, or with --streaming as they are read",
-    "torch_compile": "leave it out, a stage runs parts of the model in an order of its own and uncompiled; "
-    '--attn_implementation has fused kernels, and "compile": true in "paceline"."pipeline" of the JSON compiles layers',
+    "torch_compile": 'leave it out, "compile": true in "paceline"."pipeline" of the DeepSpeed JSON compiles layers',
     "lora_": "see --help, or give get_peft_model's result to paceline.initialize in a loop of your own",
     "trackio_": "set what trackio reads from the environment, and use --report_to trackio",
 }

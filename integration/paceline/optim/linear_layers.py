@@ -174,7 +174,7 @@ class Own:
         return object.__new__, (self.plain,), state
 
 
-_OWN = ("natural", "weight_name", "natural_hooks", "num_rows", "deferral", "compiled")
+_OWN = ("natural", "weight_name", "natural_hooks", "num_rows", "deferral", "compiled", "_compiled_call_impl")
 """Attributes of ours."""
 
 
@@ -204,16 +204,10 @@ class OwnLinear(Own):
             weight = inputs.t() @ outputs if self.is_transposed else outputs.t() @ inputs
         return weight, outputs.sum(0) if self.bias is not None and self.bias.requires_grad else None
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the next backward is ours."""
-        is_deferred = self.deferral is not None and self.deferral.is_on
-        return self.weight.requires_grad and (is_deferred or self.sees_factors)
-
     def forward(self, x: Tensor) -> Tensor:
         deferral = self.deferral
         is_deferred = deferral is not None and deferral.is_on
-        if not self.is_own:
+        if not self.weight.requires_grad or not (is_deferred or self.sees_factors):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         device = x.device.type

@@ -7,6 +7,7 @@ as they were. In steps with split backwards, whose linear layers leave products 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -14,7 +15,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..hf.stage import PassThrough
-from ..optim.linear_layers import Own, OwnLinear, become
+from ..optim.linear_layers import Deferral, Own, become
+
+logger = logging.getLogger("paceline")
 
 
 class Forward(Protocol):
@@ -30,8 +33,9 @@ class CompiledLayer(Own):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         assert isinstance(self, nn.Module)
-        is_own = any(isinstance(part, OwnLinear) and part.is_own for part in self.modules())
-        forward: Forward = self.plain.forward if is_own else self.compiled
+        deferrals = (getattr(part, "deferral", None) for part in self.modules())
+        splits = any(isinstance(deferral, Deferral) and deferral.is_on for deferral in deferrals)
+        forward: Forward = self.plain.forward if splits else self.compiled
         return forward(self, *args, **kwargs)
 
 
@@ -49,7 +53,9 @@ class CompiledForwards:
     def adopt(self, layers: Iterable[nn.Module]) -> None:
         """Let these layers run compiled; placeholders stay as they are."""
         for layer in layers:
-            if not isinstance(layer, (PassThrough, CompiledLayer)):
+            if "forward" in vars(layer):
+                logger.warning("a %s has a forward of its own, and is not compiled", type(layer).__name__)
+            elif not isinstance(layer, (PassThrough, CompiledLayer)):
                 kind = type(layer)
                 if kind not in self._of:
                     self._of[kind] = self._compiled(_single(kind.forward))

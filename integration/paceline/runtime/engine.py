@@ -56,6 +56,7 @@ from .rank_reports import ReportGatherer
 from .rate import check_scheduler_object
 from .reach import Reach
 from .stage_runner import LossBook
+from .startup import compile_by_call
 from .state_owners import stage_of_parameters
 from .tracer import TimelineWriter, Tracer
 from .updates import FlushedUpdates
@@ -246,6 +247,7 @@ class PacelineEngine(PipelineEngine):
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),
             recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
+            compiles=self.plan.compile is not None,
             formats=assembly.format_choices(self),
             pool=self.plan.pool,
             notice=self.steps,
@@ -304,6 +306,25 @@ class PacelineEngine(PipelineEngine):
     @property
     def _equal_shares(self) -> list[int]:
         return [self.gradient_accumulation_steps()] * int(self.grid.data_parallel_size)
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the decoder layers, as ``"compile"`` in the JSON does; arguments as of DeepSpeed's engine.
+
+        Raises:
+            ValueError: the JSON's ``"compile"`` does not have them, or another feature of the run does not go with it.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError(
+                "compile() has a schedule or compiled_autograd_enabled: a pipeline compiles its layers one by one; "
+                "leave both out."
+            )
+        compile_by_call(self.module, self.plan, backend, compile_kwargs or {})
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Run ``schedule`` from the next step on. Call it on all ranks, between steps.

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
+MOST_GRAPHS = 64
+"""Graphs of one class of layers. Beyond so many, torch runs them uncompiled."""
 _OF_A_CHUNK = re.compile(r"^stages\.\d+\.model\.")
 FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 """Of ``from_pretrained``'s arguments, those that say where a config comes from too."""
@@ -336,12 +338,16 @@ class CausalLMPipeline(PipelineModule):
                 recompute_layers(model, self.anatomy, {(item - 1) // blocks for item in self.recomputed})
 
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile each decoder layer, also those that arrive from another stage; arguments of ``torch.compile``.
-
-        The engine's ``compile`` calls it.
-        """
+        """Compile each decoder layer, also those that arrive from another stage; arguments of ``torch.compile``."""
+        # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         self._compiled = CompiledForwards(partial(torch.compile, *args, **kwargs))
         self.compile_layers()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether decoder layers are compiled."""
+        return self._compiled is not None
 
     def compile_layers(self) -> None:
         """Have all decoder layers here compiled, if layers are."""

@@ -48,6 +48,7 @@ def pipeline_controller(
     routes: Routes,
     *,
     recomputes: bool = False,
+    compiles: bool = False,
     formats: Mapping[str, FormatCosts] = NO_FORMATS,
     notice: Notice | None = None,
     pool: StagePool | None = None,
@@ -63,6 +64,7 @@ def pipeline_controller(
         log: gets the decisions.
         routes: device of each stage, one route a direction.
         recomputes: whether backwards compute activations anew.
+        compiles: whether layers are compiled, which in a split backward they could not be.
         formats: by name, costs of formats that stages may send in.
         notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
         pool: other numbers of stages, where the run chose between some.
@@ -89,7 +91,7 @@ def pipeline_controller(
     schedules = ScheduleActuator(pipeline, costs, agreement, schedule, formats, process)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
-        trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size, recomputes=recomputes)
+        trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size, recomputes=recomputes or compiles)
         if is_adaptive
         else [schedules.current],
         times_layers=repartitions,

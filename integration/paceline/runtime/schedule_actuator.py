@@ -53,8 +53,9 @@ def trials(
 ) -> list[Candidate]:
     """Schedules to run for some steps each before the first choice, so that what they cost is known.
 
-    All sizes of micro-batches, and a split backward, whose two parts are timed. Where activations are recomputed none
-    is tried: what it leaves for later is many times what was kept before, and memory is short.
+    All sizes of micro-batches, and a split backward, whose two parts are timed; of schedules with split backwards none
+    is chosen before. Where activations are recomputed none is tried: what it leaves for later is many times what was
+    kept before, and memory is short. Nor where layers are compiled.
     """
     sizes = sorted(
         {micro_batch_size, *(choice.micro_batch_sizes or ())}, key=lambda size: (size != micro_batch_size, size)

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..config import PacelineConfig, RunPlan, fill_auto, resolve, resolve_stages
+from ..config import PacelineConfig, RunPlan, check_features, exclusion, fill_auto, resolve, resolve_stages
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
+from ..config.exclusions import COMPILED, LAYERS
 from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.recompute_keys import FIT, PATH, counts_of
-from ..config.section import HETERO, PLAN, WORK, ScheduleConfig, show, value_at
+from ..config.section import HETERO, PLAN, SECTION, WORK, ScheduleConfig, show, value_at
 from ..config.stage_counts import (
+    TYPE,
     asks_for_chunks,
     blocks_per_layer,
     has_stages,
@@ -454,20 +457,36 @@ def recompute_as_written(pipeline: CausalLMPipeline, resolved: RunPlan, fitting:
 
 
 def compile_as_written(pipeline: CausalLMPipeline, resolved: RunPlan) -> None:
-    """Have the layers compiled, if the JSON says so.
+    """Have the layers compiled, if the JSON says so."""
+    if resolved.compile is not None:
+        pipeline.compile(**resolved.compile.arguments)
+
+
+def compile_by_call(pipeline: nn.Module, resolved: RunPlan, backend: object, arguments: Mapping[str, object]) -> None:
+    """Have the layers compiled as a call asks, with what the JSON's ``"compile"`` allows.
+
+    Args:
+        arguments: of ``torch.compile``; those that ask for nothing are left out.
 
     Raises:
-        ValueError: torch has no such backend.
+        ValueError: it does not allow them, or the run has a feature that does not go with it.
     """
-    compiling = resolved.compile
-    if compiling is None:
+    if not isinstance(pipeline, CausalLMPipeline):
+        raise ValueError(exclusion(COMPILED, LAYERS).message("compile()", f"the model is a {type(pipeline).__name__}"))
+    if pipeline.is_compiled:
         return
-    backend = compiling.backend
-    if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
+    if resolved.schedule.is_tuned:
         raise ValueError(
-            f"paceline.pipeline.compile.backend is {show(backend)}: torch.compile has no such backend here; write one "
-            f"of {torch.compiler.list_backends()}, or leave it out."
+            f"compile() and {TYPE} {show(resolved.schedule.type)}: schedules are compared from the start, for layers "
+            'as they are; write "compile": true in "paceline"."pipeline" instead.'
         )
+    keys = {"backend": backend, **{name: value for name, value in arguments.items() if value}}
+    compiling = PacelineConfig.of({SECTION: {"pipeline": {"compile": keys}}}).pipeline.compile
+    assert compiling is not None
+    section = resolved.section.model_copy(
+        update={"pipeline": resolved.section.pipeline.model_copy(update={"compile": compiling})}
+    )
+    check_features(resolved.ds_config, section, resolved.expert_parallel)
     pipeline.compile(**compiling.arguments)
 
 

@@ -116,8 +116,13 @@ def apart(operations: Sequence[tuple[int, bool]]) -> list[range]:
     return calls_of(operations, 2)
 
 
+def one_by_one(operations: Sequence[tuple[int, bool]]) -> list[range]:
+    return calls_of(operations, MOST_AT_A_TIME + 1)
+
+
 SCHEDULES: dict[str, Schedule] = {
-    **{f"1f1b {stages}": families.one_f_one_b(stages, 8) for stages in (2, 4)},
+    **{f"1f1b {stages}": families.one_f_one_b(stages, 8) for stages in (2, 4, 9)},
+    "forwards": families.forward_only(4, 8),
     "kfkb": families.kfkb(4, 8, 2),
     "eager": families.eager(4, 8, 1.0),
     "gpipe": families.gpipe(4, 8),
@@ -127,10 +132,11 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+@pytest.mark.parametrize("cut", [apart, one_by_one])
 @pytest.mark.parametrize("num_tensors", [1, 2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_comes_to_its_end(name: str, num_tensors: int) -> None:
-    assert comes_to_its_end(ranks_of(SCHEDULES[name], num_tensors, apart))
+def test_every_schedule_comes_to_its_end(name: str, num_tensors: int, cut: Cut) -> None:
+    assert comes_to_its_end(ranks_of(SCHEDULES[name], num_tensors, cut))
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -82,9 +82,8 @@ def test_json_file_refused(tmp_path: Path, content: str, message: str) -> None:
         ),
         (
             ["--torch_compile", "true"],
-            "unknown flag --torch_compile: leave it out, a stage runs parts of the model in an "
-            'order of its own and uncompiled; --attn_implementation has fused kernels, and "compile": true in '
-            '"paceline"."pipeline" of the JSON compiles layers',
+            'unknown flag --torch_compile: leave it out, "compile": true in "paceline"."pipeline" of the DeepSpeed '
+            "JSON compiles layers",
         ),
         (["--full_determinism"], "unknown flag --full_determinism: see --help"),
         (["corpus.txt"], "unexpected argument 'corpus.txt'; every value follows its --flag"),
