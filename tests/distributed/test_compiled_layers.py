@@ -166,3 +166,22 @@ def test_a_call_has_the_rules_of_the_json(pipeline: dict[str, Any], call: dict[s
 def test_a_call_is_refused_where_natural_gradients_are() -> None:
     (told,) = run_ranks(refused, 1, {}, {"natural_gradient": {}}, {})
     assert "natural_gradient is there" in told
+
+
+def hooked() -> list[int]:
+    """Calls of a hook that comes when layers have been compiled."""
+    import paceline
+
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": {"stages": 1, **EAGER}})
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    engine.train_batch(iter(step_batches(0)))
+    calls: list[int] = []
+    mlp = engine.module.stage.model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda *_: calls.append(1))
+    engine.train_batch(iter(step_batches(1)))
+    return calls
+
+
+def test_a_hook_within_a_layer_is_called_although_it_comes_later() -> None:
+    (calls,) = run_ranks(hooked, 1)
+    assert len(calls) == MICRO_BATCHES

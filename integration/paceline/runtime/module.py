@@ -339,8 +339,11 @@ class CausalLMPipeline(PipelineModule):
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile each decoder layer, also those that arrive from another stage; arguments of ``torch.compile``."""
+        settings = torch._dynamo.config
         # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
+        # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
+        settings.skip_nnmodule_hook_guards = False
         self._compiled = CompiledForwards(partial(torch.compile, *args, **kwargs))
         self.compile_layers()
 
