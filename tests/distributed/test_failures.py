@@ -166,9 +166,9 @@ def misfortune(what: str) -> None:
     deepspeed.init_distributed("gloo")
     WATCH.start(LIMIT_S)
     rank, WATCH.step = int(os.environ["RANK"]), AT_STEP
+    torch.distributed.barrier()  # one that goes while another still connects is another misfortune
     if what == "interrupted":  # Ctrl-C goes to all
         with Preemption(interrupt=True, tell=_stop_all):
-            torch.distributed.barrier()  # one that goes while another still connects is another misfortune
             os.kill(os.getpid(), signal.SIGINT)
             wait_in_c()
     if what.startswith("told to go") and rank == 1:
