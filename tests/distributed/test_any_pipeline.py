@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import product
 from typing import Any
 
@@ -90,3 +91,42 @@ def test_any_pipeline_module(stages: int, replicas: int) -> None:
             assert found[0] == pytest.approx(wanted[0], rel=1e-6)
             for name, tensor in wanted[1].items():
                 torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+HUGGING_FACE_ONLY: dict[str, tuple[dict[str, Any], str]] = {
+    "unequal replicas": (
+        {"unequal_replicas": {}},
+        "unequal_replicas is there and .* shares are for Hugging",
+    ),
+    "recompute": ({"recompute": 1}, "recompute is 1 and .* DeepSpeed recomputes all"),
+    "half_layers": ({"half_layers": True}, "half_layers is true and .* are cut where they are listed"),
+    "compile": ({"compile": True}, "compile is there and .* decoder layers of Hugging Face models"),
+    "no flush": ({"schedule": "one_direction"}, "one_direction.* are for Hugging Face models"),
+    "compile()": ({}, r"compile\(\) and .* decoder layers of Hugging Face models"),
+}
+
+
+def refusals() -> dict[str, str]:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import paceline
+
+    deepspeed.init_distributed()
+    told = {}
+    for name, (keys, _) in HUGGING_FACE_ONLY.items():
+        layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+        module = PipelineModule(layers=layers, num_stages=1, loss_fn=nn.MSELoss())
+        try:
+            engine, *_ = paceline.initialize(model=module, config=ds_config(paceline={"pipeline": keys}))
+            engine.compile()
+        except ValueError as error:
+            told[name] = str(error)
+    return told
+
+
+def test_what_is_for_hugging_face_models_is_refused_for_others() -> None:
+    (told,) = run_ranks(refusals, 1)
+    for name, (_, message) in HUGGING_FACE_ONLY.items():
+        assert re.search(message, told[name]), told[name]
+        assert "the model is a PipelineModule" in told[name]

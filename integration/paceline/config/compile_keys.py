@@ -37,5 +37,5 @@ class CompileConfig(Part):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of ``torch.compile``."""
+        """Keyword arguments of ``torch.compile``."""
         return self.model_dump(exclude_none=True)

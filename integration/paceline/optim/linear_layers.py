@@ -174,7 +174,7 @@ class Own:
         return object.__new__, (self.plain,), state
 
 
-_OWN = ("natural", "weight_name", "natural_hooks", "num_rows", "deferral", "compiled", "_compiled_call_impl")
+_OWN = ("natural", "weight_name", "natural_hooks", "num_rows", "deferral", "compiled", "parts", "_compiled_call_impl")
 """Attributes of ours."""
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("paceline")
 
 
 class Forward(Protocol):
-    """Of a class of layers."""
+    """The forward of a class of layers."""
 
     def __call__(self, layer: nn.Module, /, *args: object, **kwargs: object) -> object: ...
 
@@ -30,10 +30,12 @@ class CompiledLayer(Own):
     """A decoder layer with a compiled forward."""
 
     compiled: Forward
+    parts: tuple[nn.Module, ...]
+    """The layer and all modules in it."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         assert isinstance(self, nn.Module)
-        deferrals = (getattr(part, "deferral", None) for part in self.modules())
+        deferrals = (vars(part).get("deferral") for part in self.parts)  # which modules get when a schedule splits
         splits = any(isinstance(deferral, Deferral) and deferral.is_on for deferral in deferrals)
         forward: Forward = self.plain.forward if splits else self.compiled
         return forward(self, *args, **kwargs)
@@ -60,6 +62,7 @@ class CompiledForwards:
                 if kind not in self._of:
                     self._of[kind] = self._compiled(_single(kind.forward))
                 become(layer, CompiledLayer).compiled = self._of[kind]
+                vars(layer)["parts"] = tuple(layer.modules())
 
 
 def _single(forward: Forward) -> Forward:

@@ -18,6 +18,7 @@ from ..comm.control import ControlPlane
 from ..comm.single_process import become_a_world, is_alone
 from ..comm.staging import share_gpu, shares_gpu
 from ..config import (
+    Features,
     PacelineConfig,
     RunPlan,
     check_features,
@@ -169,18 +170,10 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             key = "late_gradients is true" if is_late else f"type {show(kind)}"
             written = (f"paceline.pipeline.schedule.{key}", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
-        if section.pipeline.unequal_replicas is not None:
-            written = ("paceline.pipeline.unequal_replicas is there", f"the model is a {type(model).__name__}")
-            raise ValueError(exclusion(UNEQUAL, LAYERS).message(*written))
-        if section.pipeline.recompute is not None:
-            written = (f"{PATH} is there", f"the model is a {type(model).__name__}")
-            raise ValueError(exclusion("recompute", LAYERS).message(*written))
-        if section.pipeline.half_layers:
-            written = ("paceline.pipeline.half_layers is true", f"the model is a {type(model).__name__}")
-            raise ValueError(exclusion(HALVES, LAYERS).message(*written))
-        if section.pipeline.compile is not None:
-            written = ("paceline.pipeline.compile is there", f"the model is a {type(model).__name__}")
-            raise ValueError(exclusion(COMPILED, LAYERS).message(*written))
+        for feature in (UNEQUAL, "recompute", HALVES, COMPILED):
+            text = Features({}, section).written(feature)
+            if text is not None:
+                raise ValueError(exclusion(feature, LAYERS).message(text, f"the model is a {type(model).__name__}"))
     elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
         interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
         if interval or model.is_recomputed:

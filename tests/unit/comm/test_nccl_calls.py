@@ -24,14 +24,14 @@ Cut = Callable[[Sequence[tuple[int, bool]]], list[range]]
 
 @dataclass
 class Rank:
-    """What a rank has issued, in order: computations, and calls with their passes."""
+    """A rank: the computations and calls that it has issued, in order, and how far it has come."""
 
-    items: list[object] = field(default_factory=list)
     calls: list[list[set[Operation]]] = field(default_factory=list)
+    """Each with its passes."""
     needs: list[set[Message]] = field(default_factory=list)
-    """Of each computation: messages that it waits for."""
+    """Messages that each computation waits for."""
     computed_before: list[int] = field(default_factory=list)
-    """Of each call: computations that it waits for."""
+    """Number of computations that each call waits for."""
     computed: int = 0
     done: set[Message] = field(default_factory=set)
 
