@@ -32,7 +32,8 @@ CASES: dict[str, Any] = {
 }
 IN_ANOTHER_ORDER = ("mixtral", "experts on several ranks")
 """Where a compiled backward adds the gradients of a layer's input up in another order."""
-
+BY_MEASUREMENT = ("moving layers",)
+"""Where measured times say which rank holds a layer: a norm's sum over the ranks has another order in each run."""
 
 HAS_COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 INDUCTOR = pytest.param(
@@ -89,8 +90,10 @@ def test_no_bit_differs_from_layers_that_are_not_compiled(name: str) -> None:
     assert all(rank["graphs"] == 0 for rank in plain)
     assert all(rank["graphs"] > 0 for rank in found), found
     assert_equal(found, plain)
-    assert [rank["norms"] for rank in found] == [rank["norms"] for rank in plain]
     assert [rank["evaluation"] for rank in found] == [rank["evaluation"] for rank in plain]
+    norms = [rank["norms"] for rank in plain]
+    wanted = [pytest.approx(each, rel=1e-12) for each in norms] if name in BY_MEASUREMENT else norms
+    assert [rank["norms"] for rank in found] == wanted
 
 
 @pytest.mark.parametrize(("name", "reference"), [*zip(IN_ANOTHER_ORDER, IN_ANOTHER_ORDER, strict=True), INDUCTOR])
