@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +218,34 @@ def test_precisions_follow(two_stages: Any, name: str, tolerance: float) -> None
         assert rank[name][0] == pytest.approx(rank["plain"][0], rel=tolerance)
         assert {value.dtype for value in rank[name][2].values()} <= {torch.float32, torch.float64, torch.int64}
         assert size(rank[name][2]) == pytest.approx(size(rank["plain"][2]), rel=0.1)  # the loss scale is undone
+
+
+def padded(options: Mapping[str, Any] | None, as_on_a_gpu: bool) -> dict[str, Tensor]:
+    """Weights after a step of samples with padding behind them, and what the first stage gave out at padding."""
+    from paceline.hf import masks, stage
+
+    def needs_mask(device: torch.device) -> bool:
+        return masks.needs_mask(torch.device("cuda"))
+
+    with mock.patch.object(stage, "needs_mask", needs_mask if as_on_a_gpu else stage.needs_mask):
+        engine = engine_of(2, options=options)
+        outputs: list[Tensor] = []
+        engine.module.stage.register_forward_hook(lambda *call: outputs.append(call[-1][0].detach().clone()))
+        engine.train_batch(iter(step_batches(0, "padded")))
+        found = {**values(engine), "outputs": outputs[0]}
+    engine.destroy()
+    return found
+
+
+def with_and_without_masks() -> list[list[dict[str, Tensor]]]:
+    return [[padded(options, as_on_a_gpu) for as_on_a_gpu in (False, True)] for options in (OPTIONS, None)]
+
+
+def test_padding_is_computed_as_elsewhere_on_a_gpu_which_may_leave_out_its_mask() -> None:
+    """Estimates are of all rows: no mask is left out, as it is for ordinary gradients."""
+    for natural, ordinary in run_ranks(with_and_without_masks, 2):
+        assert same(natural[1], natural[0])
+        assert not torch.equal(ordinary[1]["outputs"], ordinary[0]["outputs"])
 
 
 def test_it_does_something(two_stages: Any) -> None:

@@ -55,9 +55,11 @@ def config_for(
     """A DeepSpeed config; ``keys`` are more of ``"pipeline"``."""
     replicas = int(os.environ["WORLD_SIZE"]) // stages
     changes = {"gradient_accumulation_steps": MICRO_BATCHES // replicas, "optimizer": SGD, **(config or {})}
-    if changes.get("fp16") and os.environ["DS_ACCELERATOR"] == "cpu":
-        allow_fp16()
     pipeline = {"stages": stages, "partition": partition, "schedule": schedule, **(keys or {})}
+    if os.environ["DS_ACCELERATOR"] == "cpu":
+        if changes.get("fp16"):
+            allow_fp16()
+        pipeline.pop("compile", None)  # the numbers of layers as they are, without a minute of a C++ compiler
     return ds_config(**changes, paceline={"pipeline": pipeline, **(section or {})})
 
 
@@ -311,7 +313,7 @@ def plain(
             losses.append(loss.item())
         norms.append(engine.get_global_grad_norm())
     if are_experts_moved:  # back in order, for the values to be of the same experts as at the begin
-        with engine._in_order():
+        with engine._experts_in_order():
             end = values()
     else:
         end = values()

@@ -5,9 +5,10 @@ Who knows the batch says so with :func:`known`; ``paceline.patches.transformers_
 listen.
 
 Padding behind the tokens of a row needs no mask in training: in a causal model no token sees what comes after it, and
-outputs at padding have no label, so that neither the loss nor a gradient depends on them. Without a mask a GPU has its
-flash kernels, keys and values of grouped queries are not copied for each query head, and FlashAttention need not gather
-the tokens in every layer, for which it would wait for the device.
+outputs at padding have no label, so that neither the loss nor a gradient depends on them. Only natural gradients do,
+whose estimates are of all rows: they keep every mask. Without one a GPU has its flash kernels, keys and values of
+grouped queries are not copied for each query head, and FlashAttention need not gather the tokens in every layer, for
+which it would wait for the device.
 """
 
 from __future__ import annotations

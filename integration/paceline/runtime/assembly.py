@@ -271,6 +271,7 @@ def make_natural_gradient(engine: PacelineEngine) -> NaturalGradientPart | None:
         losses = engine.support.sum_of_losses(num_rows, engine.gradient_accumulation_steps())
         return losses / loss_scale_of(engine.optimizer)
 
+    engine.support.keep_masks()  # estimates are of all rows, padding too
     return NaturalGradientPart(
         engine.plan.natural_gradient,
         engine.module,

@@ -59,6 +59,8 @@ class StepBook:
     """Its micro-batches that have tokens, of all replicas."""
     backward_label_tokens: int = 0
     """Label tokens of the whole step whose backward runs."""
+    keeps_masks: bool = False
+    """Whether every mask counts: somebody looks at what is computed at padding."""
 
     @property
     def own_label_tokens(self) -> int:

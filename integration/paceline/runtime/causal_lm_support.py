@@ -46,6 +46,9 @@ class CausalLMSupport(ModelSupport):
     def stages(self) -> list[tuple[int, nn.Module]]:
         return list(zip(self.module.held, self.module.stages, strict=True))
 
+    def keep_masks(self) -> None:
+        self.book.keeps_masks = True
+
     def make_layers(self) -> CausalLMLayers:
         return CausalLMLayers(self.module)
 

@@ -125,6 +125,9 @@ class ModelSupport(ABC):
             found.extend([own] if own is not None else [])
         return found
 
+    def keep_masks(self) -> None:  # noqa: B027 - most kinds leave no mask out
+        """From now on outputs at padding count, and no mask that changes them may be left out."""
+
     @abstractmethod
     def make_layers(self) -> Layers:
         """The layers that can move between stages."""
