@@ -93,14 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--previous", type=Path, help="a record to go on from (default: the output)")
     parser.add_argument("--again", action="store_true", help="also what has passed")
     parser.add_argument("--commit", help="of the sources, where there is no git to ask")
-    parser.add_argument("--only", nargs="+", default=[""], help="tests whose names contain one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="tests whose names contain one of these, in this order")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * args.minutes
     record = Record(args.output, facts(args.commit))
     if not args.again:
         record.tests = _passed(args.previous or args.output, record.about)
     record.write()
-    todo = [test for test in collect() if any(part in test for part in args.only)]
+    tests = collect()
+    todo = list(dict.fromkeys(test for part in args.only for test in tests if part in test))
     record.add(lacking_a_gpu(todo, len(record.about["hardware"]["gpus"]), record.about["on"] == REHEARSAL))
     groups = [group for group in grouped(todo) if not all(test in record.tests for test in group)]
     print(f"{len(todo)} tests, {sum(map(len, groups))} to run, {args.parallel} at once", flush=True)
