@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -282,3 +282,12 @@ def test_cases_share_ranks_and_an_error_names_its_case() -> None:
         with pytest.raises(RankError, match="raised RuntimeError: case bad: ValueError: -1 is too little"):
             failing[name]
     assert [value for _, value in failing["elsewhere"]] == [1, 2]
+
+
+def test_one_thread_at_a_time_changes_the_environment_in_which_ranks_start() -> None:
+    """What another thread starts meanwhile would end before it is a Python, with status 255."""
+    with ThreadPoolExecutor(1) as pool:
+        with ranks._server_environment():
+            found = pool.submit(ranks._environment, {"ISLAND": "1"})
+            assert not wait([found], timeout=0.2).done
+        assert found.result(60)["ISLAND"] == "1"

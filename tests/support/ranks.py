@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -393,25 +394,32 @@ class _Ranks:
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    environment = dict(os.environ) | RANK_ENVIRONMENT | dict(env or {})
+    with _starting:
+        own = dict(os.environ)
+    environment = own | RANK_ENVIRONMENT | dict(env or {})
     if environment["DS_ACCELERATOR"] != "cpu" and "CUDA_VISIBLE_DEVICES" not in (env or {}):
         environment.pop("CUDA_VISIBLE_DEVICES")
-        if "CUDA_VISIBLE_DEVICES" in os.environ:
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+        if "CUDA_VISIBLE_DEVICES" in own:
+            environment["CUDA_VISIBLE_DEVICES"] = own["CUDA_VISIBLE_DEVICES"]
     return environment
 
 
 @contextlib.contextmanager
 def _server_environment() -> Iterator[None]:
-    """The environment in which the fork server starts, should it not be running."""
-    before = dict(os.environ)
-    path = [str(TESTS), *filter(None, [before.get("PYTHONPATH")])]
-    os.environ.update(_SERVER_ENVIRONMENT, PYTHONPATH=os.pathsep.join(path))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    """The environment in which the fork server starts, should it not be running. For one thread at a time: a process
+    that starts while another thread changes the environment ends with status 255, before it is a Python."""
+    with _starting:
+        before = dict(os.environ)
+        path = [str(TESTS), *filter(None, [before.get("PYTHONPATH")])]
+        os.environ.update(_SERVER_ENVIRONMENT, PYTHONPATH=os.pathsep.join(path))
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+_starting = threading.Lock()
 
 
 def _warm_up() -> None:

@@ -50,8 +50,9 @@ class SharedGPU(CUDA_Accelerator):
         super().set_device(_existing(device_index))
 
 
-def _existing(device_index: int | None) -> int | None:
-    return None if device_index is None else device_index % _num_gpus()
+def _existing(device_index: int | str | None) -> int | None:
+    """The GPU of a local rank, which DeepSpeed gives as the environment has it in places."""
+    return None if device_index is None else int(device_index) % _num_gpus()
 
 
 def _num_gpus() -> int:

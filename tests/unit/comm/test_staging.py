@@ -81,6 +81,7 @@ def test_deepspeed_is_given_devices_that_exist(monkeypatch: pytest.MonkeyPatch) 
         accelerator.set_device(local_rank)
     assert chosen == [0, 1, 0, 1, 0]
     assert [accelerator.device_name(i) for i in (0, 1, 2, 3)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert accelerator.device_name("3") == "cuda:1"  # type: ignore[arg-type] # ZeRO 3 gives what the environment has
     assert accelerator.device(3) == torch.device("cuda", 1)
     assert (accelerator.device_name(), accelerator.device()) == ("cuda", torch.device("cuda"))
     assert accelerator.communication_backend_name() == "gloo"
