@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .arguments import ModelArguments
 from .hub_files import write_tensors
-from .stage import AddsNothing, PassThrough
+from .stage import PassThrough
 from .weights import seeded_by_name
 
 PREFIX = "base_model.model."
@@ -307,7 +307,7 @@ def _train_copies(model: Any, config: Any, name: str) -> None:
 
 def _there(model: nn.Module, names: Any) -> list[str]:
     modules = dict(model.named_modules())
-    return [name for name in names if name in modules and not isinstance(modules[name], (PassThrough, AddsNothing))]
+    return [name for name in names if name in modules and not isinstance(modules[name], PassThrough)]
 
 
 def _matches(name: str, patterns: Any) -> bool:

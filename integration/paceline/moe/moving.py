@@ -11,7 +11,6 @@ comes beside the next step, which uses it at its end. Values may have been sent 
 
 from __future__ import annotations
 
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from ..planning.experts import Placement
 from ..state.exchange import ROUND_BYTES, Held, Move, Transfer, Wanted, carry_out, plan_moves
 from ..state.exchange_beside import ExchangeBeside
 from ..state.named import MASTER, VALUE
+from ..supervise.first_cause import is_lost_connection
 from ..supervise.watch import EVERYONE, WATCH
 from .expert_ranges import Holding, Part, Route, Told, Weight, check, holdings, parts, routes, spans
 from .experts_ahead import BesideSteps, Change, ExpertsAhead
@@ -37,8 +37,6 @@ from .layer import ExpertLayer
 from .wrapper_states import StatePart, States, states_of
 
 __all__ = ["Moved", "StatePart", "States", "move_experts", "states_of"]
-
-_LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -290,7 +288,7 @@ def _naming_lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _LOST_CONNECTION.search(str(error)):
+        if not is_lost_connection(error):
             raise
         raise PeerError(
             f"rank {dist.get_rank()} lost another rank while experts were being moved; that rank's own error, if it "

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..comm.control import PeerError
+from ..supervise.first_cause import is_lost_connection
 from ..supervise.watch import WATCH
 from .executor import HeldStage
-
-_LOST_CONNECTION = re.compile(r"by peer|timed? ?out|broken pipe|NCCL|remote process", re.IGNORECASE)
 
 
 @contextmanager
@@ -23,7 +21,7 @@ def naming_lost_peers(rank: int, where: Callable[[], tuple[int, HeldStage]]) -> 
     try:
         yield
     except RuntimeError as error:
-        if not _LOST_CONNECTION.search(str(error)):
+        if not is_lost_connection(error):
             raise
         step, held = where()
         doing = WATCH.operation or "agreeing with the other ranks"

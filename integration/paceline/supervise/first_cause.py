@@ -16,8 +16,7 @@ DEVICE = -2
 """As a peer: the operation waits for this rank's device, on which kernels may queue behind those that communicate."""
 
 _LOST_CONNECTION = re.compile(
-    r"by peer|timed? ?out|broken pipe|NCCL|remote process|connection (was )?(closed|refused|reset)|lost another rank",
-    re.IGNORECASE,
+    r"by peer|timed? ?out|broken pipe|NCCL|remote process|connection (was )?(closed|refused|reset)", re.IGNORECASE
 )
 
 
@@ -95,9 +94,14 @@ class Limits:
         return Limits(progress_s=progress_s, silent_s=max(2.0, min(30.0, progress_s / 2)))
 
 
-def may_follow(error: BaseException) -> bool:
-    """Whether ``error`` may come from another rank's end: a lost connection or a time limit of the transport."""
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether ``error`` tells of a lost connection or a time limit of the transport."""
     return isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error)))
+
+
+def may_follow(error: BaseException) -> bool:
+    """Whether ``error`` may come from another rank's end: itself, or as somebody has put it who saw it."""
+    return is_lost_connection(error) or (isinstance(error, RuntimeError) and "lost another rank" in str(error))
 
 
 def raised(rank: int, doing: Doing, error: str) -> Cause:
