@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -136,6 +137,40 @@ def test_layers_that_arrive_are_compiled() -> None:
     found, plain = run_ranks(moved, 2), RUNS["2 stages", "plain"]
     assert [compiled for compiled, _ in found] == [[True] * 3, [True]]
     assert [losses for _, losses in found] == [rank["losses"] for rank in plain]
+
+
+def graphs_of_measurements(pipelines: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """How many graphs are made by each measurement of layers before there is a pipeline."""
+    from torch._dynamo.utils import counters
+
+    import paceline
+    from paceline.runtime import hetero, plan_at_start
+
+    found: list[list[int]] = []
+    profile_items = hetero.profile_items
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.reset()
+        counters.clear()
+        items = profile_items(*args, **kwargs)
+        found[-1].append(counters["stats"]["unique_graphs"])
+        return items
+
+    hetero.profile_items = plan_at_start.profile_items = noted
+    for pipeline in pipelines:
+        found.append([])
+        config = ds_config(train_batch_size=8, paceline={"pipeline": pipeline})
+        for fixed in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):  # what a plan chooses
+            del config[fixed]
+        paceline.initialize(model=model_config(), config=config)[0].destroy()
+    return found
+
+
+def test_layers_are_compiled_where_they_are_measured_for_a_plan() -> None:
+    hetero = {"stages": 2, "partition": "hetero"}
+    pipelines = [{**hetero, **EAGER}, {"stages": "plan", **EAGER}, hetero]
+    for first, planned, plain in run_ranks(graphs_of_measurements, 2, pipelines):
+        assert (first, set(planned), plain) == ([1], {1}, [0])
 
 
 def test_graphs_are_made_once_for_alike_layers_and_once_more_for_lengths() -> None:

@@ -6,14 +6,14 @@ trunk does in every stage (masks, rotary tables) is measured in a stage without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..measure.clock import Clock
@@ -37,6 +37,9 @@ SIZES = (
 )
 
 
+CompileLayers = Callable[[Iterable[nn.Module]], None]
+
+
 def fingerprint(config: PretrainedConfig) -> dict[str, Any]:
     """The model type and the sizes that decide what a model costs, as far as its config has them."""
     text = causal_config(config).get_text_config()
@@ -53,6 +56,7 @@ def profile_items(
     sequence_length: int,
     gradient_checkpointing: bool = False,
     half_layers: bool = False,
+    compiled: CompileLayers | None = None,
     adapters: Adapters | None = None,
     repeats: int = 5,
 ) -> list[ItemProfile]:
@@ -62,13 +66,14 @@ def profile_items(
 
     Args:
         half_layers: decoder layers are measured in halves.
+        compiled: has the decoder layers that it is given compiled; None: they are measured as they are.
         adapters: that are trained, and nothing else.
 
     Raises:
         ValueError: sizes below 1, or sequences longer than the model has positions.
     """
     shape = (micro_batch_size, sequence_length, gradient_checkpointing, half_layers)
-    bench = Bench(config, dtype, device, *shape, adapters, repeats)
+    bench = Bench(config, dtype, device, *shape, compiled, adapters, repeats)
     return [bench.embedding, *(bench.layer(index) for index in range(bench.anatomy.num_blocks)), bench.head]
 
 
@@ -83,6 +88,7 @@ class Bench:
     sequence_length: int
     gradient_checkpointing: bool = False
     half_layers: bool = False
+    compiled: CompileLayers | None = None
     adapters: Adapters | None = None
     repeats: int = 5
     _measured: dict[str, ItemProfile] = field(default_factory=dict)
@@ -157,6 +163,8 @@ class Bench:
         stage = stage.to(self.device).train()
         if self.gradient_checkpointing:
             recompute_layers(stage.model)
+        if self.compiled is not None:
+            self.compiled(self.anatomy.layers_of(stage.model))
         return stage
 
     def _less_trunk(self, item: ItemProfile) -> ItemProfile:

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..config.run_plan import RunPlan
+from ..hf.layer_profile import CompileLayers
 from ..hf.stage import PassThrough
 from ..optim.linear_layers import Deferral, Own, become
 
 logger = logging.getLogger("paceline")
+
+MOST_GRAPHS = 64
+"""Graphs of one class of layers. Beyond so many, torch runs them uncompiled."""
 
 
 class Forward(Protocol):
@@ -63,6 +70,21 @@ class CompiledForwards:
                     self._of[kind] = self._compiled(_single(kind.forward))
                 become(layer, CompiledLayer).compiled = self._of[kind]
                 vars(layer)["parts"] = tuple(layer.modules())
+
+
+def compiled_forwards(*args: object, **kwargs: object) -> CompiledForwards:
+    """By ``torch.compile`` with these arguments."""
+    settings = torch._dynamo.config
+    # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
+    settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
+    # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
+    settings.skip_nnmodule_hook_guards = False
+    return CompiledForwards(partial(torch.compile, *args, **kwargs))
+
+
+def compile_layers_of(plan: RunPlan) -> CompileLayers | None:
+    """How layers are compiled that are measured before there is a pipeline; None where they run as they are."""
+    return None if plan.compile is None else compiled_forwards(**plan.compile.arguments).adopt
 
 
 def _single(forward: Forward) -> Forward:

@@ -26,7 +26,7 @@ from ..config import ScheduleChoice
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.layer_blocks import blocks_of
-from ..hf.layer_profile import Bench, fingerprint, profile_items
+from ..hf.layer_profile import Bench, CompileLayers, fingerprint, profile_items
 from ..hf.quiet_transformers import quiet
 from ..hf.weights import causal_config, skeleton
 from ..measure.host_names import host_name
@@ -82,6 +82,7 @@ def hetero_boundaries(
     profile: str | Path | None = None,
     memory_bytes: int | None = None,
     may_recompute: bool = False,
+    compiled: CompileLayers | None = None,
 ) -> tuple[list[int], Profile, tuple[int, ...]]:
     """Boundaries over items under which a step is predicted to be shortest, what was measured for it, and the items
     that are recomputed.
@@ -99,6 +100,7 @@ def hetero_boundaries(
         memory_bytes: of each device that may be counted on; None: what is free.
         may_recompute: activations of layers may be computed again where stages do not fit otherwise, or are faster so
             than with other boundaries.
+        compiled: has the layers compiled that are measured.
 
     Raises:
         ValueError: on every rank: no such profile, one of another model, or a model that fits in no way.
@@ -116,7 +118,7 @@ def hetero_boundaries(
     with control.together("measuring the layers"):
         look = _Look(device_profile(device, ranks_sharing(device)), host_name(), None)
         if given is None:
-            items = profile_items(config, device=device, **shape._asdict())
+            items = profile_items(config, device=device, compiled=compiled, **shape._asdict())
             look = look._replace(seconds=sum(item.forward_s + item.backward_s for item in items))
         elif len(given.devices) != num_stages:
             look = look._replace(seconds=_probe(config, device, given, half_layers=shape.half_layers))

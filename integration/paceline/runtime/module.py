@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,7 +38,7 @@ from ..planning.partition_methods import by_work, by_work_of_devices, checked_bo
 from ..planning.stages import over_items
 from ..schedules.directions import chunks_of
 from ..state.named import REPLICATED
-from .compiled_layers import CompiledForwards
+from .compiled_layers import CompiledForwards, compiled_forwards
 from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
-MOST_GRAPHS = 64
-"""Graphs of one class of layers. Beyond so many, torch runs them uncompiled."""
 _OF_A_CHUNK = re.compile(r"^stages\.\d+\.model\.")
 FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 """Of ``from_pretrained``'s arguments, those that say where a config comes from too."""
@@ -339,12 +336,7 @@ class CausalLMPipeline(PipelineModule):
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile each decoder layer, also those that arrive from another stage; arguments of ``torch.compile``."""
-        settings = torch._dynamo.config
-        # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
-        settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
-        # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
-        settings.skip_nnmodule_hook_guards = False
-        self._compiled = CompiledForwards(partial(torch.compile, *args, **kwargs))
+        self._compiled = compiled_forwards(*args, **kwargs)
         self.compile_layers()
 
     @property

@@ -28,7 +28,7 @@ from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
 from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_for_chunks, has_stages
 from ..hf.anatomy import anatomy_of
-from ..hf.layer_profile import Bench, fingerprint, profile_items
+from ..hf.layer_profile import Bench, CompileLayers, fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
 from ..hf.peft import trained_share, without_memory
@@ -42,6 +42,7 @@ from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
 from ..planning.workload import StageTimes
 from ..supervise.watch import EVERYONE, WATCH
+from .compiled_layers import compile_layers_of
 from .hetero import Shape
 from .measured_cluster import measure_cluster
 from .split_times import measure_stage
@@ -81,7 +82,11 @@ class Measured(NamedTuple):
 
 
 def measure(
-    hf_config: PretrainedConfig, control: ControlPlane, shape: Shape, peft_config: PeftConfig | None = None
+    hf_config: PretrainedConfig,
+    control: ControlPlane,
+    shape: Shape,
+    peft_config: PeftConfig | None = None,
+    compiled: CompileLayers | None = None,
 ) -> Measured:
     """Time the layers on all ranks at once, and what connects them. Collective, and the same on all ranks.
 
@@ -89,6 +94,7 @@ def measure(
 
     Args:
         peft_config: of adapters that are trained, and nothing else.
+        compiled: has the layers compiled that are measured whole.
 
     Raises:
         ValueError: the model's layers cannot be run by themselves, or sizes that it cannot have.
@@ -104,8 +110,9 @@ def measure(
                 whole = skeleton(hf_config)
                 adapters = without_memory(peft_config, whole, anatomy_of(whole))
                 trained = trained_share(whole)
-            items = profile_items(hf_config, device=device, adapters=adapters, **shape._asdict())
-            stage = measure_stage(Bench(hf_config, device=device, adapters=adapters, **shape._asdict()))
+            options = {"device": device, "adapters": adapters, **shape._asdict()}
+            items = profile_items(hf_config, compiled=compiled, **options)
+            stage = measure_stage(Bench(hf_config, **options))
         WATCH.doing("measuring the links", EVERYONE)
         cluster = measure_cluster(control, device, min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)
@@ -152,7 +159,7 @@ def plan_stages(
     """
     begun = time.perf_counter()
     try:
-        measured = measure(hf_config, control, shape, peft_config)
+        measured = measure(hf_config, control, shape, peft_config, compile_layers_of(usual))
         chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:

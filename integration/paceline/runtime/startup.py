@@ -53,6 +53,7 @@ from ..planning.shared_recomputation import SharedRecomputable
 from ..planning.stage_choice import Stages
 from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
+from .compiled_layers import compile_layers_of
 from .hetero import Shape, hetero_boundaries, shared_memory
 from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
 from .plan_at_start import as_before, plan_stages, stages_kept
@@ -345,6 +346,7 @@ def first_partition(
         profile=choice.profile,
         memory_bytes=choice.memory_bytes,
         may_recompute=fits,
+        compiled=compile_layers_of(resolved),
     )
     return FirstPartition(boundaries, measured, recomputed)
 
