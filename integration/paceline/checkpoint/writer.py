@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..measure.device_of_thread import on_this_device
 from .format import CheckpointError, Piece, check_tag, pack, rank_file, write_file
 from .publish import Save, discard, publish, refuse, remove_leftovers, reported, wait_until_published
 from .reader import latest_checkpoint
@@ -120,7 +121,7 @@ class CheckpointWriter:
         root, tag, *arguments = self._taken
         save = self._next(root, tag)
         self._thread = threading.Thread(
-            target=self._write, args=(save, *arguments), name="paceline-checkpoint", daemon=True
+            target=on_this_device(self._write), args=(save, *arguments), name="paceline-checkpoint", daemon=True
         )
         self._thread.start()
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..measure.device_of_thread import on_this_device
 from .staging import Staging
 
 STOP_S = 10.0
@@ -45,7 +46,7 @@ class SummedLosses:
             entry = _Sum(*(self._staging.to_host(loss.double()) if loss is not None else (_nothing(), lambda: None)))
             self._queue.put(entry)
             if self._thread is None:
-                self._thread = Thread(target=self._carry_out, name="paceline-losses", daemon=True)
+                self._thread = Thread(target=on_this_device(self._carry_out), name="paceline-losses", daemon=True)
                 self._thread.start()
             return entry.wait
         total = _nothing() if loss is None else _nothing() + loss.cpu()

@@ -30,6 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ..measure.clock import Moment, WorkTimes, work_times
+from ..measure.device_of_thread import on_this_device
 from .formats import Format, Parcel, on_the_wire, unpack
 from .groups import gloo_group
 from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
@@ -135,7 +136,9 @@ class Lane:
         self._last_left: _Message | None = None
         """The last message that the thread was left to issue."""
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
-        self._thread = None if batch is not None else Thread(target=self._carry_out, name=name, daemon=True)
+        self._thread = (
+            None if batch is not None else Thread(target=on_this_device(self._carry_out), name=name, daemon=True)
+        )
         if self._thread is not None:
             self._thread.start()
 
@@ -336,7 +339,7 @@ class Lane:
             dist.recv(header, self.peer, group=self.group)
             message.meta = read_announcement(header)
             message.tensors = self._buffers(message.meta, message.format)
-        if not self.is_sender:
+        if message.ready or not self.is_sender:  # or the time of the computation would be the link's
             message.begun_s = time.perf_counter()
         message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
         message.has_begun = True

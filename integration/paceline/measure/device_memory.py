@@ -21,6 +21,12 @@ def available_bytes(device: torch.device, num_ranks: int) -> int:
     return psutil.virtual_memory().available // num_ranks
 
 
+def plannable_bytes(device: torch.device, num_ranks: int) -> int:
+    """:func:`available_bytes`, less what of a GPU goes to contexts, workspaces, NCCL and fragments: a tenth."""
+    whole = available_bytes(device, num_ranks)
+    return int(0.9 * whole) if device.type == "cuda" else whole
+
+
 def room_bytes(device: torch.device, num_ranks: int) -> int:
     """What each of the ranks on this device may still take, with a tenth left over; caches count as free."""
     if device.type == "cuda":

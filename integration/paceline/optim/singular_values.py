@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -92,7 +92,9 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-singular")
+        # On the device, or each wait would open the first one of the host.
+        enter = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "paceline-singular", enter)
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._staging = Staging(device)
         self._waiting: list[_Request] = []

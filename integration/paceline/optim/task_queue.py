@@ -15,6 +15,7 @@ import torch
 
 from ..comm.side_stream import SideStream
 from ..measure.clock import Clock, Transfer
+from ..measure.device_of_thread import on_this_device
 
 STOP_S = 10.0
 """How long :meth:`TaskQueue.stop` waits for a task that is running: it may wait for a rank that is gone."""
@@ -94,7 +95,7 @@ class TaskQueue:
         task = Task(run, after=self._side.mark())
         self._queue.put(task)
         if self._has_thread and self._thread is None and not self._is_stopped:
-            self._thread = threading.Thread(target=self._work, name="paceline-updates", daemon=True)
+            self._thread = threading.Thread(target=on_this_device(self._work), name="paceline-updates", daemon=True)
             self._thread.start()
         return task
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..comm.shapes import Meta, Shapes, Value, meta_of
 from ..hf.masks import known
@@ -209,7 +210,9 @@ class CausalLMRunner(StageRunner):
         inspection, labels = self.inspection, live.labels
         assert inspection is not None
         loss = self._whole_loss(number, logits, labels, routing if inspection.whole_loss else None)
-        inspection.seen.append((loss, None if inspection.see is None else inspection.see(logits, labels)))
+        seen = None if inspection.see is None else inspection.see(logits, labels)
+        # To the host at once: all logits of a step may be more than a GPU has room for.
+        inspection.seen.append((loss, tree_map_only(Tensor, Tensor.cpu, seen)))
 
     def _whole_loss(self, number: int, logits: Tensor, labels: Tensor, routing: Tensor | None) -> Tensor:
         """The sum of a micro-batch's losses over its label tokens."""

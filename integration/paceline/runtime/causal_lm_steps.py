@@ -178,7 +178,7 @@ class CausalLMSteps:
         if self._replicas.num_sharing > 1:  # replicas that share experts compute in step, each as often as the others
             missing = max(loads) - len(shapes)
             book.shapes = [*shapes, *[MicroBatchShape(1, 1, (), 0, 0, MaskFacts())] * missing]
-            book.loaded = [*loaded, *[FILLER] * missing]
+            book.loaded = [*book.loaded, *self.ready([FILLER] * missing)]
         return sum(loads)
 
     def read(self, num_micro_batches: int, *, cut: Cut | None = None, partial: bool = False) -> Read:

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ..comm.control import ControlPlane, Gather
@@ -236,7 +237,7 @@ class Migrator:
                 that a stage lacks, or memory that does not suffice.
             RuntimeError: a rank or a connection was lost on the way.
         """
-        begun = time.perf_counter()
+        begun = self._time()
         WATCH.doing("preparing to move layers", EVERYONE)
         old = self._layers.parts
         change = _Change(old, new, self._layers.held)
@@ -251,7 +252,7 @@ class Migrator:
             self._after()
             # The end of the slowest is the end of all.
             prepared_s = 0.0 if self._ahead is None else self._ahead.prepared_s
-            seconds = self._control.gather((transfer_s, prepared_s + time.perf_counter() - begun))
+            seconds = self._control.gather((transfer_s, prepared_s + self._time() - begun))
             if later is not None:
                 later.start()  # not sooner: what ranks agree on would wait behind it
         self._ahead = None
@@ -275,6 +276,11 @@ class Migrator:
                 *(migration["step"], _shown(old), _shown(new), sum(sent) / 1e6, migration["seconds"]),
             )
         return migration
+
+    def _time(self) -> float:
+        """Now, once the device has done what it was given: what NCCL is to send is only queued."""
+        get_accelerator().synchronize()
+        return time.perf_counter()
 
     # -- before anything moves -----------------------------------------------------------------------------------
 
@@ -424,11 +430,11 @@ class Migrator:
             for one in in_rounds(moves):
                 yield [t for move in one if (t := transfer(move, held, own, wishes, seat.rank))]
 
-        begun = time.perf_counter()
+        begun = self._time()
         is_beside = optimizer.may_wait_for_states
         at_once = [move for move in moves if not is_beside or held[move.source][move.held].kind == VALUE]
         carry_out(rounds(at_once), self._device, progress=_goes_on)
-        transfer_s = waited_s + time.perf_counter() - begun
+        transfer_s = waited_s + self._time() - begun
         later = None
         if is_beside:
             rest = [move for move in moves if held[move.source][move.held].kind != VALUE]

@@ -25,6 +25,7 @@ from ..measure.recorder import StepTimes
 from ..optim.sharded import ShardedOptimizer
 from ..planning.rebalance import Uneven
 from ..schedules.directions import chunks_of
+from ..schedules.lower import PAIRED
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from ..schedules.timeline import Span, Timeline, Transfer
 
@@ -230,7 +231,22 @@ class ReportGatherer:
                 if records[key]:
                     # A message of the very end may be known at one end only; it is reported again.
                     after[key] = records[key][-1].number - UNSETTLED
+        if self._links.order == PAIRED and self._device.type == "cuda":
+            return in_turn(records)
         return records
+
+
+def in_turn(records: Mapping[LaneKey, Sequence[Record[float]]]) -> dict[LaneKey, list[Record[float]]]:
+    """Messages of a rank whose calls run one after another, as NCCL's do: none begins before the one before it ends.
+
+    Without that, a call behind one whose peer is busy would seem to take as long as both.
+    """
+    ends = sorted({record.done_s for own in records.values() for record in own})
+    before = dict(zip(ends, [-inf, *ends], strict=False))
+    return {
+        key: [replace(record, begun_s=max(record.begun_s, before[record.done_s])) for record in own]
+        for key, own in records.items()
+    }
 
 
 def bytes_per_parameter(module: nn.Module, optimizer: object) -> tuple[float, float, float]:

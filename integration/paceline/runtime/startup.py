@@ -39,7 +39,7 @@ from ..hf.anatomy import anatomy_of
 from ..hf.check import require_halves
 from ..hf.peft import trained_share, without_memory
 from ..hf.weights import skeleton
-from ..measure.device_memory import available_bytes
+from ..measure.device_memory import plannable_bytes
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import experts_of, share_of
@@ -123,7 +123,7 @@ def plan_for(
         "world_size": world_size,
         "num_layers": num_layers,
         "state_bytes": (STATE_BYTES if peft_config is None else FROZEN_BYTES) * _parameters_of_rank(model, ds_config),
-        "device_bytes": available_bytes(device, ranks_sharing(device)),
+        "device_bytes": plannable_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
     least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
@@ -322,7 +322,7 @@ def first_partition(
     )
     if partition != HETERO:
         device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
-        least = min(control.gather(available_bytes(device, ranks_sharing(device))))
+        least = min(control.gather(plannable_bytes(device, ranks_sharing(device))))
         limits = [choice.memory_bytes or least] * resolved.stages
         found: FirstPartition | None = None
         with control.together("planning the partition"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..measure.device_of_thread import on_this_device
 from .exchange import Transfer, carry_out
 
 LOOK_S = 0.5
@@ -41,7 +42,7 @@ class ExchangeBeside:
         self._rounds, self._device, self._group, self._in_place = rounds, device, group, in_place
         self._num_messages = 0
         self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="paceline-exchange", daemon=True)
+        self._thread = Thread(target=on_this_device(self._run), name="paceline-exchange", daemon=True)
 
     def start(self) -> None:
         """Begin. All ranks of the group do so, if not at once."""

@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.side_stream import SideStream
 from paceline.comm.staging import SharedGPU, Staging, ranks_sharing, shares_gpu
-from paceline.measure.device_memory import available_bytes
+from paceline.measure.device_memory import available_bytes, plannable_bytes
 from support.streams import Streams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -94,6 +94,7 @@ def test_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     assert available_bytes(CUDA, 1) == 24 * 2**30
     assert available_bytes(CUDA, 3) == 8 * 2**30
+    assert plannable_bytes(CUDA, 3) == int(0.9 * 8 * 2**30)
     one, four = available_bytes(CPU, 1), available_bytes(CPU, 4)
     assert four == pytest.approx(one / 4, rel=0.2)  # of what is free at the moment
 

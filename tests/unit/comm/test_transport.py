@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from paceline.comm import transport
 from paceline.comm.shapes import Shapes, Value, meta_of
-from paceline.comm.transport import Lane, _Batch, lanes_of
+from paceline.comm.transport import Lane, _Batch, _Message, lanes_of
 
 CPU = torch.device("cpu")
 
@@ -279,3 +280,11 @@ def test_an_error_of_one_lane_is_heard_by_all(wire: Wire) -> None:
             act()
     sender.close()
     receiver.close()
+
+
+def test_a_message_is_sent_from_when_it_is_there() -> None:
+    """Not from when its copy to the host was asked for, behind a computation: that would be the link's time."""
+    message = _Message(0, [], begun_s=time.perf_counter(), ready=[lambda: time.sleep(0.05)])
+    asked = message.begun_s
+    Lane._begin(SimpleNamespace(is_sender=True), message)  # type: ignore[arg-type]
+    assert message.begun_s >= asked + 0.05

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.runtime.rank_reports import LaneKey, messages
+from paceline.comm.transport import Record
+from paceline.runtime.rank_reports import LaneKey, in_turn, messages
 from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
@@ -65,3 +66,14 @@ def test_what_ended_in_one_batch_began_when_the_last_of_it_could() -> None:
     arrived[0] = replace(arrived[0], done_s=batch_end_s)
     first = next(seen for seen in messages(reports, ROUTES) if (seen.kind, seen.source) == ("activation", 0))
     assert first.record.done_s - first.record.begun_s == pytest.approx(0.002)
+
+
+def test_a_call_that_waits_for_the_one_before_begins_when_that_ends() -> None:
+    """As NCCL's calls do: the second one is short, though it was issued with the first."""
+    first, second = Record(1, 0, 10, 1.0, 5.0), Record(1, 0, 10, 1.0, 5.5)
+    together = Record(2, 1, 10, 2.0, 5.5)
+    out, gradients = lane(0, "activations_out"), lane(0, "gradients_in")
+    assert in_turn({out: [first, together], gradients: [second]}) == {
+        out: [first, replace(together, begun_s=5.0)],
+        gradients: [replace(second, begun_s=5.0)],
+    }
