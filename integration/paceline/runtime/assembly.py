@@ -22,7 +22,7 @@ from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
 from ..comm.groups import gloo_group
-from ..comm.staging import ranks_sharing
+from ..comm.staging import ranks_sharing, staging_for
 from ..comm.transport import TIMEOUT
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
@@ -402,12 +402,16 @@ def make_migrator(engine: PacelineEngine) -> Migrator | None:
     share_name = f" (experts {shared.number})"
     num_copies = 0 if engine.plan.moe is None else engine.plan.moe.replicas
     learned = [engine.experts] if shared.groups.size > 1 else []
+    device = torch.device(engine.device)
+    if device.type == "cuda" and staging_for(device) is None:
+        # By all ranks: it makes the communicator of NCCL, which ranks without a part in the first move would not.
+        dist.all_reduce(torch.zeros(1, device=device))
     return Migrator(
         engine.control,
         Seat(engine.global_rank, engine.stage_id, engine.pipe_number, slice_name, share_name, num_copies),
         engine.layers,
         engine.optimizer,
-        torch.device(engine.device),
+        device,
         parameters=partial(parameters_of_stages, engine),
         step=lambda: int(engine.global_steps),
         half_way=engine.half_way.during,
