@@ -43,7 +43,12 @@ COMMANDS: tuple[tuple[str, str], ...] = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
     print_anything()
-    args = build_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    parser = build_parser(given)
+    if not given:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
+    args = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)

@@ -155,6 +155,11 @@ class JobTrainer(PacelineTrainer):
         with self.pipeline.control.together(f"going on from {found}"):
             if engine.reads_data:
                 self.batches.load_state_dict(job["data"])
+            if engine.global_steps > run.num_steps:
+                raise ValueError(
+                    f"{found} is of step {engine.global_steps}, and {run.num_steps} steps are asked for: nothing is "
+                    "left to train; raise --max_steps or --num_train_epochs, or go on from another checkpoint."
+                )
         self.state.global_step = engine.global_steps
         self.run_log.tally.load_state_dict(job)
         if engine.global_rank == 0:

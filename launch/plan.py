@@ -47,7 +47,7 @@ _CLUSTER_FLAGS = ("devices", "devices_per_node", "memory_gib", "flops_per_s", "s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     parser.add_argument("model", metavar="MODEL", help="name on the hub, directory with a config.json, or that file")
-    cluster = parser.add_argument_group("cluster", "flags go before the file")
+    cluster = parser.add_argument_group("cluster", "a flag overrides the file")
     cluster.add_argument(
         "--cluster",
         metavar="FILE",

@@ -66,6 +66,7 @@ def read_json(path: str | os.PathLike[str], remedy: str, *, label: str | None = 
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
+        remedy = "correct the JSON there" if text.lstrip().startswith(("{", "[")) else remedy
         raise ValueError(f"{label}, line {error.lineno}, column {error.colno}: {error.msg}; {remedy}.") from None
     except _Duplicate:
         key, first, second = _find_duplicate(text)

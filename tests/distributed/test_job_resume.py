@@ -174,6 +174,15 @@ def test_every_metric_reaches_the_monitors(tmp_path: Path) -> None:
     assert {f"Paceline_{name}" for name in names} <= told
 
 
+def test_a_checkpoint_past_the_last_step(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run(job(output, max_steps=2, save_steps=2, gradient_accumulation_steps=1), 1)
+    again = job(output, max_steps=1, gradient_accumulation_steps=1, resume_from_checkpoint="true")
+    [(code, told)] = run_ranks(finetune, 1, again)
+    assert code == 2
+    assert "checkpoint-2 is of step 2, and 1 steps are asked for: nothing is left to train; raise --max_steps" in told
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -170,6 +170,24 @@ def train_until_data_ends(stages: int, batches: int) -> list[str]:
     return seen
 
 
+def calls_with_other_things() -> list[str]:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(1))
+    told = []
+    for call in (lambda: engine.train_batch(step_batches(0)), lambda: engine.set_schedule("gpipe")):
+        with pytest.raises(TypeError) as error:
+            call()
+        told.append(str(error.value))
+    return told
+
+
+def test_calls_with_something_else_say_what_to_give() -> None:
+    [(data, schedule)] = run_ranks(calls_with_other_things, 1)
+    assert data == "the data is a list: give an iterator over micro-batches, iter(...), made once for all steps."
+    assert schedule == "set_schedule('gpipe'): give a schedule, paceline.schedules.make('gpipe', 1, 4)."
+
+
 def train_on_different_data(stages: int) -> str:
     import paceline
 

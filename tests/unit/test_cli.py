@@ -44,6 +44,11 @@ def test_version_and_help(capsys):
         assert command in out
 
 
+def test_without_a_command_all_are_told(capsys):
+    assert main([]) == 2
+    assert "check-config" in capsys.readouterr().err
+
+
 def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit) as stop:
         build_parser().parse_args([])

@@ -287,6 +287,14 @@ def test_strict_json(tmp_path, text, message):
         assert str(error.value).startswith(f"{path}, {message}")
 
 
+def test_the_name_of_the_section_misspelt():
+    """All that the section asks for would be lost without a word."""
+    with pytest.raises(ValueError, match=r'^"pacelin" is not a key that DeepSpeed reads: did you mean "paceline"\?$'):
+        PacelineConfig.of({"pacelin": {"pipeline": {"stages": 2}}})
+    for others in ({"pace": {}, "paceline": {}, "paceline_": {}}, {"_paceline": {"pipeline": {"stages": 2}}}):
+        assert PacelineConfig.of(others) == PacelineConfig.of({})
+
+
 def test_unreadable_files(tmp_path):
     with pytest.raises(ValueError, match=r"none\.json: No such file .*; give the path of a DeepSpeed JSON\.$"):
         read_ds_config(tmp_path / "none.json")

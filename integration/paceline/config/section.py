@@ -96,6 +96,9 @@ _METHOD_SCHEMA: dict[str, Any] = {
 MOST_GIB = 2**40
 """Most GiB of a device: more is a mistake, and its bytes may be no number any more."""
 
+_MISSPELT = 0.8
+"""Likeness from which on a key is taken for the section's name."""
+
 _MOST_SHOWN = 200
 """Characters of a value in an error message."""
 
@@ -567,6 +570,7 @@ class PacelineConfig(Part):
         Raises:
             ValueError: one line with the path, the value, the rule and the remedy.
         """
+        check_its_name(ds_config)
         section = ds_config.get(SECTION, {})
         if not isinstance(section, Mapping):
             raise ValueError(f"{SECTION} is {show(section)}: it must be an object; leave it out or write {{}}.")
@@ -575,6 +579,13 @@ class PacelineConfig(Part):
             return cls.model_validate(dict(section))
         except ValidationError as invalid:
             raise ValueError(_one_line(invalid)) from None
+
+
+def check_its_name(ds_config: Mapping[str, Any]) -> None:
+    """Raise ValueError if a key of a whole DeepSpeed config is the section's name, misspelt: all would be lost."""
+    names = [str(name) for name in ds_config if not str(name).startswith("_")]  # which takes a section out
+    if SECTION not in names and (near := difflib.get_close_matches(SECTION, names, 1, _MISSPELT)):
+        raise ValueError(f'"{near[0]}" is not a key that DeepSpeed reads: did you mean "{SECTION}"?')
 
 
 def _refuse_unknown(section: Mapping[str, Any], model: type[BaseModel], path: str) -> None:

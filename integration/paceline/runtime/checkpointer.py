@@ -311,7 +311,7 @@ class Checkpointer:
                 tag = latest.name
         tag = self._control.gather(tag)[0]
         if tag is None and self._is_first:
-            logger.warning("%s has no checkpoint", root)
+            logger.warning("%s has no checkpoint: nothing is loaded, and load_checkpoint returns (None, {})", root)
         return None if tag is None else root / tag
 
     def _warn_of_dtype(self, checkpoint: Checkpoint) -> None:

@@ -334,6 +334,11 @@ class PacelineEngine(PipelineEngine):
             RuntimeError: the engine was destroyed.
         """
         self.half_way.check_goes_on()
+        if isinstance(schedule, str):
+            raise TypeError(
+                f"set_schedule({schedule!r}): give a schedule, paceline.schedules.make({schedule!r}, "
+                f"{self.num_stages}, {self.run_micro_batches})."
+            )
         if self.mirrors is not None:
             raise ValueError(
                 f"set_schedule({schedule.name!r}): an engine that was made for {self.plan.schedule.type!r} keeps its "
@@ -436,6 +441,11 @@ class PacelineEngine(PipelineEngine):
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As DeepSpeed's, on every rank that reads data."""
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            raise TypeError(
+                f"the data is a {type(iterator).__name__}: give an iterator over micro-batches, iter(...), made once "
+                "for all steps."
+            )
         if self.reads_data:
             self.training_dataloader, self.data_iterator = None, iterator
 

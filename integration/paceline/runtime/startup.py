@@ -462,6 +462,8 @@ def compile_as_written(pipeline: CausalLMPipeline, resolved: RunPlan) -> None:
     """Have the layers compiled, if the JSON says so."""
     if resolved.compile is not None:
         pipeline.compile(**resolved.compile.arguments)
+        if dist.get_rank() == 0:
+            logger.info("compile: the decoder layers are compiled in the first steps, which take longer")
 
 
 def compile_by_call(pipeline: nn.Module, resolved: RunPlan, backend: object, arguments: Mapping[str, object]) -> None:

@@ -49,7 +49,7 @@ from .startup import plan_for
 from .trainer_batches import EvaluatedAhead, Seeing, without_extras
 from .trainer_loss import trainers_loss
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
-from .trainers_checkpoints import newest_complete
+from .trainers_checkpoints import checked, newest_complete
 from .training_arguments import count_ranks
 
 if TYPE_CHECKING:
@@ -267,8 +267,8 @@ class PipelineTraining(_Trainer):
         """
         resume, *rest = args or (kwargs.pop("resume_from_checkpoint", None),)
         with claimed(self.args.output_dir) if self.args.deepspeed else nullcontext():
-            if resume is True and self.is_pipeline:
-                resume = newest_complete(Path(self.args.output_dir))
+            if self.is_pipeline and resume:
+                resume = newest_complete(Path(self.args.output_dir)) if resume is True else checked(Path(resume))
             return super().train(resume, *rest, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -6,6 +6,7 @@ from transformers import Trainer, TrainingArguments
 
 from ..averaging.combining import combining_fault
 from ..config import PacelineConfig, RunPlan, read_ds_config
+from ..config.section import check_its_name
 from .trainer_loss import home_of, refused_loss
 
 ASKED = 'the JSON has "paceline": {"pipeline": ...}'
@@ -22,7 +23,9 @@ def asks_for_pipeline(args: TrainingArguments) -> bool:
     """Whether the DeepSpeed JSON has ``"paceline": {"pipeline": …}``."""
     if args.deepspeed is None:
         return False
-    section = read_ds_config(args.deepspeed).get("paceline")
+    config = read_ds_config(args.deepspeed)
+    check_its_name(config)
+    section = config.get("paceline")
     return isinstance(section, dict) and "pipeline" in section
 
 

@@ -37,6 +37,20 @@ def newest_complete(folder: Path) -> str:
     )
 
 
+def checked(checkpoint: Path) -> str:
+    """The path of a checkpoint, which was written to its end.
+
+    Raises:
+        ValueError: it was not, or is none.
+    """
+    if not _is_complete(checkpoint):
+        raise ValueError(
+            f"resume_from_checkpoint is {str(checkpoint)!r}: it must be a complete checkpoint, and its {STATE} cannot "
+            "be read; give the path of one, or leave it out to start anew."
+        )
+    return str(checkpoint)
+
+
 def _is_complete(checkpoint: Path) -> bool:
     try:
         TrainerState.load_from_json(str(checkpoint / STATE))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.trainer_callback import TrainerState
 
-from paceline.runtime.trainers_checkpoints import STATE, newest_complete
+from paceline.runtime.trainers_checkpoints import STATE, checked, newest_complete
 
 
 def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -28,3 +28,10 @@ def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFi
         str(tmp_path / "checkpoint-11"),
         str(tmp_path / "checkpoint-10"),
     ]
+
+
+def test_a_folder_that_is_asked_for_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint is '.*': it must be a complete checkpoint"):
+        checked(tmp_path)
+    TrainerState(global_step=3).save_to_json(str(tmp_path / STATE))
+    assert checked(tmp_path) == str(tmp_path)
