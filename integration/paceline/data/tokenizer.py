@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -65,7 +66,8 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:400]
-        raise ValueError(f"--{flag} {name}: no tokenizer can be loaded: {reason}") from error
+        here = "" if os.path.exists(name) else ". Remedy: give the path of a folder; none has this name here."
+        raise ValueError(f"--{flag} {name}: no tokenizer can be loaded: {reason}{here}") from error
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -120,6 +120,8 @@ def test_load_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> N
         load_tokenizer(ModelArguments())
     with pytest.raises(ValueError, match="--model_name_or_path /nowhere/at/all: there is no such directory"):
         load_tokenizer(ModelArguments(model_name_or_path="/nowhere/at/all"))
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded: .* Remedy: give the path of a folder; none has"):
+        load_tokenizer(ModelArguments(model_name_or_path="misspelt"))
 
 
 # reading
