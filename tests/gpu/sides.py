@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,10 @@ def _islands(name: str, capability: Capability, folder: Path, env: Mapping[str, 
     with lighthouses(1) as (light,), ThreadPoolExecutor(capability.islands) as pool:
         numbers = range(capability.islands)
         environments = [{**env, "PACELINE_ISLAND": str(number)} for number in numbers]
-        found = list(pool.map(lambda env: _ranks(name, folder, env, light=light), environments))
-    return [rank for ranks in found for rank in ranks]
+        islands = [pool.submit(_ranks, name, folder, env, light=light) for env in environments]
+        for island in as_completed(islands):
+            island.result()  # what failed first is the cause: the others wait for it
+    return [rank for island in islands for rank in island.result()]
 
 
 def act(name: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
