@@ -13,7 +13,7 @@ NO_SHM_COMM = Patch(
     watches="deepspeed.comm.torch:build_shm_op",
     fingerprint="2bf3cff9e3d1",
     accelerator="cpu",
-    applied_by="paceline.initialize and paceline.launch.patched, on a CPU",
+    applied_by="paceline.initialize, paceline.launch.patched and the import of PacelineTrainer, on a CPU",
     optional=True,  # without it a run only starts later
 )
 

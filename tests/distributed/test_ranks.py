@@ -238,7 +238,7 @@ def test_launch_returns_output_and_status(script, tmp_path):
 
 @pytest.mark.launcher
 def test_launch_kills_the_ranks_of_a_job_that_hangs(script):
-    message = hang_of(lambda timeout: launch([script, "sleep"], 2, timeout), "in nap", first_s=30.0)
+    message = hang_of(lambda timeout: launch([script, "sleep"], 2, timeout), "in nap", first_s=45.0)
     assert "not over after" in message
 
 

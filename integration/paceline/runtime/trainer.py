@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -32,7 +34,8 @@ from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
 from ..hf.peft import config_of_adapters, unwrapped
-from ..patches.registry import warn_of_changes
+from ..patches.deepspeed_ops import NO_SHM_COMM
+from ..patches.registry import apply, warn_of_changes
 from ..patches.repairs import repair_deepspeed
 from ..patches.transformers_trainer import OVERRIDES
 from ..report.metrics import table
@@ -61,6 +64,10 @@ else:
     _Trainer = object  # any Trainer may come behind it
 
 logger = logging.getLogger("paceline")
+
+if "RANK" in os.environ and get_accelerator().device_name() == "cpu":
+    # TrainingArguments start DeepSpeed's communication before there is a trainer.
+    apply(NO_SHM_COMM)
 
 FEW_MICRO_BATCHES = 2
 """Times the stages: with fewer micro-batches a step, a pipeline idles for more than a third of it."""
