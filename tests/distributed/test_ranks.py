@@ -285,7 +285,7 @@ def test_cases_share_ranks_and_an_error_names_its_case() -> None:
 
 
 def test_one_thread_at_a_time_changes_the_environment_in_which_ranks_start() -> None:
-    """What another thread starts meanwhile would end before it is a Python, with status 255."""
+    """A process that another thread starts meanwhile would end before it is a Python, with status 255."""
     with ThreadPoolExecutor(1) as pool:
         with ranks._server_environment():
             found = pool.submit(ranks._environment, {"ISLAND": "1"})

@@ -38,6 +38,7 @@ SIZES = (
 
 
 CompileLayers = Callable[[Iterable[nn.Module]], None]
+"""Has the layers that it is given compiled, in place."""
 
 
 def fingerprint(config: PretrainedConfig) -> dict[str, Any]:

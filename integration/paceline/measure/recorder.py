@@ -124,11 +124,6 @@ class Recorder:
         """What was measured so far is known."""
         self._steps.clear()
 
-    @property
-    def has_steps(self) -> bool:
-        """Whether a step has been recorded since the last :meth:`forget`."""
-        return bool(self._steps)
-
     def steps(self) -> list[StepTimes]:
         """The last steps, oldest first, since the last :meth:`forget`. Waits for the device."""
         seconds = host_seconds(self._now)

@@ -394,9 +394,7 @@ class PacelineEngine(PipelineEngine):
             self.controller.before_step()
         recorder = self.meter.recorder
         recorder.begin((self.schedule.name, self.cut))
-        # The first step of a GPU allocates what others find: workspaces, tables.
-        is_usual = self.device.type == "cpu" or recorder.has_steps
-        self.meter.measures_memory_of = self.cut if self.controller is not None and is_usual else None
+        self.meter.measures_memory_of = None if self.controller is None else self.cut
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
         gc.disable()

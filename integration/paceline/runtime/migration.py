@@ -237,8 +237,8 @@ class Migrator:
                 that a stage lacks, or memory that does not suffice.
             RuntimeError: a rank or a connection was lost on the way.
         """
-        begun = self._time()
         WATCH.doing("preparing to move layers", EVERYONE)
+        begun = self._time()
         old = self._layers.parts
         change = _Change(old, new, self._layers.held)
         if self._ahead is not None and (self._ahead.before, self._ahead.parts) != (old, new):

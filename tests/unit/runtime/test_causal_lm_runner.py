@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.runtime.causal_lm_runner import CausalLMRunner
+from paceline.runtime.causal_lm_runner import CausalLMRunner, Inspection
 
 
 def test_micro_batches_of_all_replicas_share_the_routers_loss_and_what_only_fills_a_step_has_none() -> None:
@@ -35,3 +35,15 @@ def test_micro_batches_of_all_replicas_share_the_routers_loss_and_what_only_fill
     assert shares == pytest.approx([1 / 5, 0.0, 1 / 5])
     assert [value.item() for value in losses.of_forwards] == [0.5 * 3 * 2] * 3
     assert losses.total.item() == 1.5
+
+
+def test_logits_that_an_evaluation_keeps_go_to_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a step may be more than a GPU has room for."""
+    fetched: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: fetched.append(tensor) or tensor)
+    inspection = Inspection(see=lambda logits, labels: {"logits": (logits, 3)})
+    runner: Any = SimpleNamespace(inspection=inspection, _whole_loss=lambda *args: None)
+    logits = torch.ones(1, 2, 5)
+    CausalLMRunner._inspect(runner, SimpleNamespace(labels=None), 0, logits, None)  # type: ignore[arg-type]
+    assert fetched[0] is logits
+    assert inspection.seen == [(None, {"logits": (logits, 3)})]
