@@ -238,6 +238,34 @@ def test_where_the_json_leaves_no_choice_of_chunks() -> None:
         assert not any("chunks" in line for line in found["lines"])
 
 
+HALVES = "paceline.pipeline.half_layers"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_stages_end_within_layers_where_that_is_faster(lora: bool) -> None:
+    """Three layers in two stages: two and one, or one and a half each. What is learned is the same."""
+    asks, facts = {"stages": 2, "half_layers": "plan"}, {"bytes_per_s": FAST, "lora": lora}
+    whole = same(run_ranks(trained, 2, {"stages": 2}, layers=3, lora=lora))
+    found = same(run_ranks(trained, 2, asks, layers=3, **facts))
+    assert found["chosen"][HALVES] is True
+    assert (found["schedule"], found["chunks"]) == (whole["schedule"], whole["chunks"]), "halves alone are planned"
+    assert found["losses"] == whole["losses"]
+    (line,) = (line for line in found["lines"] if line.startswith("plan: 2 stages: "))
+    assert line.endswith(", cut within layers")
+    assert found["with_adapters"] == [lora, lora]
+    even = same(run_ranks(trained, 2, asks, layers=4, **facts))
+    assert even["chosen"][HALVES] is False
+    assert even["with_adapters"] == [lora], "halves need not be measured"
+    if not lora:
+        unasked = same(run_ranks(trained, 2, {}, layers=3, **facts))
+        assert HALVES not in unasked["chosen"], "stages alone were to be planned"
+        refused = same(run_ranks(trained, 2, asks | {"recompute": "fit"}, layers=3, **facts))
+        (line,) = refused["lines"]
+        assert "not in halves of layers" in line
+        assert "recompute" in line
+        assert HALVES not in refused["chosen"]
+
+
 def test_where_nothing_fits_layers_are_recomputed() -> None:
     """Unasked then only, and as few as it takes."""
     recomputed = {"pipeline": {"activation_checkpoint_interval": 1}}
@@ -382,6 +410,43 @@ def test_a_job_keeps_its_chunks_when_it_goes_on(tmp_path: Path) -> None:
     run("parts", 2, **more, max_steps=6, replan="true")
     run("whole", 1, **more, max_steps=6)
     assert losses("parts") == pytest.approx(losses("whole"), rel=1e-6)
+
+
+def job_on_fast_links(argv: list[str]) -> tuple[int, str]:
+    """On every rank: the job, where all layers take as long and links take no time."""
+    measure_facts(FAST, None)
+    return finetune(argv)
+
+
+def test_a_job_keeps_its_halves_of_layers_when_it_goes_on(tmp_path: Path) -> None:
+    """In every bit, though nothing is said of them; and goes on in whole layers where the JSON says so."""
+    text, silent, whole = (tmp_path / name for name in ("text.txt", "silent.json", "whole.json"))
+    text.write_text("to be or not to be, that is the question\n" * 4000)
+    sizes = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": 2}
+    batch = sizes | {"zero_optimization": {"stage": 1}}  # whose exchange would take replicas hours
+    silent.write_text(json.dumps(batch))
+    whole.write_text(json.dumps(batch | {"paceline": {"pipeline": {"half_layers": False}}}))
+    three = {"config_overrides": TINY["config_overrides"].replace("num_hidden_layers=4", "num_hidden_layers=3")}
+
+    def run(output: str, **changes: Any) -> str:
+        """What the job said."""
+        sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
+        files = {"train_file": text, "deepspeed": silent, "output_dir": tmp_path / output}
+        found = run_ranks(job_on_fast_links, 2, flags(**TINY | three | sizes | files | changes))
+        assert [code for code, _ in found] == [0, 0], found
+        return found[0][1]
+
+    def losses(output: str) -> list[float]:
+        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if "loss" in line]
+
+    more = {"resume_from_checkpoint": "true"}
+    assert "paceline.pipeline.half_layers = true (" in run("halves")
+    for output, changes in (("parts", {}), ("other", {"deepspeed": whole})):
+        assert "paceline.pipeline.half_layers = true (" in run(output, max_steps=2)
+        said = run(output, **more, **changes)
+        assert ("paceline.pipeline.half_layers = true (as before" in said) == (output == "parts")
+    assert losses("parts") == losses("other") == losses("halves")
 
 
 SCRIPT = """

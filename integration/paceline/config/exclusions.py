@@ -128,7 +128,7 @@ def _recompute(features: Features) -> str | None:
 
 
 def _half_layers(features: Features) -> str | None:
-    is_there = features.is_pipeline and features.section.pipeline.half_layers
+    is_there = features.is_pipeline and features.section.pipeline.half_layers is True
     return f"{SECTION}.pipeline.half_layers is true" if is_there else None
 
 

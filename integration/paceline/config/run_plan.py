@@ -64,7 +64,7 @@ class RunPlan:
     @property
     def half_layers(self) -> bool:
         """Whether decoder layers may be cut in two."""
-        return self.section.pipeline.half_layers
+        return self.section.pipeline.half_layers is True
 
     @property
     def partition(self) -> str | list[int] | dict[str, float]:

@@ -227,8 +227,8 @@ def _only_with_its_type(schema: dict[str, Any]) -> None:
     }
 
 
-def _or_plan(value: object, number: ValidatorFunctionWrapHandler) -> object:
-    return value if value == PLAN else number(value)
+def _or_plan(value: object, other: ValidatorFunctionWrapHandler) -> object:
+    return value if value == PLAN else other(value)
 
 
 if TYPE_CHECKING:
@@ -240,6 +240,16 @@ else:  # not a union, whose errors would name both
         WrapValidator(_or_plan),
         PlainSerializer(lambda value: value),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": PLAN}]}),
+    ]
+
+if TYPE_CHECKING:
+    FlagOrPlan: TypeAlias = bool | Literal["plan"]
+else:
+    FlagOrPlan = Annotated[
+        bool,
+        WrapValidator(_or_plan),
+        PlainSerializer(lambda value: value),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": PLAN}]}),
     ]
 
 
@@ -408,10 +418,12 @@ class PipelineConfig(Part):
         '"hetero" where stages are planned and devices unequal.',
         json_schema_extra=_allow_short_methods,
     )
-    half_layers: bool = Field(
+    half_layers: FlagOrPlan = Field(
         default=False,
         description="Decoder layers of a Hugging Face model may be cut in two, between attention and MLP, so that "
-        "stages come closer to equal work: items are then the embedding, twice as many halves of layers, and the head.",
+        "stages come closer to equal work: items are then the embedding, twice as many halves of layers, and the head. "
+        '"plan": where that makes a step shorter, by what the ranks measure at the start. Left out: "plan" in the job '
+        "where it plans the stages, elsewhere false.",
     )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
         default=None,

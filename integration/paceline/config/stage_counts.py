@@ -15,6 +15,7 @@ from .section import PLAN, SECTION, Method, PacelineConfig, ScheduleType, check_
 
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
+HALVES = f"{SECTION}.pipeline.half_layers"
 TYPE = f"{SECTION}.pipeline.schedule.type"
 PLANNED_CHUNKS = f"{SECTION}.pipeline.schedule.chunks"
 CHUNKS = 2
@@ -87,7 +88,7 @@ def resolve_stages(
 
 def blocks_per_layer(section: PacelineConfig) -> int:
     """Parts that a decoder layer may be cut into."""
-    return 2 if section.pipeline.half_layers else 1
+    return 2 if section.pipeline.half_layers is True else 1
 
 
 def _named_blocks(section: PacelineConfig, num_layers: int) -> str:
@@ -96,8 +97,8 @@ def _named_blocks(section: PacelineConfig, num_layers: int) -> str:
 
 
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked: bool = False) -> bool:
-    """Whether a run chooses its number of stages, or that of chunks alone, by what it measures at the start: as asked,
-    if nothing implies one.
+    """Whether a run chooses its number of stages, or alone that of chunks or whether layers are cut in halves, by what
+    it measures at the start: as asked, if nothing implies one.
 
     Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
 
@@ -109,7 +110,7 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
     method, _ = resolve_method(section, ds_config)
     is_left = section.natural_gradient is None and section.pipeline.boundary is None
     has_open_stages = section.pipeline.stages == PLAN or (unasked and is_left and section.pipeline.stages is None)
-    is_open = (has_open_stages and not has_stages(section, ds_config)) or asks_for_chunks(section)
+    is_open = (has_open_stages and not has_stages(section, ds_config)) or asks_for_less(section)
     has_counts = section.pipeline.recompute not in (None, FIT)  # of stages that are known
     if not is_open or isinstance(method, tuple) or has_counts:
         return False
@@ -129,6 +130,26 @@ def asks_for_chunks(section: PacelineConfig) -> bool:
     return schedule is not None and schedule.chunks == PLAN
 
 
+def asks_for_halves(section: PacelineConfig) -> bool:
+    """Whether the section lets a run choose if decoder layers are cut in halves."""
+    return section.pipeline.half_layers == PLAN
+
+
+def without_halves(section: PacelineConfig) -> PacelineConfig:
+    """The section in whole decoder layers."""
+    return section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"half_layers": False})})
+
+
+def may_plan_halves(section: PacelineConfig) -> bool:
+    """Whether the section leaves open if decoder layers are cut in halves: it asks to plan it, or is silent."""
+    return asks_for_halves(section) or "half_layers" not in section.pipeline.model_fields_set
+
+
+def asks_for_less(section: PacelineConfig) -> bool:
+    """Whether the section lets a run choose something of a pipeline whose stages it may tell."""
+    return asks_for_chunks(section) or asks_for_halves(section)
+
+
 def may_have_chunks(section: PacelineConfig) -> bool:
     """Whether a planned run may hold several stages on each rank: a schedule that is written says how many, layers to
     be recomputed are found for one, and compiled layers have no split backwards."""
@@ -142,8 +163,12 @@ def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_
         return ""
     is_counted = isinstance(ds_config.get("gradient_accumulation_steps"), int)  # which leaves one number
     if is_counted or has_stages(section, ds_config):
-        asks = asks_for_chunks(section) or (section.pipeline.stages == PLAN and may_have_chunks(section))
-        return "stages: a run measures its cluster, and may hold each in two chunks." if asks else ""
+        may = []
+        if asks_for_chunks(section) or (section.pipeline.stages == PLAN and may_have_chunks(section)):
+            may.append("hold each in two chunks")
+        if asks_for_halves(section):
+            may.append("cut decoder layers in halves")
+        return f"stages: a run measures its cluster, and may {' and '.join(may)}." if may else ""
     who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
     return f"stages: {who} measures its cluster, and may take another number."
 

@@ -1,5 +1,7 @@
 """Number of pipeline stages for a cluster that was measured, whole or in two chunks a rank: other ranks are replicas.
 
+Where stages of whole decoder layers are far from equal, they may end within layers, between attention and MLP.
+
 All options train on the same samples a step, so the choice changes how long a step takes and nothing of what it learns.
 """
 
@@ -46,6 +48,7 @@ class Option(NamedTuple):
         why_not: it cannot be; empty: it can.
         chunks: of each stage.
         num_recomputed: layers that are recomputed so that the rest fits.
+        whole_s: seconds of a step in whole decoder layers, where it is cut in halves of them; 0: it is in whole ones.
     """
 
     stages: int
@@ -58,6 +61,12 @@ class Option(NamedTuple):
     why_not: str = ""
     chunks: int = 1
     num_recomputed: int = 0
+    whole_s: float = 0.0
+
+    @property
+    def halves(self) -> bool:
+        """Whether stages may end within decoder layers."""
+        return self.whole_s > 0
 
     @property
     def shape(self) -> Stages:
@@ -75,7 +84,8 @@ class Option(NamedTuple):
         batches = f"{self.micro_batches} micro-batches of {self.micro_batch_size}"
         memory = f"{self.memory_bytes / 2**30:.3g} GiB"
         memory += f" with {self.num_recomputed} recomputed layers" if self.num_recomputed else ""
-        return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {memory}"
+        halves = ", cut within layers" if self.halves else ""
+        return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {memory}{halves}"
 
 
 def predicted(
@@ -87,6 +97,7 @@ def predicted(
     tuned: bool = False,
     within_s: float = inf,
     recomputed: Workload | None = None,
+    halved: Workload | None = None,
 ) -> Option:
     """The option with its step time and memory, or the reason why it cannot be, or need not be looked at.
 
@@ -96,7 +107,27 @@ def predicted(
         tuned: the schedule is chosen; otherwise it is 1F1B.
         within_s: with several chunks, a step that certainly takes longer is not predicted.
         recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
+        halved: the workload in halves of decoder layers, if stages may end within them: they do where that is faster.
     """
+    whole = _as_cut(option, workload, cluster, expert, within_s, recomputed, tuned=tuned)
+    if halved is None:
+        return whole
+    found = _as_cut(option, halved, cluster, expert, within_s, None, tuned=tuned)
+    if found.why_not or found.step_s * (1 + NEAR) > whole.step_s:
+        return whole
+    return found._replace(whole_s=whole.step_s)
+
+
+def _as_cut(
+    option: Option,
+    workload: Workload,
+    cluster: Cluster,
+    expert: int,
+    within_s: float,
+    recomputed: Workload | None,
+    *,
+    tuned: bool,
+) -> Option:
     if option.data_parallel % expert:
         why = f"its {option.data_parallel} replicas cannot share experts among {expert}"
         return option._replace(why_not=why)

@@ -23,6 +23,7 @@ class Entry:
         tuned: its schedule is chosen; otherwise it is 1F1B.
         memory_bytes: that may be used of a device.
         recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
+        halved: the workload in halves of decoder layers, if stages may end within them.
     """
 
     option: Option
@@ -31,11 +32,18 @@ class Entry:
     tuned: bool = False
     memory_bytes: float = inf
     recomputed: Workload | None = None
+    halved: Workload | None = None
+
+    def as_it_runs(self, *, halves: bool) -> Entry:
+        """Cut as told, with no other choice."""
+        workload = self.halved if halves and self.halved is not None else self.workload
+        return replace(self, workload=workload, halved=None)
 
     def predicted(self, cluster: Cluster, slowness: float = 1.0, within_s: float = inf) -> Option:
         """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
         workload = scaled(self.workload, slowness)
         again = None if self.recomputed is None else scaled(self.recomputed, slowness)
+        halved = None if self.halved is None else scaled(self.halved, slowness)
         cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, self.memory_bytes))
         return predicted(
             *(self.option, workload, cluster),
@@ -43,6 +51,7 @@ class Entry:
             tuned=self.tuned,
             within_s=within_s,
             recomputed=again,
+            halved=halved,
         )
 
 

@@ -1,7 +1,8 @@
 """Number of stages, schedule and partition that a JSON leaves to the run, by what this cluster is measured to do.
 
 Layers, links and the optimizer are measured on the ranks that are to train. For each number of stages, whole or in two
-chunks a rank, the step is predicted as ``paceline plan`` predicts it, and the fastest is taken.
+chunks a rank, the step is predicted as ``paceline plan`` predicts it, and the fastest is taken. Where stages of whole
+decoder layers would be far from equal, halves of layers are measured too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,19 +28,31 @@ from ..config.recompute_keys import FIT
 from ..config.recompute_keys import PATH as RECOMPUTE
 from ..config.run_plan import Choice
 from ..config.section import HETERO, PartitionConfig
-from ..config.stage_counts import PARTITION, PLANNED_CHUNKS, STAGES, TYPE, asks_for_chunks, has_stages
-from ..hf.anatomy import anatomy_of
+from ..config.stage_counts import (
+    HALVES,
+    PARTITION,
+    PLANNED_CHUNKS,
+    STAGES,
+    TYPE,
+    asks_for_chunks,
+    asks_for_halves,
+    has_stages,
+    may_plan_halves,
+)
+from ..hf.anatomy import UnsupportedModelError, anatomy_of
+from ..hf.check import require_halves
 from ..hf.layer_profile import Bench, CompileLayers, fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
 from ..hf.model_workload import workload_of
-from ..hf.peft import trained_share, without_memory
+from ..hf.peft import Adapters, trained_share, without_memory
 from ..hf.weights import skeleton
 from ..json_values import as_whole
 from ..measure.collectives import agreed
-from ..measure.profile_file import Profile, device_profile
+from ..measure.profile_file import ItemProfile, Profile, device_profile
 from ..planning.cluster import Cluster
 from ..planning.memory import States
-from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown
+from ..planning.partition_methods import by_work
+from ..planning.stage_choice import NEAR, Option, Stages, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
 from ..planning.workload import StageTimes
 from ..supervise.watch import EVERYONE, WATCH
@@ -67,6 +81,7 @@ class Measured(NamedTuple):
         may_move: whether layers may move between devices unasked: not where adapters are trained, and weights may be
             quantised.
         trained: share of the parameters that is trained.
+        halves: the profile in halves of decoder layers, where they were measured.
     """
 
     profile: Profile
@@ -74,6 +89,7 @@ class Measured(NamedTuple):
     rank_s: tuple[float, ...]
     may_move: bool = True
     trained: float = 1.0
+    halves: Profile | None = None
 
     @property
     def is_unequal(self) -> bool:
@@ -99,17 +115,13 @@ def measure(
     Raises:
         ValueError: the model's layers cannot be run by themselves, or sizes that it cannot have.
     """
-    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    device = _device()
     own = device_profile(device, ranks_sharing(device))
     shape = shape._replace(micro_batch_size=max(1, min(shape.micro_batch_size, MOST_TOKENS // shape.sequence_length)))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         dist.barrier()
         with control.together("measuring the layers"):
-            adapters, trained = None, 1.0
-            if peft_config is not None:
-                whole = skeleton(hf_config)
-                adapters = without_memory(peft_config, whole, anatomy_of(whole))
-                trained = trained_share(whole)
+            adapters, trained = _adapters(hf_config, peft_config)
             options = {"device": device, "adapters": adapters, **shape._asdict()}
             items = profile_items(hf_config, compiled=compiled, **options)
             stage = measure_stage(Bench(hf_config, **options))
@@ -137,6 +149,93 @@ def measure(
     return Measured(profile, cluster, tuple(rank_s), may_move=peft_config is None, trained=trained)
 
 
+def _device() -> torch.device:
+    return torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+
+
+def _adapters(hf_config: PretrainedConfig, peft_config: PeftConfig | None) -> tuple[Adapters | None, float]:
+    """Adapters to measure layers with, and the share of the parameters that is trained."""
+    if peft_config is None:
+        return None, 1.0
+    whole = skeleton(hf_config)
+    return without_memory(peft_config, whole, anatomy_of(whole)), trained_share(whole)
+
+
+def with_halves(
+    measured: Measured,
+    hf_config: PretrainedConfig,
+    control: ControlPlane,
+    options: Iterable[Stages],
+    shape: Shape,
+    peft_config: PeftConfig | None = None,
+) -> Measured:
+    """With halves of decoder layers measured too, if they may make a step shorter, and the model can be cut so.
+    Collective.
+
+    Args:
+        options: numbers of stages that are compared.
+        shape: as for :func:`measure`.
+
+    Raises:
+        ValueError: a rank cannot measure them.
+    """
+    seconds = [item.forward_s + item.backward_s for item in measured.profile.items]
+    if not measured.is_unequal and not any(_are_coarse(seconds, stages) for stages in options):
+        return measured
+    device, profile = _device(), measured.profile
+    shape = shape._replace(micro_batch_size=profile.micro_batch_size, half_layers=True)
+    refused = ""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with control.together("measuring halves of layers"):
+            items: list[ItemProfile] = []
+            try:
+                require_halves(hf_config)
+            except UnsupportedModelError as error:  # on all ranks alike
+                refused = str(error)
+            else:
+                adapters, _ = _adapters(hf_config, peft_config)
+                items = profile_items(hf_config, device=device, adapters=adapters, **shape._asdict())
+        if refused:
+            if control.rank == 0:
+                logger.info("plan: not in halves of layers: %s", refused)
+            return measured
+    forward = agreed([item.forward_s for item in items], device)
+    backward = agreed([item.backward_s for item in items], device)
+    together = [replace(item, forward_s=f, backward_s=b) for item, f, b in zip(items, forward, backward, strict=True)]
+    return measured._replace(halves=replace(profile, items=as_wholes(together, profile.items)))
+
+
+def as_wholes(halves: Sequence[ItemProfile], wholes: Sequence[ItemProfile]) -> tuple[ItemProfile, ...]:
+    """The halves with seconds whose sums are those of the whole layers, and embedding and head as they are there: both
+    ways of cutting are compared, so they must differ in nothing else."""
+    found = [wholes[0]]
+    for first, second, whole in zip(halves[1:-1:2], halves[2:-1:2], wholes[1:-1], strict=True):
+        forward_s, backward_s = first.forward_s + second.forward_s, first.backward_s + second.backward_s
+        for half in (first, second):
+            found.append(
+                replace(
+                    half,
+                    forward_s=whole.forward_s * (half.forward_s / forward_s if forward_s else 0.5),
+                    backward_s=whole.backward_s * (half.backward_s / backward_s if backward_s else 0.5),
+                )
+            )
+    return (*found, wholes[-1])
+
+
+def _are_coarse(seconds: Sequence[float], stages: Stages) -> bool:
+    """Whether the largest stage is clearly above what it would be if decoder layers could be cut anywhere.
+
+    Args:
+        seconds: of the items: embedding, whole decoder layers, head.
+    """
+    count = stages.num_stages * stages.chunks
+    if not 1 < count <= len(seconds) - 2:
+        return False
+    edges = by_work(seconds, [1.0] * count)
+    largest = max(sum(seconds[first:last]) for first, last in pairwise(edges))
+    return largest > (1 + NEAR) * max(sum(seconds) / count, seconds[0], seconds[-1])
+
+
 def plan_stages(
     hf_config: PretrainedConfig,
     control: ControlPlane,
@@ -145,6 +244,8 @@ def plan_stages(
     shape: Shape,
     peft_config: PeftConfig | None = None,
     kept: Mapping[str, object] | None = None,
+    *,
+    may_halve: bool = False,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
 
@@ -156,10 +257,13 @@ def plan_stages(
         shape: of a micro-batch, to measure with.
         peft_config: of adapters, if nothing else is trained.
         kept: ``RunPlan.planned`` of the run that goes on: it stays, and others are only compared with it.
+        may_halve: stages may end within decoder layers.
     """
     begun = time.perf_counter()
     try:
         measured = measure(hf_config, control, shape, peft_config, compile_layers_of(usual))
+        if may_halve:
+            measured = with_halves(measured, hf_config, control, options, shape, peft_config)
         chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:
@@ -203,11 +307,17 @@ def _chosen(
                 _advise_shares(taken, measured)
             if kept is not None:
                 chosen = as_before(options, kept)
-                _tell_better(best, next(option for option in found if option.shape == stages_of(chosen)))
+                now = next(entry for entry in pool if entry.option.shape == stages_of(chosen))
+                _tell_better(best, now.as_it_runs(halves=chosen.half_layers).predicted(measured.cluster))
             elif best is not None:
                 chosen = _with_reasons(options[best.shape], best, found, measured, usual, fits=fits)
             if chosen is not None:
-                chosen = replace(chosen, pool=StagePool(tuple(pool), measured.cluster, stages_of(chosen)))
+                runs = stages_of(chosen)
+                cut = [
+                    entry.as_it_runs(halves=chosen.half_layers) if entry.option.shape == runs else entry
+                    for entry in pool
+                ]
+                chosen = replace(chosen, pool=StagePool(tuple(cut), measured.cluster, runs))
     result: RunPlan | None = control.from_first(chosen)
     return result
 
@@ -237,17 +347,21 @@ def entries(
             plan.half_layers,
         )
         workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
-        recomputed = None
+        recomputed = halved = None
         if fits and chunks == 1:
-            sizes = replace(sizes, gradient_checkpointing=True)
-            recomputed = replace(workload_of(hf_config, sizes, profile=profile), states=states)
+            again = replace(sizes, gradient_checkpointing=True)
+            recomputed = replace(workload_of(hf_config, again, profile=profile), states=states)
+        elif measured.halves is not None and not fits and stages > 1:
+            cut = replace(sizes, half_layers=True)
+            halved = replace(workload_of(hf_config, cut, profile=measured.halves), states=states)
         follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
         shares = unequal is not None and unequal.micro_batches is None
         factor = slowdown(measured.rank_s, stages, follows_speed=follows, shares_by_speed=shares)
         workload = scaled(workload, factor)
         recomputed = None if recomputed is None else scaled(recomputed, factor)
-        limit = plan.partition_choice.memory_bytes
-        found.append(Entry(option, workload, plan.expert_parallel, plan.schedule.is_tuned, limit or inf, recomputed))
+        halved = None if halved is None else scaled(halved, factor)
+        experts, is_tuned, limit = plan.expert_parallel, plan.schedule.is_tuned, plan.partition_choice.memory_bytes
+        found.append(Entry(option, workload, experts, is_tuned, limit or inf, recomputed, halved))
     return found
 
 
@@ -285,6 +399,10 @@ def _with_reasons(
         chosen[TYPE] = Choice(plan.schedule.type, "chosen while training goes on, by what is measured")
     if best.chunks > 1 or asks_for_chunks(usual.section):
         chosen[PLANNED_CHUNKS] = Choice(best.chunks, why)
+    if best.halves:
+        chosen[HALVES] = Choice(True, f"{best.step_s:.4g} s a step predicted, {best.whole_s:.4g} in whole layers")
+    elif asks_for_halves(usual.section):
+        chosen[HALVES] = Choice(False, "stages within layers would not be clearly faster, or cannot be")
     if fits and usual.recompute is None:
         chosen[RECOMPUTE] = Choice(FIT, "nothing fits into the memory of the devices otherwise")
     return _planned(plan, chosen)
@@ -309,6 +427,7 @@ def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, object]) -> 
         PARTITION: _may_follow_speed(plan),
         TYPE: plan.schedule.type == kept.get(TYPE),
         RECOMPUTE: plan.recompute is None,
+        HALVES: may_plan_halves(plan.section),
     }
     why = "as before the checkpoint; --replan chooses anew"
     return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open.get(path, True)})
@@ -321,9 +440,10 @@ def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
         method = {"method": chosen[PARTITION].value}
         partition = (section.pipeline.partition or PartitionConfig()).model_copy(update=method)
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
-    if RECOMPUTE in chosen:
-        pipeline = section.pipeline.model_copy(update={"recompute": chosen[RECOMPUTE].value})
-        section = section.model_copy(update={"pipeline": pipeline})
+    for path, key in ((RECOMPUTE, "recompute"), (HALVES, "half_layers")):
+        if path in chosen:
+            pipeline = section.pipeline.model_copy(update={key: chosen[path].value})
+            section = section.model_copy(update={"pipeline": pipeline})
     planned = {STAGES: plan.stages, **{path: choice.value for path, choice in chosen.items()}}
     return replace(plan, section=section, chosen=chosen, planned=planned)
 

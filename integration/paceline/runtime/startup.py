@@ -26,13 +26,18 @@ from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, PLAN, SECTION, WORK, ScheduleConfig, show, value_at
 from ..config.stage_counts import (
+    HALVES,
     TYPE,
     asks_for_chunks,
+    asks_for_halves,
+    asks_for_less,
     blocks_per_layer,
     has_stages,
     is_planned,
     may_have_chunks,
+    may_plan_halves,
     states_fit,
+    without_halves,
 )
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
@@ -149,31 +154,42 @@ def plan_for(
     options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
     recomputes_none = blocks_per_layer(section) > 1  # halves of layers are not recomputed one by one
+    has_halves = kept is not None and kept.get(HALVES) is True
+    may_halve = has_halves or asks_for_halves(section) or (plans_unasked and may_plan_halves(section))
+    may_halve = may_halve and _may_have_halves(usual)
+    if kept is not None and has_halves and not may_halve:
+        kept = {path: value for path, value in kept.items() if path != HALVES}
     if kept is not None and (recomputes or recomputes_none):  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
     if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
-        counts = {usual.stages}
-        if not has_stages(section, ds_config):
+        counts, chunks = {usual.stages}, [1]
+        # Halves alone are planned for the stages and the schedule that there are without.
+        opens_stages = is_planned(without_halves(section), ds_config, unasked=plans_unasked)
+        if opens_stages and not has_stages(section, ds_config):
             counts |= {s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])}
             counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
-        chunks = (1, 2) if may_have_chunks(section) and not recomputes else (1,)
-        options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
+        if opens_stages and may_have_chunks(section) and not recomputes:
+            chunks.append(2)
+        if opens_stages:
+            options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
+        else:
+            options = {Stages(usual.stages, usual.schedule.chunks or 1): usual}
         if kept is not None and stages_kept(kept) not in options:
             if dist.get_rank() == 0:
                 logger.warning(
                     "plan: the checkpoint's %s do not go with these flags and JSON: chosen anew", stages_kept(kept).text
                 )
             kept = None
-    elif (section.pipeline.stages == PLAN or asks_for_chunks(section)) and dist.get_rank() == 0:
+    elif (section.pipeline.stages == PLAN or asks_for_less(section)) and dist.get_rank() == 0:
         logger.warning(
-            'plan: paceline.pipeline.stages or schedule.chunks is "plan", and this run cannot plan them: it takes '
-            "several ranks, a model that is not quantised, the schedule 1f1b or adaptive, and no boundaries; it starts "
-            "with %d",
+            'plan: paceline.pipeline.stages, half_layers or schedule.chunks is "plan", and this run cannot plan them: '
+            "it takes several ranks, a model that is not quantised, the schedule 1f1b or adaptive, and no boundaries; "
+            "it starts with %d",
             usual.stages,
         )
     if len(options) == 1 and kept is not None and len(kept) > 1:
         planned = as_before(options, kept)
-    elif len(options) > 1:
+    elif len(options) > 1 or (options and asks_for_halves(section) and may_halve and max(options).num_stages > 1):
         shape = Shape(
             dtype_of(usual.ds_config),
             usual.micro_batch_size,
@@ -181,7 +197,7 @@ def plan_for(
             recomputes,
             usual.half_layers,
         )
-        planned = plan_stages(hf_config, control, options, usual, shape, peft_config, kept)
+        planned = plan_stages(hf_config, control, options, usual, shape, peft_config, kept, may_halve=may_halve)
     if planned is not None:
         section = planned.section
         ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}
@@ -253,6 +269,20 @@ def _options(
         for shape, why in refused.items():
             logger.debug("plan: not %s: %s", shape.text, why)
     return found
+
+
+def _may_have_halves(usual: RunPlan) -> bool:
+    """Whether nothing else that the run has is in the way of stages that end within decoder layers."""
+    pipeline = usual.section.pipeline.model_copy(update={"half_layers": True})
+    section = usual.section.model_copy(update={"pipeline": pipeline})
+    try:
+        check_features(usual.ds_config, section, usual.expert_parallel)
+    except ValueError as error:
+        if dist.get_rank() == 0:
+            level = logging.INFO if asks_for_halves(usual.section) else logging.DEBUG
+            logger.log(level, "plan: not in halves of layers: %s", error)
+        return False
+    return True
 
 
 def _check_said_once(resolved: RunPlan, *, recomputes: bool) -> None:
@@ -548,7 +578,7 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
             "leave the key out, or build it anew."
         )
     has_halves = pipeline.anatomy.blocks_per_layer == 2
-    if section.pipeline.half_layers and not has_halves:
+    if section.pipeline.half_layers is True and not has_halves:
         raise ValueError(
             "paceline.pipeline.half_layers is true and the pipeline was built with whole layers: leave the key out, or "
             "build it with half_layers=True."

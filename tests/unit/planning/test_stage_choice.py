@@ -10,7 +10,7 @@ from paceline.planning.best_schedule import NEAR
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
 from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
-from paceline.planning.stage_pool import Entry
+from paceline.planning.stage_pool import Entry, StagePool
 from paceline.planning.workload import Item, Workload
 
 MIB = 2.0**20
@@ -169,3 +169,41 @@ def test_layers_are_recomputed_so_that_an_option_fits() -> None:
     entry = Entry(option, work, recomputed=again)
     assert entry.predicted(short) == predicted(option, work, short, recomputed=again)
     assert entry.predicted(short, 2.0).num_recomputed == entry.predicted(short).num_recomputed
+
+
+def in_halves(work: Workload) -> Workload:
+    """The same work in items of half a layer."""
+    first, *layers, last = work.items
+    half = layers[0]._replace(forward_s=0.005, backward_s=0.01, memory=ItemMemory("half", 5_000_000, 20 * MIB, 4 * MIB))
+    return replace(work, items=(first, *(half,) * (2 * len(layers)), last), blocks_per_layer=2)
+
+
+def nine_layers() -> Workload:
+    work = workload()
+    return replace(work, items=(work.items[0], work.items[1], *work.items[1:]))
+
+
+def test_halves_of_layers_where_stages_of_whole_ones_are_uneven() -> None:
+    """Nine layers and a head worth half a layer on four devices: at most three layers a stage, or two and a half."""
+    work, where = nine_layers(), cluster(100_000)
+    option = Option(4, 1, 1, 16)
+    whole, found = predicted(option, work, where), predicted(option, work, where, halved=in_halves(work))
+    assert found.halves
+    assert not whole.halves
+    assert found.whole_s == whole.step_s > found.step_s * (1 + NEAR)
+    assert found.text.endswith(", cut within layers")
+    assert not predicted(Option(1, 4, 1, 4), work, where, halved=in_halves(work)).halves
+    even = replace(workload(), items=(*workload().items[:-1], workload().items[-1]._replace(forward_s=0, backward_s=0)))
+    assert not predicted(option, even, where, halved=in_halves(even)).halves
+
+
+def test_a_run_in_whole_layers_is_compared_as_it_is() -> None:
+    """In the pool, what runs is cut as it is; others as is best for them."""
+    work, where = nine_layers(), cluster(100_000)
+    entry = Entry(Option(4, 1, 1, 16), work, halved=in_halves(work))
+    assert entry.predicted(where).halves
+    whole, halves = (entry.as_it_runs(halves=cut).predicted(where) for cut in (False, True))
+    assert not whole.halves
+    assert whole.step_s > halves.step_s == entry.predicted(where).step_s
+    pool = StagePool((entry.as_it_runs(halves=False), Entry(Option(2, 2, 1, 8), work)), where, Stages(4))
+    assert pool.entries[0].predicted(where).step_s == whole.step_s
