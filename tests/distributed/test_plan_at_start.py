@@ -92,6 +92,7 @@ def trained(
     asked: dict[str, Any],
     layers: int = 4,
     lora: bool = False,
+    family: str = "llama",
     last_rank: str = "",
     bytes_per_s: float | None = None,
     device_bytes: float | None = None,
@@ -124,7 +125,7 @@ def trained(
         "paceline": {"pipeline": {"stages": "plan"} | asked},
         **changes,
     }
-    model: Any = model_config(num_hidden_layers=layers)
+    model: Any = model_config(family, num_hidden_layers=layers)
     if lora:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
@@ -264,6 +265,15 @@ def test_stages_end_within_layers_where_that_is_faster(lora: bool) -> None:
         assert "not in halves of layers" in line
         assert "recompute" in line
         assert HALVES not in refused["chosen"]
+
+
+def test_layers_that_cannot_be_cut_stay_whole() -> None:
+    """Attention and MLP of GPT-NeoX are side by side."""
+    asks = {"stages": 2, "half_layers": "plan"}
+    found = same(run_ranks(trained, 2, asks, layers=3, family="gpt_neox", bytes_per_s=FAST))
+    assert found["chosen"][HALVES] is False
+    (line,) = (line for line in found["lines"] if "not in halves of layers" in line)
+    assert "gpt_neox" in line
 
 
 def test_where_nothing_fits_layers_are_recomputed() -> None:

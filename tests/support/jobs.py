@@ -20,6 +20,7 @@ def model_config(family: str = "llama", **changes: Any) -> Any:
 
     sizes = {
         "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        "gpt_neox": {},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 64},
         "mixtral": {
             "num_key_value_heads": 2,

@@ -39,7 +39,7 @@ from ..config.stage_counts import (
     has_stages,
     may_plan_halves,
 )
-from ..hf.anatomy import UnsupportedModelError, anatomy_of
+from ..hf.anatomy import anatomy_of
 from ..hf.check import require_halves
 from ..hf.layer_profile import Bench, CompileLayers, fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
@@ -161,7 +161,7 @@ def _adapters(hf_config: PretrainedConfig, peft_config: PeftConfig | None) -> tu
     return without_memory(peft_config, whole, anatomy_of(whole)), trained_share(whole)
 
 
-def with_halves(
+def _with_halves(
     measured: Measured,
     hf_config: PretrainedConfig,
     control: ControlPlane,
@@ -169,43 +169,36 @@ def with_halves(
     shape: Shape,
     peft_config: PeftConfig | None = None,
 ) -> Measured:
-    """With halves of decoder layers measured too, if they may make a step shorter, and the model can be cut so.
-    Collective.
+    """With halves of decoder layers measured too, if they may make a step shorter, and all ranks can. Collective.
 
     Args:
         options: numbers of stages that are compared.
         shape: as for :func:`measure`.
-
-    Raises:
-        ValueError: a rank cannot measure them.
     """
     seconds = [item.forward_s + item.backward_s for item in measured.profile.items]
     if not measured.is_unequal and not any(_are_coarse(seconds, stages) for stages in options):
         return measured
     device, profile = _device(), measured.profile
     shape = shape._replace(micro_batch_size=profile.micro_batch_size, half_layers=True)
-    refused = ""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        with control.together("measuring halves of layers"):
-            items: list[ItemProfile] = []
-            try:
-                require_halves(hf_config)
-            except UnsupportedModelError as error:  # on all ranks alike
-                refused = str(error)
-            else:
-                adapters, _ = _adapters(hf_config, peft_config)
-                items = profile_items(hf_config, device=device, adapters=adapters, **shape._asdict())
-        if refused:
-            if control.rank == 0:
-                logger.info("plan: not in halves of layers: %s", refused)
-            return measured
+    try:
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), control.together("measuring halves of layers"):
+            require_halves(hf_config)
+            adapters, _ = _adapters(hf_config, peft_config)
+            items = profile_items(hf_config, device=device, adapters=adapters, **shape._asdict())
+    except Exception as error:  # whole layers are planned all the same
+        if not is_shared(error):
+            raise
+        if control.rank == 0:
+            logger.info("plan: not in halves of layers: %s", error)
+        return measured
     forward = agreed([item.forward_s for item in items], device)
     backward = agreed([item.backward_s for item in items], device)
     together = [replace(item, forward_s=f, backward_s=b) for item, f, b in zip(items, forward, backward, strict=True)]
-    return measured._replace(halves=replace(profile, items=as_wholes(together, profile.items)))
+    return measured._replace(halves=replace(profile, items=_as_wholes(together, profile.items)))
 
 
-def as_wholes(halves: Sequence[ItemProfile], wholes: Sequence[ItemProfile]) -> tuple[ItemProfile, ...]:
+def _as_wholes(halves: Sequence[ItemProfile], wholes: Sequence[ItemProfile]) -> tuple[ItemProfile, ...]:
     """The halves with seconds whose sums are those of the whole layers, and embedding and head as they are there: both
     ways of cutting are compared, so they must differ in nothing else."""
     found = [wholes[0]]
@@ -263,7 +256,7 @@ def plan_stages(
     try:
         measured = measure(hf_config, control, shape, peft_config, compile_layers_of(usual))
         if may_halve:
-            measured = with_halves(measured, hf_config, control, options, shape, peft_config)
+            measured = _with_halves(measured, hf_config, control, options, shape, peft_config)
         chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:

@@ -154,10 +154,10 @@ def plan_for(
     options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
     recomputes_none = blocks_per_layer(section) > 1  # halves of layers are not recomputed one by one
-    has_halves = kept is not None and kept.get(HALVES) is True
-    may_halve = has_halves or asks_for_halves(section) or (plans_unasked and may_plan_halves(section))
+    had_halves = kept is not None and kept.get(HALVES) is True
+    may_halve = may_plan_halves(section) and (plans_unasked or had_halves or asks_for_halves(section))
     may_halve = may_halve and _may_have_halves(usual)
-    if kept is not None and has_halves and not may_halve:
+    if kept is not None and had_halves and not may_halve:
         kept = {path: value for path, value in kept.items() if path != HALVES}
     if kept is not None and (recomputes or recomputes_none):  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
