@@ -165,19 +165,14 @@ def _with_halves(
     measured: Measured,
     hf_config: PretrainedConfig,
     control: ControlPlane,
-    options: Iterable[Stages],
     shape: Shape,
-    peft_config: PeftConfig | None = None,
+    peft_config: PeftConfig | None,
 ) -> Measured:
-    """With halves of decoder layers measured too, if they may make a step shorter, and all ranks can. Collective.
+    """With halves of decoder layers measured too, if all ranks can. Collective.
 
     Args:
-        options: numbers of stages that are compared.
         shape: as for :func:`measure`.
     """
-    seconds = [item.forward_s + item.backward_s for item in measured.profile.items]
-    if not measured.is_unequal and not any(_are_coarse(seconds, stages) for stages in options):
-        return measured
     device, profile = _device(), measured.profile
     shape = shape._replace(micro_batch_size=profile.micro_batch_size, half_layers=True)
     try:
@@ -213,6 +208,12 @@ def _as_wholes(halves: Sequence[ItemProfile], wholes: Sequence[ItemProfile]) -> 
                 )
             )
     return (*found, wholes[-1])
+
+
+def _may_gain(measured: Measured, options: Iterable[Stages]) -> bool:
+    """Whether stages that end within decoder layers may make a step shorter."""
+    seconds = [item.forward_s + item.backward_s for item in measured.profile.items]
+    return measured.is_unequal or any(_are_coarse(seconds, stages) for stages in options)
 
 
 def _are_coarse(seconds: Sequence[float], stages: Stages) -> bool:
@@ -255,8 +256,9 @@ def plan_stages(
     begun = time.perf_counter()
     try:
         measured = measure(hf_config, control, shape, peft_config, compile_layers_of(usual))
-        if may_halve:
-            measured = _with_halves(measured, hf_config, control, options, shape, peft_config)
+        had_halves = kept is not None and kept.get(HALVES) is True
+        if may_halve and (had_halves or _may_gain(measured, options)):
+            measured = _with_halves(measured, hf_config, control, shape, peft_config)
         chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:
