@@ -29,14 +29,16 @@ def measure_otherwise(last_rank: str) -> None:
     from paceline.runtime import plan_at_start
 
     is_last = os.environ["RANK"] == "1"
-    if not last_rank or (last_rank == "fails" and not is_last):
+    if not last_rank or ("fails" in last_rank and not is_last):
         return
     measured = plan_at_start.profile_items
     unit_s = 0.015 if is_last else 0.005
 
     def profile_items(*args: Any, **kwargs: Any) -> Any:
-        if last_rank == "fails":
+        if last_rank == "fails" or (last_rank == "fails with halves" and kwargs["half_layers"]):
             raise RuntimeError("out of memory")
+        if last_rank == "fails with halves":
+            return measured(*args, **kwargs)
         return [replace(item, forward_s=unit_s, backward_s=2 * unit_s) for item in measured(*args, **kwargs)]
 
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
@@ -103,7 +105,8 @@ def trained(
     Args:
         asked: of the pipeline, by the section.
         bytes_per_s: that links are measured to carry (:func:`measure_facts`); None: they are measured.
-        last_rank: what measuring layers does there: ``"fails"``, or takes three times as long, ``"is slow"``.
+        last_rank: what measuring layers does there: ``"fails"``, ``"fails with halves"`` of layers alone, or takes
+            three times as long, ``"is slow"``.
     """
     import torch
 
@@ -265,6 +268,13 @@ def test_stages_end_within_layers_where_that_is_faster(lora: bool) -> None:
         assert "not in halves of layers" in line
         assert "recompute" in line
         assert HALVES not in refused["chosen"]
+        both = same(run_ranks(trained, 2, {"half_layers": "plan"}, layers=3, **facts))
+        assert both["chosen"][HALVES] is True, "beside the stages"
+        assert both["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        failed = same(run_ranks(trained, 2, asks, layers=3, last_rank="fails with halves", **facts))
+        assert failed["chosen"][HALVES] is False
+        assert any("rank 1 failed while measuring halves of layers" in line for line in failed["lines"])
+        assert failed["losses"] == whole["losses"]
 
 
 def test_layers_that_cannot_be_cut_stay_whole() -> None:
@@ -439,7 +449,7 @@ def test_a_job_keeps_its_halves_of_layers_when_it_goes_on(tmp_path: Path) -> Non
     three = {"config_overrides": TINY["config_overrides"].replace("num_hidden_layers=4", "num_hidden_layers=3")}
 
     def run(output: str, **changes: Any) -> str:
-        """What the job said."""
+        """The job's output."""
         sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
         files = {"train_file": text, "deepspeed": silent, "output_dir": tmp_path / output}
         found = run_ranks(job_on_fast_links, 2, flags(**TINY | three | sizes | files | changes))

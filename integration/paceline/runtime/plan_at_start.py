@@ -386,7 +386,8 @@ def _with_reasons(
     """
     others = [f"{other.step_s:.4g} with {other.shape.text}" for other in options if other != best and not other.why_not]
     why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
-    chosen = {} if has_stages(usual.section, usual.ds_config) else {STAGES: Choice(best.stages, why)}
+    are_given = len(options) == 1 or has_stages(usual.section, usual.ds_config)  # one option: halves alone are planned
+    chosen = {} if are_given else {STAGES: Choice(best.stages, why)}
     if best.stages > 1 and _follows_speed(plan, measured) and plan.partition_choice.method != HETERO:
         times = max(measured.rank_s) / min(measured.rank_s)
         chosen[PARTITION] = Choice(HETERO, f"the slowest device takes {times:.2f} times as long as the fastest")

@@ -61,7 +61,7 @@ from ..schedules.schedule import Schedule
 from .compiled_layers import compile_layers_of
 from .hetero import Shape, hetero_boundaries, shared_memory
 from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
-from .plan_at_start import as_before, plan_stages, stages_kept
+from .plan_at_start import as_before, plan_stages, stages_kept, stages_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -162,18 +162,15 @@ def plan_for(
     if kept is not None and (recomputes or recomputes_none):  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
     if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
-        counts, chunks = {usual.stages}, [1]
-        # Halves alone are planned for the stages and the schedule that there are without.
-        opens_stages = is_planned(without_halves(section), ds_config, unasked=plans_unasked)
-        if opens_stages and not has_stages(section, ds_config):
+        counts = {usual.stages}
+        if not has_stages(section, ds_config):
             counts |= {s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])}
             counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
-        if opens_stages and may_have_chunks(section) and not recomputes:
-            chunks.append(2)
-        if opens_stages:
+        chunks = (1, 2) if may_have_chunks(section) and not recomputes else (1,)
+        if is_planned(without_halves(section), ds_config, unasked=plans_unasked):
             options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
-        else:
-            options = {Stages(usual.stages, usual.schedule.chunks or 1): usual}
+        else:  # halves alone are planned, for the stages and the schedule that there are without
+            options = {stages_of(usual): usual}
         if kept is not None and stages_kept(kept) not in options:
             if dist.get_rank() == 0:
                 logger.warning(
