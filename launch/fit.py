@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from paceline.config import read_ds_config
     from paceline.config.recompute_keys import PATH
-    from paceline.config.stage_counts import may_be_planned
+    from paceline.config.stage_counts import blocks_per_layer, may_be_planned
     from paceline.hf.activations import count_items
     from paceline.hf.check import require_halves
     from paceline.hf.sources import model_config_at
@@ -114,7 +114,11 @@ def run(args: argparse.Namespace) -> int:
         "micro_batches": resolved.micro_batches,
         "sequence_length": length,
         "gradient_checkpointing": checkpointing,
-        "recomputed": list(counts_of_layers(boundaries, range(1, len(items) - 1) if checkpointing else again)),
+        "recomputed": list(
+            counts_of_layers(
+                boundaries, range(1, len(items) - 1) if checkpointing else again, blocks_per_layer(resolved.section)
+            )
+        ),
         "schedule": schedule.name,
         "partition": list(boundaries),
         "fits": not short,
@@ -264,7 +268,7 @@ def _boundaries(
 
     fits = resolved.recompute == FIT
     if fits and resolved.partition != HETERO:
-        shape = Shape(_dtype(states), resolved.micro_batch_size, length)
+        shape = Shape(_dtype(states), resolved.micro_batch_size, length, half_layers=resolved.half_layers)
         found = as_it_takes(config, resolved, shape, limits, resolved.partition)
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, found.recomputed
@@ -342,9 +346,7 @@ def _remedies(
         found.append('more stages ("paceline.pipeline.stages")')
     if resolved.data_parallel > 1 and not states.shard:
         found.append('ZeRO 1 ("zero_optimization.stage": 1)')
-    if resolved.half_layers and not checkpointing:
-        found.append("recomputed layers (--gradient-checkpointing for all; halves are not recomputed one by one)")
-    elif not checkpointing and resolved.recompute is None:
+    if not checkpointing and resolved.recompute is None:
         found.append('recomputed layers ("paceline.pipeline.recompute": "fit", or --gradient-checkpointing for all)')
     if resolved.micro_batch_size > 1:
         found.append('a smaller micro-batch ("train_micro_batch_size_per_gpu")')

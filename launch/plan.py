@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         require_halves(config)
     workload = _workload(args, config, shape, cluster, profile)
     recomputed = None
-    if args.gradient_checkpointing is None and not shape.gradient_checkpointing and not shape.half_layers:
+    if args.gradient_checkpointing is None and not shape.gradient_checkpointing:
         again = replace(shape, gradient_checkpointing=True)
         recomputed = cache(lambda: _workload(args, config, again, cluster, profile))
     ranking = search(workload, cluster, _late(args, shape), recomputed)
@@ -159,12 +159,6 @@ def run(args: argparse.Namespace) -> int:
             f"{ranking.dropped[-1].text}.",
             file=sys.stderr,
         )
-        if shape.half_layers and not shape.gradient_checkpointing:
-            print(
-                "paceline: halves of layers are not recomputed one by one: give --gradient-checkpointing, which "
-                "recomputes all, or leave --half-layers out.",
-                file=sys.stderr,
-            )
         return FITS_NOT
     return FITS
 

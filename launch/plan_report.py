@@ -139,7 +139,7 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         pipeline["partition"] = plan["boundaries"]
         if shape.half_layers:
             pipeline["half_layers"] = True
-    if sum(plan["recomputed"]) == _num_blocks(plan):
+    if sum(plan["recomputed"]) == _num_layers(plan, half_layers=shape.half_layers):
         config["pipeline"] = {"activation_checkpoint_interval": 1}
     elif plan["gradient_checkpointing"]:
         pipeline["recompute"] = plan["recomputed"]
@@ -199,7 +199,6 @@ def text(shown: Mapping[str, Any]) -> str:
     ]
     if not shown["plans"]:
         return "\n".join(lines)
-    blocks = "half layers" if shown["half_layers"] else "layers"
     recomputes = ["recomputes"] if any(plan["gradient_checkpointing"] for plan in shown["plans"]) else []
     titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", *recomputes, "runs"]
     rows = [titles]
@@ -207,7 +206,7 @@ def text(shown: Mapping[str, Any]) -> str:
         runs = "here" if plan["runs_here"] else plan["why_not"]
         seconds = [f"{plan['terms'][name]:.4g}" for name in terms]
         room = f"{plan['memory_gib']:.3g}"
-        share = f"{sum(plan['recomputed'])} of {_num_blocks(plan)} {blocks}"
+        share = f"{sum(plan['recomputed'])} of {_num_layers(plan, half_layers=shown['half_layers'])} layers"
         again = [share if plan["gradient_checkpointing"] else "-"][: len(recomputes)]
         count = str(plan["micro_batches"])
         rows.append([str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, count, *again, runs])
@@ -216,9 +215,11 @@ def text(shown: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _num_blocks(plan: Mapping[str, Any]) -> int:
-    """Decoder layers of the model, or halves of them: the items without embedding and head."""
-    return int(plan["boundaries"][-1]) - 2
+def _num_layers(plan: Mapping[str, Any], *, half_layers: bool) -> int:
+    """Decoder layers of all stages. One within which a stage ends counts for the next stage, too."""
+    from paceline.planning.recomputation import layers_of_stages, num_layers
+
+    return sum(num_layers(held, 2 if half_layers else 1) for held in layers_of_stages(plan["boundaries"]))
 
 
 def _terms_shown(shown: Mapping[str, Any]) -> list[str]:

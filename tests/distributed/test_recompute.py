@@ -41,32 +41,37 @@ def trained(
             model.model.layers[index].gradient_checkpointing = True
             model.model.layers[index]._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
     engine, *_ = paceline.initialize(model=model, config=ds_config(paceline={"pipeline": section}, **more))
-    losses, runs = [], []
+    losses, runs, mlp_runs = [], [], []
     for step in range(STEPS):
         if moves and step in moves:
             engine.repartition(moves[step])
         counts: dict[int, int] = {}
+        mlp_counts: dict[int, int] = {}
         hooks = [
-            layer.self_attn.register_forward_pre_hook(partial(count, counts, index))
+            part.register_forward_pre_hook(partial(count, counted, index))
             for stage in engine.module.stages
             for index, layer in enumerate(engine.module.anatomy.layers_of(stage.model))
-            if hasattr(layer, "self_attn")
+            for name, counted in (("self_attn", counts), ("mlp", mlp_counts))
+            if (part := getattr(layer, name, None)) is not None and list(part.parameters())
         ]
         losses.append(engine.train_batch(iter(step_batches(step)[:4])).item())
         for hook in hooks:
             hook.remove()
         runs.append(counts)
+        mlp_runs.append(mlp_counts)
     weights = {name: p.detach().clone() for stage in engine.module.stages for name, p in stage.model.named_parameters()}
-    return {"losses": losses, "weights": weights, "parts": list(engine.module.parts), "runs": runs}
+    parts = list(engine.module.parts)
+    return {"losses": losses, "weights": weights, "parts": parts, "runs": runs, "mlp_runs": mlp_runs}
 
 
 def count(counts: dict[int, int], layer: int, *_: Any) -> None:
     counts[layer] = counts.get(layer, 0) + 1
 
 
-def recomputed(ranks: list[dict[str, Any]], step: int = 0) -> list[int]:
-    """The layers whose forward ran twice for each of the four micro-batches of a step."""
-    runs = {layer: count for rank in ranks for layer, count in rank["runs"][step].items()}
+def recomputed(ranks: list[dict[str, Any]], step: int = 0, part: str = "runs") -> list[int]:
+    """The layers whose forward, or with "mlp_runs" their MLP's, ran twice for each of the four micro-batches of a
+    step."""
+    runs = {layer: count for rank in ranks for layer, count in rank[part][step].items()}
     assert set(runs) == set(range(LAYERS))
     assert set(runs.values()) <= {4, 8}
     return sorted(layer for layer, count in runs.items() if count == 8)
@@ -99,13 +104,50 @@ def test_layers_that_move_stay_recomputed() -> None:
     assert_same(found, plain)
 
 
+HALF_ITEMS = 2 * LAYERS + 2
+HALVES = {"half_layers": True, "partition": [0, 4, HALF_ITEMS]}
+"""The first stage has a whole layer and the attention of the next."""
+
+
+def recomputed_parts(ranks: list[dict[str, Any]], step: int = 0) -> tuple[list[int], list[int]]:
+    return recomputed(ranks, step), recomputed(ranks, step, "mlp_runs")
+
+
+def test_a_stage_recomputes_what_it_has_of_a_layer() -> None:
+    plain = run_ranks(trained, 2, HALVES)
+    assert recomputed_parts(plain) == ([], [])
+    whole = run_ranks(trained, 2)
+    assert plain[0]["losses"] == whole[0]["losses"]
+    for asked, wanted in (
+        ([2, 1], ([0, 1], [0, 1])),
+        ([1, 1], ([0], [0, 1])),
+        ([2, 0], ([0, 1], [0])),
+        (1, ([0], [0, 1])),
+    ):
+        found = run_ranks(trained, 2, HALVES | {"recompute": asked})
+        assert recomputed_parts(found) == wanted, asked
+        assert_same(found, plain)
+
+
+def test_halves_that_meet_are_recomputed_if_both_were() -> None:
+    moves = {1: [0, 3, HALF_ITEMS], 2: [0, 5, HALF_ITEMS], 3: [0, 4, HALF_ITEMS]}
+    plain = run_ranks(trained, 2, HALVES, moves=moves)
+    found = run_ranks(trained, 2, HALVES | {"recompute": [2, 1]}, moves=moves)
+    assert [recomputed_parts(found, step) for step in range(STEPS)] == [([0, 1], [0, 1])] * STEPS
+    assert_same(found, plain)
+    found = run_ranks(trained, 2, HALVES | {"recompute": [2, 0]}, moves=moves)
+    apart, together = ([0, 1], [0]), ([0], [0])
+    assert [recomputed_parts(found, step) for step in range(STEPS)] == [apart, together, together, apart]
+    assert_same(found, plain)
+
+
 def test_a_model_keeps_the_layers_that_its_owner_chose() -> None:
     found = run_ranks(trained, 2, is_in_memory=True, moves={2: [0, 2, ITEMS]})
     assert [recomputed(found, step) for step in range(STEPS)] == [[1, 4]] * STEPS
 
 
-def memory_of(boundaries: list[int], again: list[int]) -> list[float]:
-    """Bytes of each stage under 1F1B, these layers recomputed."""
+def memory_of(boundaries: list[int], again: list[int], *, half_layers: bool = False) -> list[float]:
+    """Bytes of each stage under 1F1B, these layers, or halves of them, recomputed."""
     from paceline.hf.activations import count_items
     from paceline.measure.tokens import tokens_of_sample
     from paceline.planning.memory import States, stage_memory
@@ -113,7 +155,8 @@ def memory_of(boundaries: list[int], again: list[int]) -> list[float]:
 
     config = model_config(num_hidden_layers=LAYERS)
     shape: Any = {"micro_batch_size": BATCH, "sequence_length": tokens_of_sample(None, config)}
-    items = with_recomputed(count_items(config, dtype=torch.float32, **shape), [layer + 1 for layer in again])
+    items = count_items(config, dtype=torch.float32, half_layers=half_layers, **shape)
+    items = with_recomputed(items, [layer + 1 for layer in again])
     return [stage_memory(items, boundaries, stage, States(), 2 - stage).total for stage in range(2)]
 
 
@@ -130,6 +173,31 @@ def test_as_few_layers_are_recomputed_as_it_takes() -> None:
     assert_same(found, plain)
     roomy = run_ranks(trained, 2, {"partition": {"method": parts, "memory_gib": 1.0}, "recompute": "fit"})
     assert recomputed(roomy) == []
+
+
+def test_as_few_halves_are_recomputed_as_it_takes() -> None:
+    parts = [0, 8, HALF_ITEMS]  # three layers and an attention
+    limit = (memory_of(parts, [], half_layers=True)[0] + memory_of(parts, [0, 1], half_layers=True)[0]) / 2
+    plain = run_ranks(trained, 2, {"half_layers": True, "partition": parts})
+    partition = {"method": parts, "memory_gib": limit / 2**30}
+    found = run_ranks(trained, 2, {"half_layers": True, "partition": partition, "recompute": "fit"})
+    assert recomputed_parts(found) == ([0], [0]), "a whole layer"
+    assert max(memory_of(parts, [0, 1], half_layers=True)) <= limit
+    assert_same(found, plain)
+
+
+@pytest.mark.parametrize("method", ["work", "hetero"])
+def test_boundaries_within_layers_and_recomputed_layers_are_found_together(method: str) -> None:
+    parts = [0, 7, HALF_ITEMS]
+    least = memory_of(parts, [*range(2 * LAYERS)], half_layers=True)[0]
+    limit = 0.6 * memory_of(parts, [], half_layers=True)[0] + 0.4 * least
+    partition = {"method": method, "memory_gib": limit / 2**30, "repartition_every": 0}
+    found = run_ranks(trained, 2, {"half_layers": True, "partition": partition, "recompute": "fit"})
+    attention, mlp = recomputed_parts(found)
+    assert attention
+    again = sorted([2 * layer for layer in attention] + [2 * layer + 1 for layer in mlp])
+    assert max(memory_of(found[0]["parts"], again, half_layers=True)) <= limit
+    assert_same(found, run_ranks(trained, 2, {"half_layers": True, "partition": found[0]["parts"]}))
 
 
 @pytest.mark.parametrize("method", ["work", "hetero"])

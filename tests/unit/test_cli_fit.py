@@ -98,6 +98,30 @@ def test_recomputed_layers(fit: Any) -> None:
         assert not any("recompute" in remedy for remedy in never["remedies"])
 
 
+def test_recomputed_halves_of_layers(fit: Any) -> None:
+    """A layer within which a stage ends counts for both stages; both of its halves on a stage count as one."""
+    argv = ("--world-size", "2", "--json", "--device-memory-gib")
+    parts = [0, 6, 14]  # two layers and an attention, then an MLP and three layers
+    halves = {"half_layers": True, "partition": parts}
+    free, _ = fit(ds(2, halves), *argv, "1")
+    kept = [row["activations"] for row in free["memory"]]
+    for asked, less in (([3, 4], [True, True]), ([1, 0], [True, False]), ([0, 1], [False, True])):
+        told, _ = fit(ds(2, halves | {"recompute": asked}), *argv, "1")
+        assert told["recomputed"] == asked
+        assert [row["activations"] < most for row, most in zip(told["memory"], kept, strict=True)] == less
+    _, err = fit(ds(2, halves | {"recompute": [3, 5]}), *argv, "1", status=2)
+    assert "is [3, 5]: these are 8 layers, and the model has 6" in err
+    _, err = fit(ds(2, halves | {"recompute": [4, 3]}), *argv, "1", status=2)
+    assert "stage 0 has 3 layers" in err
+    room = str(0.8 * max(row["total"] for row in free["memory"]) / GIB)
+    short, _ = fit(ds(2, halves), *argv, room, status=3)
+    assert any("recompute" in remedy for remedy in short["remedies"])
+    for method in (parts, "work", "hetero"):
+        found, _ = fit(ds(2, halves | {"partition": method, "recompute": "fit"}), *argv, room)
+        assert found["fits"], method
+        assert 0 < sum(found["recomputed"]) < 7, method
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv", {"type": "multidirection", "directions": 2}])
 def test_recomputed_layers_of_several_stages_a_rank(fit: Any, schedule: Any) -> None:
     argv = ("--world-size", "2", "--json", "--device-memory-gib")

@@ -552,3 +552,22 @@ def test_pipelines_in_two_chunks(plan: Any, tmp_path: Path) -> None:
     assert "chunks2" not in json.dumps(usual)
     slow = [*fast[:-1], "1e4", *few]
     assert "chunks2" not in json.dumps(plan("llama", *slow, "--adaptive")[0])
+
+
+def test_halves_of_layers_are_recomputed_where_that_alone_fits(plan: Any, tmp_path: Path) -> None:
+    argv = [*CLUSTER, *STEP, "--micro-batch-size", "8", "--half-layers", "--json"]
+    free, always = plan("llama", *argv)[0], plan("llama", *argv, "--gradient-checkpointing")[0]
+    name = "tp1_pp2_dp1_ep1"
+    need, less = (next(r["memory_gib"] for r in shown["plans"] if r["name"] == name) for shown in (free, always))
+    shown, _ = plan("llama", *argv, "--memory-gib", str((need + less) / 2), "--write", str(tmp_path / "plans"))
+    row = next(row for row in shown["plans"] if row["name"] == name)
+    assert row["gradient_checkpointing"]
+    assert 0 < sum(row["recomputed"]) < 4
+    written = json.loads(Path(row["file"]).read_text())["paceline"]["pipeline"]
+    assert (written["half_layers"], written["recompute"]) == (True, row["recomputed"])
+    table = plan("llama", *argv[:-1], "--memory-gib", str((need + less) / 2))[0]
+    num_layers = 4 + (row["boundaries"][1] % 2 == 0)
+    assert f" {sum(row['recomputed'])} of {num_layers} layers " in next(r for r in table.splitlines() if name in r)
+    whole = plan("llama", *argv, "--gradient-checkpointing", "--write", str(tmp_path / "whole"))[0]
+    file = next(row["file"] for row in whole["plans"] if row["name"] == name)
+    assert json.loads(Path(file).read_text())["pipeline"] == {"activation_checkpoint_interval": 1}, "all layers are"

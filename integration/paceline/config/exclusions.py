@@ -369,13 +369,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         'write "activation_checkpoint_interval": 1 in "pipeline" instead',
         UPSTREAM,
     ),
-    Exclusion(
-        HALVES,
-        "recompute",
-        "layers are counted whole there",
-        "leave recompute out (gradient checkpointing of all layers goes)",
-        NOT_BUILT,
-    ),
     Exclusion(HALVES, LAYERS, "one's own layers are cut where they are listed", "leave half_layers out", MATHEMATICS),
     Exclusion(
         COMPILED,

@@ -38,14 +38,19 @@ def check_recompute(value: Any) -> Recompute | None:
     )
 
 
-def check_stages(value: Recompute | None, stages: int, num_layers: int) -> None:
-    """Raise ValueError unless ``value`` goes with so many stages, and with so many decoder layers in all of them."""
+def check_stages(value: Recompute | None, stages: int, num_layers: int, *, may_share: bool = False) -> None:
+    """Raise ValueError unless ``value`` goes with so many stages, and with so many decoder layers in all of them.
+
+    Args:
+        may_share: stages may end within a layer, which both stages count then.
+    """
+    most = num_layers + (stages - 1) * may_share
     if isinstance(value, tuple) and len(value) != stages:
         raise ValueError(
             f"{PATH} is {list(value)}: there are {stages} stages, and each has a number; give {stages} numbers, one "
             f'for all stages, or "{FIT}".'
         )
-    if isinstance(value, tuple) and sum(value) > num_layers:
+    if isinstance(value, tuple) and sum(value) > most:
         raise ValueError(
             f"{PATH} is {list(value)}: these are {sum(value)} layers, and the model has {num_layers}; give each stage "
             f'at most as many as it has, or "{FIT}" for as many as it takes.'

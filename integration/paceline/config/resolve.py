@@ -71,10 +71,10 @@ def resolve(
     expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
     check_features(config, section, expert_parallel)
 
-    check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers)
+    blocks = blocks_per_layer(section)
+    check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers, may_share=blocks > 1)
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
-        blocks = blocks_per_layer(section)
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items + (blocks - 1) * num_layers, blocks)
     partition, defaults = resolve_partition(section, method)
     chosen |= {key: Choice(*default) for key, default in defaults.items()}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from ..planning.memory import ItemMemory
+from ..planning.recomputation import recomputed
 from .anatomy import Anatomy, anatomy_of
 from .layer_blocks import blocks_of
 from .once import once_a_config
@@ -97,17 +98,13 @@ def _counted(
             cut = Cut(index, index + 1, False, False)
             measured[block.kind] = _run(config, half_layers, cut, dtype, stream)[:2]
         parameters, saved = measured[block.kind]
-        items.append(ItemMemory(block.name, parameters, saved, _bytes(stream)))
-    if gradient_checkpointing:  # the input stays, and one layer at a time is computed once more
-        for layer in range(anatomy.num_layers):
-            own = slice(1 + anatomy.blocks_of(layer).start, 1 + anatomy.blocks_of(layer).stop)
-            again = sum(item.saved_bytes for item in items[own])
-            first, *halves = (item._replace(saved_bytes=0, working_bytes=again) for item in items[own])
-            halves = [half._replace(first_bytes=half.output_bytes) for half in halves]
-            items[own] = [first._replace(saved_bytes=first.output_bytes), *halves]
+        items.append(
+            ItemMemory(block.name, parameters, saved, _bytes(stream), is_second=bool(index % anatomy.blocks_per_layer))
+        )
     parameters, saved, logits = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
     working = _bytes(logits) + FLOAT_BYTES * logits.numel()
-    return (*items, ItemMemory("head", parameters, saved, 0, working))
+    items.append(ItemMemory("head", parameters, saved, 0, working))
+    return tuple(recomputed(items) if gradient_checkpointing else items)
 
 
 def _run(

@@ -133,6 +133,8 @@ class ItemMemory(NamedTuple):
         empty: parameters for which the ranks that share its experts have room together beyond these.
         first_bytes: kept besides by a live micro-batch where the item is the first of its stage: the input of the
             second half of a recomputed layer, whose first half has it otherwise.
+        is_second: the second half of the decoder layer that the item before it begins. A stage that has both recomputes
+            both or none.
     """
 
     name: str
@@ -143,6 +145,7 @@ class ItemMemory(NamedTuple):
     elsewhere: int = 0
     empty: int = 0
     first_bytes: float = 0.0
+    is_second: bool = False
 
     @property
     def counts(self) -> tuple[int, int, int]:

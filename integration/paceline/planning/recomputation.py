@@ -3,7 +3,10 @@
 Of a stage the first layers are recomputed. 1F1B keeps most micro-batches on the first stages, so these recompute most;
 and as a recomputed layer takes a forward longer, boundaries and recomputed layers are found together.
 
-Legend: items are embedding, decoder layers, head with loss; L layers, S stages.
+Where stages end within decoder layers, a layer is what a stage has of it: a half, or both halves, which are recomputed
+together.
+
+Legend: items are embedding, decoder layers (or their halves), head with loss; L layers, S stages.
 """
 
 from __future__ import annotations
@@ -49,9 +52,11 @@ class Recomputable:
         live: Sequence[int],
     ) -> None:
         self._items, self._live = kept, live
+        self._blocks_per_layer = blocks_per_layer(kept)
         self._states = _sums(states)
         self._kept = _sums([item.saved_bytes for item in kept])
         self._again = _sums([item.saved_bytes for item in again])
+        self._first_again = [item.first_bytes for item in again]
         self._working = [item.working_bytes for item in kept]
         self._working_again = [item.working_bytes for item in again]
         self._forward_s = _sums([forward_s for forward_s, _ in seconds])
@@ -116,14 +121,14 @@ class Recomputable:
                     break
                 start, count = start - 1, more
             cuts.append(start)
-            found.append(self._recomputed(start, count))
+            found.append(self._recomputed(start, stop, count))
         return Recomputation(tuple(reversed(cuts)), tuple(item for items in reversed(found) for item in items))
 
     def _slowest_s(self, found: Recomputation, devices: Sequence[Device]) -> float:
-        again = set(found.items)
+        counts = counts_of_layers(found.boundaries, found.items, self._blocks_per_layer)
         return max(
-            self._seconds(start, stop, sum(item in again for item in range(start, stop))) / device.speed
-            for (start, stop), device in zip(pairwise(found.boundaries), devices, strict=True)
+            self._seconds(start, stop, count) / device.speed
+            for (start, stop), count, device in zip(pairwise(found.boundaries), counts, devices, strict=True)
         )
 
     def _count(self, stage: int, start: int, stop: int, limit: float, likely: int = 0) -> int | None:
@@ -132,46 +137,52 @@ class Recomputable:
         Args:
             likely: fewer are tried last: a stage with a layer less needs so many.
         """
-        layers = min(stop, len(self._items) - 1) - max(start, 1)
+        layers = self._num_layers(start, stop)
         tried = (*range(likely, layers + 1), *range(likely))
         return next((count for count in tried if self._need(stage, start, stop, count) <= limit), None)
 
     def _need(self, stage: int, start: int, stop: int, count: int) -> float:
         """Bytes as :func:`~paceline.planning.memory.stage_memory` has them."""
-        first = max(start, 1)
-        end = first + count
+        again = self._recomputed(start, stop, count)
+        first, end = again.start, again.stop
         incoming = self._items[start - 1].output_bytes if start else 0.0
         outgoing = self._items[stop - 1].output_bytes if stop < len(self._items) else 0.0
         saved = self._kept[first] - self._kept[start] + self._again[end] - self._again[first]
         saved += self._kept[stop] - self._kept[end] + outgoing
+        saved += self._first_again[start] if count and start == first else 0.0
         working = max((*self._working[start:first], *self._working_again[first:end], *self._working[end:stop]))
         states = self._states[stop] - self._states[start]
         return states + self._live[stage] * saved + working + 2 * incoming + outgoing
 
     def _seconds(self, start: int, stop: int, count: int) -> float:
-        first = max(start, 1)
-        return self._total_s[stop] - self._total_s[start] + self._forward_s[first + count] - self._forward_s[first]
+        again = self._recomputed(start, stop, count)
+        return self._total_s[stop] - self._total_s[start] + self._forward_s[again.stop] - self._forward_s[again.start]
 
-    @staticmethod
-    def _recomputed(start: int, count: int) -> range:
-        return range(max(start, 1), max(start, 1) + count)
+    def _recomputed(self, start: int, stop: int, count: int) -> range:
+        held = range(max(start, 1), min(stop, len(self._items) - 1))
+        return first_layers(held, count, self._blocks_per_layer)
+
+    def _num_layers(self, start: int, stop: int) -> int:
+        return num_layers(range(max(start, 1), min(stop, len(self._items) - 1)), self._blocks_per_layer)
 
     def _short(self, stage: int, start: int, stop: int, limit: float) -> DoesNotFit:
-        layers = min(stop, len(self._items) - 1) - max(start, 1)
-        need = min(self._need(stage, start, stop, count) for count in range(layers + 1))
+        need = min(self._need(stage, start, stop, count) for count in range(self._num_layers(start, stop) + 1))
         return DoesNotFit(stage, stage, need, limit, "with all its layers recomputed")
 
 
 def recomputed(items: Sequence[ItemMemory], which: Collection[int] | None = None) -> list[ItemMemory]:
     """Memory of the items if these layers, by default all, are recomputed: each keeps its input, and one at a time is
-    whole again."""
-    layers = range(1, len(items) - 1) if which is None else which
-    return [
-        item._replace(saved_bytes=item.output_bytes, working_bytes=item.working_bytes + item.saved_bytes)
-        if index in layers
-        else item
-        for index, item in enumerate(items)
-    ]
+    whole again. Of a half, the layer is counted as whole again, although a stage may end between both."""
+    found, layers = list(items), range(1, len(items) - 1) if which is None else which
+    blocks = blocks_per_layer(items)
+    for index in layers:
+        item = items[index]
+        first = index - item.is_second
+        layer = items[first : first + blocks]
+        working = max(each.working_bytes for each in layer) + sum(each.saved_bytes for each in layer)
+        saved, as_first = (0.0, item.output_bytes) if item.is_second else (item.output_bytes, 0.0)
+        found[index] = item._replace(saved_bytes=saved, working_bytes=working, first_bytes=as_first)
+    return found
 
 
 def recomputed_s(seconds: Sequence[tuple[float, float]], which: Collection[int]) -> list[tuple[float, float]]:
@@ -184,9 +195,32 @@ def layers_of_stages(boundaries: Sequence[int]) -> list[range]:
     return [range(max(start, 1), min(stop, boundaries[-1] - 1)) for start, stop in pairwise(boundaries)]
 
 
-def counts_of_layers(boundaries: Sequence[int], items: Collection[int]) -> tuple[int, ...]:
+def blocks_per_layer(items: Sequence[ItemMemory]) -> int:
+    """Items that a decoder layer is: itself, or its two halves."""
+    return 2 if any(item.is_second for item in items) else 1
+
+
+def num_layers(held: range, blocks_per_layer: int = 1) -> int:
+    """Layers that are in a stage as a whole or as a half.
+
+    Args:
+        held: its items, without embedding and head.
+    """
+    return len(range((held.start - 1) // blocks_per_layer, (held.stop - 2) // blocks_per_layer + 1)) if held else 0
+
+
+def first_layers(held: range, count: int, blocks_per_layer: int = 1) -> range:
+    """The items of the first ``count`` layers of a stage. Arguments as of :func:`num_layers`."""
+    end = 1 + blocks_per_layer * ((held.start - 1) // blocks_per_layer + count)
+    return range(held.start, max(held.start, min(end, held.stop)) if count else held.start)
+
+
+def counts_of_layers(boundaries: Sequence[int], items: Collection[int], blocks_per_layer: int = 1) -> tuple[int, ...]:
     """Recomputed layers of each stage."""
-    return tuple(sum(item in items for item in range(start, stop)) for start, stop in pairwise(boundaries))
+    return tuple(
+        len({(item - 1) // blocks_per_layer for item in range(start, stop) if item in items})
+        for start, stop in pairwise(boundaries)
+    )
 
 
 def _sums(values: Sequence[float]) -> list[float]:

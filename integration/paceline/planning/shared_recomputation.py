@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from .blocks import DoesNotFit
 from .memory import ItemMemory, StageMemory, States
-from .recomputation import Recomputation, layers_of_stages, recomputed
+from .recomputation import (
+    Recomputation,
+    blocks_per_layer,
+    first_layers,
+    layers_of_stages,
+    num_layers,
+    recomputed,
+)
 from .shared_devices import Held
 
 
@@ -23,6 +30,7 @@ class SharedRecomputable:
     def __init__(self, items: Sequence[ItemMemory], states: States, held: Sequence[Held]) -> None:
         self._items, self._states, self._held = items, states, held
         self._again = recomputed(items)
+        self._blocks_per_layer = blocks_per_layer(items)
         self._known: dict[tuple[int, tuple[tuple[int, int, int], ...]], float] = {}
         """Bytes of a device, by the items (from, to) and the number of recomputed layers of each of its stages."""
 
@@ -39,7 +47,7 @@ class SharedRecomputable:
         Raises:
             DoesNotFit: a device does not fit with all its layers recomputed.
         """
-        layers = [len(own) for own in layers_of_stages(boundaries)]
+        layers = [num_layers(own, self._blocks_per_layer) for own in layers_of_stages(boundaries)]
         counts = [0] * len(layers)
         for device, (held, limit) in enumerate(zip(self._held, limits, strict=True)):
             while (need := self._need(device, boundaries, counts)) > limit:
@@ -56,7 +64,10 @@ class SharedRecomputable:
             worst = max(range(len(limits)), key=lambda device: needs[device] - limits[device])
             raise DoesNotFit(worst, worst, needs[worst], limits[worst], "with layers recomputed")
         of_stages = zip(layers_of_stages(boundaries), counts, strict=True)
-        return Recomputation(tuple(boundaries), tuple(item for own, count in of_stages for item in own[:count]))
+        return Recomputation(
+            tuple(boundaries),
+            tuple(item for own, count in of_stages for item in first_layers(own, count, self._blocks_per_layer)),
+        )
 
     def _fits(self, counts: Sequence[int], boundaries: Sequence[int], limits: Sequence[float]) -> bool:
         return all(self._need(device, boundaries, counts) <= limit for device, limit in enumerate(limits))
@@ -74,8 +85,8 @@ class SharedRecomputable:
         return self._known[key]
 
     def _stage(self, boundaries: Sequence[int], stage: int, count: int, share: float | None) -> StageMemory:
-        first = max(boundaries[stage], 1)
-        mixed = [*self._items[:first], *self._again[first : first + count], *self._items[first + count :]]
+        again = first_layers(layers_of_stages(boundaries)[stage], count, self._blocks_per_layer)
+        mixed = [*self._items[: again.start], *self._again[again.start : again.stop], *self._items[again.stop :]]
         return Held.stage(mixed, boundaries, stage, self._states, share)
 
 

@@ -98,6 +98,7 @@ def predicted(
     within_s: float = inf,
     recomputed: Workload | None = None,
     halved: Workload | None = None,
+    halved_again: Workload | None = None,
 ) -> Option:
     """The option with its step time and memory, or the reason why it cannot be, or need not be looked at.
 
@@ -108,11 +109,12 @@ def predicted(
         within_s: with several chunks, a step that certainly takes longer is not predicted.
         recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
         halved: the workload in halves of decoder layers, if stages may end within them: they do where that is faster.
+        halved_again: the same with all layers recomputed, if some may be.
     """
     whole = _as_cut(option, workload, cluster, expert, within_s, recomputed, tuned=tuned)
     if halved is None:
         return whole
-    found = _as_cut(option, halved, cluster, expert, within_s, None, tuned=tuned)
+    found = _as_cut(option, halved, cluster, expert, within_s, halved_again, tuned=tuned)
     if found.why_not or found.step_s * (1 + NEAR) > whole.step_s:
         return whole
     return found._replace(whole_s=whole.step_s)
@@ -146,7 +148,7 @@ def _as_cut(
         return option._replace(why_not=whole.text)
     if recomputed is not None and whole.recomputes:
         workload = workload.with_recomputed(recomputed, whole.recomputed)
-        option = option._replace(num_recomputed=len(whole.recomputed))
+        option = option._replace(num_recomputed=sum(whole.recomputed_of_stages))
     if tuned:
         whole, order = with_best_schedule(whole, workload, cluster)
     return option._replace(step_s=whole.step_s, order=order, memory_bytes=_fullest(whole))

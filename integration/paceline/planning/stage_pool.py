@@ -24,6 +24,7 @@ class Entry:
         memory_bytes: that may be used of a device.
         recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
         halved: the workload in halves of decoder layers, if stages may end within them.
+        halved_again: the same with all layers recomputed, where ``recomputed`` is there.
     """
 
     option: Option
@@ -33,25 +34,28 @@ class Entry:
     memory_bytes: float = inf
     recomputed: Workload | None = None
     halved: Workload | None = None
+    halved_again: Workload | None = None
 
     def as_it_runs(self, *, halves: bool) -> Entry:
         """Cut as told, with no other choice."""
-        workload = self.halved if halves and self.halved is not None else self.workload
-        return replace(self, workload=workload, halved=None)
+        workload, again = self.workload, self.recomputed
+        if halves and self.halved is not None:
+            workload, again = self.halved, self.halved_again
+        return replace(self, workload=workload, recomputed=again, halved=None, halved_again=None)
 
     def predicted(self, cluster: Cluster, slowness: float = 1.0, within_s: float = inf) -> Option:
         """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
-        workload = scaled(self.workload, slowness)
-        again = None if self.recomputed is None else scaled(self.recomputed, slowness)
-        halved = None if self.halved is None else scaled(self.halved, slowness)
+        optional = (self.recomputed, self.halved, self.halved_again)
+        again, halved, halved_again = (None if each is None else scaled(each, slowness) for each in optional)
         cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, self.memory_bytes))
         return predicted(
-            *(self.option, workload, cluster),
+            *(self.option, scaled(self.workload, slowness), cluster),
             expert=self.expert,
             tuned=self.tuned,
             within_s=within_s,
             recomputed=again,
             halved=halved,
+            halved_again=halved_again,
         )
 
 

@@ -63,6 +63,7 @@ class Plan:
         simulated: whether the pipeline was; else by formula.
         schedule: of the pipeline; without a flush the step is one of the steady state.
         recomputed: items whose activations backwards compute anew.
+        blocks_per_layer: items that a decoder layer is: itself, or its two halves.
     """
 
     strategy: Strategy
@@ -73,6 +74,7 @@ class Plan:
     simulated: bool
     schedule: PipelineSchedule = ONE_F_ONE_B
     recomputed: tuple[int, ...] = ()
+    blocks_per_layer: int = 1
 
     @property
     def recomputes(self) -> bool:
@@ -81,8 +83,8 @@ class Plan:
 
     @property
     def recomputed_of_stages(self) -> tuple[int, ...]:
-        """Recomputed layers of each stage."""
-        return counts_of_layers(self.boundaries, self.recomputed)
+        """Recomputed layers of each stage; where one ends within a layer, both stages count it."""
+        return counts_of_layers(self.boundaries, self.recomputed, self.blocks_per_layer)
 
     @property
     def name(self) -> str:
@@ -250,7 +252,17 @@ def _plan_of(
         return _too_large(strategy, schedule, stage, most.total, workload, cluster)
     terms, simulated = step_terms(strategy, workload, cluster, share, times, boundaries, micro_batches, stream)
     _check_finite(sum(terms.values()))
-    return Plan(strategy, boundaries, micro_batches, memory, terms, simulated, schedule, workload.recomputed)
+    return Plan(
+        strategy,
+        boundaries,
+        micro_batches,
+        memory,
+        terms,
+        simulated,
+        schedule,
+        workload.recomputed,
+        workload.blocks_per_layer,
+    )
 
 
 def _too_large(

@@ -327,12 +327,22 @@ class CausalLMPipeline(PipelineModule):
 
     def recompute(self, items: Iterable[int]) -> None:
         """Recompute the activations of these layers, by item, in the backward pass, and of no others. Layers that
-        arrive from another stage are recomputed as they were there."""
+        arrive from another stage are recomputed as they were there; both halves of a layer on a stage are recomputed
+        together, where both are among the ``items``."""
         self.recomputed = frozenset(items)
         if self.recomputed:
-            for model in self.models:
-                blocks = self.anatomy.blocks_per_layer
-                recompute_layers(model, self.anatomy, {(item - 1) // blocks for item in self.recomputed})
+            for stage, model in zip(self.held, self.models, strict=True):
+                recompute_layers(model, self.anatomy, self._recomputed_of(stage))
+
+    def _recomputed_of(self, stage: int) -> set[int]:
+        """Indices of the decoder layers whose activations a stage computes again."""
+        held = range(self.parts[stage], self.parts[stage + 1])
+        found = set()
+        for layer in range(self.anatomy.num_layers):
+            own = [block + 1 for block in self.anatomy.blocks_of(layer) if block + 1 in held]
+            if own and self.recomputed.issuperset(own):
+                found.add(layer)
+        return found
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile each decoder layer, also those that arrive from another stage; arguments of ``torch.compile``."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ from ..planning.memory import States
 from ..planning.partition_methods import by_work
 from ..planning.stage_choice import NEAR, Option, Stages, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
-from ..planning.workload import StageTimes
+from ..planning.workload import StageTimes, Workload
 from ..supervise.watch import EVERYONE, WATCH
 from .compiled_layers import compile_layers_of
 from .hetero import Shape
@@ -287,7 +287,7 @@ def _chosen(
     with control.together("planning the stages"):
         if control.rank == 0:
             is_asked = usual.recompute == FIT or (kept is not None and RECOMPUTE in kept)
-            may_fit = is_asked or not (measured.profile.gradient_checkpointing or usual.half_layers)
+            may_fit = is_asked or not measured.profile.gradient_checkpointing
             preferred = Stages(usual.stages) if kept is None else stages_kept(kept)
             # Layers are recomputed unasked only where nothing fits otherwise.
             for fits in ([] if is_asked else [False]) + ([True] if may_fit else []):
@@ -341,22 +341,22 @@ def entries(
             profile.gradient_checkpointing,
             plan.half_layers,
         )
-        workload = replace(workload_of(hf_config, sizes, profile=profile), states=states)
-        recomputed = halved = None
-        if fits and chunks == 1:
-            again = replace(sizes, gradient_checkpointing=True)
-            recomputed = replace(workload_of(hf_config, again, profile=profile), states=states)
-        elif measured.halves is not None and not fits and stages > 1:
-            cut = replace(sizes, half_layers=True)
-            halved = replace(workload_of(hf_config, cut, profile=measured.halves), states=states)
         follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
         shares = unequal is not None and unequal.micro_batches is None
         factor = slowdown(measured.rank_s, stages, follows_speed=follows, shares_by_speed=shares)
-        workload = scaled(workload, factor)
-        recomputed = None if recomputed is None else scaled(recomputed, factor)
-        halved = None if halved is None else scaled(halved, factor)
+
+        cuts = [(sizes, profile)]
+        if measured.halves is not None and stages > 1:
+            cuts.append((replace(sizes, half_layers=True), measured.halves))
+        workloads: list[Workload | None] = []
+        for cut, of_cut in cuts:
+            ways = [cut] + [replace(cut, gradient_checkpointing=True)] * (fits and chunks == 1)
+            counted = [replace(workload_of(hf_config, way, profile=of_cut), states=states) for way in ways]
+            workloads += [scaled(each, factor) for each in counted] + [None] * (2 - len(ways))
+        whole, *others = workloads
+        assert whole is not None, "layers as they are"
         experts, is_tuned, limit = plan.expert_parallel, plan.schedule.is_tuned, plan.partition_choice.memory_bytes
-        found.append(Entry(option, workload, experts, is_tuned, limit or inf, recomputed, halved))
+        found.append(Entry(option, whole, experts, is_tuned, limit or inf, *others))
     return found
 
 
@@ -396,7 +396,8 @@ def _with_reasons(
     if best.chunks > 1 or asks_for_chunks(usual.section):
         chosen[PLANNED_CHUNKS] = Choice(best.chunks, why)
     if best.halves:
-        chosen[HALVES] = Choice(True, f"{best.step_s:.4g} s a step predicted, {best.whole_s:.4g} in whole layers")
+        in_whole = f"{best.whole_s:.4g} in whole layers" if isfinite(best.whole_s) else "whole layers do not fit"
+        chosen[HALVES] = Choice(True, f"{best.step_s:.4g} s a step predicted, {in_whole}")
     elif asks_for_halves(usual.section):
         chosen[HALVES] = Choice(False, "stages within layers would not be clearly faster, or cannot be")
     if fits and usual.recompute is None:

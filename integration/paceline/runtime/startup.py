@@ -51,7 +51,7 @@ from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device, DoesNotFit
 from ..planning.divisors import divisors
 from ..planning.memory import ItemMemory, States
-from ..planning.recomputation import Recomputable, counts_of_layers, layers_of_stages
+from ..planning.recomputation import Recomputable, counts_of_layers, first_layers, layers_of_stages, num_layers
 from ..planning.recomputed_stages import fastest_stages
 from ..planning.shared_devices import held_by, whole_schedule
 from ..planning.shared_recomputation import SharedRecomputable
@@ -153,13 +153,12 @@ def plan_for(
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
-    recomputes_none = blocks_per_layer(section) > 1  # halves of layers are not recomputed one by one
     had_halves = kept is not None and kept.get(HALVES) is True
     may_halve = may_plan_halves(section) and (plans_unasked or had_halves or asks_for_halves(section))
     may_halve = may_halve and _may_have_halves(usual)
     if kept is not None and had_halves and not may_halve:
         kept = {path: value for path, value in kept.items() if path != HALVES}
-    if kept is not None and (recomputes or recomputes_none):  # what this start asks for goes before the one before
+    if kept is not None and recomputes:  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
     if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
         counts = {usual.stages}
@@ -480,8 +479,9 @@ def recompute_as_written(pipeline: CausalLMPipeline, resolved: RunPlan, fitting:
     items = fitting if resolved.recompute == FIT else as_written(resolved, pipeline.parts)
     pipeline.recompute(items)
     if dist.get_rank() == 0:
-        stages = [len(layers) for layers in layers_of_stages(pipeline.parts)]
-        found = list(counts_of_layers(pipeline.parts, items))
+        blocks = pipeline.anatomy.blocks_per_layer
+        stages = [num_layers(layers, blocks) for layers in layers_of_stages(pipeline.parts)]
+        found = list(counts_of_layers(pipeline.parts, items, blocks))
         logger.info("recompute: %s of the %s layers of the stages", found, stages)
 
 
@@ -530,9 +530,9 @@ def as_written(resolved: RunPlan, boundaries: Sequence[int]) -> list[int]:
     asked = resolved.recompute
     if asked is None or asked == FIT:
         return []
-    stages = layers_of_stages(boundaries)
-    counts = counts_of(asked, [len(layers) for layers in stages])
-    return [item for layers, count in zip(stages, counts, strict=True) for item in layers[:count]]
+    stages, blocks = layers_of_stages(boundaries), blocks_per_layer(resolved.section)
+    counts = counts_of(asked, [num_layers(layers, blocks) for layers in stages])
+    return [item for layers, count in zip(stages, counts, strict=True) for item in first_layers(layers, count, blocks)]
 
 
 def work_boundaries(

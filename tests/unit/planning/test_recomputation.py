@@ -11,7 +11,15 @@ import pytest
 
 from paceline.planning.blocks import Device, DoesNotFit
 from paceline.planning.memory import ItemMemory, States, stage_memory
-from paceline.planning.recomputation import Recomputable, Recomputation, counts_of_layers, recomputed, recomputed_s
+from paceline.planning.recomputation import (
+    Recomputable,
+    Recomputation,
+    counts_of_layers,
+    first_layers,
+    num_layers,
+    recomputed,
+    recomputed_s,
+)
 from paceline.planning.shared_devices import held_by
 from paceline.planning.shared_recomputation import SharedRecomputable
 from paceline.schedules.families import one_f_one_b
@@ -24,6 +32,7 @@ class Model(NamedTuple):
     items: list[ItemMemory]
     seconds: list[tuple[float, float]]
     devices: list[Device]
+    blocks: int = 1
 
     @property
     def stages(self) -> int:
@@ -47,21 +56,25 @@ class Model(NamedTuple):
         return sum(map(sum, recomputed_s(self.seconds, again)[start:stop])) / self.devices[stage].speed
 
 
-def draw(seed: int, *, alike: bool) -> Model:
-    """Draw two to seven layers on up to three devices, of sizes such that some fit only with recomputed layers."""
+def draw(seed: int, *, alike: bool, halves: bool = False) -> Model:
+    """Draw two to seven layers, or two to four of two halves, on up to three devices, of sizes such that some fit only
+    with recomputed layers."""
     chance = random.Random(seed)
-    layers = chance.randint(2, 7)
+    layers = 2 * chance.randint(2, 4) if halves else chance.randint(2, 7)
     width = chance.uniform(1, 5)
     sizes = [width if alike else chance.uniform(1, 5) for _ in range(layers)]
     items = [
         ItemMemory("embedding", 1, 1.0, 2.0),
-        *(ItemMemory("layer", round(size), 20 * size, 2.0) for size in sizes),
+        *(
+            ItemMemory("layer", round(size), 20 * size, 2.0, is_second=halves and number % 2 == 1)
+            for number, size in enumerate(sizes)
+        ),
         ItemMemory("head", 1, 5.0, 0.0, 7.0),
     ]
     seconds = [(0.1, 0.1), *((size, 2 * size) for size in sizes), (1.0, 2.0)]
     stages = chance.randint(1, min(3, layers))
     devices = [Device(chance.choice([1.0, 2.0]), chance.uniform(60, 500)) for _ in range(stages)]
-    return Model(items, seconds, devices)
+    return Model(items, seconds, devices, 1 + halves)
 
 
 def layers_of(boundaries: tuple[int, ...], stage: int) -> range:
@@ -77,7 +90,8 @@ def tried(model: Model) -> float:
         slowest = 0.0
         for stage, device in enumerate(model.devices):
             layers = layers_of(boundaries, stage)
-            choices = (layers[:count] for count in range(len(layers) + 1))
+            counts = range(num_layers(layers, model.blocks) + 1)
+            choices = (first_layers(layers, count, model.blocks) for count in counts)
             fits = (again for again in choices if model.need(boundaries, stage, again) <= device.memory_bytes)
             again = next(fits, None)
             slowest = inf if again is None else max(slowest, model.seconds_of(boundaries, stage, again))
@@ -85,9 +99,10 @@ def tried(model: Model) -> float:
     return best
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("seed", range(150))
-def test_the_slowest_stage_is_as_fast_as_by_trying_everything(seed: int) -> None:
-    model = draw(seed, alike=True)
+def test_the_slowest_stage_is_as_fast_as_by_trying_everything(seed: int, halves: bool) -> None:
+    model = draw(seed, alike=True, halves=halves)
     wanted = tried(model)
     if wanted == inf:
         with pytest.raises(DoesNotFit, match="with all its layers recomputed"):
@@ -99,17 +114,19 @@ def test_the_slowest_stage_is_as_fast_as_by_trying_everything(seed: int) -> None
     assert fewest.items == again, "the fewest that fit"
     for stage, device in enumerate(model.devices):
         layers = layers_of(boundaries, stage)
-        count = counts_of_layers(boundaries, again)[stage]
+        count = counts_of_layers(boundaries, again, model.blocks)[stage]
         assert model.need(boundaries, stage, again) <= device.memory_bytes
-        assert set(again) & set(layers) == set(layers[:count]), "the first ones"
+        assert set(again) & set(layers) == set(first_layers(layers, count, model.blocks)), "the first ones"
         if count:
-            assert model.need(boundaries, stage, layers[: count - 1]) > device.memory_bytes, "one fewer would not do"
+            fewer = first_layers(layers, count - 1, model.blocks)
+            assert model.need(boundaries, stage, fewer) > device.memory_bytes, "one fewer would not do"
 
 
-def test_the_cases_are_of_all_sorts() -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_cases_are_of_all_sorts(halves: bool) -> None:
     found = []
     for seed in range(150):
-        model = draw(seed, alike=True)
+        model = draw(seed, alike=True, halves=halves)
         try:
             found.append(len(model.recomputable().partition(model.devices).items))
         except DoesNotFit:
@@ -136,6 +153,20 @@ def test_of_unlike_layers_what_is_found_fits_and_is_seldom_not_the_best() -> Non
         missed += slowest > wanted * (1 + 1e-6)
     assert found > 60
     assert missed <= 0.05 * found
+
+
+def test_halves_of_a_layer_are_recomputed_together() -> None:
+    """Two whole layers: the second stage has a half of the first, and both halves of the other."""
+    assert [first_layers(range(2, 5), count, 2) for count in range(4)] == [range(2, end) for end in (2, 3, 5, 5)]
+    assert [num_layers(held, 2) for held in (range(1, 2), range(2, 5), range(1, 5), range(1, 1))] == [1, 2, 2, 0]
+    assert counts_of_layers((0, 2, 6), (1, 2, 3, 4), 2) == (1, 2)
+    half = ItemMemory("half", 1, 30.0, 2.0, 4.0)
+    items = [ItemMemory("embedding", 1, 1.0, 2.0), *[half, half._replace(is_second=True)] * 2, ItemMemory("h", 1, 5, 0)]
+    again = recomputed(items)
+    assert [item.saved_bytes for item in again] == [1.0, 2.0, 0.0, 2.0, 0.0, 5]
+    assert {item.working_bytes for item in again[1:-1]} == {64.0}
+    cut, whole = (stage_memory(again, boundaries, 1, STATES, 1).activations for boundaries in ((0, 2, 6), (0, 3, 6)))
+    assert (cut, whole) == (2 + 2 + 5, 2 + 5), "where a stage begins within a layer, the half's own input is kept"
 
 
 def test_boundaries_that_do_not_fit_say_which_stage() -> None:

@@ -9,6 +9,7 @@ import pytest
 from paceline.planning.best_schedule import NEAR
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
+from paceline.planning.recomputation import recomputed
 from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
 from paceline.planning.stage_pool import Entry, StagePool
 from paceline.planning.workload import Item, Workload
@@ -142,15 +143,18 @@ def test_a_line_for_people() -> None:
     assert line == "2 stages of 2 chunks x 2 replicas: 1.25 s a step of 8 micro-batches of 2, zbv, 1 GiB"
 
 
+def recomputed_all(work: Workload) -> Workload:
+    """The same work, all of its layers recomputed."""
+    memories = recomputed([item.memory for item in work.items])
+    items = [item._replace(memory=memory) for item, memory in zip(work.items, memories, strict=True)]
+    items[1:-1] = [item._replace(backward_s=item.backward_s + item.forward_s) for item in items[1:-1]]
+    return replace(work, items=tuple(items), recomputed=tuple(range(1, len(items) - 1)))
+
+
 def test_layers_are_recomputed_so_that_an_option_fits() -> None:
     """As few as it takes; what fits as it is stays as it is."""
-    work = workload()
-    layers = range(1, 9)
-    light = [
-        item._replace(memory=item.memory._replace(saved_bytes=4 * MIB), backward_s=item.backward_s + item.forward_s)
-        for item in work.items[1:-1]
-    ]
-    again = replace(work, items=(work.items[0], *light, work.items[-1]), recomputed=tuple(layers))
+    work, layers = workload(), range(1, 9)
+    again = recomputed_all(work)
     option = Option(4, 1, 1, 16)
     free = predicted(option, work, cluster(1000))
     short = cluster(1000, (free.memory_bytes - 150 * MIB) / 2**30)
@@ -175,7 +179,8 @@ def in_halves(work: Workload) -> Workload:
     """The same work in items of half a layer."""
     first, *layers, last = work.items
     half = layers[0]._replace(forward_s=0.005, backward_s=0.01, memory=ItemMemory("half", 5_000_000, 20 * MIB, 4 * MIB))
-    return replace(work, items=(first, *(half,) * (2 * len(layers)), last), blocks_per_layer=2)
+    other = half._replace(memory=half.memory._replace(is_second=True))
+    return replace(work, items=(first, *(half, other) * len(layers), last), blocks_per_layer=2)
 
 
 def nine_layers() -> Workload:
@@ -195,6 +200,26 @@ def test_halves_of_layers_where_stages_of_whole_ones_are_uneven() -> None:
     assert not predicted(Option(1, 4, 1, 4), work, where, halved=in_halves(work)).halves
     even = replace(workload(), items=(*workload().items[:-1], workload().items[-1]._replace(forward_s=0, backward_s=0)))
     assert not predicted(option, even, where, halved=in_halves(even)).halves
+
+
+def test_halves_of_layers_are_recomputed_where_memory_is_short() -> None:
+    """Both ways of cutting recompute as few layers as they need; where only one fits without, it is no matter how."""
+    work, halves = nine_layers(), in_halves(nine_layers())
+    option, again = Option(4, 1, 1, 16), [recomputed_all(each) for each in (work, halves)]
+    roomy = predicted(option, work, cluster(100_000), halved=halves)
+    short = cluster(100_000, 0.7 * roomy.memory_bytes / 2**30)
+    assert predicted(option, work, short, halved=halves).why_not
+    found = predicted(option, work, short, recomputed=again[0], halved=halves, halved_again=again[1])
+    whole = predicted(option, work, short, recomputed=again[0])
+    assert found.halves
+    assert whole.step_s == found.whole_s > found.step_s > roomy.step_s
+    assert 0 < found.num_recomputed < 12, "nine layers, of which three may be in two stages"
+    assert ", cut within layers" in found.text
+    assert f" with {found.num_recomputed} recomputed layers" in found.text
+    entry = Entry(option, work, recomputed=again[0], halved=halves, halved_again=again[1])
+    assert entry.predicted(short) == found
+    assert entry.as_it_runs(halves=True).predicted(short).step_s == found.step_s
+    assert entry.as_it_runs(halves=False).predicted(short).step_s == whole.step_s
 
 
 def test_a_run_in_whole_layers_is_compared_as_it_is() -> None:
