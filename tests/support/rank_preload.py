@@ -13,7 +13,9 @@ import os
 import pkgutil
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 _PRELOAD = (
     "datasets",
@@ -66,6 +68,30 @@ def _run_what_is_slow_once() -> None:
         count_items(model_config("llama"), dtype=torch.float32, micro_batch_size=1, sequence_length=8)
 
 
+def _share_gloo_threads() -> None:
+    """Have one thread of a rank carry the messages of all its groups.
+
+    Gloo gives each group a thread that looks a hundred times a second for something to do. Of engines that a process
+    has had one after another these were 160, and a third of the time that tests take. Launched jobs have them.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    make: Any = ProcessGroupGloo.__init__
+    devices: dict[int, Any] = {}
+
+    def made(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+        options = timeout
+        if isinstance(timeout, timedelta):
+            process = os.getpid()  # a device has a thread, which does not survive a fork
+            if process not in devices:
+                devices[process] = ProcessGroupGloo.create_default_device()
+            options = ProcessGroupGloo._Options()
+            options._devices, options._timeout = [devices[process]], timeout
+        make(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = made  # type: ignore[method-assign]
+
+
 def _preload() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,6 +108,7 @@ def _preload() -> None:
                 importlib.import_module(module.name)
 
     torch.set_num_threads(1)
+    _share_gloo_threads()
     with contextlib.suppress(Exception):  # the ranks of its tests will report it
         _run_what_is_slow_once()
     # init_distributed compiles this extension where it can: half a minute, for shared-memory collectives.
