@@ -14,7 +14,7 @@ from paceline.checkpoint import Checkpoint
 from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import run_ranks
 
-BEFORE, AFTER = 3, 10
+BEFORE, AFTER = 3, 5
 INTO = {(1, 1): (2, 2), (2, 1): (4, 1), (4, 1): (1, 1), (1, 2): (4, 2), (2, 2): (1, 2), (4, 2): (2, 1)}
 """Shape (stages, replicas) that is saved, and the one that it is loaded into."""
 VARIANTS = [(zero, dtype) for zero, dtype in product((0, 1), ("fp32", "bf16"))]

@@ -160,7 +160,7 @@ class OneAfterAnother:
         at_once: the most cases of one start. Engines leave the threads of their groups behind.
     """
 
-    def __init__(self, function: Callable[..., Any], cases: Mapping[Any, Case], at_once: int = 6) -> None:
+    def __init__(self, function: Callable[..., Any], cases: Mapping[Any, Case], at_once: int = 12) -> None:
         self.function = function
         self.cases = cases
         self.at_once = at_once
