@@ -7,7 +7,7 @@
 set -uo pipefail
 
 LOWEST_TRANSFORMERS=5.17.0
-SIDE_BY_SIDE=(-n 3 --dist worksteal) # ranks mostly wait for each other, and nothing has a limit of time but hanging
+SIDE_BY_SIDE=(-n 3 --dist worksteal) # some wait, for ranks or limits of time, and nothing but hanging ends a test
 LOWEST_TESTS=(
   tests/parity
   tests/unit/hf

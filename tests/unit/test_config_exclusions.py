@@ -52,7 +52,6 @@ ASKING: dict[tuple[str, str], Features] = {
     ("recompute", "activation_checkpoint_interval"): features(
         {"pipeline": {"activation_checkpoint_interval": 1}, "paceline": {"pipeline": {"recompute": [1, 0]}}}
     ),
-    (HALVES, "recompute"): features({"paceline": {"pipeline": {"half_layers": True, "recompute": 1}}}),
     **{
         (COMPILED, name): features({**more, "paceline": {"pipeline": {"compile": True, **keys}, **section}})
         for name, keys, section, more in (
