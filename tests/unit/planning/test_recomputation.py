@@ -66,7 +66,7 @@ def draw(seed: int, *, alike: bool, halves: bool = False) -> Model:
     items = [
         ItemMemory("embedding", 1, 1.0, 2.0),
         *(
-            ItemMemory("layer", round(size), 20 * size, 2.0, is_second=halves and number % 2 == 1)
+            ItemMemory("layer", round(size), 20 * size, 20.0 if halves else 2.0, is_second=halves and number % 2 == 1)
             for number, size in enumerate(sizes)
         ),
         ItemMemory("head", 1, 5.0, 0.0, 7.0),
