@@ -84,7 +84,7 @@ def _share_gloo_threads() -> None:
         if isinstance(timeout, timedelta):
             process = os.getpid()  # a device has a thread, which does not survive a fork
             if process not in devices:
-                devices[process] = ProcessGroupGloo.create_default_device()
+                devices[process] = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
             options = ProcessGroupGloo._Options()
             options._devices, options._timeout = [devices[process]], timeout
         make(self, store, rank, size, options)
