@@ -282,10 +282,10 @@ def _boundaries(
             boundaries = partition_items(own, num_stages, WORK, route_of_chunks(routes))
         else:
             boundaries = work_boundaries(own, items, limits, states, whole_schedule(schedule))
-        return boundaries, as_written(resolved, boundaries)
+        return boundaries, as_written(resolved, boundaries, anatomy.blocks_per_layer)
     if resolved.partition != HETERO:
         boundaries = partition_items(own, num_stages, resolved.partition)
-        return boundaries, as_written(resolved, boundaries)
+        return boundaries, as_written(resolved, boundaries, anatomy.blocks_per_layer)
     # Without times, an item takes as long as it has operations.
     seconds = [(item.work / 3, item.work / 1.5) for item in own]
     speeds = [1.0] * resolved.stages
@@ -309,7 +309,7 @@ def _boundaries(
     except DoesNotFit:  # shown as it would be without limits
         devices, again = [Device(speed) for speed in speeds], tuple(range(1, len(items) - 1))
         plan = plan_stages(items, seconds, devices, states, schedule, owners=owners)
-    return plan.boundaries, again if fits else as_written(resolved, plan.boundaries)
+    return plan.boundaries, again if fits else as_written(resolved, plan.boundaries, anatomy.blocks_per_layer)
 
 
 def _stages(

@@ -266,6 +266,11 @@ def test_stages_end_within_layers_where_that_is_faster(lora: bool) -> None:
         fitting = same(run_ranks(trained, 2, asks | {"recompute": "fit"}, layers=3, **facts))
         assert fitting["chosen"][HALVES] is True, "where nothing needs to be recomputed"
         assert fitting["losses"] == whole["losses"]
+        limit = 0.95 * min(float(line.partition(" GiB")[0].split()[-1]) for line in fitting["lines"] if " GiB" in line)
+        short = same(run_ranks(trained, 2, asks | {"recompute": "fit"}, layers=3, device_bytes=limit * 2**30, **facts))
+        assert short["chosen"][HALVES] is True
+        assert any(" recomputed layers, cut within layers" in line for line in short["lines"]), short["lines"]
+        assert short["losses"] == whole["losses"]
         both = same(run_ranks(trained, 2, {"half_layers": "plan"}, layers=3, **facts))
         assert both["chosen"][HALVES] is True, "beside the stages"
         assert both["losses"] == pytest.approx(whole["losses"], rel=1e-6)

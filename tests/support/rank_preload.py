@@ -79,7 +79,7 @@ def _share_gloo_threads() -> None:
     make: Any = ProcessGroupGloo.__init__
     devices: dict[int, Any] = {}
 
-    def made(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+    def made(group: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             process = os.getpid()  # a device has a thread, which does not survive a fork
@@ -87,7 +87,7 @@ def _share_gloo_threads() -> None:
                 devices[process] = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
             options = ProcessGroupGloo._Options()
             options._devices, options._timeout = [devices[process]], timeout
-        make(self, store, rank, size, options)
+        make(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = made  # type: ignore[method-assign]
 

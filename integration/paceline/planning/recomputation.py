@@ -52,7 +52,7 @@ class Recomputable:
         live: Sequence[int],
     ) -> None:
         self._items, self._live = kept, live
-        self._blocks_per_layer = blocks_per_layer(kept)
+        self._blocks_per_layer = items_per_layer(kept)
         self._states = _sums(states)
         self._kept = _sums([item.saved_bytes for item in kept])
         self._again = _sums([item.saved_bytes for item in again])
@@ -174,7 +174,7 @@ def recomputed(items: Sequence[ItemMemory], which: Collection[int] | None = None
     """Memory of the items if these layers, by default all, are recomputed: each keeps its input, and one at a time is
     whole again. Of a half, the layer is counted as whole again, although a stage may end between both."""
     found, layers = list(items), range(1, len(items) - 1) if which is None else which
-    blocks = blocks_per_layer(items)
+    blocks = items_per_layer(items)
     for index in layers:
         item = items[index]
         first = index - item.is_second
@@ -195,7 +195,7 @@ def layers_of_stages(boundaries: Sequence[int]) -> list[range]:
     return [range(max(start, 1), min(stop, boundaries[-1] - 1)) for start, stop in pairwise(boundaries)]
 
 
-def blocks_per_layer(items: Sequence[ItemMemory]) -> int:
+def items_per_layer(items: Sequence[ItemMemory]) -> int:
     """Items that a decoder layer is: itself, or its two halves."""
     return 2 if any(item.is_second for item in items) else 1
 

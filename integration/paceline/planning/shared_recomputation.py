@@ -8,8 +8,8 @@ from .blocks import DoesNotFit
 from .memory import ItemMemory, StageMemory, States
 from .recomputation import (
     Recomputation,
-    blocks_per_layer,
     first_layers,
+    items_per_layer,
     layers_of_stages,
     num_layers,
     recomputed,
@@ -30,7 +30,7 @@ class SharedRecomputable:
     def __init__(self, items: Sequence[ItemMemory], states: States, held: Sequence[Held]) -> None:
         self._items, self._states, self._held = items, states, held
         self._again = recomputed(items)
-        self._blocks_per_layer = blocks_per_layer(items)
+        self._blocks_per_layer = items_per_layer(items)
         self._known: dict[tuple[int, tuple[tuple[int, int, int], ...]], float] = {}
         """Bytes of a device, by the items (from, to) and the number of recomputed layers of each of its stages."""
 

@@ -476,10 +476,10 @@ def recompute_as_written(pipeline: CausalLMPipeline, resolved: RunPlan, fitting:
     """
     if resolved.recompute is None:
         return
-    items = fitting if resolved.recompute == FIT else as_written(resolved, pipeline.parts)
+    blocks = pipeline.anatomy.blocks_per_layer
+    items = fitting if resolved.recompute == FIT else as_written(resolved, pipeline.parts, blocks)
     pipeline.recompute(items)
     if dist.get_rank() == 0:
-        blocks = pipeline.anatomy.blocks_per_layer
         stages = [num_layers(layers, blocks) for layers in layers_of_stages(pipeline.parts)]
         found = list(counts_of_layers(pipeline.parts, items, blocks))
         logger.info("recompute: %s of the %s layers of the stages", found, stages)
@@ -521,8 +521,11 @@ def compile_by_call(pipeline: nn.Module, resolved: RunPlan, backend: object, arg
     pipeline.compile(**compiling.arguments)
 
 
-def as_written(resolved: RunPlan, boundaries: Sequence[int]) -> list[int]:
+def as_written(resolved: RunPlan, boundaries: Sequence[int], blocks: int) -> list[int]:
     """The items that are recomputed where the JSON says how many of each stage are: the first ones.
+
+    Args:
+        blocks: items that a decoder layer is: itself, or its two halves.
 
     Raises:
         ValueError: a stage has fewer layers.
@@ -530,7 +533,7 @@ def as_written(resolved: RunPlan, boundaries: Sequence[int]) -> list[int]:
     asked = resolved.recompute
     if asked is None or asked == FIT:
         return []
-    stages, blocks = layers_of_stages(boundaries), blocks_per_layer(resolved.section)
+    stages = layers_of_stages(boundaries)
     counts = counts_of(asked, [num_layers(layers, blocks) for layers in stages])
     return [item for layers, count in zip(stages, counts, strict=True) for item in first_layers(layers, count, blocks)]
 
