@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.jobs import MICRO_BATCHES, assert_equal, ds_config, model_config, step_batches, train
+from support.jobs import LAYERS, MICRO_BATCHES, assert_equal, ds_config, model_config, step_batches, train
 from support.ranks import OneAfterAnother, on, run_ranks
 
 STEPS = 4
@@ -18,6 +18,9 @@ EAGER = {"compile": {"backend": "aot_eager"}}
 BF16 = {"bf16": {"enabled": True}}
 UNIFORM = {"stages": 2, "partition": "uniform"}
 SPREAD = {"enabled": True, "autoep_size": 2}
+CUT = [0, 4, 2 * LAYERS + 2]
+"""Boundaries over halves of layers: the second stage begins with an MLP."""
+CUTS = {"after attention": CUT, "between layers": [0, 5, 2 * LAYERS + 2]}
 CASES: dict[str, Any] = {
     "2 stages": on(2, 2),
     "bf16, ZeRO 1, 2 replicas": on(4, 2, zero=1, clipping=0.05, more=BF16),
@@ -27,20 +30,24 @@ CASES: dict[str, Any] = {
     "interleaved": on(2, 2, schedule="interleaved"),
     "one_direction": on(2, 2, schedule="one_direction"),
     "multidirection": on(2, 2, schedule={"type": "multidirection", "directions": 2}),
+    "halves": on(2, 2, partition=CUT, half_layers=True),
+    "halves, recomputed": on(2, 2, partition=CUT, half_layers=True, checkpointing=True),
+    "halves of gpt2": on(2, 2, family="gpt2", partition=CUT, half_layers=True),
+    "moving halves": on(2, 2, partition={"method": "hetero", "repartition_every": 1}, half_layers=True),
     "moving layers": on(2, 2, partition={"method": "hetero", "repartition_every": 1}),
     "mixtral": on(2, 2, family="mixtral"),
     "experts on several ranks": on(4, 2, family="mixtral", more={"expert_parallel": SPREAD}),
 }
 IN_ANOTHER_ORDER = ("mixtral", "experts on several ranks")
 """Where a compiled backward adds the gradients of a layer's input up in another order."""
-BY_MEASUREMENT = ("moving layers",)
+BY_MEASUREMENT = ("moving layers", "moving halves")
 """Where measured times say which rank holds a layer: a norm's sum over the ranks has another order in each run."""
 
 HAS_COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
-INDUCTOR = pytest.param(
-    *("inductor", "2 stages"),
-    marks=pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler on CPUs: it runs where g++ is"),
+needs_compiler = pytest.mark.skipif(
+    not HAS_COMPILER, reason="inductor needs a C++ compiler on CPUs: it runs where g++ is"
 )
+INDUCTOR = pytest.param("inductor", "2 stages", marks=needs_compiler)
 
 
 def counted(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -74,12 +81,19 @@ def compiled(case: Any, keys: dict[str, Any]) -> Any:
     return on(case.world_size, *args, keys={**kwargs.pop("keys", {}), **keys}, **kwargs)
 
 
+def fused_halves(cut: str) -> Any:
+    """In bf16, where a fused kernel rounds once what single ones round each."""
+    boundaries = {"partition": CUTS[cut], "half_layers": True, "more": BF16}
+    return compiled(on(2, 2, **boundaries), {"compile": True})
+
+
 RUNS = OneAfterAnother(
     counted,
     {
         **{(name, "plain"): case for name, case in CASES.items()},
         **{(name, "compiled"): compiled(case, EAGER) for name, case in CASES.items()},
         **({("inductor", "compiled"): compiled(CASES["2 stages"], {"compile": True})} if HAS_COMPILER else {}),
+        **({cut: fused_halves(cut) for cut in CUTS} if HAS_COMPILER else {}),
     },
     at_once=8,
 )
@@ -105,6 +119,11 @@ def test_the_same_up_to_rounding(name: str, reference: str) -> None:
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         for key, tensor in theirs["state"].items():
             torch.testing.assert_close(ours["state"][key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_kernels_of_a_half_are_the_same_wherever_the_other_is() -> None:
+    assert_equal(*(RUNS[cut] for cut in CUTS))
 
 
 def test_the_call_of_deepspeeds_users_compiles_the_layers() -> None:
@@ -179,6 +198,42 @@ def test_graphs_are_made_once_for_alike_layers_and_once_more_for_lengths() -> No
     assert {rank["graphs"] for rank in RUNS["lengths", "compiled"]} == {3}
 
 
+def test_graphs_are_made_once_for_alike_halves() -> None:
+    """Each for training and for the evaluation, wherever the other half is."""
+    assert {rank["graphs"] for rank in RUNS["halves", "compiled"]} == {4}
+
+
+def timed_halves(is_compiled: bool) -> tuple[dict[int, tuple[float, ...]], int]:
+    """Forward and backward seconds, saved and output bytes of the items here; and graphs that timing them made."""
+    from torch._dynamo.utils import counters
+
+    import paceline
+
+    torch.compiler.reset()
+    counters.clear()
+    pipeline = {"stages": 2, "partition": CUT, "half_layers": True, **(EAGER if is_compiled else {})}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": pipeline})
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    engine.train_batch(iter(step_batches(0)))
+    before = counters["stats"]["unique_graphs"]
+    engine.meter.time_layers(engine.layers)
+    engine.train_batch(iter(step_batches(1)))
+    reports = engine.meter.stop_timing_layers(engine.layers, 2)
+    return {item: tuple(found.times) for item, found in reports.items()}, counters["stats"]["unique_graphs"] - before
+
+
+def test_halves_that_are_compiled_are_timed_each() -> None:
+    """Also those of a layer that is whole on its stage; and no graph is made for it, which would take long."""
+    found, plain = run_ranks(timed_halves, 2, True), run_ranks(timed_halves, 2, False)
+    for (times, num_graphs), (wanted, _) in zip(found, plain, strict=True):
+        assert num_graphs == 0
+        assert times.keys() == wanted.keys()
+        for item, (forward_s, backward_s, saved_bytes, output_bytes) in times.items():
+            assert min(forward_s, backward_s) > 0
+            assert output_bytes == wanted[item][3]
+            assert wanted[item][2] / 2 < saved_bytes <= wanted[item][2]  # what is cheap, a graph computes again
+
+
 def refused(pipeline: dict[str, Any], more: dict[str, Any], call: dict[str, Any]) -> str:
     import paceline
 
@@ -198,7 +253,6 @@ def refused(pipeline: dict[str, Any], more: dict[str, Any], call: dict[str, Any]
         ({}, {"backend": "cudagraphs"}, "pipeline.compile.backend"),
         ({}, {"compiled_autograd_enabled": True}, "compiled_autograd_enabled"),
         ({"schedule": "zbh1"}, {}, 'schedule.type "zbh1": a compiled layer computes both gradients in one'),
-        ({"half_layers": True}, {}, "half_layers is true: whole layers are compiled"),
         ({"schedule": "adaptive"}, {}, 'write "compile": true'),
     ],
 )

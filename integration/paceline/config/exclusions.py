@@ -398,7 +398,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "leave one of them out",
         NOT_BUILT,
     ),
-    Exclusion(COMPILED, HALVES, "whole layers are compiled", "leave one of them out", NOT_BUILT),
     Exclusion(
         COMPILED,
         LAYERS,

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .adapters import Adapter, adapter_for
 from .layer_source import layer_halves, layer_loop, uncalled
+from .own_class import plain_class
 
 WHOLE_LAYERS = "Leave paceline.pipeline.half_layers out: cuts are then between whole layers."
 """The remedy where a model can be cut between its decoder layers only."""
@@ -140,7 +141,7 @@ def half_children(layer: nn.Module, half: int) -> dict[str, int]:
     """Children of a decoder layer that its first (0) or second (1) half calls, each with the number of values that it
     returns, as :attr:`Anatomy.returns`. The layer is one that :func:`anatomy_of` has found to have halves."""
     children = dict(layer.named_children())
-    called = layer_halves(type(layer))[half]  # type: ignore[arg-type]  # classes are hashable
+    called = layer_halves(plain_class(layer))[half]  # type: ignore[arg-type]  # classes are hashable
     return {name: returns for name, returns in called if name in children}
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -27,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
+
+from ..hf.own_class import Own, become
 
 MOST_OF_HEAD = 4
 """What a head may leave for later, in multiples of what the other layers leave. Where it leaves more, the last stage
@@ -162,22 +163,6 @@ class Deferral:
             deferred.run()
 
 
-class Own:
-    """Comes before the class of a module, which is then of both (:func:`become`)."""
-
-    plain: type[nn.Module]
-    """The class that the module had."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle the module as it was. The engine, which attributes of ours lead to, stays out."""
-        state = {name: value for name, value in vars(self).items() if name not in _OWN}
-        return object.__new__, (self.plain,), state
-
-
-_OWN = ("natural", "weight_name", "natural_hooks", "num_rows", "deferral", "compiled", "parts", "_compiled_call_impl")
-"""Attributes of ours."""
-
-
 class OwnLinear(Own):
     """An ``nn.Linear``, or a ``Conv1D`` of Hugging Face's, that computes the gradients of its parameters itself."""
 
@@ -269,17 +254,3 @@ def is_linear(layer: Any) -> bool:
     if isinstance(layer, OwnLinear):
         return True
     return getattr(type(layer), "forward", None) in (nn.Linear.forward, Conv1D.forward) and "forward" not in vars(layer)
-
-
-def become(module: Any, kind: Any) -> Any:
-    """``module``, which is a ``kind`` from now on, and what it was."""
-    if not isinstance(module, kind):
-        plain: Any = module.plain if isinstance(module, Own) else type(module)
-        module.__class__ = _both(kind, plain)
-    return module
-
-
-@cache
-def _both(kind: Any, plain: Any) -> Any:
-    names = ("__module__", "__qualname__", "__doc__")
-    return type(plain.__name__, (kind, plain), {"plain": plain, **{name: getattr(plain, name) for name in names}})

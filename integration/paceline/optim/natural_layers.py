@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config.natural_gradient_keys import SIMPLE, NaturalGradientConfig
-from .linear_layers import Own, OwnLinear, become, full_precision, is_linear
+from ..hf.own_class import Own, become
+from .linear_layers import OwnLinear, full_precision, is_linear
 from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, SimpleAffineNaturalGradient, sample
 
 MAX_ROWS = 1024

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from .linear_layers import Deferral, Own, Partial, become, full_precision
+from ..hf.own_class import Own, become
+from .linear_layers import Deferral, Partial, full_precision
 from .natural_layers import NaturalExperts, called_with, is_stack_of_experts
 
 _GROUPED: tuple[Any, ...] = tuple(

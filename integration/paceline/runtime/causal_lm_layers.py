@@ -17,6 +17,7 @@ from ..hf.quiet_transformers import quiet
 from ..hf.stage import CausalLMStage, HalfLayer, PassThrough, take_out, take_out_half
 from ..hf.weights import skeleton
 from ..moe.hf_experts import HFExpertLayer
+from .compiled_layers import run_of_half
 from .module import CausalLMPipeline, cut_of, partition_items
 from .movable_layers import Layers, TensorNote, empty_tensors
 
@@ -45,10 +46,15 @@ class CausalLMLayers(Layers):
     def get(self, item: int) -> nn.Module | None:
         if not 0 < item < self.num_items - 1:
             return None
-        holder = next(m for m, stage in zip(self.module.models, self.held, strict=True) if item in self._of(stage))
-        index, half = self._place(item)
-        layer = self.module.anatomy.layers_of(holder)[index]
+        _, half = self._place(item)
+        layer = self._layer(item)
         return layer if half is None else HalfLayer(layer, half)
+
+    def _layer(self, item: int) -> nn.Module:
+        """The decoder layer here that an item is, or of which it is a half."""
+        holder = next(m for m, stage in zip(self.module.models, self.held, strict=True) if item in self._of(stage))
+        index, _ = self._place(item)
+        return self.module.anatomy.layers_of(holder)[index]
 
     def _place(self, item: int) -> tuple[int, int | None]:
         """Number of the decoder layer that an item is, or of which it is a half, and which half."""
@@ -73,10 +79,15 @@ class CausalLMLayers(Layers):
         if len(own) == 1 and own[0] in (0, last):  # after the stage's forward comes only the head's loss
             whole = self.module.stages[self.held.index(stage)]
             return {own[0]: whole}, None, last if last in own else None
-        layers = {item: layer for item in own if (layer := self.get(item)) is not None}
-        # A half of a layer has no forward of its own.
-        parts = {item: tuple(one.children()) if isinstance(one, HalfLayer) else one for item, one in layers.items()}
+        parts = {item: parts for item in own if (parts := self._run_of(item)) is not None}
         return parts, 0 if 0 in own else None, last if last in own else None
+
+    def _run_of(self, item: int) -> nn.Module | Sequence[nn.Module] | None:
+        """The module that is called when a layer or a half of one runs, or the modules where none is that alone."""
+        layer, (_, half) = self.get(item), self._place(item)
+        if layer is None or half is None:
+            return layer
+        return run_of_half(self._layer(item), half) or tuple(layer.children())
 
     def recomputed_together(self, stage: int) -> dict[int, int]:
         layers = self.module.anatomy.layers_of(self.module.models[self.held.index(stage)])

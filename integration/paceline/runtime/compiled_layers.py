@@ -3,10 +3,14 @@
 Each layer is compiled alone. What it keeps for a micro-batch's backward belongs to that micro-batch, as without, so
 forwards and backwards may come in any schedule's order; and what moves, measures or recomputes single layers finds them
 as they were. In steps with split backwards, whose linear layers leave products for later, layers run uncompiled.
+
+Where layers may be cut in halves, each half is compiled alone, also of a layer that a stage has whole: a half has the
+same kernels, and so the same numbers and times, wherever the other one is.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,8 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config.run_plan import RunPlan
 from ..hf.layer_profile import CompileLayers
-from ..hf.stage import PassThrough
-from ..optim.linear_layers import Deferral, Own, become
+from ..hf.own_class import Own, become, plain_class
+from ..hf.stage import HalfLayer, PassThrough, take_out_half
+from ..optim.linear_layers import Deferral
 
 logger = logging.getLogger("paceline")
 
@@ -39,13 +44,36 @@ class CompiledLayer(Own):
     compiled: Forward
     parts: tuple[nn.Module, ...]
     """The layer and all modules in it."""
+    pieces: tuple[nn.Module, ...] = ()
+    """Both halves of the layer, if it runs in halves: modules that share its children, each compiled."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         assert isinstance(self, nn.Module)
+        if self.pieces:
+            for piece in self.pieces:
+                piece.training = self.training
+            return self._forward_in_halves(*args, **kwargs)
         deferrals = (vars(part).get("deferral") for part in self.parts)  # which modules get when a schedule splits
         splits = any(isinstance(deferral, Deferral) and deferral.is_on for deferral in deferrals)
         forward: Forward = self.plain.forward if splits else self.compiled
         return forward(self, *args, **kwargs)
+
+    def _forward_in_halves(self, *args: object, **kwargs: object) -> object:
+        """What the layer returns: the second half's hidden states, and beside them what either half knows."""
+        first, second = self.pieces
+        between = first(*args, **kwargs)
+        stream = between[0] if isinstance(between, tuple) else between
+        if args:
+            args = (stream, *args[1:])
+        else:
+            kwargs[next(iter(kwargs))] = stream
+        out = second(*args, **kwargs)
+        if not isinstance(out, tuple):
+            return out
+        return (
+            out[0],
+            *(late if late is not None else early for early, late in zip(between[1:], out[1:], strict=True)),
+        )
 
 
 class CompiledForwards:
@@ -59,17 +87,49 @@ class CompiledForwards:
         self._compiled = compiled
         self._of: dict[type[nn.Module], Forward] = {}
 
-    def adopt(self, layers: Iterable[nn.Module]) -> None:
-        """Let these layers run compiled; placeholders stay as they are."""
+    def adopt(self, layers: Iterable[nn.Module], *, in_halves: bool = False) -> None:
+        """Let these layers run compiled; placeholders stay as they are. To be called again when modules of a layer
+        were replaced.
+
+        Args:
+            in_halves: layers may be cut between attention and MLP.
+        """
         for layer in layers:
             if "forward" in vars(layer):
                 logger.warning("a %s has a forward of its own, and is not compiled", type(layer).__name__)
-            elif not isinstance(layer, (PassThrough, CompiledLayer)):
-                kind = type(layer)
-                if kind not in self._of:
-                    self._of[kind] = self._compiled(_single(kind.forward))
-                become(layer, CompiledLayer).compiled = self._of[kind]
-                vars(layer)["parts"] = tuple(layer.modules())
+            elif not isinstance(layer, PassThrough):
+                self._adopt(layer)
+                has_both = in_halves and all(map(partial(_holds, layer), range(2)))
+                vars(layer)["pieces"] = tuple(self._piece(layer, half) for half in range(2)) if has_both else ()
+
+    def _adopt(self, layer: nn.Module) -> None:
+        kind = plain_class(layer)
+        if kind not in self._of:
+            self._of[kind] = self._compiled(_single(kind.forward))
+        become(layer, CompiledLayer).compiled = self._of[kind]
+        vars(layer)["parts"] = tuple(layer.modules())
+
+    def _piece(self, layer: nn.Module, half: int) -> nn.Module:
+        """The first (0) or second (1) half of a layer as a layer: it has placeholders for the other half's modules."""
+        piece = copy.copy(layer)  # of its plain class, and without attributes of ours
+        vars(piece).update(vars(nn.Module()), gradient_checkpointing=False)  # the layer has the hooks, and recomputes
+        piece._modules = dict(layer._modules)
+        take_out_half(piece, 1 - half)
+        self._adopt(piece)
+        return piece
+
+
+def run_of_half(layer: nn.Module, half: int) -> nn.Module | None:
+    """The module that runs when the first (0) or second (1) half of a compiled layer does; None where no module is
+    called that is this half alone: the layer is not compiled."""
+    if not isinstance(layer, CompiledLayer):
+        return None
+    return layer.pieces[half] if layer.pieces else layer
+
+
+def _holds(layer: nn.Module, half: int) -> bool:
+    """Whether a stage has this half of a layer."""
+    return any(not isinstance(child, PassThrough) for child in HalfLayer(layer, half).children())
 
 
 def compiled_forwards(*args: object, **kwargs: object) -> CompiledForwards:

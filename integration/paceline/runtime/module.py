@@ -358,7 +358,7 @@ class CausalLMPipeline(PipelineModule):
         """Have all decoder layers here compiled, if layers are."""
         if self._compiled is not None:
             for model in self.models:
-                self._compiled.adopt(self.anatomy.layers_of(model))
+                self._compiled.adopt(self.anatomy.layers_of(model), in_halves=self.anatomy.blocks_per_layer > 1)
 
     @property
     def num_virtual_stages(self) -> int:

@@ -7,12 +7,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer
 
-from paceline.hf.stage import PassThrough
+from paceline.hf.stage import HalfLayer, PassThrough, take_out_half
 from paceline.optim.linear_layers import Deferral
-from paceline.runtime.compiled_layers import CompiledForwards, CompiledLayer
+from paceline.runtime.compiled_layers import CompiledForwards, CompiledLayer, run_of_half
 
 
 class Layer(nn.Module):
@@ -68,6 +70,99 @@ def test_a_layer_that_leaves_products_for_later_runs_as_it_is() -> None:
     assert layer.linear.weight.grad is None
     deferred.run()
     assert layer.linear.weight.grad is not None
+
+
+def llama_layer() -> nn.Module:
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2, attn_implementation="eager")
+    return LlamaDecoderLayer(config, 0)
+
+
+def called(layer: nn.Module, *, by_name: bool = False) -> Tensor:
+    x = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
+    tables = {"position_embeddings": (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))}
+    out: Tensor = layer(hidden_states=x, **tables) if by_name else layer(x, **tables)
+    return out
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_layer_of_two_halves_runs_them_one_after_the_other(by_name: bool) -> None:
+    counted, layer = Counted(), llama_layer()
+    wanted = called(layer)
+    CompiledForwards(counted).adopt([layer], in_halves=True)
+    names = [name for name, _ in layer.named_parameters()]
+    calls: list[str] = []
+    layer.register_forward_hook(lambda *_: calls.append("layer"))
+    for half in range(2):
+        piece = run_of_half(layer, half)
+        assert piece is not None
+        piece.register_forward_hook(lambda *_, half=half: calls.append(f"half {half}"))
+    assert torch.equal(called(layer, by_name=by_name), wanted)
+    assert (counted.num_compiled, counted.num_calls) == (1, 2)
+    assert calls == ["half 0", "half 1", "layer"]
+    assert names == [name for name, _ in llama_layer().named_parameters()]
+    layer.eval()
+    called(layer)
+    assert [piece.training for piece in layer.pieces] == [False, False]
+
+
+def test_a_half_whose_other_half_comes_and_goes() -> None:
+    counted, layer = Counted(), llama_layer()
+    forwards, wanted = CompiledForwards(counted), called(layer)
+    forwards.adopt([layer], in_halves=True)
+    second = HalfLayer(layer, 1)
+    take_out_half(layer, 1)
+    forwards.adopt([layer], in_halves=True)
+    assert run_of_half(layer, 0) is layer
+    between = called(layer)
+    assert not torch.equal(between, wanted)
+    second.put_into(layer)
+    forwards.adopt([layer], in_halves=True)
+    assert torch.equal(called(layer), wanted)
+    assert counted.num_calls == 3
+
+
+def test_a_layer_that_may_not_be_cut_runs_as_one() -> None:
+    counted, layer = Counted(), llama_layer()
+    assert run_of_half(layer, 0) is None
+    CompiledForwards(counted).adopt([layer])
+    called(layer)
+    assert counted.num_calls == 1
+
+
+class InTuples(nn.Module):
+    """A layer as those of some families, which also returns what its attention and its router say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = Says("attention"), Says("mlp")
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        kept = x
+        x, weights = self.attention(x)
+        x = kept + x
+        kept = x
+        x, logits = self.mlp(x)
+        x = kept + x
+        return x, weights, logits
+
+
+class Says(nn.Linear):
+    def __init__(self, word: str) -> None:
+        super().__init__(4, 4)
+        self.word = word
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.word
+
+
+def test_what_either_half_returns_besides() -> None:
+    layer, x = InTuples(), torch.ones(1, 4)
+    wanted = layer(x)
+    assert wanted[1:] == ("attention", "mlp")
+    CompiledForwards(Counted()).adopt([layer], in_halves=True)
+    found = layer(x)
+    assert torch.equal(found[0], wanted[0])
+    assert found[1:] == wanted[1:]
 
 
 def test_copies_are_not_compiled() -> None:
