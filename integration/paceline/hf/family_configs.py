@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = dict(
     q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
     # linear attention and state spaces
     linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_num_heads=4, linear_head_dim=8, mamba_chunk_size=8,
     mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_d_state=16, mamba_n_groups=1, mamba_num_heads=8,
     mamba_head_dim=8, state_size=16, ssm_state_size=16, n_groups=1, chunk_size=8,
     # other spellings
