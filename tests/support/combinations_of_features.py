@@ -151,9 +151,12 @@ def is_possible(cell: tuple[str, ...]) -> bool:
     return merged(*(f.config for f in features)) is not None and merged(*(f.model for f in features)) is not None
 
 
-def are_refused(job: tuple[str, ...]) -> bool:
-    """Whether three are refused that work two by two: experts whose layers are computed again, without a flush."""
-    return "checkpointing" in job and bool(NO_FLUSH & {*job}) and any(FEATURES[n].family == "mixtral" for n in job)
+def work_only_two_by_two(job: tuple[str, ...]) -> bool:
+    """Whether a job has experts whose layers are computed again without a flush, which is refused, or experts in fp16
+    under autocast in compiled layers, which PyTorch fails to trace on CPUs."""
+    has_experts = any(FEATURES[name].family == "mixtral" for name in job)
+    without_flush = "checkpointing" in job and NO_FLUSH & {*job}
+    return has_experts and bool(without_flush or {"compile", "fp16", "autocast"} <= {*job})
 
 
 def pairs_shown(job: tuple[str, ...], found: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, ...]]:
@@ -172,7 +175,12 @@ def in_few_jobs(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]
     def gain(job: tuple[str, ...], name: str) -> int:
         """How many pairs more it shows with ``name``; 0 where it cannot have it, or shows others no longer."""
         more = tuple(sorted((*job, name), key=names.index))
-        if name in job or not works.issuperset(combinations(more, 2)) or not is_possible(more) or are_refused(more):
+        if (
+            name in job
+            or not works.issuperset(combinations(more, 2))
+            or not is_possible(more)
+            or work_only_two_by_two(more)
+        ):
             return 0
         before, after = (left.intersection(pairs_shown(some, found)) for some in (job, more))
         return len(after) - len(before) if after >= before else 0

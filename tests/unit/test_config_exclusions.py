@@ -15,7 +15,6 @@ from paceline.config.exclusions import (
     EXCLUSIONS,
     FEATURES,
     GROUNDS,
-    HALVES,
     IN_TWO_CHUNKS,
     NO_FLUSH,
     PIPELINE,
@@ -58,7 +57,6 @@ ASKING: dict[tuple[str, str], Features] = {
             (SPLIT_BACKWARDS, {"schedule": "zbv"}, {}, {}),
             (IN_TWO_CHUNKS, {"schedule": {"chunks": 2}}, {}, {}),
             ("natural_gradient", {}, {"natural_gradient": {}}, {}),
-            (HALVES, {"half_layers": True}, {}, {}),
             ("flops_profiler", {}, {}, {"flops_profiler": {"enabled": True}}),
         )
     },
