@@ -125,3 +125,63 @@ def test_a_rank_with_several_stages_has_a_group_for_each_lane(
         own = [groups[way] for way in groups if rank in (pipe[way[0]], pipe[way[1]])]
         assert len(set(own)) == len(own), "two threads of a rank would use one group at once"
     assert all(ranks == sorted(set(pipe)) for ranks in calls)
+
+
+def engines_one_after_another(stages: int) -> list[dict[str, int]]:
+    """Groups and open files of a process after each of its engines; the last one's model is no pipeline."""
+    import os
+
+    import paceline
+    from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+
+    found = []
+    section = {"pipeline": {"stages": stages}}
+    for _ in range(ENGINES):
+        config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section)
+        engine, *_ = paceline.initialize(model=model_config(), config=config)
+        engine.train_batch(iter(step_batches(0)))
+        engine.destroy()
+        del engine
+        groups = len(torch.distributed.distributed_c10d._world.pg_map)
+        found.append({"groups": groups, "files": len(os.listdir("/proc/self/fd"))})
+    paceline.initialize(model=model_config(), config=ds_config(paceline=section))[0].destroy()
+    layer = torch.nn.Linear(2, 2)
+    plain, *_ = paceline.initialize(model=layer, config=ds_config(), model_parameters=layer.parameters())
+    plain.backward(plain(torch.ones(1, 2)).sum())
+    plain.step()
+    return found
+
+
+ENGINES = 4
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (2, 1)])
+def test_groups_of_engines_that_are_gone_are_ended(ranks: int, stages: int) -> None:
+    """Or a notebook that makes engines again and again would run out of files."""
+    for found in run_ranks(engines_one_after_another, ranks, stages):
+        assert {each["groups"] for each in found[1:]} == {found[1]["groups"]}, found
+        assert found[-1]["files"] <= found[1]["files"] + 2, found  # each group has some
+
+
+def engines_side_by_side() -> list[float]:
+    """Losses of an engine that goes on while others come and go."""
+    import paceline
+    from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+
+    section = {"pipeline": {"stages": 2}}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section)
+    first, *_ = paceline.initialize(model=model_config(), config=config)
+    losses = []
+    for step in range(3):
+        losses.append(first.train_batch(iter(step_batches(step))).item())
+        other, *_ = paceline.initialize(model=model_config(), config=config)
+        other.train_batch(iter(step_batches(step)))
+        other.destroy()
+        del other
+    return losses
+
+
+def test_an_engine_keeps_its_groups_while_others_come_and_go() -> None:
+    from support.jobs import train
+
+    assert run_ranks(engines_side_by_side, 2)[0] == run_ranks(train, 2, 2, steps=3)[0]["losses"]

@@ -1,12 +1,20 @@
-"""Process groups of gloo's in a job whose default group is bound to a device."""
+"""Process groups: gloo's in a job whose default group is bound to a device, and those that end with their engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import weakref
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 
+import deepspeed.comm
 import torch.distributed as dist
+from deepspeed.utils import groups as of_deepspeed
+
+_owners: weakref.WeakSet[object] = weakref.WeakSet()
+_left: list[dist.ProcessGroup] = []
+"""Groups of engines and pipelines that are gone."""
 
 
 @contextmanager
@@ -39,3 +47,40 @@ def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = N
     """
     with unbound():
         return dist.new_group(None if ranks is None else list(ranks), backend="gloo", timeout=timeout)
+
+
+def groups_here() -> set[dist.ProcessGroup]:
+    """All groups of this rank."""
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def end_with(owner: object, known: Set[dist.ProcessGroup]) -> None:
+    """Have the groups that were made since ``known`` ended after ``owner`` is gone, by the next
+    :func:`end_left_groups`.
+
+    Gloo's only, which each rank ends by itself: each has sockets and a thread, and a process that makes engines again
+    and again would run out of them. NCCL's may wait for each other. Not those that DeepSpeed keeps for its next engine.
+    """
+    kept = _kept_by_deepspeed()
+    made = [g for g in groups_here() - known if dist.get_backend(g) == "gloo" and not any(g is one for one in kept)]
+    _owners.add(owner)
+    weakref.finalize(owner, _left.extend, made)
+
+
+def end_left_groups() -> None:
+    """End the groups of what is gone. Not when the garbage collector finds it: torch may be making one meanwhile."""
+    if _owners:
+        gc.collect()  # engines are in circles
+    ended = [_left.pop() for _ in range(len(_left))]
+    for group in set(ended) & groups_here():  # fewer where the job was ended since
+        deepspeed.comm.destroy_process_group(group)
+    grid = of_deepspeed.mpu  # of the last engine with a pipeline; the next one may have none
+    if grid is not None and any(value is group for value in vars(grid).values() for group in ended):
+        of_deepspeed.mpu = None
+
+
+def _kept_by_deepspeed() -> list[object]:
+    found: list[object] = []
+    for value in vars(of_deepspeed).values():
+        found += value.values() if isinstance(value, dict) else [value]
+    return found

@@ -15,6 +15,7 @@ from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
+from ..comm.groups import end_left_groups, end_with, groups_here
 from ..comm.single_process import become_a_world, is_alone
 from ..comm.staging import share_gpu, shares_gpu
 from ..config import (
@@ -112,6 +113,9 @@ def initialize(
         warn_near_misses(ds_config)
 
     repair_deepspeed()
+    end_left_groups()
+    groups = groups_here()
+    is_given = isinstance(model, PipelineModule)
     has_section = "pipeline" in ds_config.get("paceline", {})
     boundaries: list[int] | None = None
     is_in_memory = isinstance(model, PreTrainedModel) or is_peft_model(model)
@@ -157,6 +161,8 @@ def initialize(
     assert engine is None or isinstance(results[0], engine), f"deepspeed.initialize built a {type(results[0]).__name__}"
     if boundaries is not None:
         results[0].repartition(boundaries)
+    if isinstance(model, PipelineModule):
+        end_with(results[0] if is_given else model, groups)
     return tuple(results)
 
 

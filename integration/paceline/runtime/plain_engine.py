@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PlainMasters
 from ..comm.control import ControlPlane
+from ..comm.groups import end_with, groups_here
 from ..config import RunPlan
 from ..hf.weights import is_pretrained
 from ..optim.zero_max_change import FlatMaxChange
@@ -45,7 +46,9 @@ class PlainEngine(DeepSpeedEngine):
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
         self.plan = plan
         super().__init__(*args, **kwargs)
+        groups = groups_here()
         self.control = ControlPlane.create()
+        end_with(self, groups)
         if plan.natural_gradient is not None:
             self.natural_gradient = NaturalGradientPart(
                 plan.natural_gradient,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from ..comm.control import ControlPlane
+from ..comm.groups import end_left_groups, end_with, groups_here
 from ..config import PacelineConfig, RunPlan, read_ds_config
 from ..config.section import value_at
 from ..data.packing import require_packable
@@ -127,6 +128,8 @@ class PipelineTraining(_Trainer):
         if self.pipeline is not None and self._built_of is self.model:
             return self.pipeline
         start_distributed()
+        end_left_groups()
+        groups = groups_here()
         model = self.model
         control = ControlPlane.create()
         ds_config = read_ds_config(self.args.deepspeed)
@@ -163,6 +166,7 @@ class PipelineTraining(_Trainer):
         if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
+        end_with(self.pipeline, groups)
         grid = self.pipeline._grid
         group = grid.get_data_parallel_group()
         self._shares = ReplicaShares(grid.data_parallel_size, grid.data_parallel_id, group)
