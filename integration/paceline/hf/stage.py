@@ -24,6 +24,8 @@ from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, half_children
 from .cross_entropy import cross_entropy_in_pieces, takes_pieces
 from .masks import needs_mask
 
+CUT = "paceline_is_cut"
+"""Attribute of a model: whether parts of it were taken out."""
 SIDE_INPUTS = ("attention_mask", "position_ids")
 ADAPTED = ("base_layer", "original_module")
 """Attributes in which PEFT's modules keep the modules that they replace."""
@@ -91,6 +93,7 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     tying, two copies of one weight (see :func:`tied_weight`).
     """
     adapter = anatomy.adapter
+    setattr(model, CUT, cut != Cut.whole(anatomy.num_blocks))
     trunk, layers = anatomy.trunk_of(model), anatomy.layers_of(model)
     tied = tied_weight(model, anatomy)
     for index in range(anatomy.num_layers):
@@ -117,6 +120,16 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
         for name in anatomy.head:
             setattr(model, name, PassThrough())
     _drop_lost_ties(model)
+
+
+def require_whole(source: object) -> None:
+    """Raise ValueError if a model in memory, with PEFT's adapters or without, is one stage of a pipeline."""
+    if getattr(source, CUT, False):  # PEFT's models have the attributes of those inside
+        raise ValueError(
+            f"the {type(source).__name__} is one stage of a pipeline already, and another is to be made of it: "
+            "go on with the trainer or the engine that it was given to, or load the whole model again "
+            "(trainer.save_model writes it, on all ranks)."
+        )
 
 
 def recompute_layers(model: PreTrainedModel, anatomy: Anatomy | None = None, layers: Container[int] = ()) -> None:

@@ -13,6 +13,7 @@ it (:mod:`.late_losses`).
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..messages import brief
 from ..optim.sharded import ShardedOptimizer
@@ -48,6 +49,9 @@ LEAVE_S = timedelta(seconds=30)
 
 COME, GONE = "come", "gone"
 """Verdicts of ranks about whether all have come to the end."""
+
+OF_DEEPSPEED = "last_batch_iteration"
+"""What its own schedulers count."""
 
 _NAMES = count()
 """Numbers of this process's engines; ranks make the same ones."""
@@ -128,6 +132,23 @@ class AsynchronousRun:
     def is_settled(self) -> bool:
         """Whether all steps that have begun are done."""
         return not self._begun
+
+    def next_rates(self) -> list[float] | None:
+        """Learning rates of the parameter groups for the next step, though gradients of earlier ones are incomplete
+        here, and the scheduler has not stepped for them; None where nothing is under way, or the scheduler is one that
+        does not tell."""
+        scheduler = self._engine.lr_scheduler
+        ahead = 0 if self._updates is None else self._number - self._updates.num_steps
+        if ahead == 0:
+            return None
+        if isinstance(scheduler, LambdaLR):
+            factors = (factor(scheduler.last_epoch + ahead) for factor in scheduler.lr_lambdas)
+            return [float(rate * factor) for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+        if scheduler is None or OF_DEEPSPEED not in vars(scheduler):
+            return None
+        later = copy.copy(scheduler)
+        vars(later)[OF_DEEPSPEED] += ahead
+        return [float(rate) for rate in later.get_lr()]
 
     def train_batch(self) -> Tensor:
         """Run one window.

@@ -35,6 +35,7 @@ from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
 from ..hf.check import require_supported
 from ..hf.peft import config_of_adapters, is_peft_model
+from ..hf.stage import require_whole
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import applied
@@ -235,6 +236,7 @@ def _pipeline(
 ) -> tuple[CausalLMPipeline, RunPlan]:
     control = ControlPlane.create()
     with control.together("reading the model's config"):
+        require_whole(model)
         hf_config = config_of(model)
         require_supported(hf_config)
     parts = model.modules() if isinstance(model, Module) else ()  # the property of it all is named anew, and warns

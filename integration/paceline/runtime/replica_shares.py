@@ -96,7 +96,8 @@ class ReplicaShares:
         data = self.gather(data)
         if not self.rows_at_end:
             return data
-        counting: Data = recursively_apply(lambda tensor: tensor[: self.rows_at_end], data)
+        # What a script has made a single number of has no rows.
+        counting: Data = recursively_apply(lambda found: found[: self.rows_at_end] if found.dim() else found, data)
         return counting
 
     def share_of_loss(self, loss: Tensor, labels: Tensor, device: torch.device) -> Tensor:

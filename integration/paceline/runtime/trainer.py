@@ -35,6 +35,7 @@ from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
 from ..hf.peft import config_of_adapters, unwrapped
+from ..hf.stage import require_whole
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import apply, warn_of_changes
 from ..patches.repairs import repair_deepspeed
@@ -135,6 +136,7 @@ class PipelineTraining(_Trainer):
         ds_config = read_ds_config(self.args.deepspeed)
         section = PacelineConfig.of(ds_config)
         with control.together("reading the model's config"):
+            require_whole(model)
             hf_config = config_of(model)
             require_supported(hf_config)
             if getattr(self, "padding_free", False):
@@ -177,9 +179,11 @@ class PipelineTraining(_Trainer):
         return self.pipeline
 
     def _start(self, num_steps: int | None) -> Any:
-        """The engine, made anew for each training; evaluating takes what is there."""
+        """The engine, made anew for each training; evaluating takes what is there. A training that was interrupted,
+        as in a notebook, leaves one that goes on no more: a rank that is alone makes another, to evaluate."""
         pipeline = self._build()
-        if self._engine is not None and num_steps is None:
+        evaluates = self._engine is not None and num_steps is None
+        if evaluates and (self._engine.half_way.is_whole or dist.get_world_size() > 1):
             return self._engine
         plan = self._resolved
         self._created_lr_scheduler, self.lr_scheduler = False, None
@@ -493,6 +497,23 @@ class _Stepped(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's part."""
+        found: dict[str, Any] = self._engine.basic_optimizer.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise ValueError(
+            "optimizer.load_state_dict was called, and each rank of a pipeline has a part of the optimizer: give "
+            "trainer.train(resume_from_checkpoint=…) a checkpoint, which has all of it."
+        )
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self._engine.basic_optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self._engine.basic_optimizer.register_step_post_hook(hook)
 
 
 def _given(args: TrainingArguments) -> set[str]:

@@ -46,6 +46,8 @@ class StreamUpdates:
     ) -> None:
         self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
+        self.num_steps = 0
+        """Steps of which this rank's gradients are complete; the scheduler has stepped as often."""
 
     @property
     def _updates(self) -> AsynchronousUpdates:
@@ -61,6 +63,7 @@ class StreamUpdates:
         if self._completed == self._num_held:
             self._completed = 0
             self._updates.finish_step()
+            self.num_steps += 1
             if self._engine.lr_scheduler is not None:
                 self._engine.lr_scheduler.step()
 

@@ -1,0 +1,151 @@
+"""What scripts do with a Trainer before, in and after a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from support.jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import run_ranks
+
+from .test_trainer import pipeline, rows
+
+STEPS = 4
+
+
+def made(directory: str, *, stages: int = 1, model: Any = None, schedule: str = "1f1b", **options: Any) -> Any:
+    """A trainer of a small Llama."""
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    import paceline
+
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir=directory,
+        deepspeed=pipeline(stages, schedule=schedule),
+        **{"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 3, "gradient_accumulation_steps": 4},
+        **{"max_steps": STEPS, "learning_rate": 0.01, "logging_steps": 1, "save_strategy": "no"},
+        **{"use_cpu": True, "report_to": [], "disable_tqdm": True},
+    )
+    model = AutoModelForCausalLM.from_config(model_config()) if model is None else model
+    data = {"train_dataset": rows(48), "eval_dataset": rows(7, seed=2)}
+    return paceline.PacelineTrainer(model=model, args=args, **data, **options)
+
+
+def test_a_model_that_is_a_stage_is_not_cut_again(tmp_path: Any) -> None:
+    told = run_ranks(two_trainers, 2, str(tmp_path))
+    assert all("one stage of a pipeline already" in text for text in told)
+
+
+def two_trainers(directory: str) -> str:
+    trainer = made(directory, stages=2)
+    trainer.train()
+    with pytest.raises(ValueError, match="load the whole model again") as told:
+        made(directory, stages=2, model=trainer.model).train()
+    return str(told.value)
+
+
+def test_a_model_with_one_stage_may_have_another_trainer(tmp_path: Any) -> None:
+    run_ranks(one_stage_twice, 1, str(tmp_path))
+
+
+def one_stage_twice(directory: str) -> None:
+    trainer = made(directory)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    again = made(directory, model=trainer.model)
+    assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"] != before
+
+
+def test_an_interrupted_training_may_be_evaluated_and_trained_again(tmp_path: Any) -> None:
+    run_ranks(interrupted, 1, str(tmp_path))
+
+
+def interrupted(directory: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer = made(directory)
+    trainer._build()
+    handle = trainer.pipeline.stage.register_forward_pre_hook(interrupt)  # in the middle of a step
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    handle.remove()
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] != before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_may_become_a_single_number(ranks: int, tmp_path: Any) -> None:
+    """Also of the last batch, which has fewer rows than the others."""
+    for found in run_ranks(numbers_of_batches, ranks, str(tmp_path)):
+        assert found == 3  # of two replicas both and then, as accelerate has it, the one that still has a row
+
+
+def numbers_of_batches(directory: str) -> int:
+    count: Callable[[Any], Any] = lambda found: {"count": float(len(found.predictions))}  # noqa: E731
+    mean: Callable[..., Any] = lambda logits, labels: logits.mean()  # noqa: E731
+    metrics = made(directory, compute_metrics=count, preprocess_logits_for_metrics=mean).evaluate()
+    return int(metrics["eval_count"])
+
+
+def test_the_optimizer_that_callbacks_see(tmp_path: Any) -> None:
+    run_ranks(looked_at, 1, str(tmp_path))
+
+
+def looked_at(directory: str) -> None:
+    trainer, calls = made(directory), []
+    trainer.train()
+    state = trainer.optimizer.state_dict()
+    assert [group["lr"] for group in state["param_groups"]] == [0.0, 0.0]  # it has decayed
+    assert state["state"]
+    trainer.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    trainer.deepspeed.train_batch(iter(step_batches(0)))
+    assert calls == [1]
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):
+        trainer.optimizer.load_state_dict(state)
+
+
+def test_learning_rates_without_a_flush(tmp_path: Any) -> None:
+    for rates in run_ranks(logged_rates, 2, str(tmp_path)):
+        assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+
+
+def logged_rates(directory: str) -> list[float]:
+    trainer = made(directory, stages=2, schedule="one_direction")
+    trainer.train()
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 8, "total_num_steps": 12, "warmup_max_lr": 0.1}}
+
+
+@pytest.mark.parametrize("schedule", ["one_direction", "multidirection"])
+def test_learning_rates_of_deepspeeds_own_schedulers(schedule: str) -> None:
+    wanted = run_ranks(rates_of_steps, 1, 1, "1f1b")[0]
+    assert len(set(wanted)) == STEPS  # the first two are 0
+    assert run_ranks(rates_of_steps, 2, 2, schedule) == [wanted, wanted]
+
+
+def rates_of_steps(stages: int, schedule: str) -> list[float]:
+    import paceline
+
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES,
+        scheduler=WARMUP,
+        paceline={"pipeline": {"stages": stages, "schedule": schedule}},
+    )
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    rates = []
+    for step in range(STEPS):
+        rates.append(engine.get_lr()[0])
+        engine.train_batch(iter(step_batches(step)))
+    rates.append(engine.get_lr()[0])
+    if schedule != "1f1b":
+        engine.flush()
+    rates.append(engine.get_lr()[0])
+    return rates
