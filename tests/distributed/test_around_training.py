@@ -16,23 +16,39 @@ from .test_trainer import pipeline, rows
 STEPS = 4
 
 
-def made(directory: str, *, stages: int = 1, model: Any = None, schedule: str = "1f1b", **options: Any) -> Any:
+def made(
+    directory: str,
+    *,
+    stages: int = 1,
+    model: Any = None,
+    schedule: str = "1f1b",
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """A trainer of a small Llama."""
     from transformers import AutoModelForCausalLM, TrainingArguments
 
     import paceline
 
     torch.manual_seed(0)
-    args = TrainingArguments(
-        output_dir=directory,
-        deepspeed=pipeline(stages, schedule=schedule),
-        **{"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 3, "gradient_accumulation_steps": 4},
-        **{"max_steps": STEPS, "learning_rate": 0.01, "logging_steps": 1, "save_strategy": "no"},
-        **{"use_cpu": True, "report_to": [], "disable_tqdm": True},
+    own: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 4,
+        "max_steps": STEPS,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        **(arguments or {}),
+    }
+    return paceline.PacelineTrainer(
+        model=AutoModelForCausalLM.from_config(model_config()) if model is None else model,
+        args=TrainingArguments(output_dir=directory, deepspeed=pipeline(stages, schedule=schedule), **own),
+        **{"train_dataset": rows(48), "eval_dataset": rows(7, seed=2), **options},
     )
-    model = AutoModelForCausalLM.from_config(model_config()) if model is None else model
-    data = {"train_dataset": rows(48), "eval_dataset": rows(7, seed=2)}
-    return paceline.PacelineTrainer(model=model, args=args, **data, **options)
 
 
 def test_a_model_that_is_a_stage_is_not_cut_again(tmp_path: Any) -> None:
@@ -108,6 +124,38 @@ def looked_at(directory: str) -> None:
     assert calls == [1]
     with pytest.raises(ValueError, match="resume_from_checkpoint"):
         trainer.optimizer.load_state_dict(state)
+
+
+class Drawn(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows that are drawn when they are read."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 97, (12,))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def test_data_that_are_drawn_beside_dropout(tmp_path: Any) -> None:
+    """Stages draw dropout differently often, and must read the same."""
+    for told, losses in run_ranks(drawn, 2, str(tmp_path)):
+        assert "let them draw from one of their own, or in dataloader workers" in told
+        assert len(losses) == STEPS
+
+
+def drawn(directory: str) -> tuple[str, list[float]]:
+    from transformers import AutoModelForCausalLM
+
+    def trainer(**arguments: Any) -> Any:
+        model = AutoModelForCausalLM.from_config(model_config(num_hidden_layers=5, attention_dropout=0.1))
+        return made(directory, stages=2, model=model, train_dataset=Drawn(), arguments=arguments)
+
+    with pytest.raises(ValueError, match="different data") as told:
+        trainer().train()
+    working = trainer(dataloader_num_workers=1)
+    working.train()
+    return str(told.value), [entry["loss"] for entry in working.state.log_history if "loss" in entry]
 
 
 def test_learning_rates_without_a_flush(tmp_path: Any) -> None:

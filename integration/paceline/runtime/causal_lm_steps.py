@@ -156,7 +156,8 @@ class CausalLMSteps:
             failed = True
             error = ValueError(
                 f"the first and the last stage see different data at step {step}: "
-                "give both the same iterator (same files, seed and data-parallel rank)."
+                "give both the same iterator (same files, seed and data-parallel rank). If dropout draws from torch's "
+                "generator and the data do too, let them draw from one of their own, or in dataloader workers."
             )
         shapes = [] if failed else shapes_in(tables[0])
         if book.keeps_masks:

@@ -51,9 +51,15 @@ class ReplicaShares:
         return IterableDatasetShard(dataset, batch_size, num_processes=self.replicas, process_index=self.own)
 
     def prepare(
-        self, accelerator: Accelerator, loader: DataLoader[Data], num_workers: int, *, trains: bool
+        self, accelerator: Accelerator, loader: DataLoader[Data], num_workers: int, *, trains: bool, seed: int | None
     ) -> DataLoader[Data]:
-        """As accelerate's, for as many readers as there are pipelines. Batches stay on the CPU, for the engine."""
+        """As accelerate's, for as many readers as there are pipelines. Batches stay on the CPU, for the engine.
+
+        Args:
+            seed: of what data draw in workers, which all stages are to draw alike; None: torch's generator has it.
+        """
+        if num_workers and seed is not None and loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(seed)  # dropout draws from torch's, on each stage its own
         if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
             loader.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=self.own)
         is_shared_out = isinstance(loader.dataset, IterableDatasetShard)

@@ -257,9 +257,10 @@ class PipelineTraining(_Trainer):
             self._build()
             accelerator, shares = self.accelerator, self._shares
             workers = self.args.dataloader_num_workers
+            seed = self.args.seed if self._resolved.stages > 1 else None
             trains = args[1] if len(args) > 1 else kwargs.get("is_training", False)
             accelerator.prepare_data_loader = lambda loader, *_, **__: shares.prepare(
-                accelerator, loader, workers, trains=trains
+                accelerator, loader, workers, trains=trains, seed=seed
             )
             accelerator.gather = shares.gather
             accelerator.gather_for_metrics = self.gather_function = shares.gather_for_metrics

@@ -1,7 +1,8 @@
 """The claim of one run on its output directory: a second one is refused while the first lives.
 
 A file names the process that holds it: host, process id, and the moments at which host and process were started. A
-process that was killed leaves its file; it is known by them, and taken over.
+process that was killed leaves its file; it is known by them, and taken over. Of a process on another host nothing is
+known, unless a scheduler has started this job again: then what it ran before has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-FILE_NAME = ".paceline.lock"
+FILE_NAME = "_paceline.lock"
+"""Trainer does not push files to the hub that begin like this."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,23 @@ class Holder:
     Args:
         boot: of its host, from start to start another one; empty where it cannot be known.
         started: seconds since 1970.
+        slurm_job: that it belongs to; empty: it is none of Slurm's.
+        requeued: how often Slurm had started that job again.
     """
 
     host: str
     pid: int
     started: float
     boot: str = ""
+    slurm_job: str = ""
+    requeued: int = 0
 
     @classmethod
     def own(cls) -> Holder:
         """This process."""
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time(), _boot())
+        job, requeued = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+        started = psutil.Process().create_time()
+        return cls(socket.gethostname(), os.getpid(), started, _boot(), job, int(requeued) if requeued.isdigit() else 0)
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
@@ -50,8 +58,10 @@ class Holder:
             return None
 
     def is_gone(self) -> bool:
-        """Whether that process has ended, as far as this host can tell: of another host's, never."""
+        """Whether that process has ended, as far as this host can tell: of another host's, only by the scheduler."""
         own = Holder.own()
+        if self.slurm_job and self.slurm_job == own.slurm_job and self.requeued < own.requeued:
+            return True
         if self.host != own.host:
             return False
         if self.boot and own.boot and self.boot != own.boot:

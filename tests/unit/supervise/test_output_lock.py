@@ -123,6 +123,24 @@ def test_another_host(tmp_path: Path) -> None:
         Claim(tmp_path)
 
 
+@pytest.mark.parametrize(("job", "count", "is_gone"), [("7", "1", True), ("7", "0", False), ("8", "1", False)])
+def test_a_job_that_slurm_starts_again_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, count: str, is_gone: bool
+) -> None:
+    """After the loss of the node that its first rank was on."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    before = replace(Holder.own(), host="lost", pid=2**22 + 1, boot="another")
+    (tmp_path / FILE_NAME).write_text(json.dumps(asdict(before)))
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    if is_gone:
+        Claim(tmp_path).release()
+    else:
+        with pytest.raises(ValueError, match="on lost"):
+            Claim(tmp_path)
+
+
 def test_what_others_hold_is_not_released(tmp_path: Path) -> None:
     claim = Claim(tmp_path)
     other = json.dumps(asdict(replace(Holder.own(), host="elsewhere")))
