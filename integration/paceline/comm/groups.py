@@ -12,6 +12,9 @@ import deepspeed.comm
 import torch.distributed as dist
 from deepspeed.utils import groups as of_deepspeed
 
+MANY = 4
+"""Engines and pipelines that are there, of which most are probably gone."""
+
 _owners: weakref.WeakSet[object] = weakref.WeakSet()
 _left: list[dist.ProcessGroup] = []
 """Groups of engines and pipelines that are gone."""
@@ -61,26 +64,27 @@ def end_with(owner: object, known: Set[dist.ProcessGroup]) -> None:
     Gloo's only, which each rank ends by itself: each has sockets and a thread, and a process that makes engines again
     and again would run out of them. NCCL's may wait for each other. Not those that DeepSpeed keeps for its next engine.
     """
-    kept = _kept_by_deepspeed()
+    kept: list[object] = []
+    for value in vars(of_deepspeed).values():
+        kept += value.values() if isinstance(value, dict) else [value]
     made = [g for g in groups_here() - known if dist.get_backend(g) == "gloo" and not any(g is one for one in kept)]
     _owners.add(owner)
     weakref.finalize(owner, _left.extend, made)
 
 
 def end_left_groups() -> None:
-    """End the groups of what is gone. Not when the garbage collector finds it: torch may be making one meanwhile."""
-    if _owners:
-        gc.collect()  # engines are in circles
-    ended = [_left.pop() for _ in range(len(_left))]
-    for group in set(ended) & groups_here():  # fewer where the job was ended since
-        deepspeed.comm.destroy_process_group(group)
-    grid = of_deepspeed.mpu  # of the last engine with a pipeline; the next one may have none
-    if grid is not None and any(value is group for value in vars(grid).values() for group in ended):
-        of_deepspeed.mpu = None
+    """End the groups of what is gone. Not when the garbage collector finds it: torch may be making one meanwhile.
 
-
-def _kept_by_deepspeed() -> list[object]:
-    found: list[object] = []
-    for value in vars(of_deepspeed).values():
-        found += value.values() if isinstance(value, dict) else [value]
-    return found
+    DeepSpeed goes on asking the grid of the last pipeline: its groups stay until there is another one.
+    """
+    if len(_owners) >= MANY:
+        gc.collect()  # engines are in circles; looking for them takes tens of milliseconds
+    asked = [] if of_deepspeed.mpu is None else list(vars(of_deepspeed.mpu).values())
+    here, stay = groups_here(), []
+    while _left:
+        group = _left.pop()
+        if any(group is one for one in asked):
+            stay.append(group)
+        elif group in here:  # not if all groups have been ended since
+            deepspeed.comm.destroy_process_group(group)
+    _left.extend(stay)

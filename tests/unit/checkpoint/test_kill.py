@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-ROUNDS = 25
+ROUNDS = 16
 TESTS = Path(__file__).parents[2]
 
 
 def test_killed_at_random(tmp_path: Path) -> None:
-    """Two ranks save all the time, also over a tag that is there, and are killed one after the other; 25 times."""
+    """Two ranks save all the time, also over a tag that is there, and are killed one after the other; 16 times."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path), str(ROUNDS)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
