@@ -25,7 +25,6 @@ CASES: dict[str, Any] = {
     "2 stages": on(2, 2),
     "bf16, ZeRO 1, 2 replicas": on(4, 2, zero=1, clipping=0.05, more=BF16),
     "lengths": on(2, 2, kind="ragged"),
-    "gpt2": on(2, 2, family="gpt2"),
     "recomputed": on(2, 2, checkpointing=True),
     "interleaved": on(2, 2, schedule="interleaved"),
     "one_direction": on(2, 2, schedule="one_direction"),
