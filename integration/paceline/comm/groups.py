@@ -69,7 +69,7 @@ def end_with(owner: object, known: Set[dist.ProcessGroup]) -> None:
         kept += value.values() if isinstance(value, dict) else [value]
     made = [g for g in groups_here() - known if dist.get_backend(g) == "gloo" and not any(g is one for one in kept)]
     _owners.add(owner)
-    weakref.finalize(owner, _left.extend, made)
+    weakref.finalize(owner, _left.extend, made).atexit = False
 
 
 def end_left_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,14 @@ def test_a_job_that_slurm_starts_again_elsewhere(
     else:
         with pytest.raises(ValueError, match="on lost"):
             Claim(tmp_path)
+
+
+def test_the_file_is_not_pushed_to_the_hub() -> None:
+    from transformers import Trainer
+
+    for push in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
+        assert 'ignore_patterns=["_*"' in inspect.getsource(push)
+    assert fnmatch(FILE_NAME, "_*")
 
 
 def test_what_others_hold_is_not_released(tmp_path: Path) -> None:
