@@ -6,6 +6,7 @@ Also the signals that ask a job to stop, to a rank or the launcher's processes: 
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import re
 import signal
@@ -351,8 +352,11 @@ class Launched:
 
     def launcher(self) -> psutil.Process:
         def find() -> psutil.Process | None:
-            children = psutil.Process(self.process.pid).children()
-            return next((child for child in children if "deepspeed.launcher.launch" in child.cmdline()), None)
+            for child in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error):  # another child, which has ended
+                    if "deepspeed.launcher.launch" in child.cmdline():
+                        return child
+            return None
 
         return wait_for(find, runner.PATIENCE_S, "no launch.py")
 

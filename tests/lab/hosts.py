@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection
@@ -82,6 +83,7 @@ class Hosts:
         self._hosts = [_Namespace() for _ in self.addresses]
         self._open = contextlib.ExitStack()
         self._started: list[subprocess.Popen[str]] = []
+        self._starting = threading.Lock()
 
     def __enter__(self) -> Hosts:
         with contextlib.ExitStack() as stack:
@@ -109,7 +111,8 @@ class Hosts:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _kill([process for process in self._started if process.returncode is None])  # other threads wait for them
+        with self._starting:  # another thread may be starting one
+            _kill([process for process in self._started if process.returncode is None])  # other threads wait for them
         self._open.close()
 
     def set_rate(self, host: int, mbit: float | None) -> None:
@@ -134,16 +137,17 @@ class Hosts:
         output: IO[str] | int | None = None,
     ) -> subprocess.Popen[str]:
         """Start ``command`` on ``host``, in its own session. It is killed when the thread that called this ends."""
-        process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *self._hosts[host].inside, *command],
-            env={**os.environ, **RANK_ENVIRONMENT, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-        )
-        self._started = [one for one in self._started if one.returncode is None] + [process]
+        with self._starting:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *self._hosts[host].inside, *command],
+                env={**os.environ, **RANK_ENVIRONMENT, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+            self._started = [one for one in self._started if one.returncode is None] + [process]
         return process
 
     def run(

@@ -44,6 +44,10 @@ def marked() -> tuple[str, str, str]:
 
 
 def processes_with(mark: str) -> list[int]:
+    """Processes with ``mark`` in their environment.
+
+    One that executes another program at this moment is missing: the kernel shows it without an environment.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -58,9 +62,9 @@ def processes_with(mark: str) -> list[int]:
 
 def wait_until(condition) -> bool:
     deadline = time.monotonic() + PATIENCE_S
-    while not condition() and time.monotonic() < deadline:
+    while not (is_met := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return is_met
 
 
 # -- hosts ---------------------------------------------------------------------------------------------------------
