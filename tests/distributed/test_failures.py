@@ -294,7 +294,9 @@ with Preemption() as preemption:
         if preemption.requested:
             (shared / f"asked{rank}").write_text(preemption.reason)
             if not (shared / "alone").exists():
-                time.sleep(2.5)  # whoever is asked beside this rank has been by now
+                time.sleep(2.5)  # a rank that should not be asked beside this one would have been by now
+                while len(list(shared.glob("asked*"))) < int((shared / "asks").read_text()):
+                    time.sleep(0.05)
                 (shared / "stop").touch()
         time.sleep(0.05)
     preemption.reached()
@@ -313,9 +315,13 @@ COMMAND_ENDED, LAUNCHER_ENDED = "the end of the deepspeed command", "the end of 
 class Launched:
     """A job under the real launcher, and the processes that belong to it wherever they have been adopted."""
 
-    def __init__(self, directory: Path, with_command: bool = True) -> None:
-        """Without the ``deepspeed`` command, its launch.py alone: that saves an import of DeepSpeed."""
+    def __init__(self, directory: Path, asks: int, with_command: bool = True) -> None:
+        """A job of which ``asks`` ranks will be asked to stop.
+
+        Without the ``deepspeed`` command, its launch.py alone: that saves an import of DeepSpeed.
+        """
         self.directory = directory
+        (directory / "asks").write_text(str(asks))
         script = directory / "stub.py"
         script.write_text(STUB)
         environment = runner._environment({"PACELINE_TEST_MARK": str(directory)})
@@ -401,7 +407,7 @@ def wait_for(condition: Any, seconds: float, message: str) -> Any:
 def test_whoever_is_signalled_the_ranks_save_together_and_nothing_is_left(
     target: str, number: int, asked: dict[int, str], status: int | None, tmp_path: Path
 ) -> None:
-    with Launched(tmp_path, with_command=target == COMMAND) as job:
+    with Launched(tmp_path, len(asked), with_command=target == COMMAND) as job:
         job.wait_until_ranks_run()
         os.kill(job.pid(1) if target == RANK_1 else job.process.pid, number)
         assert job.wait_until_over() == status
@@ -411,7 +417,7 @@ def test_whoever_is_signalled_the_ranks_save_together_and_nothing_is_left(
 
 @pytest.mark.launcher
 def test_a_command_that_is_killed_before_the_ranks_begin_takes_them_with_it(tmp_path: Path) -> None:
-    with Launched(tmp_path) as job:
+    with Launched(tmp_path, asks=2) as job:
         job.launcher()
         job.process.kill()
         job.wait_until_over()

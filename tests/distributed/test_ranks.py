@@ -244,20 +244,23 @@ def test_launch_kills_the_ranks_of_a_job_that_hangs(script):
 
 def _writer_of(file: Path) -> int:
     """The process that has ``file`` open."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if link.readlink() == file:
-                return int(link.parts[2])
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # it has been closed
+                    if link.readlink() == file:
+                        return int(process.name)
     raise AssertionError(f"nobody has {file} open")
 
 
 def _is_running(pid: int) -> bool:
-    for _ in range(250):
+    deadline = time.monotonic() + ranks.PATIENCE_S
+    while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return False
+        except OSError:
             return False
         time.sleep(0.02)
     return True
