@@ -6,7 +6,7 @@ Of each parameter the fp32 master, where there is one, otherwise the parameter i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -70,8 +70,11 @@ class Masters(ABC):
         """Bring the masters' values into the model."""
 
     @abstractmethod
-    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The optimizer's states of the named parameters, and maybe of others that it keeps in one with them."""
+    def states(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The optimizer's states of the named parameters, and maybe of others that it keeps in one with them.
+
+        Each comes with the parameter group that it belongs to.
+        """
 
     def numels(self) -> dict[str, int]:
         """Elements of each parameter of the job that is trained, by name."""
@@ -87,12 +90,13 @@ class Masters(ABC):
     def reset_states(self, names: Sequence[str]) -> None:
         """Have the optimizer begin anew with the named parameters."""
         self._settle()
-        for state in self.states(names):
+        for state, group in self.states(names):
             for kind, value in state.items():
+                first = _first_value(kind, group)
                 if torch.is_tensor(value):
-                    value.zero_()
+                    value.fill_(first)  # in place: others may refer to it
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                    state[kind] = type(value)(0)
+                    state[kind] = type(value)(first)
 
     @torch.no_grad()
     def gather(self, names: Sequence[str], kind: str = MASTER) -> list[Tensor] | None:
@@ -164,6 +168,15 @@ def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return () if name == "SGD" and not any(group["momentum"] for group in optimizer.param_groups) else STATES[name]
 
 
+def _first_value(kind: str, group: Mapping[str, Any]) -> float:
+    """With which value the optimizers of torch begin a state."""
+    if kind in ("mu", "mu_product"):  # ASGD, NAdam
+        return 1.0
+    if kind in ("eta", "step_size"):  # ASGD, Rprop
+        return float(group["lr"])
+    return float(group.get("initial_accumulator_value", 0.0)) if kind == "sum" else 0.0  # Adagrad
+
+
 def _held(share: Share, flat: Tensor) -> Held:
     return Held(share.name, MASTER, share.start, share.stop, flat.dtype)
 
@@ -219,11 +232,13 @@ class PipelineMasters(Masters):
         self._optimizer.publish()
         self._fetch()
 
-    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def states(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         optimizer, wanted = self._optimizer, set(names)
-        for owned in optimizer.owned:
-            if owned.name in wanted:
-                yield optimizer.state.get(owned.master, {})
+        named = {id(owned.master) for owned in optimizer.owned if owned.name in wanted}
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                if id(master) in named:
+                    yield optimizer.state.get(master, {}), group
 
 
 class PlainMasters(Masters):
@@ -294,5 +309,8 @@ class PlainMasters(Masters):
     def publish(self) -> None:
         self._masters.publish()
 
-    def states(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        yield from self._basic.state.values()
+    def states(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        groups = self._basic.param_groups
+        group_of = {id(flat): group for group in groups for flat in group["params"]}
+        for flat, state in self._basic.state.items():
+            yield state, group_of.get(id(flat), groups[0])  # between the steps of ZeRO 3 groups are empty

@@ -352,6 +352,7 @@ class Checkpointer:
                     self._control.rank if is_same else None,
                     self._replica,
                     shape["data_parallel"],
+                    has_groups="groups" in parts,
                 )
             )
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
+from accelerate.data_loader import DataLoaderShard, IterableDatasetShard, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -58,8 +58,9 @@ class ReplicaShares:
         Args:
             seed: of what data draw in workers, which all stages are to draw alike; None: torch's generator has it.
         """
-        if num_workers and seed is not None and loader.generator is None:
-            loader.generator = torch.Generator().manual_seed(seed)  # dropout draws from torch's, on each stage its own
+        has_own_seed = bool(num_workers) and seed is not None and loader.generator is None
+        if has_own_seed:
+            loader.generator = torch.Generator()  # dropout draws from torch's, on each stage its own
         if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
             loader.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=self.own)
         is_shared_out = isinstance(loader.dataset, IterableDatasetShard)
@@ -80,6 +81,8 @@ class ReplicaShares:
             data_seed=accelerator.dataloader_config.data_seed,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
+        if has_own_seed:
+            _seed_by_epoch(prepared, seed or 0)
         accelerator._dataloaders.append(prepared)
         return prepared
 
@@ -114,3 +117,15 @@ class ReplicaShares:
         counted = self.gather(torch.tensor([tokens], device=device)).sum().cpu()
         share: Tensor = loss.nan_to_num() * tokens * self.replicas / counted
         return share
+
+
+def _seed_by_epoch(prepared: DataLoader[Data], seed: int) -> None:
+    """Have workers draw in each epoch from a seed of its own, also in a run that goes on from a checkpoint."""
+    assert isinstance(prepared, DataLoaderShard)
+    generator, set_epoch = prepared.generator.manual_seed(seed), prepared.set_epoch
+
+    def seeded(epoch: int) -> None:  # called whenever it is iterated over
+        generator.manual_seed(seed + epoch)
+        set_epoch(epoch)
+
+    vars(prepared)["set_epoch"] = seeded

@@ -38,12 +38,14 @@ class RankStates:
         rank: of the run that loads, if it has the shape of the one that was saved; None otherwise.
         replica: number of the rank that loads among those with the same parameters.
         num_replicas: in the run that was saved, where the ranks of a stage follow one another.
+        has_groups: whether the optimizer's parameter groups are taken as well, with their learning rates.
     """
 
     entries: Sequence[Any]
     rank: int | None
     replica: int
     num_replicas: int
+    has_groups: bool = True
 
     @property
     def own(self) -> Any | None:
@@ -147,7 +149,8 @@ def _common_options(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class SchedulerState:
     """State of the learning rate's scheduler, which keeps something for each parameter group of its rank.
 
-    Its rates become those of the groups, which have the checkpoint's unless their optimizer is of another kind.
+    Its rates become those of the groups. These have the checkpoint's, or, where the optimizer begins anew, this run's
+    own as far along the schedule.
 
     Args:
         scheduler: returns it, or None where there is none.
@@ -168,6 +171,8 @@ class SchedulerState:
             return
         groups = self._groups()
         scheduler.load_state_dict(_with_functions(state, len(groups)))
+        if not saved.has_groups:
+            _follow(scheduler, state, groups)
         _fit_groups(scheduler, groups)
 
 
@@ -215,6 +220,28 @@ def _with_functions(state: Mapping[str, Any], num_groups: int) -> dict[str, Any]
     if "_schedulers" in state:
         fitted["_schedulers"] = [_with_functions(inner, num_groups) for inner in state["_schedulers"]]
     return fitted
+
+
+def _follow(scheduler: Any, state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Give new parameter groups the rates that a scheduler which was loaded has reached.
+
+    Schedulers of torch keep rates, which are scaled to those that the groups begin with; DeepSpeed's compute them.
+    """
+    bases, reached = _first_rates(state), state.get("_last_lr")
+    if bases and reached:
+        shares = [last / base if base else 1.0 for base, last in zip(bases, reached, strict=False)]
+        for group, share in zip(groups, [*shares, *[shares[-1]] * len(groups)], strict=False):
+            group["lr"] = group.get("initial_lr", group["lr"]) * share
+    elif "last_batch_iteration" in state and state["last_batch_iteration"] >= 0:
+        for group, rate in zip(groups, scheduler.get_lr(), strict=False):
+            group["lr"] = rate
+
+
+def _first_rates(state: Mapping[str, Any]) -> list[float]:
+    """Rates that a scheduler of torch began with, or the first of those inside it."""
+    if "base_lrs" in state:
+        return list(state["base_lrs"])
+    return next((found for inner in state.get("_schedulers", ()) if (found := _first_rates(inner))), [])
 
 
 def _fit_groups(scheduler: Any, groups: list[dict[str, Any]]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch import nn
 
 from paceline.optim.sharded import ShardedOptimizer
@@ -133,6 +136,43 @@ def test_a_scheduler_fits_the_groups_of_its_rank() -> None:
     nothing = SchedulerState(lambda: None, list)
     assert nothing.state_dict() is None
     nothing.load_saved(saved(entry, rank=0))
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 8),
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    "one after another": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
+        ],
+        milestones=[2],
+    ),
+    "DeepSpeed's": lambda optimizer: WarmupDecayLR(optimizer, 12, warmup_max_lr=0.5, warmup_num_steps=2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_with_an_optimizer_that_begins_anew(name: str) -> None:
+    def scheduled(rate: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
+        return optimizer, SCHEDULES[name](optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    before, wanted, now = scheduled(0.5), rates(*scheduled(2.0), 8), scheduled(2.0)
+    rates(*before, 4)
+    entry = SchedulerState(lambda: before[1], lambda: before[0].param_groups).state_dict()
+    part = SchedulerState(lambda: now[1], lambda: now[0].param_groups)
+    part.load_saved(replace(saved(entry, rank=0), has_groups=False))
+    assert rates(*now, 4) == pytest.approx(wanted[4:])
 
 
 def test_generators_go_on_in_the_same_shape_only(caplog: pytest.LogCaptureFixture) -> None:
