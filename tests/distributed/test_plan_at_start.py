@@ -15,7 +15,7 @@ import pytest
 from lab.hosts import Hosts, available
 from support import ranks as runner
 from support.jobs import TINY, finetune, flags, model_config, step_batches
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 
 SAMPLES = 16
 """Samples of a step, in eight batches of two."""
@@ -203,6 +203,15 @@ def test_samples_of_a_step_go_before_speed() -> None:
     found = same(run_ranks(trained, 2, {"schedule": "adaptive"}, **sizes))
     assert found["shape"] == (2, 1)
     assert found["lines"] == ["plan: these batch sizes and layers leave one number of stages to choose from"]
+
+
+def test_where_the_fewest_stages_do_not_go_with_the_batch() -> None:
+    """Two stages would be two replicas, among which three micro-batches cannot be shared out."""
+    found = same(run_ranks(trained, 4, {}, train_batch_size=6, train_micro_batch_size_per_gpu=2, layers=4))
+    assert found["shape"] == (4, 1)
+    assert found["chosen"]["paceline.pipeline.stages"] == 4
+    with pytest.raises(RankError, match="train_batch_size is 6: it must be a multiple of 4"):
+        run_ranks(trained, 4, {"partition": [0, 3, 6]}, train_batch_size=6, train_micro_batch_size_per_gpu=2, layers=4)
 
 
 FEW = {"train_micro_batch_size_per_gpu": 8}

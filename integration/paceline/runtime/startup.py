@@ -19,7 +19,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..config import PacelineConfig, RunPlan, check_features, exclusion, fill_auto, resolve, resolve_stages
+from ..config import (
+    Choice,
+    PacelineConfig,
+    RunPlan,
+    check_features,
+    exclusion,
+    fill_auto,
+    resolve,
+    resolve_stages,
+)
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.exclusions import COMPILED, LAYERS
 from ..config.expert_parallel import EXPERT_PARALLEL
@@ -27,6 +36,7 @@ from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, PLAN, SECTION, WORK, ScheduleConfig, show, value_at
 from ..config.stage_counts import (
     HALVES,
+    STAGES,
     TYPE,
     asks_for_chunks,
     asks_for_halves,
@@ -148,9 +158,19 @@ def plan_for(
         return resolve(complete, num_items=num_layers + 2, section=section, **room)
 
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
-    usual = filled(without_schedule, None)
-    planned, samples = None, usual.chosen.get(TRAIN_BATCH)
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
+    is_open = is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised
+    fitting = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
+    try:
+        usual, another = filled(without_schedule, None), None
+    except ValueError:
+        if not is_open or has_stages(section, ds_config):
+            raise
+        another = _first_that_goes(without_schedule, section, filled, fitting)
+        if another is None:
+            raise
+        usual = another
+    planned, samples = None, usual.chosen.get(TRAIN_BATCH)
     options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
     had_halves = kept is not None and kept.get(HALVES) is True
@@ -160,10 +180,10 @@ def plan_for(
         kept = {path: value for path, value in kept.items() if path != HALVES}
     if kept is not None and recomputes:  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
-    if is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised:
+    if is_open:
         counts = {usual.stages}
         if not has_stages(section, ds_config):
-            counts |= {s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])}
+            counts |= set(fitting)
             counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
         chunks = (1, 2) if may_have_chunks(section) and not recomputes else (1,)
         if is_planned(without_halves(section), ds_config, unasked=plans_unasked):
@@ -205,6 +225,8 @@ def plan_for(
                 planned.data_parallel,
             )
         usual = planned
+    elif another is not None:
+        section = another.section
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
     _check_said_once(resolved, recomputes=recomputes)
@@ -215,11 +237,28 @@ def plan_for(
         of_batch = {} if samples is None else {TRAIN_BATCH: samples}
         resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)
         resolved = replace(resolved, pool=planned.pool, planned=planned.planned)
+    elif another is not None:
+        why = "the fewest that go with the batch sizes and the experts"
+        resolved = replace(resolved, chosen={STAGES: Choice(another.stages, why), **resolved.chosen})
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
     return resolved
+
+
+def _first_that_goes(
+    ds_config: Mapping[str, object],
+    section: PacelineConfig,
+    filled: Callable[[Mapping[str, object], int | None, PacelineConfig], RunPlan],
+    stages: Iterable[int],
+) -> RunPlan | None:
+    """The plan with the first of ``stages`` with which the JSON goes; None if it goes with none of them."""
+    for number in stages:
+        with suppress(ValueError):
+            pipeline = section.pipeline.model_copy(update={"stages": number})
+            return filled(ds_config, None, section.model_copy(update={"pipeline": pipeline}))
+    return None
 
 
 def _options(
