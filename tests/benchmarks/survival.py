@@ -30,7 +30,7 @@ import psutil
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.ranks import RANK_ENVIRONMENT, free_port
+from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, free_port
 
 LIMIT_S = 60.0
 """From an accident to the end of all ranks."""
@@ -197,8 +197,10 @@ def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -
             strikes_at = len(took) * apart + chance.randrange(LOGS_EVERY, apart - LOGS_EVERY)
             begin = time.monotonic()
             while in_training and process.poll() is None and last_step(log, offset) < strikes_at:
-                if time.monotonic() - begin > 300:
-                    raise Broken(f"not at step {strikes_at} in 300 s:\n{log.read_text(errors='replace')[-3000:]}")
+                if time.monotonic() - begin > PATIENCE_S:
+                    raise Broken(
+                        f"not at step {strikes_at} in {PATIENCE_S:g} s:\n{log.read_text(errors='replace')[-3000:]}"
+                    )
                 time.sleep(0.02)
             time.sleep(chance.uniform(0.0, 0.2 if in_training else 10.0))
             if process.poll() is not None:

@@ -11,7 +11,6 @@ from benchmarks.survival import survive
 
 
 @pytest.mark.launcher
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system to fill it: runs as root")
 def test_killed_stopped_and_out_of_disk(tmp_path: Path) -> None:
     """`survive` raises unless the weights are those of an undisturbed run, and all processes end within the limit."""

@@ -56,8 +56,6 @@ _SERVER_ENVIRONMENT = {
 
 _STACKS = signal.SIGUSR2  # SIGUSR1 is what clusters send before they take a node away
 _TAIL_LINES = 40
-_WARM_UP_S = 300.0
-
 PATIENCE_S = float(os.environ.get("PACELINE_TESTS_PATIENCE_S", "900"))
 """Until something counts as hanging. Machines are slow at times, and what comes in the end is not wrong."""
 
@@ -432,10 +430,10 @@ def _warm_up() -> None:
     with _server_environment():
         process = context.Process(target=_nothing)
         process.start()
-    process.join(_WARM_UP_S)
+    process.join(PATIENCE_S)
     if process.exitcode is None:
         process.kill()
-        raise RankTimeout(-1, f"the server that ranks are forked from is not ready after {_WARM_UP_S:g} s")
+        raise RankTimeout(-1, f"the server that ranks are forked from is not ready after {PATIENCE_S:g} s")
     process.close()
     _warm = True
 

@@ -242,7 +242,7 @@ def test_a_small_message_does_not_overtake_a_large_one(wire: Wire) -> None:
 def test_closing_a_lane_delivers_what_was_sent(wire: Wire) -> None:
     sender = lane(True, "free")
     sender.at_once_bytes = -1
-    wire.delay_s = 0.02
+    wire.delay_s = 0.2
     for number in range(5):
         sender.send(number, "a", torch.full((2,), float(number)))
     assert len(sender.records) < 5

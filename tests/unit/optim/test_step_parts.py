@@ -418,7 +418,7 @@ def test_a_thread_tells_the_waiting_clock_of_its_collectives() -> None:
             release.wait(10)
 
     task = tasks.put(run)
-    threading.Timer(0.05, release.set).start()
+    threading.Timer(1.0, release.set).start()
     tasks.wait(task)
     tasks.stop()
     spent = clock.read()
