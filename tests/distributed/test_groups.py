@@ -177,3 +177,36 @@ def test_an_engine_keeps_its_groups_while_others_come_and_go() -> None:
     from support.jobs import train
 
     assert run_ranks(engines_side_by_side, 2)[0] == run_ranks(train, 2, 2, steps=3)[0]["losses"]
+
+
+def frees(stages: int, schedule: str, zero: int, is_destroyed: bool) -> bool:
+    """Whether an engine is gone when nobody has it any more."""
+    import gc
+    import weakref
+
+    import paceline
+    from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+
+    section = {"pipeline": {"stages": stages, "schedule": schedule}}
+    zero_keys = {"zero_optimization": {"stage": zero}}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section, **zero_keys)
+    engine = paceline.initialize(model=model_config(), config=config)[0]
+    for step in range(2):
+        engine.train_batch(iter(step_batches(step)))
+    engine.flush()
+    if is_destroyed:
+        engine.destroy()
+    gone = weakref.ref(engine.module)
+    del engine
+    gc.collect()
+    return gone() is None
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False])
+@pytest.mark.parametrize(
+    ("stages", "schedule", "zero"),
+    [(2, "1f1b", 0), (1, "1f1b", 1), (2, "one_direction", 0), (2, "multidirection", 1)],
+)
+def test_engines_that_nobody_has_are_freed(stages: int, schedule: str, zero: int, is_destroyed: bool) -> None:
+    """With replicas, and without a flush, hooks and a thread might keep them."""
+    assert run_ranks(frees, 2, stages, schedule, zero, is_destroyed) == [True, True]

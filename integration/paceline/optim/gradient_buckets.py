@@ -6,6 +6,7 @@ are complete with the last of the second kind, all others with the last of the f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class GradientBuckets:
             buffers = Buffers(part, layout.parameters, layout.gradient_dtype, holds_values=holds_values)
             self.buffers.append(buffers)
             for index in part.bucket.parameters:
-                collect = partial(self._collect, index, buffers)
+                collect = partial(_collect, weakref.ref(self), index)
                 parameter = layout.parameters[index]
                 is_trained = parameter.requires_grad  # one that is frozen for now may be trained again
                 self.hooks.append(parameter.requires_grad_().register_post_accumulate_grad_hook(collect))
@@ -109,9 +110,9 @@ class GradientBuckets:
             self._completes = Completes.NOTHING
 
     @torch.no_grad()
-    def _collect(self, index: int, buffers: Buffers, parameter: nn.Parameter) -> None:
-        """Called by autograd when a parameter's gradient of one micro-batch is there."""
-        gradient = parameter.grad
+    def collect(self, index: int, parameter: nn.Parameter) -> None:
+        """Take in a parameter's gradient of one micro-batch, which autograd has finished."""
+        buffers, gradient = self._buffers_of[index], parameter.grad
         assert gradient is not None
         assert not buffers.is_reduced, f"{self._layout.names[index]}: a gradient after the reduction"
         if buffers.is_lent:
@@ -249,3 +250,11 @@ def publish(values: Iterable[tuple[DomainBucket, Tensor]], times: Times) -> None
     with times.transfer("values", sum(memory.nbytes for _, memory in sharded)):
         for work in [work for part, memory in sharded for work in part.start_publishing(memory)]:
             work.wait()
+
+
+def _collect(buckets: weakref.ref[GradientBuckets], index: int, parameter: nn.Parameter) -> None:
+    """Called by autograd. Tensors hold their hooks where the garbage collector does not look: no engine behind these
+    would ever be freed."""
+    found = buckets()
+    if found is not None:  # or the model outlives its engine
+        found.collect(index, parameter)

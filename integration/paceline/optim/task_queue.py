@@ -5,10 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +97,8 @@ class TaskQueue:
         task = Task(run, after=self._side.mark())
         self._queue.put(task)
         if self._has_thread and self._thread is None and not self._is_stopped:
-            self._thread = threading.Thread(target=on_this_device(self._work), name="paceline-updates", daemon=True)
+            work = partial(_work, weakref.ref(self), self._queue, self._side)
+            self._thread = threading.Thread(target=on_this_device(work), name="paceline-updates", daemon=True)
             self._thread.start()
         return task
 
@@ -123,14 +126,9 @@ class TaskQueue:
         """End the thread; tasks that are waiting are not run any more."""
         self._is_stopped = True
         self._queue.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
             self._side.wait(self._last)  # memory that it has used may be freed
-
-    def _work(self) -> None:
-        with self._side.entered():
-            while (task := self._queue.get()) is not None:
-                self._run(task)
 
     def _run(self, task: Task) -> None:
         try:
@@ -143,3 +141,13 @@ class TaskQueue:
             self._error = error
         finally:
             task.is_done.set()
+
+
+def _work(owner: weakref.ref[TaskQueue], tasks: queue.SimpleQueue[Task | None], side: SideStream) -> None:
+    """Run tasks until there is None. While it waits, it holds nothing that a task or the queue's owner would keep."""
+    with side.entered():
+        while (task := tasks.get()) is not None:
+            running = owner()
+            if running is not None:
+                running._run(task)
+            del task, running

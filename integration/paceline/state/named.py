@@ -11,6 +11,7 @@ fewer experts than others has empty rows after its own, which are 0, and which n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -300,10 +301,11 @@ def link_full_access(optimizer: ShardedOptimizer) -> None:
     As with DeepSpeed's optimizers, all ranks of the group call them together, and outside of a step there are no
     gradients to get.
     """
+    here = weakref.ref(optimizer)  # a graph keeps its parameters, and may be the optimizer's engine's
     for parameter in optimizer.layout.parameters:
-        parameter._hp_mapping = optimizer  # type: ignore[attr-defined]
-        parameter.get_full_hp_param = partial(_get_full, optimizer, parameter)  # type: ignore[attr-defined]
-        parameter.set_full_hp_param = partial(_set_full, optimizer, parameter)  # type: ignore[attr-defined]
+        parameter._hp_mapping = here  # type: ignore[attr-defined]
+        parameter.get_full_hp_param = partial(_get_full, here, parameter)  # type: ignore[attr-defined]
+        parameter.set_full_hp_param = partial(_set_full, here, parameter)  # type: ignore[attr-defined]
         parameter.get_full_hp_grad = lambda: None  # type: ignore[attr-defined]
 
 
@@ -314,8 +316,18 @@ def unlink_full_access(optimizer: ShardedOptimizer) -> None:
             vars(parameter).pop(name, None)
 
 
-def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
-    optimizer.check_settled()
+def _settled(optimizer: weakref.ref[ShardedOptimizer]) -> ShardedOptimizer:
+    found = optimizer()
+    if found is None:
+        raise RuntimeError("the engine that trained this parameter is gone, and its optimizer: read the parameter.")
+    found.check_settled()
+    return found
+
+
+def _get_full(
+    here: weakref.ref[ShardedOptimizer], parameter: nn.Parameter, optim_state_key: str | None = None
+) -> Tensor:
+    optimizer = _settled(here)
     name = optimizer.layout.name_of(parameter)
     parts = collect(optimizer, name)
     if (optim_state_key or MASTER) not in parts:
@@ -325,9 +337,9 @@ def _get_full(optimizer: ShardedOptimizer, parameter: nn.Parameter, optim_state_
 
 @torch.no_grad()
 def _set_full(
-    optimizer: ShardedOptimizer, parameter: nn.Parameter, value: Tensor, optim_state_key: str | None = None
+    here: weakref.ref[ShardedOptimizer], parameter: nn.Parameter, value: Tensor, optim_state_key: str | None = None
 ) -> None:
-    optimizer.check_settled()
+    optimizer = _settled(here)
     for owned in optimizer.owned:
         if owned.parameter is parameter:
             target = parts_of(optimizer, owned)[optim_state_key or MASTER]
