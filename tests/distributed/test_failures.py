@@ -156,8 +156,11 @@ def misfortune(what: str) -> None:
 
     from paceline.comm.control import ControlPlane
     from paceline.launch.finetune import _fail, _leave_together, _stop_all
+    from paceline.supervise import watch
     from paceline.supervise.lifetime import Preemption, end_process
     from paceline.supervise.watch import EVERYONE, WATCH
+
+    watch._ANSWER_S = runner.PATIENCE_S  # however long the machine stands still
 
     def wait_in_c() -> None:
         mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock

@@ -14,6 +14,6 @@ from benchmarks.survival import survive
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system to fill it: runs as root")
 def test_killed_stopped_and_out_of_disk(tmp_path: Path) -> None:
     """`survive` raises unless the weights are those of an undisturbed run, and all processes end within the limit."""
-    result = survive(["kill", "term", "disk"], 60, seed=3, folder=tmp_path)
+    result = survive(["kill", "term", "disk"], 90, seed=3, folder=tmp_path)
     assert result["weights"] == "bitwise equal"
     assert max(result["resumed_from"]) > 0
