@@ -148,7 +148,7 @@ def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
     from paceline.config import read_ds_config, resolve
     from paceline.hf.anatomy import anatomy_of
     from paceline.hf.weights import skeleton
-    from paceline.runtime.startup import STATE_BYTES
+    from paceline.runtime.startup import STATE_BYTES, parameters_of_rank
 
     ds_config = _filled(read_ds_config(args.deepspeed), args)
     model = skeleton(config)
@@ -159,7 +159,7 @@ def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
         world_size=args.world_size,
         num_layers=num_layers,
         num_items=num_layers + 2,
-        state_bytes=STATE_BYTES * sum(parameter.numel() for parameter in model.parameters()),
+        state_bytes=STATE_BYTES * parameters_of_rank(model, ds_config),
         device_bytes=_here(args.world_size) if memory is None else int(min(memory) * GIB),
         cpu=False,
     )
@@ -218,10 +218,10 @@ def _here(world_size: int) -> int:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from paceline.measure.device_memory import available_bytes
+    from paceline.measure.device_memory import plannable_bytes
 
     device = torch.device(get_accelerator().device_name(0))
-    return available_bytes(device, 1 if device.type == "cuda" else world_size)
+    return plannable_bytes(device, 1 if device.type == "cuda" else world_size)
 
 
 def _limits(args: argparse.Namespace, resolved: RunPlan) -> list[float]:

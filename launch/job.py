@@ -41,6 +41,9 @@ from paceline.supervise.watch import WATCH
 
 logger = logging.getLogger("paceline")
 
+MUCH_LEFT_OUT = 0.05
+"""Share of an epoch's samples."""
+
 NO_HELD_OUT = "hold some out with --validation_split_percentage"
 """The remedy where weights are to be fitted on them."""
 
@@ -109,7 +112,7 @@ class Job:
                 plans_unasked=True,
                 kept=self.kept,
             )
-            self._plan(resolved)  # there is data for a step
+            self._tell_what_is_left_out(self._plan(resolved))  # there is data for a step
             fault = combining_fault(self.section, self.inputs.data.held_out is not None, NO_HELD_OUT)
             if fault is not None:
                 raise ValueError(fault)
@@ -124,7 +127,11 @@ class Job:
         probe = self.output / ".paceline"
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:
-                self.output.mkdir(parents=True, exist_ok=True)
+                try:
+                    self.output.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    why = f"{error.strerror}; choose a directory that can be made"
+                    raise ValueError(f"--output_dir {self.output}: {why}.") from error
                 self.claim = Claim(self.output)
                 check_nothing_is_lost(self.output, self.args)
                 probe.touch()
@@ -173,6 +180,20 @@ class Job:
             island=self.island,
             num_islands=self.num_islands,
         )
+
+    def _tell_what_is_left_out(self, plan: BatchPlan) -> None:
+        """Say how many samples of an epoch are in none of its steps."""
+        if plan.num_samples is None or plan.steps_per_epoch is None or self.rank:
+            return
+        samples = plan.num_samples // plan.num_islands
+        left = samples - plan.steps_per_epoch * plan.global_batch_size
+        if left:
+            logger.log(
+                logging.WARNING if left > MUCH_LEFT_OUT * samples else logging.INFO,
+                "each epoch leaves out %d of %d samples, others each time, which do not fill a global batch of %d: "
+                "smaller batches (--gradient_accumulation_steps) leave out fewer",
+                *(left, samples, plan.global_batch_size),
+            )
 
     def _num_steps(self, resolved: RunPlan) -> int:
         if self.args.max_steps > 0:

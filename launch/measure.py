@@ -107,7 +107,8 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     ]
     here = device_profile(device, ranks_sharing(device))
-    cluster = measure_cluster(ControlPlane.create(), device, here.free_bytes)
+    control = ControlPlane.create()
+    cluster = measure_cluster(control, device, min(control.gather(here.free_bytes)))
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
         profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())

@@ -80,8 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="recompute all layers in the backward, in every strategy, or none (default: as few as it takes to fit; "
-        "none with --half-layers)",
+        help="recompute all layers in the backward, in every strategy, or none (default: as few as it takes to fit)",
     )
     step.add_argument(
         "--half-layers",

@@ -189,19 +189,23 @@ def logged_rates(directory: str) -> list[float]:
 WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 8, "total_num_steps": 12, "warmup_max_lr": 0.1}}
 
 
+RANGE_TEST = {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2}}
+
+
 @pytest.mark.parametrize("schedule", ["one_direction", "multidirection"])
-def test_learning_rates_of_deepspeeds_own_schedulers(schedule: str) -> None:
-    wanted = run_ranks(rates_of_steps, 1, 1, "1f1b")[0]
-    assert len(set(wanted)) == STEPS  # the first two are 0
-    assert run_ranks(rates_of_steps, 2, 2, schedule) == [wanted, wanted]
+@pytest.mark.parametrize("scheduler", [WARMUP, RANGE_TEST], ids=["warm-up", "range test"])
+def test_learning_rates_of_deepspeeds_own_schedulers(schedule: str, scheduler: dict[str, Any]) -> None:
+    wanted = run_ranks(rates_of_steps, 1, 1, "1f1b", scheduler)[0]
+    assert len(set(wanted)) >= STEPS
+    assert run_ranks(rates_of_steps, 2, 2, schedule, scheduler) == [wanted, wanted]
 
 
-def rates_of_steps(stages: int, schedule: str) -> list[float]:
+def rates_of_steps(stages: int, schedule: str, scheduler: dict[str, Any]) -> list[float]:
     import paceline
 
     config = ds_config(
         gradient_accumulation_steps=MICRO_BATCHES,
-        scheduler=WARMUP,
+        scheduler=scheduler,
         paceline={"pipeline": {"stages": stages, "schedule": schedule}},
     )
     engine, *_ = paceline.initialize(model=model_config(), config=config)

@@ -123,6 +123,13 @@ def test_a_profile_of_one_device_and_memory_that_limits(tmp_path: Path) -> None:
     assert all(device.speed > 0 for device in results[0]["profile"].devices)
 
 
+def test_times_of_a_profile_stay_what_they_were(tmp_path: Path) -> None:
+    """What a run writes after it has read a profile says how its layers were measured, not how this run computes."""
+    path = write_profile(tmp_path / "p.json", (3.0, 1.0), dtype="bfloat16", gradient_checkpointing=True)
+    found = run_ranks(boundaries, 2, 2, path)[0]["profile"]
+    assert (found.dtype, found.gradient_checkpointing) == ("bfloat16", True)
+
+
 def measured_boundaries(is_alike: bool) -> dict[str, Any]:
     if is_alike:
         measure_alike()
@@ -241,3 +248,27 @@ def test_a_slow_device_of_several_directions_gets_less_in_both_its_stages(tmp_pa
     even, wanted = run_ranks(trains_in_several_directions, 4, write_profile(tmp_path / "q.json", (1.0,) * 4))[0]
     assert even != parts
     assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+def parts_with_adapters(method: str, memory_gib: float) -> list[int]:
+    """Boundaries of a model of which adapters are trained."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import paceline
+
+    sizes = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+    config = AutoConfig.for_model("llama", num_attention_heads=4, max_position_embeddings=32, **sizes)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear", r=4))
+    partition = {"method": method, "memory_gib": memory_gib}
+    pipeline = {"pipeline": {"stages": 2, "partition": partition}}
+    engine, *_ = paceline.initialize(model=model, config=ds_config(paceline=pipeline))
+    return [int(part) for part in engine.module.parts]
+
+
+def test_adapters_take_the_memory_of_adapters() -> None:
+    """Frozen weights have neither gradients nor states: what is balanced fits where full training would not."""
+    with pytest.raises(RankError, match="no split fits"):
+        run_ranks(parts_with_adapters, 2, "hetero", 0.005)
+    run_ranks(parts_with_adapters, 2, "hetero", 0.02)
+    assert run_ranks(parts_with_adapters, 2, "work", 0.02) == run_ranks(parts_with_adapters, 2, "work", 1.0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from support.jobs import TINY, ds_config, finetune, flags, model_config, step_batches
 from support.ranks import RankError, RankTimeout, launch, run_ranks
@@ -175,7 +176,13 @@ def calls_with_other_things() -> list[str]:
 
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(1))
     told = []
-    for call in (lambda: engine.train_batch(step_batches(0)), lambda: engine.set_schedule("gpipe")):
+    calls = (
+        lambda: engine.train_batch(step_batches(0)),
+        lambda: engine.eval_batch(step_batches(0)),
+        lambda: engine.set_schedule("gpipe"),
+        lambda: engine.save_16bit_model("."),
+    )
+    for call in calls:
         with pytest.raises(TypeError) as error:
             call()
         told.append(str(error.value))
@@ -183,9 +190,49 @@ def calls_with_other_things() -> list[str]:
 
 
 def test_calls_with_something_else_say_what_to_give() -> None:
-    [(data, schedule)] = run_ranks(calls_with_other_things, 1)
+    [(data, evaluated, schedule, saved)] = run_ranks(calls_with_other_things, 1)
     assert data == "the data is a list: give an iterator over micro-batches, iter(...), made once for all steps."
+    assert evaluated == data
+    assert "paceline.export(engine, directory)" in saved
     assert schedule == "set_schedule('gpipe'): give a schedule, paceline.schedules.make('gpipe', 1, 4)."
+
+
+def evaluated_otherwise() -> tuple[list[str], Any, float]:
+    """What is told of other reductions, on every rank; and what there is without one."""
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(2))
+    told = []
+    for keys in ({"reduce_output": "sum"}, {"reduce_output": None}):
+        with pytest.raises(ValueError, match="reduce_output is") as error:
+            engine.eval_batch(iter(step_batches(0)), **keys)
+        told.append(str(error.value))
+    losses = engine.eval_batch(iter(step_batches(0)), reduce_output=None, bcast_loss=False)
+    return told, losses and [loss.item() for loss in losses], engine.eval_batch(iter(step_batches(0))).item()
+
+
+def test_other_reductions_of_an_evaluation() -> None:
+    """The first stage does not wait for a loss that the last one cannot give."""
+    (first_told, nothing, _), (told, losses, mean) = run_ranks(evaluated_otherwise, 2)
+    assert first_told == told
+    assert "is 'sum': it must be \"avg\"" in told[0]
+    assert "give bcast_loss=False" in told[1]
+    assert nothing is None
+    assert len(losses) == 4
+    assert sum(losses) / 4 == pytest.approx(mean, rel=1e-6)
+
+
+def with_a_stream() -> str:
+    import paceline
+
+    stream = Dataset.from_dict({"input_ids": [[1, 2]] * 8}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="training_data is a IterableDataset") as error:
+        paceline.initialize(model=model_config(), config=ds_config(1), training_data=stream)
+    return str(error.value)
+
+
+def test_a_stream_is_no_training_data() -> None:
+    assert "iter(DataLoader(data" in run_ranks(with_a_stream, 1)[0]
 
 
 def train_on_different_data(stages: int) -> str:

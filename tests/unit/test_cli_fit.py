@@ -167,6 +167,18 @@ def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
             assert row[name] - own[name] == size * elsewhere
 
 
+def test_the_fewest_stages_are_those_of_a_run(fit: Any, model: str) -> None:
+    """Of the experts each rank counts its own."""
+    experts = {"moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
+    Qwen3MoeConfig(**SIZES, **experts).save_pretrained(model)
+    argv = ("--world-size", "4", "--json", "--device-memory-gib")
+    shared = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    one, _ = fit(ds(2, **shared), *argv, "1")
+    room = 1.2 * 16 * sum(row["weights"] for row in one["memory"]) / 4 / 2 / 0.6 / GIB
+    found, _ = fit({**ds(**shared), "paceline": {"pipeline": {}}}, *argv, str(room), status=3)
+    assert found["stages"] == 2
+
+
 @pytest.mark.parametrize("pipeline", [{"stages": 1}, {"stages": 2, "schedule": "zbv"}, {"stages": 2}])
 def test_weights_that_embedding_and_head_of_a_device_share_are_there_once(
     fit: Any, model: str, pipeline: dict[str, Any]

@@ -51,6 +51,11 @@ def resolve_stages(
     limits = f"{world_size} ranks and {blocks}"
     if has_directions:
         usable = _with_directions(usable, limits, asked)
+    if not usable:  # several stages on each rank
+        raise ValueError(
+            f"{TYPE} is {show(schedule_type(section))}, with {a_rank} stages on each rank, and the model has {blocks}: "
+            "every stage needs one; take a schedule with one stage on each rank."
+        )
     theirs = _deepspeeds(ds_config).get("stages")
     ours = section.pipeline.stages
     stages, path = _agree(

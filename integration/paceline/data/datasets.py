@@ -21,7 +21,7 @@ from .chat import use_chat_template
 from .packing import require_packable
 from .reading import RawData, progress_bars
 from .rows import Collator, Rows
-from .samples import kind_of, make_blocks, make_samples, recipe, sample_maker
+from .samples import HELD_OUT, kind_of, make_blocks, make_samples, recipe, sample_maker
 from .streaming import RawStream, RowStream
 
 DEFAULT_BLOCK_SIZE = 1024
@@ -112,7 +112,7 @@ def prepare(
         return Rows(samples, collate, block_size if joined or data_args.packing else None)
 
     made_by = recipe(kinds[0], tokenizer, completion_only)
-    held_out = None if raw.held_out is None else rows(raw.held_out, data_args.max_eval_samples, "held-out data")
+    held_out = None if raw.held_out is None else rows(raw.held_out, data_args.max_eval_samples, HELD_OUT)
     if isinstance(raw.train, Dataset):
         return Data(rows(raw.train, data_args.max_train_samples, "training data"), held_out, block_size, made_by)
     make = sample_maker(kinds[0], tokenizer, block_size, completion_only, raw.train.what)

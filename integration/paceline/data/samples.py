@@ -18,6 +18,11 @@ from .chat import IGNORED, Sample, messages_sample, pair_sample
 from .instructions import messages_of, pair_of
 from .rows import digest
 
+HELD_OUT = "held-out data"
+"""What messages call the rows that training does not see."""
+
+_OR_NONE = ", or --validation_split_percentage 0 to hold none out"
+
 Kind = Literal["text", "line", "messages", "prompt_completion", "instruction", "conversations"]
 
 TEXT, LINE, TOOLS = "text", "line", "tools"
@@ -225,7 +230,7 @@ def make_samples(
     if len(made) == 0:
         raise ValueError(
             f"{what}: none of the {len(dataset)} rows has a token to train on. Remedy: other data, or a larger "
-            "--block_size."
+            f"--block_size{_OR_NONE if what == HELD_OUT else ''}."
         )
     return made
 
@@ -242,7 +247,7 @@ def make_blocks(samples: Dataset, block_size: int, what: str = "training data", 
     if num_tokens < block_size:
         raise ValueError(
             f"{what}: {len(samples)} rows have {num_tokens} tokens, less than one block of {block_size}. "
-            "Remedy: more text, or a smaller --block_size."
+            f"Remedy: more text, or a smaller --block_size{_OR_NONE if what == HELD_OUT else ''}."
         )
 
     def group(rows: pa.Table) -> pa.Table:

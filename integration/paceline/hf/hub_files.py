@@ -18,9 +18,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_FILE,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
 logger = logging.getLogger("paceline")
+
+_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    CHAT_TEMPLATE_FILE,
+)
+"""Files of which a tokenizer writes some, and reads those that are there."""
 
 DRAFT = ".export"
 """Hidden folder of the target that everything is written to first."""
@@ -142,14 +163,18 @@ def begin(target: Path) -> Path:
 
 
 def publish(draft: Path, target: Path, last: str = "config.json") -> None:
-    """Move a complete draft into place, over the files of an earlier export.
+    """Move a complete draft into place, over the files of an earlier export, of which nothing is left.
 
     Args:
         last: the config goes first and comes last: without it the directory is no model, or no adapter.
     """
     configs = (target / name for name in ("config.json", "adapter_config.json"))
     weights = (*target.glob("model*.safetensors"), *target.glob("adapter_model*.safetensors"))
-    for stale in (*configs, *weights, target / SAFE_WEIGHTS_INDEX_NAME):
+    others = [target / GENERATION_CONFIG_NAME]
+    if (draft / "tokenizer_config.json").exists():  # else the directory's own may belong to the model
+        others += [target / name for name in _OF_TOKENIZERS]
+        shutil.rmtree(target / CHAT_TEMPLATE_DIR, ignore_errors=True)
+    for stale in (*configs, *weights, target / SAFE_WEIGHTS_INDEX_NAME, *others):
         stale.unlink(missing_ok=True)
     for path in sorted(draft.iterdir(), key=lambda p: p.name == last):
         if path.is_dir():  # a tokenizer's further chat templates

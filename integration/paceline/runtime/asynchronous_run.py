@@ -13,7 +13,6 @@ it (:mod:`.late_losses`).
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -146,9 +145,12 @@ class AsynchronousRun:
             return [float(rate * factor) for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
         if scheduler is None or OF_DEEPSPEED not in vars(scheduler):
             return None
-        later = copy.copy(scheduler)
-        vars(later)[OF_DEEPSPEED] += ahead
-        return [float(rate) for rate in later.get_lr()]
+        count = vars(scheduler)[OF_DEEPSPEED]
+        vars(scheduler)[OF_DEEPSPEED] = count + ahead  # not of a copy: a scheduler may have methods of its own bound
+        try:
+            return [float(rate) for rate in scheduler.get_lr()]
+        finally:
+            vars(scheduler)[OF_DEEPSPEED] = count
 
     def train_batch(self) -> Tensor:
         """Run one window.

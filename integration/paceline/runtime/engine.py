@@ -71,6 +71,15 @@ TIMES_EVERY = 10
 """Steps between lines of ``wall_clock_breakdown``: what DeepSpeed's documents give for ``steps_per_print``."""
 
 
+def _check_iterator(data: object) -> None:
+    """Raise TypeError for what is no iterator over micro-batches; None is the iterator of before, or of no rank's."""
+    if data is not None and not hasattr(data, "__next__"):
+        raise TypeError(
+            f"the data is a {type(data).__name__}: give an iterator over micro-batches, iter(...), made once for all "
+            "steps."
+        )
+
+
 def _of_loss_book(name: str) -> Any:
     """A property of the engine that is an attribute of its :class:`LossBook`."""
 
@@ -439,11 +448,7 @@ class PacelineEngine(PipelineEngine):
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As DeepSpeed's, on every rank that reads data."""
-        if iterator is not None and not hasattr(iterator, "__next__"):
-            raise TypeError(
-                f"the data is a {type(iterator).__name__}: give an iterator over micro-batches, iter(...), made once "
-                "for all steps."
-            )
+        _check_iterator(iterator)
         if self.reads_data:
             self.training_dataloader, self.data_iterator = None, iterator
 
@@ -632,7 +637,22 @@ class PacelineEngine(PipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """As :meth:`deepspeed.PipelineEngine.eval_batch`."""
+        """As :meth:`deepspeed.PipelineEngine.eval_batch`.
+
+        Raises:
+            ValueError: on every rank: another ``reduce_output`` than ``"avg"``, or None for what is to be broadcast.
+        """
+        if reduce_output is not None and reduce_output.lower() != "avg":
+            raise ValueError(
+                f'reduce_output is {reduce_output!r}: it must be "avg", the mean over micro-batches and replicas, or '
+                "None; sum what you need yourself."
+            )
+        if reduce_output is None and compute_loss and (bcast_loss or self.monitor.enabled):
+            raise ValueError(
+                "reduce_output is None and the loss is to be broadcast, which is one number: give bcast_loss=False "
+                "to have those of the micro-batches on the last stage (without a monitor in the JSON)."
+            )
+        _check_iterator(data_iter)
         trained_on = self.data_iterator
         with self.between_steps():
             self.data_iterator = data_iter
@@ -763,7 +783,14 @@ class PacelineEngine(PipelineEngine):
         if self.asynchronous is not None:
             self.flush()
             self.asynchronous.steps.forget()  # data of before
-        return self.checkpointer.load(load_dir, tag, *args, **options)
+        loaded = self.checkpointer.load(load_dir, tag, *args, **options)
+        if loaded[0] is not None:
+            self._global_grad_norm = None  # that of a step before
+        return loaded
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: :func:`paceline.export` writes the whole model, for ``from_pretrained``."""
+        raise TypeError("save_16bit_model() would write one stage: paceline.export(engine, directory) has them all.")
 
     def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.prepare`.

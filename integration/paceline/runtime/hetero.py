@@ -142,8 +142,10 @@ def hetero_boundaries(
                 items=tuple(items),
                 devices=tuple(devices),
                 links=tuple(links),
-                versions=versions() if given is None else given.versions,
+                versions=versions(),
             )
+            if given is not None:  # its layers as they were measured, in whichever dtype
+                measured = replace(given, devices=measured.devices, links=measured.links)
             plan, again = fastest_stages(
                 _memory(config, shape, items, expert_parallel),
                 [(item.forward_s, item.backward_s) for item in items],

@@ -113,6 +113,12 @@ def initialize(
     if dist.get_rank() == 0:
         warn_near_misses(ds_config)
 
+    if training_data is not None and not hasattr(training_data, "__len__"):
+        raise ValueError(
+            f"training_data is a {type(training_data).__name__}, a stream without a length, which DeepSpeed's loader "
+            "needs: leave it out, and give train_batch() an iterator over a loader of your own, "
+            "iter(DataLoader(data, batch_size=engine.train_micro_batch_size_per_gpu()))."
+        )
     repair_deepspeed()
     end_left_groups()
     groups = groups_here()

@@ -84,6 +84,16 @@ class _HasKeys(Protocol):
     def __getitem__(self, name: str, /) -> object: ...
 
 
+def _as_tensor(name: str, value: object) -> Tensor:
+    try:
+        return torch.as_tensor(value).long()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{name!r} of a micro-batch is a {type(value).__name__} that is no tensor [batch, sequence]: pad its rows "
+            "to one length, and give a dataset of the datasets library tensors, dataset.with_format('torch')."
+        ) from None
+
+
 def read_micro_batch(batch: object) -> MicroBatch:
     """A micro-batch from what a data loader yields: a mapping with Hugging Face's names, or ``(inputs, labels)``.
 
@@ -116,7 +126,7 @@ def read_micro_batch(batch: object) -> MicroBatch:
             f"a micro-batch has {sorted(unknown)}, which a causal-LM pipeline does not pass on: give only "
             f"{['input_ids', 'labels', *SIDE_INPUTS]}."
         )
-    tensors = {name: torch.as_tensor(value).long() for name, value in given.items() if value is not None}
+    tensors = {name: _as_tensor(name, value) for name, value in given.items() if value is not None}
     shape = tensors["input_ids"].shape
     for name, tensor in tensors.items():
         if tensor.shape != shape or tensor.dim() != 2:

@@ -137,7 +137,7 @@ def plan_for(
     room: _Room = {
         "world_size": world_size,
         "num_layers": num_layers,
-        "state_bytes": (STATE_BYTES if peft_config is None else FROZEN_BYTES) * _parameters_of_rank(model, ds_config),
+        "state_bytes": (STATE_BYTES if peft_config is None else FROZEN_BYTES) * parameters_of_rank(model, ds_config),
         "device_bytes": plannable_bytes(device, ranks_sharing(device)),
     }
     # Ranks see different amounts of free memory: the least of all decides.
@@ -230,7 +230,7 @@ def plan_for(
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
     _check_said_once(resolved, recomputes=recomputes)
-    if resolved.recompute == FIT and peft_config is not None:
+    if peft_config is not None:
         without_memory(peft_config, model, anatomy_of(model))
         resolved = replace(resolved, trained=trained_share(model))
     if planned is not None:
@@ -337,7 +337,7 @@ def dtype_of(ds_config: Mapping[str, object]) -> torch.dtype:
     return torch.float32
 
 
-def _parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, object]) -> int:
+def parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, object]) -> int:
     """Of a model in one stage: all, but of the experts one rank's share."""
     whole = int(sum(p.numel() for p in model.parameters()))
     section = value_at(ds_config, EXPERT_PARALLEL)
@@ -393,7 +393,7 @@ def first_partition(
         with control.together("planning the partition"):
             if dist.get_rank() == 0 and partition == WORK:
                 found = _by_work(hf_config, resolved, shape, limits)
-                logger.info("partition %s: by the work of the items", found.partition)
+                logger.info("partition %s", found.partition)
             elif dist.get_rank() == 0:
                 found = as_it_takes(hf_config, resolved, shape, limits, partition)
         result = control.from_first(found)

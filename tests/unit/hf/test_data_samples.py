@@ -184,6 +184,8 @@ def test_rows_without_a_label_are_dropped_and_counted(caplog: pytest.LogCaptureF
     assert "2 of 3 samples have no token to train on within 16 tokens" in record.message
     with pytest.raises(ValueError, match="none of the 2 rows has a token to train on"):
         make_samples(given.select([1, 2]), plain, 16)
+    with pytest.raises(ValueError, match=r"held-out data: .* or --validation_split_percentage 0 to hold none out\.$"):
+        make_samples(given.select([1, 2]), plain, 16, what="held-out data")
     text = "One, please, and two " * 5
     parts = make_samples(Dataset.from_dict({"text": [text, "", None]}), plain, 16)
     assert "labels" not in parts.column_names, "all tokens have a loss"

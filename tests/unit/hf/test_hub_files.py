@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from paceline.hf.hub_files import join, write_tensors
+from paceline.hf.hub_files import begin, join, publish, write_tensors
 
 
 def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
@@ -46,3 +46,20 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "no folder" / "model.safetensors"
     with pytest.raises(OSError, match=r"no folder/model\.safetensors was not written: .*; see what is wrong"):
         write_tensors({"a": torch.ones(2)}, file)
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_nothing_of_an_earlier_export_is_left(has_tokenizer: bool, tmp_path: Path) -> None:
+    """A tokenizer without a chat template would have the earlier one's; one that the export has not stays."""
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").touch()
+    tokenizers = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "chat_template.jinja")
+    for name in ("config.json", "generation_config.json", "model.safetensors", "notes.txt", *tokenizers):
+        (tmp_path / name).write_text("earlier")
+    draft = begin(tmp_path)
+    for name in ("config.json", *(tokenizers[:2] if has_tokenizer else ())):
+        (draft / name).write_text("new")
+    publish(draft, tmp_path)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir() or path.read_text() == "earlier"}
+    assert left == {"notes.txt", *(() if has_tokenizer else (*tokenizers, templates.name))}

@@ -133,3 +133,10 @@ def test_what_goes_to_a_gpu_is_pinned(device: str, is_pinned: bool, monkeypatch:
     tensors = [found.input_ids, found.labels, *found.side.values()]
     assert all(any(tensor is other for other in moved) for tensor in tensors) is is_pinned
     assert samples([found]) == samples([batch])
+
+
+def test_what_a_dataset_without_a_format_gives_is_refused_by_name() -> None:
+    """A loader's collation then has a tensor for each position."""
+    columns = [torch.ones(2, dtype=torch.int64)] * 3
+    with pytest.raises(ValueError, match=r"'input_ids' of a micro-batch is a list .* dataset\.with_format\('torch'\)"):
+        read_micro_batch({"input_ids": columns, "labels": columns})
