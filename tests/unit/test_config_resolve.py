@@ -254,8 +254,9 @@ def test_fewer_layers_than_stages():
     )
 
 
-def test_fewer_layers_than_the_stages_of_a_rank():
-    config = {"paceline": {"pipeline": {"stages": 2, "schedule": "interleaved"}}}
+@pytest.mark.parametrize("asked", [{}, {"stages": 2}, {"stages": 3}])
+def test_fewer_layers_than_the_stages_of_a_rank(asked):
+    config = {"paceline": {"pipeline": {**asked, "schedule": "interleaved"}}}
     with pytest.raises(ValueError, match=r"every stage needs one; take a schedule with one stage on each rank\.$"):
         resolved(config, num_layers=1)
 
