@@ -12,9 +12,8 @@ from paceline.measure.profile_file import FILE_NAME as PROFILE
 
 
 def check_nothing_is_lost(output: Path, args: TrainArguments) -> None:
-    """Raise ValueError if a run with ``args`` would mix with, or write over, what is in ``output``."""
-    resumes = args.resume_from_checkpoint is not None and checkpoint_to_resume(output, args) is not None
-    if args.overwrite_output_dir or resumes:
+    """Raise ValueError if a run with ``args`` that begins anew would mix with, or write over, what is in ``output``."""
+    if args.overwrite_output_dir:
         return
     if (output / "config.json").exists() or (output / "adapter_config.json").exists():
         raise ValueError(

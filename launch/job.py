@@ -124,7 +124,7 @@ class Job:
 
     def _check_output(self) -> None:
         """Check, before hours of training, that the output directory can be written and is the same on all nodes."""
-        probe = self.output / ".paceline"
+        probe, found = self.output / ".paceline", None
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:
                 try:
@@ -133,7 +133,9 @@ class Job:
                     why = f"{error.strerror}; choose a directory that can be made"
                     raise ValueError(f"--output_dir {self.output}: {why}.") from error
                 self.claim = Claim(self.output)
-                check_nothing_is_lost(self.output, self.args)
+                found = checkpoint_to_resume(self.output, self.args)
+                if found is None:
+                    check_nothing_is_lost(self.output, self.args)
                 probe.touch()
         with self.control.together(f"looking for {self.output}"):
             if not probe.exists():
@@ -141,10 +143,6 @@ class Job:
                     f"--output_dir {self.output} is not the same directory on all nodes (rank {self.rank} does not see "
                     "what rank 0 wrote): choose one on a file system that they share."
                 )
-        found = None
-        with self.control.together("looking for the checkpoint to go on from"):
-            if self.rank == 0:
-                found = checkpoint_to_resume(self.output, self.args)
         self.resume_path = self.control.gather(found)[0]
         with self.control.together(f"preparing {self.output}"):
             if self.rank == 0:

@@ -123,6 +123,17 @@ def test_a_model_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert [code for code, _ in run_ranks(finetune, 2, [*argv, "--overwrite_output_dir"])] == [0, 0]
 
 
+def test_a_finished_run_that_is_started_again_keeps_its_summary(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    argv = flags(**TINY | {"max_steps": 2, "gradient_accumulation_steps": 8}, save_steps=1, output_dir=output)
+    argv += ["--resume_from_checkpoint", "auto"]
+    assert [code for code, _ in run_ranks(finetune, 2, argv)] == [0, 0]
+    before = (output / "summary.json").read_text()
+    assert json.loads(before)["train_loss"] > 0
+    assert [code for code, _ in run_ranks(finetune, 2, argv)] == [0, 0]
+    assert (output / "summary.json").read_text() == before
+
+
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="needs a machine without flash_attn")
 def test_attention_that_is_not_installed(tmp_path: Path) -> None:
     argv = flags(**TINY, attn_implementation="flash_attention_2", output_dir=tmp_path / "model")

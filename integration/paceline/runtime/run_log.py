@@ -119,12 +119,13 @@ class RunLog:
         engine, report = self.engine, self.plan.report
         self.first_step, self.first_tokens = engine.global_steps, self.tally.all_tokens
         self.totals = RankTotals(dist.get_rank(), engine.stage_id, *self._stage())
+        self._was_over = self.first_step >= num_steps and (self.run_dir / SUMMARY).exists()
         with self.control.together("writing the profile"):
             if self.is_first:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.is_first and self.pipeline.profile is not None:
                 self.pipeline.profile.save(self.run_dir / PROFILE)
-            if self.is_first and (report.metrics or report.html):
+            if self.is_first and (report.metrics or report.html) and not self._was_over:
                 write_start(self.run_dir, self._start(num_steps))
         engine.keep_records(self.run_dir, num_steps)
         self.skip_time()
@@ -282,6 +283,8 @@ class RunLog:
     def summary(self, steps: int, sequence_length: int, train_loss: float | None = None) -> dict[str, object] | None:
         """Write ``summary.json``, and return it on the first rank. Collective.
 
+        A run that was done when it was started again keeps what it has.
+
         Args:
             steps: of the whole run, also those before it was gone on with.
             sequence_length: tokens of a sample.
@@ -293,6 +296,10 @@ class RunLog:
         with self.control.together("writing the summary"):
             if not self.is_first:
                 return None
+            if self._was_over:
+                self.metrics.close()
+                kept: dict[str, object] = json.loads((self.run_dir / SUMMARY).read_text())
+                return kept
             summary = summarize(
                 ranks,
                 steps=steps,
