@@ -420,3 +420,24 @@ def test_the_jsons_partition_is_taken_on_by_a_language_model_built_by_hand() -> 
         assert (moved["parts"], uniform["parts"]) == ((0, 2, 8), (0, 4, 8))
         assert moved["layers"] == (list(range(1)) if rank == 0 else list(range(1, 6)))
         assert uniform["layers"] == (list(range(3)) if rank == 0 else list(range(3, 6)))
+
+
+def moved_by_hand(is_moved: bool) -> list[float]:
+    """Losses of a run that looks at its layers, and whose script moves them before each step."""
+    import paceline
+    from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+
+    partition = {"method": "hetero", "repartition_every": 2} if is_moved else "uniform"
+    section = {"pipeline": {"stages": 2, "partition": partition}}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section)
+    engine, *_ = paceline.initialize(model=model_config(), config=config)
+    losses = []
+    for step in range(8):
+        if is_moved:
+            engine.repartition([0, 2 + step % 3, engine.layers.num_items])
+        losses.append(engine.train_batch(iter(step_batches(step))).item())
+    return losses
+
+
+def test_a_script_moves_layers_that_are_about_to_be_timed() -> None:
+    assert run_ranks(moved_by_hand, 2, True) == run_ranks(moved_by_hand, 2, False)

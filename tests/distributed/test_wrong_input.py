@@ -193,7 +193,7 @@ def test_calls_with_something_else_say_what_to_give() -> None:
     [(data, evaluated, schedule, saved)] = run_ranks(calls_with_other_things, 1)
     assert data == "the data is a list: give an iterator over micro-batches, iter(...), made once for all steps."
     assert evaluated == data
-    assert "paceline.export(engine, directory)" in saved
+    assert "paceline.export(engine.module, directory, engine.control)" in saved
     assert schedule == "set_schedule('gpipe'): give a schedule, paceline.schedules.make('gpipe', 1, 4)."
 
 

@@ -329,7 +329,8 @@ class Averager:
         self._models.update(indices, new)
         if new is sent:
             return Values(states=states)
-        if not exchange.overlaps or not exchange.counts:
+        is_whole = all(bool(tensor.isfinite().all()) for tensor in sent)  # or it takes the others' and goes on
+        if not exchange.overlaps or not exchange.counts or not is_whole:
             return Values(new, replaces=True, states=states)
         return Values([a - b for a, b in zip(new, sent, strict=True)], states=states)
 

@@ -790,7 +790,9 @@ class PacelineEngine(PipelineEngine):
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> None:
         """Refused: :func:`paceline.export` writes the whole model, for ``from_pretrained``."""
-        raise TypeError("save_16bit_model() would write one stage: paceline.export(engine, directory) has them all.")
+        raise TypeError(
+            "save_16bit_model() would write one stage: call paceline.export(engine.module, directory, engine.control)."
+        )
 
     def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.prepare`.

@@ -106,19 +106,23 @@ class Meter:
             self._layer_timers[-1].install()
 
     def stop_timing_layers(self, layers: Layers, micro_batch_size: int) -> dict[int, LayerReport]:
-        """Times of the layers of this rank since :meth:`time_layers`."""
-        timers, self._layer_timers = self._layer_timers, []
-        assert timers, "time_layers begins it"
-        for timer in timers:
-            timer.remove()
+        """Times of the layers of this rank since :meth:`time_layers`; none if layers have moved since."""
+        timers = self._remove_layer_timers()
         return {
             item: LayerReport(layers.kind(item), layers.num_parameters(item), times, micro_batch_size)
             for timer in timers
             for item, times in timer.result().items()
         }
 
+    def _remove_layer_timers(self) -> list[LayerTimer]:
+        timers, self._layer_timers = self._layer_timers, []
+        for timer in timers:
+            timer.remove()
+        return timers
+
     def forget_stage(self) -> None:
         """The rank's layers have changed: what was measured of them no longer counts."""
+        self._remove_layer_timers()
         self.saved_bytes.clear()
         self.deferred_bytes.clear()
         self.recorder.forget()

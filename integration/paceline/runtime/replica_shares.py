@@ -18,6 +18,9 @@ from .micro_batches import count_label_tokens
 
 Data = TypeVar("Data")
 
+MOST_EPOCHS = 1_000_000
+"""Apart from the seeds of epochs."""
+
 
 class ReplicaShares:
     """Shares data out among pipelines, and gathers what they found in theirs.
@@ -122,7 +125,8 @@ class ReplicaShares:
 def _seed_by_epoch(prepared: DataLoader[Data], seed: int) -> None:
     """Have workers draw in each epoch from a seed of its own, also in a run that goes on from a checkpoint."""
     assert isinstance(prepared, DataLoaderShard)
-    generator, set_epoch = prepared.generator.manual_seed(seed), prepared.set_epoch
+    # A run that goes on in the middle of an epoch has another loader, which draws what no whole epoch does.
+    generator, set_epoch = prepared.generator.manual_seed(seed + MOST_EPOCHS), prepared.set_epoch
 
     def seeded(epoch: int) -> None:  # called whenever it is iterated over
         generator.manual_seed(seed + epoch)

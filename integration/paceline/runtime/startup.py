@@ -231,8 +231,12 @@ def plan_for(
     resolved = filled(ds_config, max_steps, section)
     _check_said_once(resolved, recomputes=recomputes)
     if peft_config is not None:
-        without_memory(peft_config, model, anatomy_of(model))
-        resolved = replace(resolved, trained=trained_share(model))
+        try:
+            without_memory(peft_config, model, anatomy_of(model))
+            resolved = replace(resolved, trained=trained_share(model))
+        except NotImplementedError:  # adapters that cannot be made without memory count as the whole model
+            if resolved.recompute == FIT:
+                raise
     if planned is not None:
         of_batch = {} if samples is None else {TRAIN_BATCH: samples}
         resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)

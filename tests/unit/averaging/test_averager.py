@@ -88,7 +88,7 @@ class Others:
         means = None
         if len(reports) > 1 and not is_no_round(reports) and any(each.counts for each in reports):
             own = tensors(reports)
-            means = [weights[0] * tensor for tensor in own]
+            means = [weights[0] * tensor if weights[0] else torch.zeros_like(tensor) for tensor in own]
             for weight, (_, value) in zip(weights[1:], others, strict=True):
                 means = [mean + weight * value for mean in means]
         return Outcome(means, reports, weights, finished, 0.0, 0.0, 0, 1)
@@ -249,6 +249,15 @@ def test_training_goes_on_while_islands_average() -> None:
     assert job.value == 1.5
     job.after_step(10)
     assert job.value == 1.5 + (2.0 - 1.0)
+
+
+def test_an_island_that_is_not_finite_takes_the_others_average_beside_training_too() -> None:
+    """By how much it differs from what is not finite would not be, either."""
+    job = Job(first_round="mean", overlap_steps=1)
+    job.trains_to(math.nan)
+    job.after_step(100, (3.0, 2.0, 100), loss=math.nan)
+    job.after_step(10)
+    assert job.value == 3.0
 
 
 def test_parts_are_averaged_in_turn() -> None:
