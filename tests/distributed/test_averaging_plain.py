@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from support.archipelago import (
@@ -261,3 +262,27 @@ def test_our_trainer_takes_the_last_average(tmp_path: Path) -> None:
     assert rounds == pipeline[0][1] == 2
     merged = {name: tensor for weights, _ in pipeline for name, tensor in weights.items()}
     assert_equal({name: merged[name] for name in plain}, plain)
+
+
+def goes_back(light: str, folder: str, kind: str) -> bool:
+    """Whether the step after a checkpoint was loaded, while a round was under way, is the step that it was before."""
+    averaging = {"min_islands": 2, "every_tokens": 2 * TOKENS, "first_round": "mean", "overlap_steps": 1}
+    made = plain_engine if kind == "plain" else pipeline_engine
+    engine = made(light, averaging, {"zero_optimization": {"stage": 1}})
+    island = engine.averager.island
+    train_step(engine, island, 0)
+    engine.save_checkpoint(f"{folder}/{island}")
+    train_step(engine, island, 1)  # and a round begins
+    before = values(engine)
+    engine.load_checkpoint(f"{folder}/{island}")
+    train_step(engine, island, 1)
+    after = values(engine)
+    engine.finish_averaging()
+    return all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["plain", "pipeline"])
+def test_what_a_round_brings_is_not_added_to_a_checkpoint_that_is_loaded(kind: str, tmp_path: Path) -> None:
+    with lighthouse() as light:
+        found = run_islands([Island(goes_back, 2, (light, str(tmp_path), kind), number) for number in range(2)])
+    assert found == [[True, True]] * 2

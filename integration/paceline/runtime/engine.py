@@ -783,6 +783,8 @@ class PacelineEngine(PipelineEngine):
         if self.asynchronous is not None:
             self.flush()
             self.asynchronous.steps.forget()  # data of before
+        if self.averager is not None:
+            self.averager.settle()  # or what a round brings would be added to what is loaded
         loaded = self.checkpointer.load(load_dir, tag, *args, **options)
         if loaded[0] is not None:
             self._global_grad_norm = None  # that of a step before

@@ -223,6 +223,8 @@ class PlainEngine(DeepSpeedEngine):
         Raises:
             ValueError: the optimizer's states cannot be spread anew.
         """
+        if self.averager is not None:
+            self.averager.settle()  # or what a round brings would be added to what is loaded
         loads_all, experts = load_optimizer_states and not load_module_only, self.experts
         spread = experts.to_reshard(load_dir, tag) if experts is not None and loads_all else None
         with self._experts_in_order():
