@@ -195,6 +195,9 @@ class Averager:
         remedy = "give finish_averaging a function that computes the loss on some"
         if fault := combining_fault(PacelineConfig(averaging=self.section), held_out_loss is not None, remedy):
             raise ValueError(fault)
+        if self._exchange is not None and self._exchange.due == step + self.section.overlap_steps:
+            # No step has come after it: the average itself, not by how much it differs, which would be rounded.
+            self._exchange = replace(self._exchange, overlaps=False)
         self.settle()
         for _ in self._parts:
             self._begin(step, counts=not self._to_take, is_early=True)

@@ -260,6 +260,16 @@ def test_an_island_that_is_not_finite_takes_the_others_average_beside_training_t
     assert job.value == 3.0
 
 
+def test_at_the_end_it_is_the_average_itself() -> None:
+    """A difference that is added would be rounded, on each island otherwise."""
+    job = Job(first_round="mean", overlap_steps=2)
+    job.trains_to(1.1)
+    job.after_step(100, (-0.7, 2.0, 100))
+    job.others.there = lambda own: ()
+    job.averager.finish(1)
+    assert job.value == float(0.5 * torch.tensor(1.1) + 0.5 * torch.tensor(-0.7))
+
+
 def test_parts_are_averaged_in_turn() -> None:
     job = Job(params=2, parts=2, first_round="mean")
     job.trains_to(1.0)
