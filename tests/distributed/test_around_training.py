@@ -159,16 +159,17 @@ def drawn(directory: str) -> tuple[str, list[float]]:
 
 
 def test_data_that_are_drawn_in_workers_go_on_as_they_would_have(tmp_path: Any) -> None:
-    """Each epoch has numbers of its own, those that it had if a run had not stopped before it."""
+    """Each epoch has numbers of its own, those that it had if a run had not stopped before it. Nothing is learned."""
     for whole, resumed in run_ranks(epochs_of_drawn_data, 2, str(tmp_path)):
-        assert len({round(loss, 6) for loss in whole}) == len(whole)
+        assert len({round(loss, 6) for loss in whole}) == len(whole) == 4
         assert resumed == whole
 
 
 def epochs_of_drawn_data(directory: str) -> tuple[list[float], list[float]]:
     found = []
     for resumes in (False, True):
-        arguments = {"dataloader_num_workers": 2, "max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch"}
+        arguments = {"dataloader_num_workers": 1, "max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"}
+        arguments["learning_rate"] = 0.0
         trainer = made(directory, stages=2, train_dataset=Drawn(), arguments=arguments)
         trainer.train(resume_from_checkpoint=f"{directory}/checkpoint-2" if resumes else None)
         found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

@@ -100,6 +100,7 @@ class TaskQueue:
             work = partial(_work, weakref.ref(self), self._queue, self._side)
             self._thread = threading.Thread(target=on_this_device(work), name="paceline-updates", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._queue.put, None).atexit = False  # the thread ends with it
         return task
 
     def wait(self, task: Task) -> None:
