@@ -109,6 +109,7 @@ class TaskQueue:
             first = self._queue.get_nowait()
             assert first is not None
             self._run(first)
+            first.is_done.set()
         clock = self._clock()
         start = clock.now()
         task.is_done.wait()
@@ -140,15 +141,14 @@ class TaskQueue:
                 self._last = task.end = self._side.mark()
         except BaseException as error:
             self._error = error
-        finally:
-            task.is_done.set()
 
 
 def _work(owner: weakref.ref[TaskQueue], tasks: queue.SimpleQueue[Task | None], side: SideStream) -> None:
     """Run tasks until there is None. While it waits, it holds nothing that a task or the queue's owner would keep."""
     with side.entered():
         while (task := tasks.get()) is not None:
-            running = owner()
+            running, is_done = owner(), task.is_done
             if running is not None:
                 running._run(task)
             del task, running
+            is_done.set()

@@ -233,7 +233,9 @@ def plan_for(
     if peft_config is not None:
         try:
             without_memory(peft_config, model, anatomy_of(model))
-            resolved = replace(resolved, trained=trained_share(model))
+            # One share for all stages: an embedding or a head that is trained whole is not to be spread over them.
+            if resolved.recompute == FIT or not getattr(peft_config, "modules_to_save", None):
+                resolved = replace(resolved, trained=trained_share(model))
         except NotImplementedError:  # adapters that cannot be made without memory count as the whole model
             if resolved.recompute == FIT:
                 raise

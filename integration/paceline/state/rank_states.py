@@ -225,10 +225,15 @@ def _with_functions(state: Mapping[str, Any], num_groups: int) -> dict[str, Any]
 def _follow(scheduler: Any, state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     """Give new parameter groups the rates that a scheduler which was loaded has reached.
 
-    Schedulers of torch keep rates, which are scaled to those that the groups begin with; DeepSpeed's compute them.
+    Schedulers of torch compute them from those that the groups begin with, or keep rates, which are scaled to these;
+    DeepSpeed's compute them.
     """
     bases, reached = _first_rates(state), state.get("_last_lr")
-    if bases and reached:
+    if hasattr(scheduler, "_get_closed_form_lr"):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+        for group, rate in zip(groups, scheduler._get_closed_form_lr(), strict=True):
+            group["lr"] = rate
+    elif bases and reached:
         shares = [last / base if base else 1.0 for base, last in zip(bases, reached, strict=False)]
         for group, share in zip(groups, [*shares, *[shares[-1]] * len(groups)], strict=False):
             group["lr"] = group.get("initial_lr", group["lr"]) * share

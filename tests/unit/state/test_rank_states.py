@@ -141,6 +141,7 @@ def test_a_scheduler_fits_the_groups_of_its_rank() -> None:
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 8),
     "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    "down to a rate": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16, eta_min=0.05),
     "one after another": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
