@@ -26,7 +26,8 @@ class AveragingConfig(Part):
         default=None, description="Number of shares that the data are divided into. Left out: min_islands."
     )
     every_tokens: Annotated[int, Field(ge=1)] = Field(
-        default=400_000, description="Tokens that an island trains on, padding not counted, from round to round."
+        default=400_000,
+        description="Tokens that an island trains on from round to round. Without a pipeline padding counts.",
     )
     outer: Literal["mean", "nesterov"] = Field(
         default="mean",

@@ -174,7 +174,7 @@ class PartitionConfig(Part):
     ] = Field(
         default=None,
         description='"work": stages of about equally many floating-point operations, counted from the shapes of a '
-        'Hugging Face model; "parameters": of equally many parameters; "uniform": of equally many items; '
+        'Hugging Face model; "parameters": of equally many parameters; "uniform": of equally many decoder layers; '
         '"type:<regex>": of equally many layers whose class name matches; "hetero": of equally much time, from what '
         'the layers take and the devices can do; {"<regex>": weight, ...}: the first regular expression that the '
         "class name of an item matches gives its weight, none: 0; a list of boundaries over the items, one more than "
