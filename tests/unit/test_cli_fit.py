@@ -179,6 +179,13 @@ def test_the_fewest_stages_are_those_of_a_run(fit: Any, model: str) -> None:
     assert found["stages"] == 2
 
 
+def test_stages_that_go_with_the_batch_are_those_of_a_planned_run(fit: Any) -> None:
+    """Two stages would be two replicas, among which three micro-batches cannot be shared out."""
+    config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2, "paceline": {"pipeline": {}}}
+    found, _ = fit(config, "--world-size", "4", "--device-memory-gib", "1", "--json")
+    assert found["stages"] == 4
+
+
 @pytest.mark.parametrize("pipeline", [{"stages": 1}, {"stages": 2, "schedule": "zbv"}, {"stages": 2}])
 def test_weights_that_embedding_and_head_of_a_device_share_are_there_once(
     fit: Any, model: str, pipeline: dict[str, Any]

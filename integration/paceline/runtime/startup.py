@@ -166,7 +166,7 @@ def plan_for(
     except ValueError:
         if not is_open or has_stages(section, ds_config):
             raise
-        another = _first_that_goes(without_schedule, section, filled, fitting)
+        another = first_that_goes(without_schedule, section, filled, fitting)
         if another is None:
             raise
         usual = another
@@ -253,7 +253,7 @@ def plan_for(
     return resolved
 
 
-def _first_that_goes(
+def first_that_goes(
     ds_config: Mapping[str, object],
     section: PacelineConfig,
     filled: Callable[[Mapping[str, object], int | None, PacelineConfig], RunPlan],
