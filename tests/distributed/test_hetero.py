@@ -124,7 +124,7 @@ def test_a_profile_of_one_device_and_memory_that_limits(tmp_path: Path) -> None:
 
 
 def test_times_of_a_profile_stay_what_they_were(tmp_path: Path) -> None:
-    """What a run writes after it has read a profile says how its layers were measured, not how this run computes."""
+    """A run that has read a profile writes how its layers were measured, not how it computes itself."""
     path = write_profile(tmp_path / "p.json", (3.0, 1.0), dtype="bfloat16", gradient_checkpointing=True)
     found = run_ranks(boundaries, 2, 2, path)[0]["profile"]
     assert (found.dtype, found.gradient_checkpointing) == ("bfloat16", True)
@@ -250,7 +250,7 @@ def test_a_slow_device_of_several_directions_gets_less_in_both_its_stages(tmp_pa
     assert loss == pytest.approx(wanted, rel=1e-5)
 
 
-def parts_with_adapters(method: str, memory_gib: float) -> list[int]:
+def parts_with_adapters(method: str, memory_gib: float, saved: list[str] | None = None) -> list[int]:
     """Boundaries of a model of which adapters are trained."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -259,7 +259,8 @@ def parts_with_adapters(method: str, memory_gib: float) -> list[int]:
 
     sizes = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
     config = AutoConfig.for_model("llama", num_attention_heads=4, max_position_embeddings=32, **sizes)
-    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear", r=4))
+    lora = LoraConfig(target_modules="all-linear", r=4, modules_to_save=saved)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
     partition = {"method": method, "memory_gib": memory_gib}
     pipeline = {"pipeline": {"stages": 2, "partition": partition}}
     engine, *_ = paceline.initialize(model=model, config=ds_config(paceline=pipeline))
@@ -272,3 +273,23 @@ def test_adapters_take_the_memory_of_adapters() -> None:
         run_ranks(parts_with_adapters, 2, "hetero", 0.005)
     run_ranks(parts_with_adapters, 2, "hetero", 0.02)
     assert run_ranks(parts_with_adapters, 2, "work", 0.02) == run_ranks(parts_with_adapters, 2, "work", 1.0)
+    with pytest.raises(RankError, match="no split fits"):  # a head that is trained whole is on one stage alone
+        run_ranks(parts_with_adapters, 2, "hetero", 0.02, ["lm_head"])
+
+
+def losses_with_shira(stages: int) -> list[float]:
+    from peft import ShiraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    import paceline
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(tie_word_embeddings=False))
+    model = get_peft_model(model, ShiraConfig(r=4, target_modules=["q_proj"]))
+    engine, *_ = paceline.initialize(model=model, config=ds_config(stages))
+    return [engine.train_batch(iter(step_batches(step))).item() for step in range(2)]
+
+
+def test_adapters_that_cannot_be_counted_without_memory_train() -> None:
+    """ShiRA chooses its weights by their values, which a skeleton has not."""
+    assert run_ranks(losses_with_shira, 2, 2)[0] == pytest.approx(run_ranks(losses_with_shira, 1, 1)[0], rel=1e-6)

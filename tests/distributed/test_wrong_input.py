@@ -198,7 +198,7 @@ def test_calls_with_something_else_say_what_to_give() -> None:
 
 
 def evaluated_otherwise() -> tuple[list[str], Any, float]:
-    """What is told of other reductions, on every rank; and what there is without one."""
+    """Messages about other reductions, on every rank; the losses without one; and their mean."""
     import paceline
 
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(2))

@@ -168,7 +168,7 @@ def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
 
 
 def test_the_fewest_stages_are_those_of_a_run(fit: Any, model: str) -> None:
-    """Of the experts each rank counts its own."""
+    """Each rank counts its own experts only."""
     experts = {"moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
     Qwen3MoeConfig(**SIZES, **experts).save_pretrained(model)
     argv = ("--world-size", "4", "--json", "--device-memory-gib")

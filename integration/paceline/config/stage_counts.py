@@ -84,10 +84,7 @@ def resolve_stages(
         )
     if stages * a_rank > num_blocks:
         chunks = f" with {a_rank} stages on each rank" if a_rank > 1 else ""
-        raise ValueError(
-            f"{value}{chunks} and the model has {blocks}: every stage needs one; "
-            + (f"write one of {usable}." if usable else "take a schedule with one stage on each rank.")
-        )
+        raise ValueError(f"{value}{chunks} and the model has {blocks}: every stage needs one; write one of {usable}.")
     return stages, why
 
 

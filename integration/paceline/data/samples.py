@@ -19,7 +19,7 @@ from .instructions import messages_of, pair_of
 from .rows import digest
 
 HELD_OUT = "held-out data"
-"""What messages call the rows that training does not see."""
+"""Rows that training does not see, in messages."""
 
 _OR_NONE = ", or --validation_split_percentage 0 to hold none out"
 

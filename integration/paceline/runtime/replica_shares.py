@@ -18,8 +18,8 @@ from .micro_batches import count_label_tokens
 
 Data = TypeVar("Data")
 
-MOST_EPOCHS = 1_000_000
-"""Apart from the seeds of epochs."""
+_NO_EPOCH = 1_000_000
+"""Added to the seed where no epoch is begun, but one is gone on with in the middle."""
 
 
 class ReplicaShares:
@@ -61,8 +61,8 @@ class ReplicaShares:
         Args:
             seed: of what data draw in workers, which all stages are to draw alike; None: torch's generator has it.
         """
-        has_own_seed = bool(num_workers) and seed is not None and loader.generator is None
-        if has_own_seed:
+        own_seed = seed if num_workers and loader.generator is None else None
+        if own_seed is not None:
             loader.generator = torch.Generator()  # dropout draws from torch's, on each stage its own
         if loader.worker_init_fn is not None:  # Trainer's: ranks of a pipeline are to read the same
             loader.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=self.own)
@@ -84,8 +84,8 @@ class ReplicaShares:
             data_seed=accelerator.dataloader_config.data_seed,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
-        if has_own_seed:
-            _seed_by_epoch(prepared, seed or 0)
+        if own_seed is not None:
+            _seed_by_epoch(prepared, own_seed)
         accelerator._dataloaders.append(prepared)
         return prepared
 
@@ -126,7 +126,7 @@ def _seed_by_epoch(prepared: DataLoader[Data], seed: int) -> None:
     """Have workers draw in each epoch from a seed of its own, also in a run that goes on from a checkpoint."""
     assert isinstance(prepared, DataLoaderShard)
     # A run that goes on in the middle of an epoch has another loader, which draws what no whole epoch does.
-    generator, set_epoch = prepared.generator.manual_seed(seed + MOST_EPOCHS), prepared.set_epoch
+    generator, set_epoch = prepared.generator.manual_seed(seed + _NO_EPOCH), prepared.set_epoch
 
     def seeded(epoch: int) -> None:  # called whenever it is iterated over
         generator.manual_seed(seed + epoch)
