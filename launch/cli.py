@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from paceline import __version__
+from paceline.imports import few_collections
 from paceline.messages import brief, nearest, print_anything
 
 OK, BAD_INPUT, REFUSED = 0, 2, 3
@@ -43,6 +44,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
     print_anything()
+    with few_collections():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = sys.argv[1:] if argv is None else argv
     parser = build_parser(given)
     if not given:

@@ -19,10 +19,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from paceline.comm.single_process import become_a_world, is_alone
+from paceline.imports import few_collections
 from paceline.messages import brief
 from paceline.supervise.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
+
+if TYPE_CHECKING:
+    from paceline.launch.job import Job
 
 logger = logging.getLogger("paceline")
 
@@ -89,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> None:
+    with few_collections():
+        job = _prepared(argv)
+    job.run()
+
+
+def _prepared(argv: list[str]) -> Job:
+    """The job that the command line asks for, joined with the other ranks."""
     from paceline.hf.arguments import parse
 
     first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -107,7 +119,7 @@ def _train(argv: list[str]) -> None:
 
     start_distributed(timeout=timedelta(seconds=train_args.ddp_timeout))
     WATCH.start(train_args.ddp_timeout)
-    Job(model_args, data_args, train_args, given, _command(argv)).run()
+    return Job(model_args, data_args, train_args, given, _command(argv))
 
 
 def _command(argv: list[str]) -> str:

@@ -36,4 +36,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    from .imports import few_collections
+
+    with few_collections():
+        module = import_module(f"{__name__}.{_HOME[name]}")
+    return getattr(module, name)
