@@ -83,6 +83,7 @@ def train(
     streams: bool = False,
     loss: str = "",
     dropout: float = 0.0,
+    own_step: bool = False,
 ) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -90,10 +91,21 @@ def train(
     import paceline
 
     seen: list[str] = []
+    reads: list[int] = []
+
+    class Data(list[Any]):
+        num_reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.num_reads += 1
+            return super().__getitem__(index)
+
+    data = Data(rows(count))
 
     class Watching(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(f"step {state.global_step}")
+            reads.append(data.num_reads)
             if state.global_step == stop_at:
                 control.should_training_stop = True
 
@@ -128,11 +140,13 @@ def train(
     }
     args = TrainingArguments(output_dir=directory, deepspeed=config, report_to=[], disable_tqdm=True, seed=0, **options)
     kind: Any = Trainer if config is None else paceline.PacelineTrainer
+    if own_step:
+        kind = type("Own", (kind,), {"training_step": paceline.PacelineTrainer.training_step})
     trainer = (with_focal_loss(kind) if loss == "method" else kind)(
         model=model,
         args=args,
         compute_loss_func=powered_loss if loss == "function" else None,
-        train_dataset=Dataset.from_list(rows(count)).to_iterable_dataset(num_shards=3) if streams else rows(count),
+        train_dataset=Dataset.from_list(rows(count)).to_iterable_dataset(num_shards=3) if streams else data,
         eval_dataset=rows(SEQUENCES, seed=2),
         compute_metrics=lambda found: {
             "guess": float((found.predictions[0] == found.label_ids).mean()),
@@ -158,6 +172,7 @@ def train(
         "predictions": predicted.predictions,
         "predicted": predicted.metrics,
         "seen": seen,
+        "reads": reads,
         "engine": type(trainer.model_wrapped).__name__,
         "ranks": (args.world_size, args.process_index),
     }
@@ -378,6 +393,25 @@ def test_schedules_under_the_trainer(schedule: str, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(wanted["logs"][0]["loss"], rel=2e-6)
     assert losses[1:] == pytest.approx([entry["loss"] for entry in wanted["logs"][1:] if "loss" in entry], rel=0.02)
     assert found["metrics"]["train_loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["one_direction", "multidirection"])
+def test_steps_without_a_flush_are_read_ahead(schedule: str, tmp_path: Path) -> None:
+    """Within an epoch, with a step of fewer micro-batches at its end; nothing else changes.
+
+    A ``training_step`` of somebody's own may change the inputs: its steps are not read ahead.
+    """
+    options: dict[str, Any] = {"count": 26, "changes": {"max_steps": 10, "eval_steps": 5}}  # steps of 8, 8, 8 and 2
+    config = pipeline(2, schedule=schedule)
+    (ahead, middle) = run_ranks(train, 2, str(tmp_path / "ahead"), config, **options)
+    (found, _) = run_ranks(train, 2, str(tmp_path / "found"), config, own_step=True, **options)
+    assert figures(ahead["logs"]) == figures(found["logs"])
+    assert ahead["seen"] == found["seen"]
+    ours, theirs = weights(tmp_path / "ahead" / "final"), weights(tmp_path / "found" / "final")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    # accelerate reads a batch more than it has handed out.
+    assert found["reads"] == [10, 18, 26, 26, 36, 44, 52, 52, 62, 70]
+    assert ahead["reads"] == middle["reads"] == [10, 26, 26, 26, 36, 52, 52, 52, 62, 78]
 
 
 def test_other_optimizers_and_precision(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from ..comm.control import ControlPlane
 from ..comm.groups import end_left_groups, end_with, groups_here
@@ -51,7 +52,7 @@ from .module import CausalLMPipeline, config_of
 from .replica_shares import ReplicaShares
 from .run_log import RunLog
 from .startup import plan_for
-from .trainer_batches import EvaluatedAhead, Seeing, without_extras
+from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extras
 from .trainer_loss import trainers_loss
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import checked, newest_complete
@@ -110,6 +111,7 @@ class PipelineTraining(_Trainer):
             start_distributed()  # or DeepSpeed would look for MPI where one process started itself
         self._engine: Any = None
         self._waiting: list[Any] = []
+        self._epoch: tuple[Any, StepsOfEpoch] | None = None
         self._losses: list[Tensor] = []
         self._rate: float | None = None
         if self.is_pipeline and (fault := refused(self, PipelineTraining)):
@@ -307,7 +309,12 @@ class PipelineTraining(_Trainer):
             batches = batches[-engine.micro_batches :]
         batches += [FILLER] * (engine.micro_batches - len(batches))  # the last step of an epoch
         self._rate = engine.get_lr()[0]
-        loss = engine.train_batch(iter(batches))
+        if self._epoch is None:
+            loss = engine.train_batch(iter(batches))
+        else:
+            steps = self._epoch[1]
+            loss = engine.train_batch(steps)
+            steps.trained()
         self._losses.append(loss)
         assert self.run_log is not None
         seconds = time.perf_counter() - self._step_begun
@@ -383,9 +390,28 @@ class PipelineTraining(_Trainer):
         if log.is_first:  # the checkpoint does not say
             log.tally.tokens = log.first_tokens = tokens_so_far(log.run_dir)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         self._step_begun = time.perf_counter()
-        return super().get_batch_samples(*args, **kwargs)
+        read = super().get_batch_samples
+        if not self._reads_ahead:
+            self._epoch = None
+            return read(epoch_iterator, num_batches, *args, **kwargs)
+        if self._epoch is None or self._epoch[0] is not epoch_iterator:
+            engine = self._engine
+            engine.asynchronous.steps.forget()
+            steps = StepsOfEpoch(
+                lambda number: read(epoch_iterator, number, *args, **kwargs),
+                engine.micro_batches,
+                fills=has_length(self.callback_handler.train_dataloader),
+            )
+            self._epoch = epoch_iterator, steps
+        return self._epoch[1].samples(num_batches)
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether the engine agrees on a step while the one before runs, and nobody changes the inputs on their way."""
+        is_own = type(self).training_step is PipelineTraining.training_step
+        return self.is_pipeline and is_own and self._engine.asynchronous is not None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)

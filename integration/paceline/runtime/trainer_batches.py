@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -10,10 +11,71 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..hf.masks import IGNORED
+from .micro_batches import FILLER
 from .replica_shares import ReplicaShares
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keys of a batch that say again what its position_ids say: where samples that were packed begin."""
+
+
+Samples = tuple[list[Mapping[str, object]], object]
+"""Batches of a step, and their number of items, as Trainer reads them."""
+
+
+class StepsOfEpoch:
+    """The steps of an epoch for a Trainer, and for an engine that reads them ahead of it: each is read once.
+
+    Args:
+        read: the samples of the next step, of so many batches at most.
+        num_micro_batches: of a step.
+        fills: a last step of fewer is trained on, not left out.
+    """
+
+    def __init__(self, read: Callable[[int], Samples], num_micro_batches: int, *, fills: bool) -> None:
+        self._read, self._num_micro_batches, self._fills = read, num_micro_batches, fills
+        self._kept: deque[Samples | Exception] = deque()
+        """Steps that one of both has not had yet."""
+        self._num_forgotten = self._num_given = self._num_taken = 0
+        self._micro_batches: Iterator[object] = iter(())
+
+    def samples(self, num_batches: int) -> Samples:
+        """Those of the next step, for the Trainer."""
+        found = self._step(self._num_given, num_batches)
+        self._num_given += 1
+        return found
+
+    def trained(self) -> None:
+        """The Trainer's steps are trained on: a stage in the middle has taken no micro-batch of them."""
+        self._num_taken = max(self._num_taken, self._num_given)
+        while self._num_forgotten < min(self._num_given, self._num_taken):
+            self._kept.popleft()
+            self._num_forgotten += 1
+
+    def __iter__(self) -> Iterator[object]:
+        return self
+
+    def __next__(self) -> object:
+        """The next micro-batch, for the engine."""
+        for micro_batch in self._micro_batches:
+            return micro_batch
+        batches, _ = self._step(self._num_taken, self._num_micro_batches)
+        missing = self._num_micro_batches - len(batches)
+        if not batches or (missing and not self._fills):
+            raise StopIteration
+        self._num_taken += 1
+        self._micro_batches = iter([*map(without_extras, batches), *[FILLER] * missing])
+        return next(self._micro_batches)
+
+    def _step(self, number: int, num_batches: int) -> Samples:
+        if number == self._num_forgotten + len(self._kept):
+            try:
+                self._kept.append(self._read(num_batches))
+            except Exception as error:  # the loader goes on as if it had ended
+                self._kept.append(error)
+        found = self._kept[number - self._num_forgotten]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 class Predicts(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from paceline.runtime.replica_shares import ReplicaShares
-from paceline.runtime.trainer_batches import EvaluatedAhead, Seeing, without_extras
+from paceline.runtime.trainer_batches import EvaluatedAhead, Samples, Seeing, StepsOfEpoch, without_extras
 
 
 class Loader(list[dict[str, Tensor]]):
@@ -88,3 +88,79 @@ def test_pipelines_take_turns_in_a_stream() -> None:
 
 def _shares(own: int = 0) -> ReplicaShares:
     return ReplicaShares(2, own, None)
+
+
+class Epoch:
+    """An epoch's steps, of so many batches each, and what was read of them."""
+
+    def __init__(self, *sizes: int, fault: Exception | None = None) -> None:
+        self.sizes, self.fault = list(sizes), fault
+        self.num_read = 0
+
+    def read(self, num_batches: int) -> Samples:
+        if not self.sizes:
+            if self.fault is not None:
+                fault, self.fault = self.fault, None
+                raise fault
+            return [], None
+        size = min(self.sizes.pop(0), num_batches)
+        self.num_read += 1
+        return [{"input_ids": 10 * self.num_read + number, "num_items_in_batch": 7} for number in range(size)], size
+
+
+def numbers(batches: Sequence[Any]) -> list[int]:
+    return [batch["input_ids"] if isinstance(batch, dict) else -1 for batch in batches]
+
+
+def taken(steps: StepsOfEpoch, count: int = 2) -> list[int]:
+    return numbers([next(steps) for _ in range(count)])
+
+
+def test_a_step_is_read_once_for_the_trainer_and_the_engine() -> None:
+    epoch = Epoch(2, 2, 1)
+    steps = StepsOfEpoch(epoch.read, 2, fills=True)
+    batches, items = steps.samples(2)
+    assert (numbers(batches), items) == ([10, 11], 2)
+    assert taken(steps) == [10, 11]
+    assert taken(steps) == [20, 21]  # ahead of the trainer
+    steps.trained()
+    assert epoch.num_read == 2
+    assert numbers(steps.samples(2)[0]) == [20, 21]
+    assert epoch.num_read == 2
+    assert taken(steps) == [30, -1]  # filled up
+    steps.trained()
+    assert numbers(steps.samples(1)[0]) == [30]
+    with pytest.raises(StopIteration):
+        next(steps)
+    steps.trained()
+    assert "num_items_in_batch" in batches[0]
+
+
+def test_a_stage_that_takes_no_micro_batch_keeps_none() -> None:
+    epoch = Epoch(2, 2, 2)
+    steps = StepsOfEpoch(epoch.read, 2, fills=True)
+    for first in (10, 20, 30):
+        assert numbers(steps.samples(2)[0]) == [first, first + 1]
+        steps.trained()
+        assert not steps._kept
+
+
+def test_a_stream_that_ends_in_a_step_gives_the_trainer_what_is_left() -> None:
+    steps = StepsOfEpoch(Epoch(2, 1).read, 2, fills=False)
+    steps.samples(2)
+    assert taken(steps) == [10, 11]
+    with pytest.raises(StopIteration):
+        next(steps)
+    steps.trained()
+    assert numbers(steps.samples(2)[0]) == [20]
+
+
+def test_what_fails_ahead_fails_where_the_trainer_reads_too() -> None:
+    steps = StepsOfEpoch(Epoch(2, fault=OSError("gone")).read, 2, fills=True)
+    steps.samples(2)
+    taken(steps)
+    with pytest.raises(OSError, match="gone"):
+        next(steps)
+    steps.trained()
+    with pytest.raises(OSError, match="gone"):
+        steps.samples(2)
