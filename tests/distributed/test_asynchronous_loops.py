@@ -64,6 +64,46 @@ def test_what_a_loop_does_between_steps_changes_nothing(habit: str) -> None:
         assert with_it == without
 
 
+def waits_for_its_device(habit: str) -> tuple[list[list[float]], int]:
+    """Losses without and with updates that are held, of a script that waits after each step, as a GPU would, for all
+    that was begun beside the computation."""
+    from paceline.optim.task_queue import TaskQueue
+
+    begun: list[Any] = []
+    put = TaskQueue.put
+
+    class Waits(TaskQueue):
+        def put(self, run: Any) -> Any:
+            begun.append((self, put(self, run)))
+            return begun[-1][1]
+
+    TaskQueue.put = Waits.put  # type: ignore[method-assign]
+    found, num_waits = [], 0
+    for holds in (False, True):
+        engine, batches, losses = make(schedule="one_direction"), data(), []
+        engine.asynchronous.holds_updates = holds
+        for step in range(4):
+            source = batches if habit == "one iterator" else iter(step_batches(step))
+            losses.append(engine.train_batch(source))
+            for queue, task in begun if holds else ():
+                if task not in queue._held:
+                    assert task.is_done.wait(30), "it waits for a rank that waits for this one"
+                    num_waits += 1
+            begun.clear()
+        engine.flush()
+        found.append([loss.item() for loss in losses])
+        engine.destroy()
+    return found, num_waits
+
+
+@pytest.mark.parametrize("habit", ["one iterator", "new ones"])
+def test_a_script_may_wait_for_its_device_between_steps(habit: str) -> None:
+    ranks = run_ranks(waits_for_its_device, 4, habit)
+    for (plain, held), _ in ranks:
+        assert held == plain
+    assert (ranks[-1][1] > 0) == (habit == "one iterator")  # new ones are not read ahead: all updates are held
+
+
 def shuffles() -> list[float]:
     """Each rank has a loader of its own: the same order comes from the same generator."""
     torch.manual_seed(0)

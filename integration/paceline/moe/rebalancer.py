@@ -436,7 +436,7 @@ def _probe(group: Any, device: torch.device, among: int | None = None) -> float:
         begun = time.perf_counter()
         dist.all_to_all_single(arrived, sent, received, counts, group=group)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()  # an update on another may wait for other ranks
         times.append(time.perf_counter() - begun)
     slowest = torch.tensor(times[1:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)

@@ -191,6 +191,14 @@ class AsynchronousUpdates:
         else:
             self._outcome.complete()
 
+    def hold(self) -> None:
+        """Leave what is complete from here on for :meth:`release`: nothing of it is on the device before."""
+        self._tasks.hold()
+
+    def release(self) -> None:
+        """Begin what was held."""
+        self._tasks.release()
+
     def check_idle(self) -> None:
         """Assert that no step is under way."""
         assert not self.pending, f"{len(self.pending)} updates are pending: apply them first"

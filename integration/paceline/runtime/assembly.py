@@ -213,6 +213,7 @@ def make_asynchronous_run(engine: PacelineEngine) -> AsynchronousRun:
         own_random=engine.own_random,
         around=engine.naming_lost_peers,
         applied=engine.experts.renew,
+        holds_updates=torch.device(engine.device).type == "cuda",
     )
     atexit.register(_leave, weakref.ref(run))
     return run
