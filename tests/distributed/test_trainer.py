@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ def train(
     loss: str = "",
     dropout: float = 0.0,
     own_step: bool = False,
+    asked_at: int | None = None,
 ) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -108,6 +110,8 @@ def train(
             reads.append(data.num_reads)
             if state.global_step == stop_at:
                 control.should_training_stop = True
+            if state.global_step == asked_at and args.process_index == args.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
             seen.append(f"evaluated {sorted(metrics)[0]}")
@@ -141,7 +145,12 @@ def train(
     args = TrainingArguments(output_dir=directory, deepspeed=config, report_to=[], disable_tqdm=True, seed=0, **options)
     kind: Any = Trainer if config is None else paceline.PacelineTrainer
     if own_step:
-        kind = type("Own", (kind,), {"training_step": paceline.PacelineTrainer.training_step})
+
+        class Own(kind):
+            def training_step(self, *args: Any) -> Any:
+                return super().training_step(*args)
+
+        kind = Own
     trainer = (with_focal_loss(kind) if loss == "method" else kind)(
         model=model,
         args=args,
@@ -165,6 +174,8 @@ def train(
                 ValueError, match=r"model\.\w+ was called and the model is one stage .* trainer.save_model"
             ):
                 call("anything")
+        with pytest.raises(ValueError, match=r"the model was called .* trainer.evaluate or trainer.predict"):
+            trainer.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
     return {
         "logs": trainer.state.log_history,
         "first": first,
@@ -366,6 +377,29 @@ def test_an_order_that_is_drawn_in_each_epoch(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_run_that_is_asked_to_stop_saves_after_the_same_step_on_all_ranks(tmp_path: Path) -> None:
+    """With transformers' ``enable_jit_checkpoint``: the weights of the step that the trainer's state is of."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    changes = {"enable_jit_checkpoint": True, "save_strategy": "no"}
+    (wanted, _) = run_ranks(train, 2, str(whole), pipeline(2))
+    for rank in run_ranks(train, 2, str(halves), pipeline(2), changes=changes, asked_at=1):
+        assert rank["seen"][:3] == ["step 1", "step 2", "saved"]
+    assert [path.name for path in halves.glob("checkpoint-*")] == ["checkpoint-2"]
+    (found, _) = run_ranks(train, 2, str(halves), pipeline(2), resume=True)
+    assert found["seen"][0] == "step 3"
+    losses = [[entry["loss"] for entry in run["logs"] if "loss" in entry] for run in (found, wanted)]
+    assert losses[0] == losses[1]
+    assert_same_weights(halves / "final", whole / "final", tolerance=0)
+
+
+def test_a_checkpoint_of_a_half_step_is_refused(tmp_path: Path) -> None:
+    run_ranks(train, 2, str(tmp_path), pipeline(2), stop_at=3)
+    state = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 2}))
+    with pytest.raises(RankError, match=r"weights of step 3 and the trainer's state of step 2; go on from"):
+        run_ranks(train, 2, str(tmp_path), pipeline(2), resume=True)
+
+
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     changes = {
         "load_best_model_at_end": True,
@@ -431,6 +465,7 @@ def test_other_optimizers_and_precision(tmp_path: Path) -> None:
     [
         (pipeline(2), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         (pipeline(2), {"auto_find_batch_size": True}, "auto_find_batch_size is True"),
+        (pipeline(2), {"label_names": ["labels", "input_ids"]}, r"label_names is \['labels', 'input_ids'\]"),
         (pipeline(2), {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type is 'reduce_lr_on_plateau'"),
         (
             pipeline(2),

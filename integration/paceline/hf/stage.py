@@ -26,6 +26,8 @@ from .masks import needs_mask
 
 CUT = "paceline_is_cut"
 """Attribute of a model: whether parts of it were taken out."""
+_RUNS = "paceline_runs_stage"
+"""Attribute of a model: whether its stage's forward is under way."""
 SIDE_INPUTS = ("attention_mask", "position_ids")
 ADAPTED = ("base_layer", "original_module")
 """Attributes in which PEFT's modules keep the modules that they replace."""
@@ -120,6 +122,11 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
         for name in anatomy.head:
             setattr(model, name, PassThrough())
     _drop_lost_ties(model)
+
+
+def is_called_as_stage(model: PreTrainedModel) -> bool:
+    """Whether it is a stage's forward that calls the model, with what comes in over the boundary."""
+    return bool(vars(model).get(_RUNS, False))
 
 
 def require_whole(source: object) -> None:
@@ -284,7 +291,11 @@ class CausalLMStage(nn.Module):
         if self.router_loss is not None:
             inputs["output_router_logits"] = routed
         target = self.model if self.cut.last else self._trunk[0]
-        outputs = target(**inputs, return_dict=True)
+        vars(self.model)[_RUNS] = True
+        try:
+            outputs = target(**inputs, return_dict=True)
+        finally:
+            vars(self.model)[_RUNS] = False
         if self.router_loss is not None:
             routing = self.router_loss.accumulate(
                 routing,

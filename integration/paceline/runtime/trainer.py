@@ -26,7 +26,7 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ..comm.control import ControlPlane
@@ -36,7 +36,7 @@ from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_supported
 from ..hf.peft import config_of_adapters, unwrapped
-from ..hf.stage import require_whole
+from ..hf.stage import is_called_as_stage, require_whole
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import apply, warn_of_changes
 from ..patches.repairs import repair_deepspeed
@@ -54,6 +54,7 @@ from .run_log import RunLog
 from .startup import plan_for
 from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extras
 from .trainer_loss import trainers_loss
+from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import checked, newest_complete
 from .training_arguments import count_ranks
@@ -118,6 +119,8 @@ class PipelineTraining(_Trainer):
             raise ValueError(fault)
         if fault := refused_combining(self):
             raise ValueError(fault)
+        if self.is_pipeline:
+            take_over(self, lambda: self._engine.is_stopping)
 
     @cached_property
     def is_pipeline(self) -> bool:
@@ -177,6 +180,7 @@ class PipelineTraining(_Trainer):
         if resolved.stages > 1:
             for part in (model, whole):
                 part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")
+            whole.register_forward_pre_hook(_refuse_calls)
         self._resolved, self._built_of, self._engine = resolved, model, None
         return self.pipeline
 
@@ -249,6 +253,12 @@ class PipelineTraining(_Trainer):
 
             with torch.random.fork_rng(devices=[]):  # Trainer draws the order of the data, and restores the state then
                 deepspeed_load_checkpoint(engine, resume_from_checkpoint)
+            if engine.global_steps != self.state.global_step:
+                raise ValueError(
+                    f"{resume_from_checkpoint} was saved in the middle of a step: it has the weights of step "
+                    f"{engine.global_steps} and the trainer's state of step {self.state.global_step}; go on from "
+                    "another one, and save in on_step_end."
+                )
 
     # -- data: a share for each pipeline, not for each rank ------------------------------------------------------
 
@@ -285,9 +295,12 @@ class PipelineTraining(_Trainer):
         """
         resume, *rest = args or (kwargs.pop("resume_from_checkpoint", None),)
         with claimed(self.args.output_dir) if self.args.deepspeed else nullcontext():
-            if self.is_pipeline and resume:
+            if not self.is_pipeline:
+                return super().train(resume, *rest, **kwargs)
+            if resume:
                 resume = newest_complete(Path(self.args.output_dir)) if resume is True else checked(Path(resume))
-            return super().train(resume, *rest, **kwargs)
+            with watched(self.args):
+                return super().train(resume, *rest, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Micro-batches wait for the last of their step; then all of them are trained on."""
@@ -495,6 +508,14 @@ class _WholeModelOnly:
         raise ValueError(
             f"model.{self._name} was called and the model is one stage of a pipeline: write the whole one with "
             "trainer.save_model (on all ranks), and load that with from_pretrained."
+        )
+
+
+def _refuse_calls(model: PreTrainedModel, args: Any) -> None:
+    if not is_called_as_stage(model):
+        raise ValueError(
+            "the model was called and it is one stage of a pipeline: give trainer.evaluate or trainer.predict the "
+            "data (on all ranks), or load what trainer.save_model writes."
         )
 
 

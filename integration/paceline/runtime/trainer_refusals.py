@@ -66,6 +66,11 @@ def refused(trainer: Trainer, mixin: type) -> str:
         (getattr(args, "activation_offloading", False), "activation_offloading", "stages keep what they compute"),
         (args.batch_eval_metrics, "batch_eval_metrics", "several batches are under way at a time"),
         (trainer.model_init, "model_init", "the model is cut once"),
+        (
+            args.label_names not in (None, ["labels"]) and args.label_names,
+            "label_names",
+            "a pipeline has 'labels' only",
+        ),
     ]
     for value, name, why in named:
         if value:
