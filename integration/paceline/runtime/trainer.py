@@ -242,7 +242,7 @@ class PipelineTraining(_Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._waiting, self._losses = [], []
+        self._waiting, self._losses, self._epoch = [], [], None
         self._begin_log(max_steps)
         return engine, train_dataloader
 
@@ -349,6 +349,7 @@ class PipelineTraining(_Trainer):
         total += sum(losses)
 
     def _finalize_training(self, *args: Any) -> Any:
+        self._epoch = None  # the loader's workers end with it
         if self.is_pipeline:
             self._settle_losses(self._tr_loss)
         finish = getattr(self.model_wrapped, "finish_averaging", None)
