@@ -94,7 +94,8 @@ def share_gpu(timeout: timedelta | None = None) -> None:
         set_accelerator(SharedGPU())
         if os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning(
-                "up to %d ranks share a GPU: they communicate with gloo, through host memory",
+                "up to %d ranks share a GPU: they communicate with gloo, through host memory; if each rank has a GPU "
+                "to itself and sees no other, start it with LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1",
                 ranks_sharing(torch.device("cuda")),
             )
     apply(BY_BROADCAST)
