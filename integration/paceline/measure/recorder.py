@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from statistics import fmean
 from typing import Any, Generic
 
@@ -132,6 +133,13 @@ class Recorder:
         return list(self._steps)
 
 
+@cache
+def _make_workspaces(device: torch.device) -> None:
+    """Have the libraries of matrix products allocate what they keep for themselves, with a product or two."""
+    one = torch.ones(16, 16, device=device)
+    torch.addmm(one[0], one, one @ one)
+
+
 class SavedBytes:
     """Counts what a forward keeps for the backward while it is entered: bytes.
 
@@ -147,6 +155,7 @@ class SavedBytes:
 
     def __enter__(self) -> SavedBytes:
         if self._device is not None:
+            _make_workspaces(self._device)
             self.num_bytes = -torch.cuda.memory_allocated(self._device)
         else:
             self._hooks.__enter__()
