@@ -162,7 +162,8 @@ def _positive(text: str) -> int:
 
 def _check_config(args: argparse.Namespace) -> int:
     from paceline.config import check_ds_config, open_autos, read_ds_config, resolve
-    from paceline.config.stage_counts import may_be_planned
+    from paceline.config.stage_counts import FEWEST_THAT_GO, STAGES, fewest_that_go, may_be_planned
+    from paceline.planning.divisors import divisors
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
@@ -178,15 +179,22 @@ def _check_config(args: argparse.Namespace) -> int:
         batches = [key for key in shown["auto"] if key in config]
         if batches:
             print(f"paceline: {', '.join(batches)}: taken as left out; the command line decides.", file=sys.stderr)
-        resolved = resolve(
-            {key: value for key, value in config.items() if key not in batches},
-            world_size=args.world_size,
-            num_layers=args.num_layers,
-            num_items=args.num_layers + 2,
-            state_bytes=None,
-            device_bytes=None,
-            cpu=False,
-            section=section,
+        settled = {key: value for key, value in config.items() if key not in batches}
+        num_layers = args.num_layers
+        resolved = fewest_that_go(
+            section,
+            settled,
+            lambda section: resolve(
+                settled,
+                world_size=args.world_size,
+                num_layers=num_layers,
+                num_items=num_layers + 2,
+                state_bytes=None,
+                device_bytes=None,
+                cpu=False,
+                section=section,
+            ),
+            divisors(args.world_size),
         )
         names = ("stages", "data_parallel", "partition", "micro_batch_size", "micro_batches", "train_batch_size")
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
@@ -195,6 +203,8 @@ def _check_config(args: argparse.Namespace) -> int:
         if line := may_be_planned(section, config, args.world_size):
             print(f"paceline: {line}", file=sys.stderr)
         shown["chosen"] = {path: choice._asdict() for path, choice in resolved.chosen.items()}
+        if resolved.section.pipeline.stages != section.pipeline.stages:
+            shown["chosen"][STAGES] = {"value": resolved.stages, "why": FEWEST_THAT_GO}
     print(json.dumps(shown, indent=2) if args.json else _config_text(shown))
     return OK
 

@@ -146,11 +146,11 @@ def _dtype(states: States) -> torch.dtype:
 def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
     """The JSON for so many ranks."""
     from paceline.config import PacelineConfig, read_ds_config, resolve
-    from paceline.config.stage_counts import has_stages, is_planned, states_fit
+    from paceline.config.stage_counts import fewest_that_go, states_fit
     from paceline.hf.anatomy import anatomy_of
     from paceline.hf.weights import skeleton
     from paceline.planning.divisors import divisors
-    from paceline.runtime.startup import STATE_BYTES, first_that_goes, parameters_of_rank
+    from paceline.runtime.startup import STATE_BYTES, parameters_of_rank
 
     ds_config = _filled(read_ds_config(args.deepspeed), args)
     model = skeleton(config)
@@ -160,9 +160,9 @@ def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
     state_bytes = STATE_BYTES * parameters_of_rank(model, ds_config)
     device_bytes = _here(args.world_size) if memory is None else int(min(memory) * GIB)
 
-    def in_stages(config: Mapping[str, Any], _: int | None, section: PacelineConfig) -> RunPlan:
+    def resolved(section: PacelineConfig) -> RunPlan:
         return resolve(
-            config,
+            ds_config,
             world_size=args.world_size,
             num_layers=num_layers,
             num_items=num_layers + 2,
@@ -172,16 +172,8 @@ def _resolve(args: argparse.Namespace, config: Any) -> RunPlan:
             section=section,
         )
 
-    try:
-        return in_stages(ds_config, None, section)
-    except ValueError:
-        if not is_planned(section, ds_config, unasked=True) or has_stages(section, ds_config):
-            raise
-        fitting = [s for s in divisors(args.world_size) if states_fit(s, state_bytes, device_bytes)]
-        found = first_that_goes(ds_config, section, in_stages, fitting)
-        if found is None:
-            raise
-        return found
+    fitting = (s for s in divisors(args.world_size) if states_fit(s, state_bytes, device_bytes))
+    return fewest_that_go(section, ds_config, resolved, fitting)
 
 
 def _filled(ds_config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -119,6 +119,18 @@ def test_check_config_refuses_the_optimizers_that_the_job_refuses(ds_json, capsy
     assert main(["check-config", ds_json({"optimizer": {"type": name}}), *CLUSTER]) == 2
 
 
+def test_check_config_takes_stages_that_go_with_the_batch_as_a_run_does(ds_json, capsys):
+    """Two stages would be two replicas, among which three micro-batches cannot be shared out."""
+    config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2, "paceline": {"pipeline": {}}}
+    assert main(["check-config", ds_json(config), *CLUSTER, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["resolved"]["stages"] == 4
+    assert "go with the batch" in shown["chosen"]["paceline.pipeline.stages"]["why"]
+    config["paceline"]["pipeline"]["stages"] = 2
+    assert main(["check-config", ds_json(config), *CLUSTER]) == 2
+    assert "train_batch_size" in capsys.readouterr().err
+
+
 def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0

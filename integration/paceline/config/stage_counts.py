@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from ..planning.divisors import divisors
 from ..schedules import families
@@ -12,6 +13,10 @@ from ..schedules.directions import MOST_DEVICES, allowed_devices, has_halves, nu
 from ..schedules.generator import GENERATED
 from .recompute_keys import FIT
 from .section import PLAN, SECTION, Method, PacelineConfig, ScheduleType, check_method, show, whole
+
+Resolved = TypeVar("Resolved")
+
+FEWEST_THAT_GO = "the fewest that go with the batch sizes and the experts"
 
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
@@ -260,6 +265,35 @@ def _check_directions(value: str, stages: int, usable: str, asked: int | None) -
         num_directions(stages, asked)
     except ValueError as error:
         raise ValueError(f"{value} and {TYPE} {show(MULTIDIRECTION)}: {error} Here {usable}.") from None
+
+
+def fewest_that_go(
+    section: PacelineConfig,
+    ds_config: Mapping[str, Any],
+    resolved: Callable[[PacelineConfig], Resolved],
+    stages: Iterable[int],
+    *,
+    unasked: bool = True,
+) -> Resolved:
+    """The plan of ``section``, which has the fewest stages that fit; or, where a run chooses their number, that of the
+    first of ``stages`` which the JSON goes with.
+
+    Args:
+        resolved: makes the plan of a section.
+        unasked: as of :func:`is_planned`.
+
+    Raises:
+        ValueError: of the fewest stages, if the JSON goes with no other number.
+    """
+    try:
+        return resolved(section)
+    except ValueError:
+        if is_planned(section, ds_config, unasked=unasked) and not has_stages(section, ds_config):
+            for number in stages:
+                pipeline = section.pipeline.model_copy(update={"stages": number})
+                with suppress(ValueError):
+                    return resolved(section.model_copy(update={"pipeline": pipeline}))
+        raise
 
 
 def states_fit(stages: int, state_bytes: int | None, device_bytes: int | None) -> bool:

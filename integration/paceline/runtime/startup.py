@@ -35,6 +35,7 @@ from ..config.expert_parallel import EXPERT_PARALLEL
 from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, PLAN, SECTION, WORK, ScheduleConfig, show, value_at
 from ..config.stage_counts import (
+    FEWEST_THAT_GO,
     HALVES,
     STAGES,
     TYPE,
@@ -42,6 +43,7 @@ from ..config.stage_counts import (
     asks_for_halves,
     asks_for_less,
     blocks_per_layer,
+    fewest_that_go,
     has_stages,
     is_planned,
     may_have_chunks,
@@ -161,15 +163,14 @@ def plan_for(
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     is_open = is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised
     fitting = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
-    try:
-        usual, another = filled(without_schedule, None), None
-    except ValueError:
-        if not is_open or has_stages(section, ds_config):
-            raise
-        another = first_that_goes(without_schedule, section, filled, fitting)
-        if another is None:
-            raise
-        usual = another
+    usual = fewest_that_go(
+        section,
+        ds_config,
+        lambda section: filled(without_schedule, None, section),
+        fitting if is_open else (),
+        unasked=plans_unasked,
+    )
+    another = None if usual.section.pipeline.stages == section.pipeline.stages else usual
     planned, samples = None, usual.chosen.get(TRAIN_BATCH)
     options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
@@ -244,27 +245,12 @@ def plan_for(
         resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)
         resolved = replace(resolved, pool=planned.pool, planned=planned.planned)
     elif another is not None:
-        why = "the fewest that go with the batch sizes and the experts"
-        resolved = replace(resolved, chosen={STAGES: Choice(another.stages, why), **resolved.chosen})
+        resolved = replace(resolved, chosen={STAGES: Choice(another.stages, FEWEST_THAT_GO), **resolved.chosen})
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
     return resolved
-
-
-def first_that_goes(
-    ds_config: Mapping[str, object],
-    section: PacelineConfig,
-    filled: Callable[[Mapping[str, object], int | None, PacelineConfig], RunPlan],
-    stages: Iterable[int],
-) -> RunPlan | None:
-    """The plan with the first of ``stages`` with which the JSON goes; None if it goes with none of them."""
-    for number in stages:
-        with suppress(ValueError):
-            pipeline = section.pipeline.model_copy(update={"stages": number})
-            return filled(ds_config, None, section.model_copy(update={"pipeline": pipeline}))
-    return None
 
 
 def _options(
