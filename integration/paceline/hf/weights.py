@@ -26,6 +26,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
+from .weight_files import fault_in
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def load_stage(
 
     Raises:
         UnsupportedModelError: the model cannot be cut, or is to start from initial values that transformers lacks.
+        ValueError: a file of weights in the directory ``source`` is missing or damaged.
     """
     config = causal_config(config)
     refuse_known(config)
@@ -131,10 +133,16 @@ def load_stage(
         from_pretrained["state_dict"] = {}
     # One bar is enough, and what transformers says of a checkpoint is about the whole model, not about a stage.
     shows_bar = source is not None and os.environ.get("RANK", "0") == "0"
-    with quiet(bars=shows_bar):
-        model, info = Stage.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **from_pretrained
-        )
+    try:
+        with quiet(bars=shows_bar):
+            model, info = Stage.from_pretrained(
+                source, config=config, dtype=dtype, output_loading_info=True, **from_pretrained
+            )
+    except Exception as error:  # of safetensors, pickle, zip files and transformers, mostly without the file's name
+        elsewhere = {"gguf_file", "subfolder", "variant"} & from_pretrained.keys()
+        if source is None or elsewhere or not os.path.isdir(source) or not (fault := fault_in(source)):
+            raise
+        raise ValueError(f"{source}: the weights cannot be loaded: {fault}") from error
     missing = sorted(info["missing_keys"])
     if source is not None and missing:
         logger.error(  # of this rank's stage: other ranks' warnings are not shown

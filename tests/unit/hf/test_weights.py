@@ -1,0 +1,67 @@
+"""Loading a stage's weights from a directory that is not whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.hf.stage import Cut
+from paceline.hf.weights import load_stage
+from support.jobs import LAYERS, model_config
+
+
+def save_sharded(directory: Path) -> None:
+    load_stage(None, model_config(), Cut.whole(LAYERS)).model.save_pretrained(directory, max_shard_size="40KB")
+    assert len(list(directory.glob("model-*.safetensors"))) > 2
+
+
+def cut_short(directory: Path) -> str:
+    save_sharded(directory)
+    file = sorted(directory.glob("model-*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+    return rf"{file.name} is incomplete or damaged .*: download it again"
+
+
+def git_lfs_pointer(directory: Path) -> str:
+    save_sharded(directory)
+    file = sorted(directory.glob("model-*.safetensors"))[-1]
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 34\n")
+    return rf"{file.name} is a git-lfs pointer.*git lfs pull"
+
+
+def missing(directory: Path) -> str:
+    save_sharded(directory)
+    file = sorted(directory.glob("model-*.safetensors"))[0]
+    file.unlink()
+    return rf"{file.name} is missing: download it"
+
+
+def another_format(directory: Path) -> str:
+    model_config().save_pretrained(directory)
+    (directory / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    return r"no model.safetensors or pytorch_model.bin \(model-Q4_K_M.gguf is in a format that is not read\)"
+
+
+def truncated_pickle(directory: Path) -> str:
+    model_config().save_pretrained(directory)
+    file = directory / "pytorch_model.bin"
+    torch.save(load_stage(None, model_config(), Cut.whole(LAYERS)).model.state_dict(), file)
+    file.write_bytes(file.read_bytes()[:-1000])
+    return "pytorch_model.bin is incomplete or damaged: download it again"
+
+
+@pytest.mark.parametrize("damage", [cut_short, git_lfs_pointer, missing, another_format, truncated_pickle])
+def test_weights_that_cannot_be_loaded_are_named_with_a_remedy(damage: Callable[[Path], str], tmp_path: Path) -> None:
+    told = damage(tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: the weights cannot be loaded: .*{told}"):
+        load_stage(tmp_path, model_config(), Cut.whole(LAYERS))
+
+
+def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    with pytest.raises(Exception, match="not_there") as raised:
+        load_stage(tmp_path, model_config(), Cut.whole(LAYERS), attn_implementation="not_there")
+    assert "cannot be loaded" not in str(raised.value)
