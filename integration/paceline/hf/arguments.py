@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, PretrainedConfig
 
 from ..messages import brief, nearest
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
-from .paths import is_missing
+from .paths import MODEL_OF_ADAPTERS, is_missing, only_adapters
 
 BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet", "txt": "text", "py": "text"}
 """File extension -> the ``datasets`` builder that reads it."""
@@ -106,6 +106,8 @@ class ModelArguments:
             value = getattr(self, name)
             if value is not None and is_missing(value):
                 _refuse(name, value, "there is no such directory", "check the path, or name a model on the hub")
+            if value is not None and name != "tokenizer_name" and (rule := only_adapters(value)):
+                _refuse(name, value, rule, MODEL_OF_ADAPTERS)
         _check_range(self, 1, "lora_r", "lora_alpha")
         _check_range(self, 0, "lora_dropout", below=1)
         if self.load_in_8bit and self.load_in_4bit:

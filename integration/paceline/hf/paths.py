@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -16,3 +17,33 @@ def is_missing(source: str | Path) -> bool:
     is_path = isinstance(source, Path) or text.startswith((".", "/", "~")) or text.endswith(("/", ".json"))
     # Path's own `exists` fails for names that no file can have.
     return (is_path or text.count("/") > 1) and not os.path.exists(text)
+
+
+def check_model_path(source: str | Path) -> None:
+    """Check that a path that is meant for a model exists, and holds more than adapters.
+
+    Raises:
+        ValueError: it does not exist, or holds adapters of PEFT's without their model.
+    """
+    if is_missing(source):
+        raise ValueError(
+            f"{str(source)!r} does not exist: give a directory with a config.json (or that file), or the name of a "
+            "model on the hub, as in Qwen/Qwen3-0.6B."
+        )
+    if rule := only_adapters(source):
+        raise ValueError(f"{str(source)!r} {rule}: {MODEL_OF_ADAPTERS}.")
+
+
+def only_adapters(source: str | Path) -> str:
+    """The statement that the directory ``source`` holds adapters without their model; empty if it does not."""
+    config = os.path.join(source, "adapter_config.json")
+    if not os.path.exists(config) or os.path.exists(os.path.join(source, "config.json")):
+        return ""
+    base = json.loads(Path(config).read_text()).get("base_model_name_or_path")
+    return f"holds PEFT adapters of {base}, not a model"
+
+
+MODEL_OF_ADAPTERS = (
+    "give that model to train new adapters, or the two as one (PeftModel.merge_and_unload, then save_pretrained)"
+)
+"""What to do with :func:`only_adapters`."""

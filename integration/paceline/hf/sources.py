@@ -11,7 +11,7 @@ from transformers import __version__ as transformers_version
 
 from ..measure.flops import NUM_EXPERTS
 from .anatomy import UnsupportedModelError
-from .paths import is_missing
+from .paths import check_model_path
 from .quiet_transformers import quiet
 from .weights import causal_config, skeleton
 
@@ -28,11 +28,7 @@ def config_at(source: str | Path) -> PretrainedConfig:
     Raises:
         ValueError: there is no config that transformers can read.
     """
-    if is_missing(source):
-        raise ValueError(
-            f"{str(source)!r} does not exist: give a directory with a config.json (or that file), or the name of a "
-            "model on the hub, as in Qwen/Qwen3-0.6B."
-        )
+    check_model_path(source)
     try:
         with quiet():
             return AutoConfig.from_pretrained(str(source))

@@ -27,6 +27,7 @@ from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.check import require_halves
 from ..hf.layer_blocks import blocks_of
 from ..hf.model_workload import work_of_items
+from ..hf.paths import check_model_path
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, recomputed_layers, tied_weight
@@ -188,12 +189,17 @@ def cut_of(parts: Sequence[int], stage: int) -> Cut:
 
 
 def config_of(source: ModelSource, **from_hub: object) -> PretrainedConfig:
-    """The config of a model that is given by name, by config or in memory, with PEFT's adapters or without."""
+    """The config of a model that is given by name, by config or in memory, with PEFT's adapters or without.
+
+    Raises:
+        ValueError: the name is a path that does not exist, or a directory with adapters alone.
+    """
     source = unwrapped(source)
     if isinstance(source, PretrainedConfig):
         return source
     if isinstance(source, PreTrainedModel):
         return source.config
+    check_model_path(source)
     return AutoConfig.from_pretrained(source, **from_hub)
 
 

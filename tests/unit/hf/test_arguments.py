@@ -154,6 +154,14 @@ def test_samples_need_a_line_to_complete() -> None:
     assert parse(["--sample_every", "5", "--sample_prompt", "x"])[2].sample_every == 5
 
 
+@pytest.mark.parametrize("flag", ["model_name_or_path", "config_name"])
+def test_adapters_are_no_model(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    with pytest.raises(ValueError, match=f"--{flag} {tmp_path}: holds PEFT adapters of some/base, not a model. Remedy"):
+        parse([f"--{flag}", str(tmp_path), "--dataset_name", "some/data"])
+    parse(["--model_name_or_path", "some/model", "--tokenizer_name", str(tmp_path), "--dataset_name", "some/data"])
+
+
 def test_a_wrong_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--eval_strategy", "often"])

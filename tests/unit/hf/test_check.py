@@ -35,6 +35,7 @@ from paceline.hf.anatomy import UnsupportedModelError
 from paceline.hf.check import ModelReport, check_model, check_source, check_stream_identity, require_supported
 from paceline.hf.parity import Parity
 from paceline.hf.quiet_transformers import quiet
+from paceline.runtime.module import config_of
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -95,6 +96,21 @@ def test_a_path_that_leads_nowhere_is_not_taken_for_a_name(name: str) -> None:
         check_source(name)
     assert str(caught.value).startswith(repr(name))
     assert "repo" not in str(caught.value).lower()
+
+
+def test_adapters_are_not_taken_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    told = f"'{tmp_path}' holds PEFT adapters of some/base, not a model: give that model .*merge_and_unload"
+    for read in (check_source, config_of):
+        with pytest.raises(ValueError, match=told):
+            read(tmp_path)
+    LlamaConfig(**TINY).save_pretrained(tmp_path)
+    assert check_source(tmp_path).verdict == "exact"
+
+
+def test_a_path_that_leads_nowhere_is_named_by_a_loop_of_ones_own_too() -> None:
+    with pytest.raises(ValueError, match=r"^'no/such/folder' does not exist: give a directory with a config\.json"):
+        config_of("no/such/folder")
 
 
 def test_a_name_may_have_been_meant_as_a_directory() -> None:
