@@ -5,6 +5,7 @@ from .effects import without_effect
 from .exclusions import Features, check_exclusions, exclusion
 from .files import read_ds_config, without_secrets
 from .known import near_misses, warn_near_misses
+from .optimizers import check_optimizer_values
 from .partitions import PartitionChoice, resolve_partition
 from .resolve import check_ds_config, check_features, check_written, resolve
 from .run_plan import Choice, RunPlan, plan_as_built
@@ -27,6 +28,7 @@ __all__ = [
     "check_ds_config",
     "check_exclusions",
     "check_features",
+    "check_optimizer_values",
     "check_scheduler",
     "check_written",
     "choose_stages",

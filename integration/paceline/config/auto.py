@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .known import check_objects
+from .optimizers import check_optimizer_values
 from .schedulers import check_scheduler
 from .section import SECTION, show, value_at
 
@@ -74,6 +75,7 @@ def fill_auto(
     check_objects(config)
     check_scheduler(config)
     if args is not None:
+        check_optimizer_values(config)
         explicit = frozenset(given)
         _ask_for_more(config, args, explicit)
         config = _fill_as_trainer(config, args, data_parallel, hidden_size, max_steps, explicit)

@@ -1,11 +1,16 @@
-"""Optimizers of ``torch.optim`` that a DeepSpeed JSON may name for a pipeline; without torch, for who only checks."""
+"""``"optimizer"`` of a DeepSpeed JSON; torch is imported only for a name that is not listed here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from .section import value_at
+from ..messages import nearest
+from .section import show, value_at
+
+DEEPSPEEDS = ("Adagrad", "Adam", "AdamW", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+"""Names that DeepSpeed knows, whatever their case; a test compares them with the installed DeepSpeed."""
 
 ELEMENTWISE = frozenset(
     ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -28,3 +33,38 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
                 f"optimizer.type is {name}: a pipeline cannot use it, {why}; choose one of "
                 f"{', '.join(sorted(ELEMENTWISE))}."
             )
+
+
+def check_optimizer_values(ds_config: Mapping[str, Any]) -> None:
+    """Check the optimizer's name, its learning rate and the clipping, with pipelines or without.
+
+    Raises:
+        ValueError: there is no such optimizer, or a value is no number that training can use.
+    """
+    name = value_at(ds_config, "optimizer.type")
+    if isinstance(name, str) and name not in ELEMENTWISE and name.lower() not in map(str.lower, DEEPSPEEDS):
+        _check_in_torch(name)
+    for path in ("optimizer.params.lr", "gradient_clipping"):
+        value = value_at(ds_config, path)
+        if value is None or value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path} is {show(value)}: it must be a number; write one, without quotes.")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{path} is {show(value)}: it must be at least 0 and finite; correct it.")
+
+
+def _check_in_torch(name: str) -> None:
+    from torch import optim
+
+    classes = [
+        key
+        for key, value in vars(optim).items()
+        if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
+    ]
+    if name in classes:
+        return
+    known = {key.lower(): key for key in (*DEEPSPEEDS, *classes)}
+    near = known.get(nearest(name.lower(), known) or "")
+    remedy = f'did you mean "{near}"?' if near else f"choose one of {', '.join(sorted(ELEMENTWISE))}."
+    raise ValueError(f"optimizer.type is {show(name)}: neither DeepSpeed nor torch.optim has it; {remedy}")

@@ -13,7 +13,7 @@ from .effects import without_effect
 from .exclusions import Features, check_exclusions
 from .expert_parallel import EXPERT_PARALLEL, resolve_expert_parallel
 from .known import check_objects, near_misses
-from .optimizers import check_optimizer
+from .optimizers import check_optimizer, check_optimizer_values
 from .partitions import resolve_partition
 from .recompute_keys import check_stages
 from .replica_keys import check_shares, first_shares
@@ -164,6 +164,7 @@ def check_ds_config(
         ValueError: one line with the value, the rule and the remedy.
     """
     check_scheduler(config)
+    check_optimizer_values(config)
     section = PacelineConfig.of(config)
     if is_pipeline is None:
         is_pipeline = "pipeline" in config.get(SECTION, {})

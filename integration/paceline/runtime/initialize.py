@@ -23,6 +23,7 @@ from ..config import (
     PacelineConfig,
     RunPlan,
     check_features,
+    check_optimizer_values,
     check_scheduler,
     exclusion,
     read_ds_config,
@@ -107,6 +108,8 @@ def initialize(
     ds_config = read_ds_config(source) if plan is None else plan.ds_config
     section = PacelineConfig.of(ds_config) if plan is None else plan.section
     check_scheduler(ds_config)
+    if optimizer is None:
+        check_optimizer_values(ds_config)
     check_scheduler_object(lr_scheduler, optimizer)
     start_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     WATCH.start(TIMEOUT_S)
