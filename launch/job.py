@@ -21,6 +21,7 @@ from paceline.checkpoint import Checkpoint, CheckpointError
 from paceline.checkpoint.format import MANIFEST
 from paceline.comm.control import ControlPlane
 from paceline.config import PacelineConfig, RunPlan, read_ds_config, without_secrets
+from paceline.config.batch_sizes import BATCH_KEYS, TRAIN_BATCH
 from paceline.config.stage_counts import is_planned
 from paceline.data.batch_plan import BatchPlan
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
@@ -224,6 +225,8 @@ class Job:
                 if self.kept is None and self.section.pipeline.stages is None:
                     self._keep_stages(ds_config, checkpoint.meta["shape"]["stages"])
             checkpoint.close()
+            if self.kept is None:
+                self._keep_batch(ds_config, self.earlier["data"]["data"]["global_batch_size"])
 
     def _keep_stages(self, ds_config: dict[str, Any], stages: int) -> None:
         """Go on without a plan, as a run does that began without one."""
@@ -232,6 +235,14 @@ class Job:
             self.section = PacelineConfig.of(ds_config)
             if self.rank == 0:
                 logger.info("%d stages, as before the checkpoint; --replan chooses anew", stages)
+
+    def _keep_batch(self, ds_config: dict[str, Any], samples: int) -> None:
+        """Go on with as many samples a step where the flags and the JSON leave all batch sizes open."""
+        asked = self.given & {"per_device_train_batch_size", "gradient_accumulation_steps"}
+        if not asked and all(ds_config.get(key) in (None, "auto") for key in BATCH_KEYS):
+            ds_config[TRAIN_BATCH] = samples
+            if self.rank == 0:
+                logger.info("a global batch of %d, as before the checkpoint", samples)
 
     def _check_state_to_resume(self, resolved: RunPlan) -> None:
         """Refuse, before the model is loaded, a checkpoint of other data, another seed or another batch size."""

@@ -105,6 +105,21 @@ def test_into_another_shape(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
+def test_into_another_shape_with_batches_left_open(tmp_path: Path) -> None:
+    """Two stages take eight micro-batches where nothing is said, one stage takes one: the checkpoint's batch stays."""
+    output, file = tmp_path / "run", tmp_path / "ds.json"
+
+    def argv(steps: int, stages: int, **changes: Any) -> list[str]:
+        file.write_text(json.dumps({"paceline": {"pipeline": {"stages": stages}}}))
+        parts = job(output, deepspeed=file, max_steps=steps, save_steps=1, **changes)
+        at = parts.index("--per_device_train_batch_size"), parts.index("--gradient_accumulation_steps")
+        return [part for i, part in enumerate(parts) if i not in at and i - 1 not in at]
+
+    run(argv(1, 2))
+    [(_, told)] = run(argv(2, 1, resume_from_checkpoint="true"), 1)
+    assert told.count("a global batch of 8, as before the checkpoint\n") == 1
+
+
 def test_with_another_weight_decay(tmp_path: Path) -> None:
     """The JSON has none, so that --weight_decay counts, and is 0; with another one there are other groups."""
     file, output = tmp_path / "ds.json", tmp_path / "run"

@@ -166,8 +166,16 @@ class TrainingBatches(Iterator[dict[str, Tensor]]):
                 raise ValueError(
                     f"the data cannot go on where the checkpoint left it: {name.replace('_', ' ')} was "
                     f"{was.get(name)} and is {now.get(name)}. Remedy: the data and flags of the interrupted run (ranks "
-                    "and micro-batches may change, their product with the micro-batch size may not), or a new run."
+                    "and micro-batches may change, their product with the micro-batch size may not"
+                    f"{self._as_before(was)}), or a new run."
                 )
+
+    def _as_before(self, was: Mapping[str, Any]) -> str:
+        """The number of micro-batches that gives this plan the global batch of the state ``was``, if there is one."""
+        number, rest = divmod(was["global_batch_size"], self.plan.data_parallel_size * self.plan.micro_batch_size)
+        if rest or number == self.plan.micro_batches_per_step:
+            return ""
+        return f": here, --gradient_accumulation_steps {number}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the steps of ``state``.

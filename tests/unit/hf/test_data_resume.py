@@ -259,7 +259,10 @@ def test_another_run_is_refused(case: str, folder: Path, tokenizer: PreTrainedTo
             batches_of(given, layout, seed)[0].load_state_dict(state)
         return str(caught.value)
 
-    assert "global batch size was 4 and is 8" in message(same, (2, 2, 2))
+    told = message(same, (2, 2, 2))
+    assert "global batch size was 4 and is 8" in told
+    assert "may not: here, --gradient_accumulation_steps 1), or a new run" in told
+    assert "may not), or a new run" in message(same, (1, 1, 3))
     assert "seed was 5 and is 6" in message(same, seed=6)
     kind = CASES[case][0]
     if case != "padded":
