@@ -48,6 +48,6 @@ def _fault_of(file: Path) -> str:
             with safe_open(file, "pt"):
                 return ""
         except SafetensorError as error:
-            return f"is incomplete or damaged ({error}): download it again."
+            return f"is incomplete or damaged ({type(error).__name__}: {error}): download it again."
     is_cut = start.startswith(b"PK") and not zipfile.is_zipfile(file)
     return "is incomplete or damaged: download it again." if is_cut or not start else ""

@@ -104,7 +104,7 @@ def load_stage(
 
     Raises:
         UnsupportedModelError: the model cannot be cut, or is to start from initial values that transformers lacks.
-        ValueError: a file of weights in the directory ``source`` is missing or damaged.
+        OSError: a file of weights in the directory ``source`` is missing or damaged.
     """
     config = causal_config(config)
     refuse_known(config)
@@ -142,7 +142,7 @@ def load_stage(
         elsewhere = {"gguf_file", "subfolder", "variant"} & from_pretrained.keys()
         if source is None or elsewhere or not os.path.isdir(source) or not (fault := fault_in(source)):
             raise
-        raise ValueError(f"{source}: the weights cannot be loaded: {fault}") from error
+        raise OSError(f"{source}: the weights cannot be loaded: {fault}") from error
     missing = sorted(info["missing_keys"])
     if source is not None and missing:
         logger.error(  # of this rank's stage: other ranks' warnings are not shown
