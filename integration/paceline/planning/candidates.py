@@ -83,9 +83,15 @@ class Candidate(NamedTuple):
             num_stages: of one a device; devices, where they hold several.
 
         Raises:
-            ValueError: the micro-batch size does not divide the samples, or k or slack is out of range.
+            ValueError: the micro-batch size does not divide the samples, k or slack is out of range, or the order does
+                not exist for so many micro-batches.
         """
         count = num_micro_batches(self.micro_batch_size, samples)
+        if self.made is not None and self.made.num_micro_batches != count:
+            raise ValueError(
+                f"{self.name} was made for {self.made.num_micro_batches} micro-batches and a step has {count}: make an "
+                "order for these."
+            )
         if self.is_late:
             return replace(one_direction(num_stages, count), name=self.name)
         if self.family:

@@ -116,7 +116,7 @@ class PartitionActuator:
     def propose(self, steps: int) -> Proposal[PartitionChange, bool] | None:
         """Find the best partition, and decide whether moving layers pays."""
         self._plannings += 1
-        if not self._agreement.decides:
+        if not self._agreement.decides or self._schedules.shares_change:
             return None
         WATCH.doing("choosing a schedule and a partition")
         found = self._found(steps)

@@ -119,6 +119,8 @@ class ScheduleActuator:
         num_made: orders that were made for what was measured.
         begun: on the rank that decides, a choice in another process, until it is proposed.
         is_at_once: a choice is due in the present planning, and made between two steps.
+        shares_change: on the rank that decides, replicas get other shares in the present planning: what was measured is
+            of those before, and choices wait for the next one.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class ScheduleActuator:
         """Partition and costs at the last choices."""
         self._process = process
         self.begun: Call[Found] | None = None
-        self.is_at_once = False
+        self.is_at_once = self.shares_change = False
         self._is_first = True
         """Whether nothing was chosen yet."""
         self._rule = SwitchRule(choice.retune_every or 1)
@@ -172,7 +174,7 @@ class ScheduleActuator:
     def propose(self, steps: int) -> Proposal[Candidate, None] | None:
         """Predict all candidates that fit, and decide whether the best of them pays."""
         self.is_at_once = False
-        if not self._agreement.decides:
+        if not self._agreement.decides or self.shares_change:
             return None
         WATCH.doing("choosing a schedule and a partition")
         found = self._found(steps)
@@ -195,14 +197,30 @@ class ScheduleActuator:
         self._switch_s = time.perf_counter() - begun
 
     def run_again(self) -> None:
-        """Run the schedule with another number of micro-batches; what was made for the old one gives way."""
-        if self.current.made is not None:
+        """Run the schedule with other numbers of micro-batches; one that does not exist for them gives way.
+
+        One that is not tuned follows them by itself.
+        """
+        self.shares_change = False
+        if not self._choice.is_tuned:
+            return
+        if not self._exists(self.current):
             self.current = self.next = first_candidate(self._choice, self.current.micro_batch_size)
         self._pipeline.run_candidate(self.current)
 
     def for_partitions(self) -> Schedules:
         """Schedules that a partition may run with, after the last proposal."""
         return Schedules(self.next, self._pipeline.order, self.candidates, self.num_made)
+
+    def _exists(self, candidate: Candidate) -> bool:
+        """Whether all replicas can run a candidate with their micro-batches; the same on all ranks."""
+        pipeline = self._pipeline
+        try:
+            for count in set(pipeline.replica_micro_batches):
+                candidate.schedule(pipeline.num_stages, count * pipeline.micro_batch_size)
+        except ValueError:
+            return False
+        return True
 
     def _found(self, steps: int) -> Found | None:
         begun, self.begun = self.begun, None

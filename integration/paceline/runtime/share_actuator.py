@@ -52,6 +52,9 @@ class MeasuresReplicas(Protocol):
 class Reschedules(Protocol):
     """Who has the pipeline run its schedule with another number of micro-batches."""
 
+    shares_change: bool
+    """Replicas get other shares in the present planning, for which nothing else can have been chosen."""
+
     def run_again(self) -> None: ...
 
 
@@ -98,6 +101,7 @@ class ShareActuator:
         if best_s > (1 - LEAST_GAIN) * now_s:
             best, best_s = before, now_s
         decision = self._rule.consider(now_s, best_s, SWITCH_S, steps)
+        self._schedules.shares_change = decision.switch
         choice = _Choice(best, before, times, decision)
         return Proposal(best if decision.switch else None, partial(self._record, choice))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -525,6 +526,45 @@ def test_a_run_that_is_resumed_forgets_what_it_was_about_to_do() -> None:
     pipe.sends_ahead = False
     pipe.train(controller, 1)
     assert [step for step, _ in pipe.noted("move")] == [step for step, _ in pipe.noted("prepare")][1:]
+
+
+class TwoReplicas(Pipe):
+    """The steps of the other one take ``slower`` times as long."""
+
+    replica_micro_batches = (MICRO_BATCHES, MICRO_BATCHES)
+    slower = 1
+
+    def share_micro_batches(self, shares: tuple[int, ...]) -> None:
+        self._note("shares", shares)
+        self.replica_micro_batches, self.micro_batches = shares, shares[0]
+        self.slower = 1  # both end at once
+
+    def gather(self, after: dict[str, int], **arguments: Any) -> list[Report]:
+        found = super().gather(after, **arguments)
+        return [*found, *(replace(report, replica=1, steps=list(map(self._slower, report.steps))) for report in found)]
+
+    def _slower(self, step: StepTimes) -> StepTimes:
+        spans = [replace(span, start=self.slower * span.start, end=self.slower * span.end) for span in step.spans]
+        return StepTimes(step.begun_s, self.slower * step.ended_s, spans, step.key)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_where_shares_change_schedule_and_partition_wait_for_the_next_look(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are chosen for numbers of micro-batches, and might not exist, or not fit, with others."""
+    monkeypatch.setattr(schedule_actuator, "ASIDE_FROM", 1 if beside else 1000)
+    process = PlanningProcess()
+    pipe = TwoReplicas((4.0, 2.0, 1.0), latency_s=0.4)
+    controller = pipe.controller(ADAPTIVE, PartitionChoice("uniform", EVERY), reshare_every=EVERY, process=process)
+    pipe.train(controller, 8)
+    pipe.slower, pipe.speeds = 3, (1.0, 2.0, 4.0)
+    pipe.train(controller, 10)
+    process.close()
+    assert pipe.noted("shares") == [(11 + beside, (13, 3))]
+    assert [step for step, _ in pipe.noted("move")] == [6, 16 + beside]
+    decided = [decision["what"] for decision in controller.decisions]
+    assert decided == ["shares", "schedule", "partition", "shares", "shares", "schedule", "partition"]
 
 
 def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.runtime.measured_costs import MeasuredCosts
 from paceline.runtime.planning_process import PlanningProcess
 from paceline.runtime.schedule_actuator import ASIDE_FROM, ScheduleActuator, trials
 from paceline.schedules.costs import Costs, Link
+from paceline.schedules.families import DUALPIPEV
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import peak_bytes, simulate
 from support.reports import simulated
@@ -173,6 +175,23 @@ def test_replicas_with_other_shares_can_run_what_is_chosen() -> None:
     chosen = pipeline.choose()
     assert chosen.made is None
     chosen.schedule(DEVICES, SIZE * 3)
+
+
+def test_a_family_that_a_replica_has_too_few_micro_batches_for_gives_way() -> None:
+    pipeline = Pipeline(in_v(), replace(ADAPTIVE, chunks=2))
+    pipeline.actuator.apply(Candidate(SIZE, family=DUALPIPEV))
+    for shares, family in (((DEVICES * 2 + 1, DEVICES * 2), DUALPIPEV), ((DEVICES * 4, DEVICES * 2 - 1), "zbv")):
+        pipeline.replica_micro_batches = shares
+        pipeline.actuator.run_again()
+        assert pipeline.actuator.current == pipeline.actuator.next == Candidate(SIZE, family=family)
+        assert pipeline.order.name.startswith(family)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "kfkb"])
+def test_a_schedule_that_is_not_tuned_follows_the_shares_by_itself(kind: Any) -> None:
+    choice = ScheduleChoice(kind, k=2, chunks=3 if kind == "interleaved" else None)
+    pipeline: Any = SimpleNamespace(micro_batch_size=SIZE)  # nothing is run
+    ScheduleActuator(pipeline, MeasuredCosts(choice.routes(DEVICES)), pipeline, choice).run_again()
 
 
 def test_what_fits_with_few_micro_batches_may_not_with_many() -> None:

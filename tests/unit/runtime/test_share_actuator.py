@@ -38,6 +38,7 @@ class Job:
     num_stages: int = STAGES
     global_steps: int = 7
     replica_micro_batches: tuple[int, ...] = EQUAL
+    shares_change: bool = False
     called: list[Any] = field(default_factory=list)
 
     def share_micro_batches(self, shares: Sequence[int]) -> None:
@@ -71,6 +72,7 @@ def test_the_slow_replica_gets_less() -> None:
     proposal = actuator(job).propose(10)
     assert proposal is not None
     assert proposal.change == (7, 1)
+    assert job.shares_change, "no schedule is chosen for the old ones"
     actuator(job).apply(proposal.change)
     assert job.called == [(7, 1), "run again"]
     record = proposal.record(None).to_json()
@@ -90,9 +92,11 @@ def test_a_schedule_that_needs_many_has_them() -> None:
 
 
 def test_what_saves_next_to_nothing_stays() -> None:
-    proposal = actuator(Job(reports(1.01))).propose(10)
+    job = Job(reports(1.01))
+    proposal = actuator(job).propose(10)
     assert proposal is not None
     assert proposal.change is None
+    assert not job.shares_change
     assert proposal.record(None).to_json()["to"] == [4, 4]
 
 
