@@ -16,7 +16,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from support.jobs import TINY, ds_config, finetune, flags, model_config, step_batches
+from support.jobs import MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
 from support.ranks import RankError, RankTimeout, launch, run_ranks
 
 
@@ -221,6 +221,31 @@ def test_other_reductions_of_an_evaluation() -> None:
     assert nothing is None
     assert len(losses) == 4
     assert sum(losses) / 4 == pytest.approx(mean, rel=1e-6)
+
+
+def engine_with(schedule: Any) -> Any:
+    import paceline
+
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES)
+    config["paceline"] = {"pipeline": {"stages": 2, "schedule": schedule}}
+    return paceline.initialize(model=model_config("llama", tie_word_embeddings=False), config=config)[0]
+
+
+def refused_batch_size(schedule: Any) -> tuple[str, Any]:
+    engine = engine_with(schedule)
+    try:
+        engine.set_train_batch_size(6)
+    except ValueError as error:
+        message = str(error)
+    engine.train_batch(iter(step_batches(0)))
+    return message, (engine.train_batch_size(), engine.micro_batches, engine.replica_micro_batches)
+
+
+def test_a_batch_size_that_the_schedule_cannot_have_changes_nothing() -> None:
+    for schedule, told in (("interleaved", 'steps would have 3 micro-batches, and the schedule "interleaved" of 2'),):
+        for message, state in run_ranks(refused_batch_size, 2, schedule):
+            assert message.startswith(f"train_batch_size cannot become 6: {told}"), message
+            assert state == (2 * MICRO_BATCHES, MICRO_BATCHES, (MICRO_BATCHES,))
 
 
 def with_a_stream() -> str:

@@ -73,10 +73,9 @@ def check_shares(shares: Sequence[int], *, replicas: int, micro_batches: int, co
         )
     for share in shares:
         if not counts.allow(share):
-            more = f", in multiples of {counts.unit}" if counts.unit > 1 else ""
             raise ValueError(
-                f"{_PATH} is {list(shares)}: the schedule takes at least {counts.least} micro-batches{more}, and "
-                f"{share} are not; give other numbers, or take another schedule."
+                f"{_PATH} is {list(shares)}: the schedule takes {counts.rule}, and {share} are not; give other "
+                "numbers, or take another schedule."
             )
 
 

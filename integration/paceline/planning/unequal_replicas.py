@@ -31,6 +31,11 @@ class MicroBatchCounts(NamedTuple):
         """Whether a step may have so many."""
         return micro_batches >= self.least and micro_batches % self.unit == 0
 
+    @property
+    def rule(self) -> str:
+        """The numbers in words: ``"at least 4 micro-batches, in multiples of 2"``."""
+        return f"at least {self.least} micro-batches" + (f", in multiples of {self.unit}" if self.unit > 1 else "")
+
 
 ANY_NUMBER = MicroBatchCounts()
 

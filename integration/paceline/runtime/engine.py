@@ -468,6 +468,12 @@ class PacelineEngine(PipelineEngine):
                 f"train_batch_size cannot become {train_batch_size} while replicas have shares of their own "
                 f"({list(self.replica_micro_batches)}): leave unequal_replicas out, or make another engine."
             )
+        of_one_each = self.micro_batch_size * int(self.grid.data_parallel_size)
+        if train_batch_size % of_one_each == 0:  # DeepSpeed refuses others
+            try:
+                self.plan.schedule.check_step(self.num_stages, train_batch_size // of_one_each)
+            except ValueError as error:
+                raise ValueError(f"train_batch_size cannot become {train_batch_size}: {error}") from None
         super().set_train_batch_size(train_batch_size)
         self.share_micro_batches(self._equal_shares)
 
