@@ -16,7 +16,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from support.jobs import MICRO_BATCHES, TINY, ds_config, finetune, flags, model_config, step_batches
+from paceline.planning.candidates import Candidate
+from support.jobs import MICRO_BATCHES, STEPS, TINY, ds_config, finetune, flags, model_config, step_batches
 from support.ranks import RankError, RankTimeout, launch, run_ranks
 
 
@@ -233,19 +234,51 @@ def engine_with(schedule: Any) -> Any:
 
 def refused_batch_size(schedule: Any) -> tuple[str, Any]:
     engine = engine_with(schedule)
-    try:
+    with pytest.raises(ValueError, match="cannot become 6") as error:
         engine.set_train_batch_size(6)
-    except ValueError as error:
-        message = str(error)
     engine.train_batch(iter(step_batches(0)))
-    return message, (engine.train_batch_size(), engine.micro_batches, engine.replica_micro_batches)
+    return str(error.value), (engine.train_batch_size(), engine.micro_batches, engine.replica_micro_batches)
+
+
+SIZES = {"type": "adaptive", "micro_batch_sizes": [1, 2, 4]}
 
 
 def test_a_batch_size_that_the_schedule_cannot_have_changes_nothing() -> None:
-    for schedule, told in (("interleaved", 'steps would have 3 micro-batches, and the schedule "interleaved" of 2'),):
+    for schedule, told in (
+        (
+            "interleaved",
+            'steps would have 3 micro-batches, and the schedule "interleaved" of 2 stages takes at least 2',
+        ),
+        (SIZES, "paceline.pipeline.schedule.micro_batch_sizes is [1, 2, 4]: 4 must divide the 6 samples"),
+    ):
         for message, state in run_ranks(refused_batch_size, 2, schedule):
             assert message.startswith(f"train_batch_size cannot become 6: {told}"), message
             assert state == (2 * MICRO_BATCHES, MICRO_BATCHES, (MICRO_BATCHES,))
+
+
+def other_batch_size(schedule: Any, running: Any, num_micro_batches: int) -> tuple[list[str], list[float]]:
+    """The tuner has chosen ``running`` when another batch size is set, and goes on to plan after each step."""
+    engine = engine_with(schedule | {"retune_every": 1})
+    tuner = next(actuator for actuator in engine.controller._actuators if hasattr(actuator, "run_again"))
+    names, losses = [], []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            tuner.apply(running)
+            names.append(engine.schedule.name)
+            engine.set_train_batch_size(2 * num_micro_batches)
+            names.append(engine.schedule.name)
+        batches = step_batches(step)[: MICRO_BATCHES if step < STEPS else num_micro_batches]
+        losses.append(engine.train_batch(iter(batches)).item())
+    return names, losses
+
+
+def test_the_tuner_follows_another_batch_size() -> None:
+    """What it had chosen does not exist for three micro-batches, or is cut otherwise."""
+    in_v = run_ranks(other_batch_size, 2, {"type": "adaptive", "chunks": 2}, Candidate(2, family="dualpipev"), 3)
+    in_line = run_ranks(other_batch_size, 2, {"type": "adaptive"}, Candidate(2, k=2), 3)
+    assert {tuple(names) for names, _ in in_v} == {("dualpipev, micro-batch 2", "zbv, micro-batch 2")}
+    assert {tuple(names) for names, _ in in_line} == {("kfkb k=2, micro-batch 2",) * 2}
+    assert [losses for _, losses in in_v] == [losses for _, losses in in_line]
 
 
 def with_a_stream() -> str:

@@ -134,14 +134,15 @@ class ScheduleChoice:
             return MicroBatchCounts(num_stages, num_stages)
         return MicroBatchCounts()
 
-    def check_step(self, num_stages: int, num_micro_batches: int) -> None:
-        """Raise ValueError unless steps may have so many micro-batches from now on."""
+    def check_step(self, num_stages: int, num_micro_batches: int, micro_batch_size: int) -> None:
+        """Raise ValueError unless steps may have so many micro-batches of the configured size from now on."""
         counts = self.micro_batch_counts(num_stages)
         if not counts.allow(num_micro_batches):
             raise ValueError(
                 f"steps would have {num_micro_batches} micro-batches, and the schedule {show(self.type)} of "
                 f"{num_stages} stages takes {counts.rule}; take another batch size, or another schedule."
             )
+        _check_sizes(self.micro_batch_sizes or (), micro_batch_size * num_micro_batches)
 
     def planned(self, num_stages: int, num_micro_batches: int) -> Schedule | Stream:
         """The order that a partition is planned for: the steady state of what has one, else what a run begins with."""

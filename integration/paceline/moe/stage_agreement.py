@@ -85,6 +85,9 @@ class StageAgreement:
         dist.broadcast_object_list(values, group=self._group, group_src=0, device=self._device)
         return values[0]
 
+    def tell_failure(self, error: Exception) -> None:
+        """Nobody is sure to wait: all ranks exchange numbers within a proposal."""
+
     def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
         """Decisions of all stages, on the first rank of the job. Collective over the job."""
         return own if self._stages is None else self._stages.records(own)

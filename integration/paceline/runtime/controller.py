@@ -69,6 +69,14 @@ class Prepares(Protocol):
         """Whether that is done. Asked after each step, collective over the same ranks."""
 
 
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """An actuator of something that is made for a number of micro-batches."""
+
+    def run_again(self) -> None:
+        """Run it with the number that a step has now. Collective."""
+
+
 class Decided(NamedTuple):
     """Proposals of one planning and the changes agreed on, of each actuator that took part."""
 
@@ -105,6 +113,9 @@ class Agreement(Protocol):
 
     def from_first(self, value: Value) -> Value:
         """The deciding rank's value, on all. Collective."""
+
+    def tell_failure(self, error: Exception) -> None:
+        """A proposal failed on this rank. Of the one that decides, have :meth:`from_first` raise on those that wait."""
 
     def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
         """Gather the records of all who decide in this job on its first rank. Collective."""
@@ -185,6 +196,13 @@ class Controller:
             interval.go_on(done)
         self._begin_step()
 
+    def step_has_changed(self) -> None:
+        """Drop decisions that have not taken effect: a step has another number of micro-batches. On all ranks."""
+        self._begun, self._prepared = {}, None
+        for actuator in self._actuators:
+            if isinstance(actuator, FollowsSteps):
+                actuator.run_again()
+
     def _between_steps(self) -> None:
         self.measurements.end_step(self._done)
         if (prepared := self._prepared) is not None:
@@ -221,7 +239,11 @@ class Controller:
             self._decide(due)
 
     def _decide(self, due: Mapping[Actuator, int]) -> None:
-        proposals = [actuator.propose(steps) for actuator, steps in due.items()]
+        try:
+            proposals = [actuator.propose(steps) for actuator, steps in due.items()]
+        except Exception as error:
+            self._agreement.tell_failure(error)
+            raise
         changes = self._agreement.from_first([None if p is None else p.change for p in proposals])
         decided = Decided(tuple(due), proposals, changes)
         waits = [self._prepare(actuator, change) for actuator, change in zip(due, changes, strict=True)]

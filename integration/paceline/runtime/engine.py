@@ -471,11 +471,15 @@ class PacelineEngine(PipelineEngine):
         of_one_each = self.micro_batch_size * int(self.grid.data_parallel_size)
         if train_batch_size % of_one_each == 0:  # DeepSpeed refuses others
             try:
-                self.plan.schedule.check_step(self.num_stages, train_batch_size // of_one_each)
+                num_micro_batches = train_batch_size // of_one_each
+                self.plan.schedule.check_step(self.num_stages, num_micro_batches, self.micro_batch_size)
             except ValueError as error:
                 raise ValueError(f"train_batch_size cannot become {train_batch_size}: {error}") from None
+        is_other = train_batch_size != self.train_batch_size()
         super().set_train_batch_size(train_batch_size)
         self.share_micro_batches(self._equal_shares)
+        if self.controller is not None and is_other:
+            self.controller.step_has_changed()
 
     def _reported(self) -> AbstractContextManager[None]:
         """Around an error that is raised on all ranks: it may be that of a save, which is then told once."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from ..comm.control import ControlPlane
+from ..comm.control import ControlPlane, PeerError
 from ..planning.candidates import Candidate
 from ..planning.rebalance import Uneven
 from ..planning.tuning import DecisionLog, DecisionRecord
@@ -29,8 +29,14 @@ MEASURING_STEPS = 2
 Value = TypeVar("Value")
 
 
+class _Failed(NamedTuple):
+    """The first rank's error, where a value was to come."""
+
+    error: str
+
+
 class JobAgreement:
-    """All ranks of the job decide as the first one does."""
+    """All ranks of the job decide as the first one does, which proposes by itself."""
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
@@ -41,8 +47,15 @@ class JobAgreement:
 
     def from_first(self, value: Value) -> Value:
         WATCH.doing("agreeing on a schedule and a partition", EVERYONE)
-        found: Value = self._control.from_first(value)
+        found: Value | _Failed = self._control.from_first(value)
+        if isinstance(found, _Failed):
+            raise PeerError(f"rank 0 failed while choosing a schedule and a partition: {found.error}")
         return found
+
+    def tell_failure(self, error: Exception) -> None:
+        """The others wait for what the first rank proposes."""
+        if self.decides:
+            self._control.from_first(_Failed(f"{type(error).__name__}: {error}"))
 
     def records(self, own: Sequence[DecisionRecord]) -> Sequence[DecisionRecord]:
         """The first rank has them all."""

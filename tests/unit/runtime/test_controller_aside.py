@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from paceline.comm.control import PeerError
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import DecisionLog, DecisionRecord, Proposal, TuningInterval
 from paceline.runtime.controller import Actuator, Controller
+from paceline.runtime.pipeline_measurements import JobAgreement
 
 
 class Job:
@@ -141,3 +143,53 @@ def test_what_takes_no_time_is_applied_at_once() -> None:
     next(iter(controller._actuators)).takes_long = False  # type: ignore[attr-defined]
     train(job, controller, 3)
     assert job.noted[-1] == (3, "schedule is applied")
+
+
+class Wire:
+    """The control plane of two ranks, of which the first runs first."""
+
+    def __init__(self) -> None:
+        self.rank, self.sent = 0, []
+
+    def from_first(self, value: Any) -> Any:
+        if self.rank == 0:
+            self.sent.append(value)
+            return value
+        return self.sent.pop(0)
+
+
+class Fails(AtOnce):
+    """One whose proposal fails on the rank that decides."""
+
+    def propose(self, steps: int) -> Any:
+        if self._job.decides:
+            raise ValueError("a micro-batch size of 4 does not divide the 6 samples")
+
+
+def test_a_proposal_that_fails_on_the_rank_that_decides_fails_on_all() -> None:
+    """Or the others would wait for what it proposes."""
+    wire: Any = Wire()
+    job, other = Job(), Job()
+    other.decides = False
+    for rank, (one, error) in enumerate(((job, ValueError), (other, PeerError))):
+        wire.rank = rank
+        controller = Controller(
+            one, {Fails(one, "schedule"): TuningInterval(1, first=1)}, JobAgreement(wire), DecisionLog()
+        )
+        with pytest.raises(error, match="4 does not divide the 6 samples"):
+            train(one, controller, 1)
+    assert not wire.sent
+
+
+def test_a_step_of_another_size_drops_what_was_begun() -> None:
+    class Tuned(Aside):
+        def run_again(self) -> None:
+            self._job.note("runs again")
+
+    job = Job()
+    tuned = Tuned(job, "schedule")
+    controller = Controller(job, {tuned: TuningInterval(3, first=1)}, job, DecisionLog())
+    train(job, controller, 1)
+    controller.step_has_changed()
+    train(job, controller, 2)
+    assert job.noted == [(1, "gather"), (1, "schedule begins after 1"), (1, "runs again")]
