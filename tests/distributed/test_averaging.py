@@ -116,6 +116,21 @@ def test_other_stage_counts_average_to_the_same_weights() -> None:
         assert one == pytest.approx(other, rel=2e-6)
 
 
+@pytest.mark.parametrize(
+    "section", [{}, {"outer": "nesterov", "parts": 2, "overlap_steps": 1}], ids=["mean", "nesterov, overlapping parts"]
+)
+def test_islands_with_more_and_fewer_steps_end_with_the_same_weights(section: dict[str, Any]) -> None:
+    """Rounds are a matter of tokens: those of ordinary data never end at the same step on all islands."""
+    averaging = {**ROUNDS, **section}
+    with lighthouse() as light:
+        islands = [
+            Island(pipeline_island, 1, (light, 1, averaging, steps, number, {})) for number, steps in enumerate((3, 8))
+        ]
+        found = run_islands(islands)
+    assert_equal(whole(found[0]), whole(found[1]))
+    assert found[0][0]["rounds"] == found[1][0]["rounds"]
+
+
 def expert_island(light: str, averaging: dict[str, Any] | None, seed: int, expert_parallel: int) -> Any:
     """Experts on so many ranks, and elsewhere than at the start; the whole model after two steps, on the first rank."""
     import paceline

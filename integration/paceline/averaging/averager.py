@@ -112,7 +112,11 @@ class Averager:
         """Tokens that this island has trained on."""
         self.tokens_of_all = 0
         self.num_islands = section.min_islands
-        """Expected in the next average: those of the last round, whatever it made of them."""
+        """Expected in the next average: those of the last round that train on, whatever it made of them."""
+        self._is_alone = section.min_islands == 1
+        """In the last round there was no other island."""
+        self._others_train = False
+        """In the last round there were islands whose training was not over."""
         self._to_take = 0
         """Exchanges in which it does not count, as it has missed others and lacks what they brought."""
         self._trained_until: dict[int, int] = {}
@@ -180,7 +184,9 @@ class Averager:
                 self.settle()
 
     def finish(self, step: int, held_out_loss: Callable[[], float] | None = None) -> None:
-        """Training is over: average what is new once more, and combine the last rounds where that is asked for.
+        """Training is over: take part in rounds until it is over on all islands, and combine the last ones if asked to.
+
+        Others that train on are waited for as at any round. Once all have ended, each part is averaged once more.
 
         Args:
             held_out_loss: computes the loss of the model as it is then, on held-out data. Called by all ranks, which
@@ -199,9 +205,15 @@ class Averager:
             # No step has come after it: the average itself, not by how much it differs, which would be rounded.
             self._exchange = replace(self._exchange, overlaps=False)
         self.settle()
-        for _ in self._parts:
-            self._begin(step, counts=not self._to_take, is_early=True)
-            if not self.settle(is_last=True):
+        num_last = 0
+        while num_last < len(self._parts):
+            self._begin(step, counts=not self._to_take, is_early=True, ends=True)
+            was_round = self.settle(is_last=True)
+            if self._others_train:
+                num_last = 0
+            elif was_round:
+                num_last += 1
+            else:
                 break
         if self.section.combine_rounds > 1:
             if self._models.moved:
@@ -242,7 +254,14 @@ class Averager:
     # -- one exchange --------------------------------------------------------------------------------------------
 
     def _begin(
-        self, step: int, *, counts: bool, starts: bool = False, overlaps: bool = False, is_early: bool = False
+        self,
+        step: int,
+        *,
+        counts: bool,
+        starts: bool = False,
+        overlaps: bool = False,
+        is_early: bool = False,
+        ends: bool = False,
     ) -> None:
         part = self.round % len(self._parts)
         # Where it does not count, the others' round decides which part it is.
@@ -263,7 +282,7 @@ class Averager:
         trained = self.tokens - self._trained_until.get(part, 0) if counts else 0
         period = min(1.0, trained / self.section.every_tokens) if is_early else 1.0
         digest = settings_digest(self.section, self.first_round, self._masters.numels(), self._kinds)
-        report = Report(self.island, digest, checksum, loss, tokens, counts, self.round, trained, period)
+        report = Report(self.island, digest, checksum, loss, tokens, counts, self.round, trained, period, ends)
         self._rounds.begin(report, partial(self._to_send, exchange))
 
     def _to_send(self, exchange: Exchange, reports: Sequence[Report]) -> Sent:
@@ -292,13 +311,15 @@ class Averager:
         if exchange is None:
             return False
         outcome = self._rounds.wait(must_succeed=exchange.starts, is_last=is_last)
-        values, news, is_void = Values(), None, False
-        if outcome is not None:
-            is_void = is_no_round(outcome.reports)
+        reports = [] if outcome is None else outcome.reports
+        values, news, is_void = Values(), None, bool(reports) and is_no_round(reports)
         if outcome is not None and not is_void:
             values = self._digested(exchange, outcome)
-            news = news_of(outcome, values, self._indices_of(outcome.reports), self.tokens_of_all)
-        news, is_void = self._messages.from_first((news, is_void))
+            news = news_of(outcome, values, self._indices_of(reports), self.tokens_of_all)
+        is_alone = (len(reports) or self.section.min_islands) == 1
+        others_train = any(not report.ends for report in reports if report.island != self.island)
+        told = (news, is_void, is_alone, others_train)
+        news, is_void, self._is_alone, self._others_train = self._messages.from_first(told)
         if news is not None:
             return self._take(exchange, news, values)
         if not is_void:
@@ -374,7 +395,7 @@ class Averager:
 
     def _is_called(self) -> bool:
         """Whether others have come to the next round, and waited for this island as long as they do."""
-        if self._exchange is not None or self.num_islands == 1:
+        if self._exchange is not None or self._is_alone:
             return False
         return self._rounds.is_called(self.round)
 

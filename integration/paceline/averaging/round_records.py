@@ -43,6 +43,7 @@ class News:
 
     round: int
     num_islands: int
+    """That train on; all of them, where none does."""
     tokens_of_all: int
     indices: range
     period: float
@@ -71,7 +72,7 @@ def news_of(outcome: Outcome, values: Values, indices: range, tokens_of_all: int
     """News of a round; ``tokens_of_all`` are those before it."""
     return News(
         round=outcome.round,
-        num_islands=len(outcome.reports),
+        num_islands=sum(not report.ends for report in outcome.reports) or len(outcome.reports),
         tokens_of_all=tokens_of_all + sum(report.tokens for report in outcome.reports if report.counts),
         indices=indices,
         period=period_of(outcome.reports, outcome.weights),

@@ -43,6 +43,8 @@ class Report:
     ``tokens`` where tensors go by parts."""
     period: float = 1.0
     """Share of a regular period that these are: less than 1 at the end of training, and where it was called."""
+    ends: bool = False
+    """Its training is over: it takes part without new tokens, until that of all islands is."""
 
 
 def island_weights(

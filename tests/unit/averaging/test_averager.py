@@ -270,6 +270,54 @@ def test_at_the_end_it_is_the_average_itself() -> None:
     assert job.value == float(0.5 * torch.tensor(1.1) + 0.5 * torch.tensor(-0.7))
 
 
+@pytest.mark.parametrize(("tokens", "parts"), [((100, 50), 1), ((0, 50), 1), ((100, 50), 2)])
+def test_an_island_that_ends_first_takes_what_the_others_learn_until_they_end(
+    tokens: tuple[int, ...], parts: int
+) -> None:
+    """Also where another one has come without anything new, and went on."""
+    job = Job(params=parts, parts=parts, first_round="mean")
+    job.trains_to(1.0)
+    job.averager.after_step(1, 2.0, 40)
+    told = [(3.0, tokens[0], False), (5.0, tokens[1], False), *[(7.0, 20, True)] * parts]
+
+    def there(own: Report) -> list[Other]:
+        value, trained, ends = told.pop(0)
+        return [(Report(1, own.digest, 0.0, 2.0, trained, True, own.round, trained, ends=ends), value)]
+
+    job.others.there = there
+    job.averager.finish(1)
+    assert [float(value[0]) for value in job.masters.values.values()] == [7.0] * parts
+    assert told == []
+    assert [report.ends for report in job.others.reports] == [False, *[True] * (2 + parts)]
+    assert job.others.is_closed
+
+
+def test_who_waits_at_its_end_for_others_that_die_ends_too(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(first_round="mean")
+    job.trains_to(1.0)
+    job.averager.after_step(1, 2.0, 40)
+    there = [[(Report(1, 0, 0.0, 2.0, 40, True, 0, 40), 3.0)], []]
+    job.others.there = lambda own: there.pop(0)
+    job.averager.finish(1)
+    assert (job.value, there) == (2.0, [])
+    job = Job(first_round="mean")
+    job.averager.after_step(1, 2.0, 40)
+    job.others.error = TimeoutError("fewer than min_islands are left.")
+    job.averager.finish(1)
+    assert "are left. The model is this island's own" in caplog.text
+
+
+def test_who_trains_on_is_called_and_its_rate_is_for_those_that_do() -> None:
+    job = Job(first_round="mean")
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, 2.0, 100, True, 0, 100, ends=True), 3.0)]
+    job.averager.after_step(1, 2.0, 100)
+    assert job.averager.learning_rate_factor == 1.0
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, 2.0, 0, True, 1, 0, ends=True), 3.0)]
+    job.others.calls = True
+    job.averager.after_step(2, 2.0, 10)
+    assert job.averager.round == 2
+
+
 def test_parts_are_averaged_in_turn() -> None:
     job = Job(params=2, parts=2, first_round="mean")
     job.trains_to(1.0)
