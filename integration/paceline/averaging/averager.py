@@ -103,6 +103,8 @@ class Averager:
         self._rounds = BackgroundRounds(messages, lambda: connect(section, self.island, self._weigh))
         self._exchange: Exchange | None = None
         self._joined = False
+        self._is_anchored = False
+        """The outer step has had the parameters to begin at, if it lacked them; a checkpoint may have none."""
         self._names: list[str] = []
         self._parts: list[range] = []
         self._loss = PeriodLoss()
@@ -139,9 +141,16 @@ class Averager:
     # -- what an engine calls ------------------------------------------------------------------------------------
 
     def join(self, step: int) -> None:
-        """Before the first step: find the others; where they have gone on already, wait for their next round."""
-        if self._joined:
-            return
+        """Before a step. At the first: find the others; where they have gone on already, wait for their next round."""
+        if not self._joined:
+            self._find_others(step)
+        if not self._is_anchored:
+            self._is_anchored = True
+            lacks_anchors = self._outer.has_anchors and self._outer.num_anchors < len(self._names)
+            if self._outer.has_anchors and self._messages.from_first(lacks_anchors):
+                self._outer.anchor(self._masters.gather(self._names) or ())
+
+    def _find_others(self, step: int) -> None:
         self._joined = True
         numels = self._masters.numels()
         self._names = sorted(numels)
@@ -152,9 +161,6 @@ class Averager:
             if not self.settle():
                 break
             has_come_back = True
-        lacks_anchors = self._outer.has_anchors and self._outer.num_anchors < len(self._names)
-        if self._outer.has_anchors and self._messages.from_first(lacks_anchors):
-            self._outer.anchor(self._masters.gather(self._names) or ())
         every = self.section.every_tokens / len(self._parts)
         if has_come_back or self._next_tokens <= self.tokens:
             self._next_tokens = self.tokens + every
@@ -201,6 +207,7 @@ class Averager:
         remedy = "give finish_averaging a function that computes the loss on some"
         if fault := combining_fault(PacelineConfig(averaging=self.section), held_out_loss is not None, remedy):
             raise ValueError(fault)
+        self.join(step)  # a checkpoint may have been loaded since the last step
         if self._exchange is not None and self._exchange.due == step + self.section.overlap_steps:
             # No step has come after it: the average itself, not by how much it differs, which would be rounded.
             self._exchange = replace(self._exchange, overlaps=False)
@@ -448,6 +455,7 @@ class Averager:
         if self.is_first and "last_rounds" in state:
             self._models.load_state_dict(state)
             self._outer.load_state_dict(state)
+        self._is_anchored = False
 
     def load_saved(self, saved: RankStates) -> None:
         """Go on as the first rank of the run that was saved."""

@@ -141,12 +141,13 @@ class OuterStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a run with anchors, if this is one too."""
-        if self.has_anchors and "anchors" in state and (self._nesterov is None or "outer" in state):
-            self._anchors = dict(state["anchors"])
-            if self._nesterov is not None:
-                self._nesterov.load_state_dict(state["outer"])
-            self._left = {kind: dict(state.get("left", {}).get(kind, {})) for kind in self._left}
+        """Take the state of a run with anchors, if this is one too; else begin anew, without any."""
+        fits = self.has_anchors and "anchors" in state and (self._nesterov is None or "outer" in state)
+        state = state if fits else {}
+        self._anchors = dict(state.get("anchors", {}))
+        if self._nesterov is not None:
+            self._nesterov.load_state_dict(state.get("outer", {"buffers": {}}))
+        self._left = {kind: dict(state.get("left", {}).get(kind, {})) for kind in self._left}
 
 
 def _bits(tensor: Tensor) -> int:

@@ -419,6 +419,24 @@ def test_a_job_goes_on_from_its_state(outer: Any) -> None:
     assert values[0] == values[1]
 
 
+@pytest.mark.parametrize("outer", ["nesterov", "mean"])
+def test_an_outer_step_begins_at_what_is_loaded_where_a_checkpoint_has_no_anchors(outer: Any) -> None:
+    """In an engine that has trained: a checkpoint from before the first step, and one of a run without anchors."""
+    state = Job(joins=False, outer=outer).averager.state_dict()
+    job = Job(outer="nesterov")
+    job.trains_to(1.0)
+    job.after_step(100, (1.0, 2.0, 100))
+    job.averager.load_state_dict(state)
+    job.trains_to(5.0)
+    job.averager.join(0)
+    job.trains_to(6.0)
+    job.after_step(100, (6.0, 2.0, 100))
+    assert job.value == pytest.approx(5.0 + 0.7 * 1.9)
+    job.averager.load_state_dict(state)
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, 2.0, 100, True, own.round, 100, ends=True), 6.0)]
+    job.averager.finish(2)
+
+
 def test_a_pretrained_model_begins_with_a_mean() -> None:
     def first_round(**options: Any) -> str:
         return Job(joins=False, **options).averager.first_round
