@@ -15,6 +15,7 @@ from support.archipelago import (
     assert_near,
     config_of,
     lighthouse,
+    lighthouses,
     mean_of,
     run_islands,
     weights_of,
@@ -168,6 +169,34 @@ def test_experts_average_wherever_they_lie() -> None:
     assert moved
     assert_equal(here, there)
     assert_near(here, mean_of([ranks[0][0] for ranks in alone]), 2e-6)
+
+
+def rates_of_updates(lights: list[str]) -> list[list[float]]:
+    """Learning rates that the updates have had, with a flush and without."""
+    import paceline
+
+    found = []
+    for light, schedule in zip(lights, ("1f1b", "one_direction"), strict=True):
+        averaging = {"every_tokens": 10**9, "decay_tokens": 5 * TOKENS, "scale_learning_rate": False}
+        changes = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_accumulation_steps": MICRO_BATCHES}
+        config = config_of(light, 2, averaging, **changes)
+        config["paceline"]["pipeline"]["schedule"] = schedule
+        engine, *_ = paceline.initialize(model=model_config(), config=config)
+        rates: list[float] = []
+        found.append(rates)
+        engine.basic_optimizer.register_step_pre_hook(lambda o, *_, r=rates: r.append(o.param_groups[0]["lr"]))
+        for step in range(3):
+            engine.train_batch(iter(step_batches(step, "plain")))
+        engine.flush()
+        engine.destroy()
+    return found
+
+
+def test_rates_that_fall_with_tokens_are_those_of_the_steps_on_all_stages() -> None:
+    with lighthouses(2) as lights:
+        found = run_ranks(rates_of_updates, 2, lights, env={"PACELINE_ISLAND": "0"})
+    wanted = pytest.approx([0.1 ** (step / 5) for step in range(3)])
+    assert found == [[wanted, wanted]] * 2
 
 
 @pytest.mark.parametrize("stages", [1, 2])

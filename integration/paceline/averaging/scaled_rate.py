@@ -11,18 +11,20 @@ import torch
 class ScaledRate:
     """Multiplies the learning rates of ``optimizer`` while it steps; its scheduler sees those that it has set.
 
+    A copy of it that steps beside the computation is left as it is: its rates are those of an earlier step.
+
     Args:
         factor: called at each step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> None:
-        self._factor = factor
+        self._optimizer, self._factor = optimizer, factor
         self._rates: list[Any] | None = None
         optimizer.register_step_pre_hook(self._scale)
         optimizer.register_step_post_hook(self._restore)
 
     def _scale(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        factor = self._factor()
+        factor = self._factor() if optimizer is self._optimizer else 1.0
         if factor != 1.0:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:

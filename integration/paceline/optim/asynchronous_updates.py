@@ -135,8 +135,11 @@ class AsynchronousUpdates:
             self._num_reduced += 1
             self._tasks.put(partial(self._reduce, update.taken[other]))
 
-    def finish_step(self) -> None:
+    def finish_step(self, rate_factor: float = 1.0) -> None:
         """All sections are complete: the update may be made, with the options and the loss scale of this moment.
+
+        Args:
+            rate_factor: by which the update's learning rates are multiplied.
 
         Raises:
             Exception: what went wrong in the thread, if anything did.
@@ -149,6 +152,9 @@ class AsynchronousUpdates:
             {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
             for group in self._basic.param_groups
         ]
+        if rate_factor != 1.0:
+            for group in update.options:
+                group["lr"] = group["lr"] * rate_factor
         update.scale = self._outcome.loss_scale * self._divisor
         self._completed.clear()
         self._num_reduced = 0

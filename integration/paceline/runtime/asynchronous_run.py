@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from ..averaging.averager import Averager
 from ..messages import brief
 from ..optim.sharded import ShardedOptimizer
 from ..schedules.lower import Op
@@ -66,6 +67,7 @@ class Trained(Protocol):
     micro_batches: int
     lr_scheduler: LRScheduler | None
     skipped_steps: int
+    averager: Averager | None
 
     def train_batch_size(self) -> int: ...
 
@@ -168,7 +170,7 @@ class AsynchronousRun:
         self._book.total = None
         self.steps.begin(self._number)
         if self._updates is not None:
-            self._updates.release()
+            self._updates.begin_step(1.0 if engine.averager is None else engine.averager.learning_rate_factor)
             if self.holds_updates and not self.steps.is_read_ahead:
                 self._updates.hold(self._number)
         with self._half_way.during("it was interrupted"):

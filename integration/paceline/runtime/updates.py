@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -46,6 +47,8 @@ class StreamUpdates:
     ) -> None:
         self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
+        self._rate_factors: deque[float] = deque()
+        """Of steps that have begun and are not complete here."""
         self._held_step: int | None = None
         self.num_steps = 0
         """Steps of which this rank's gradients are complete; the scheduler has stepped as often."""
@@ -57,6 +60,11 @@ class StreamUpdates:
         assert updates is not None, "the optimizer's options have corrections"
         return updates
 
+    def begin_step(self, rate_factor: float) -> None:
+        """All ranks know of a step, whose update has its learning rates multiplied by ``rate_factor``."""
+        self.release()
+        self._rate_factors.append(rate_factor)
+
     def backward_complete(self, stage: int) -> None:
         """Close the stage's gradients; those of the last stage here complete the step."""
         if self.num_steps == self._held_step:
@@ -65,7 +73,7 @@ class StreamUpdates:
         self._completed += 1
         if self._completed == self._num_held:
             self._completed = 0
-            self._updates.finish_step()
+            self._updates.finish_step(self._rate_factors.popleft())
             self.num_steps += 1
             if self._engine.lr_scheduler is not None:
                 self._engine.lr_scheduler.step()
