@@ -26,6 +26,7 @@ CASES: dict[str, Any] = {
     "bf16, ZeRO 1, 2 replicas": on(4, 2, zero=1, clipping=0.05, more=BF16),
     "lengths": on(2, 2, kind="ragged"),
     "recomputed": on(2, 2, checkpointing=True),
+    "lengths of gpt2, recomputed": on(2, 2, family="gpt2", kind="ragged", checkpointing=True),
     "interleaved": on(2, 2, schedule="interleaved"),
     "one_direction": on(2, 2, schedule="one_direction"),
     "multidirection": on(2, 2, schedule={"type": "multidirection", "directions": 2}),

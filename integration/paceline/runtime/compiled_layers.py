@@ -139,6 +139,9 @@ def compiled_forwards(*args: object, **kwargs: object) -> CompiledForwards:
     settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
     # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
     settings.skip_nnmodule_hook_guards = False
+    # Of several graphs for an input the one made first, not the one that ran last: a layer that is recomputed runs what
+    # its forward ran, whatever the lengths of micro-batches between have had made.
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
     return CompiledForwards(partial(torch.compile, *args, **kwargs))
 
 
