@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.jobs import ds_config, model_config, step_batches
-from support.ranks import launch, run_ranks
+from support.ranks import RankError, launch, run_ranks
 
 TESTS = Path(__file__).parents[1]
 MULTI = {"type": "multidirection"}
@@ -102,6 +102,30 @@ def test_a_script_may_wait_for_its_device_between_steps(habit: str) -> None:
     for (plain, held), _ in ranks:
         assert held == plain
     assert (ranks[-1][1] > 0) == (habit == "one iterator")  # new ones are not read ahead: all updates are held
+
+
+def freezes(flushes: bool) -> None:
+    import paceline
+
+    pipeline = {"stages": 2, "schedule": {"type": "one_direction"}, "recompute": 1}
+    config = ds_config(gradient_accumulation_steps=8, paceline={"pipeline": pipeline})
+    engine = paceline.initialize(model=model_config("llama"), config=config)[0]
+    batches = data()
+    for _ in range(2):
+        engine.train_batch(batches)
+    if flushes:
+        engine.flush()
+    for name, parameter in engine.module.named_parameters():
+        parameter.requires_grad_(".layers.0." not in name)
+    engine.train_batch(batches)
+    engine.flush()
+    engine.destroy()
+
+
+def test_layers_that_are_recomputed_are_frozen_after_a_flush() -> None:
+    run_ranks(freezes, 2, True)
+    with pytest.raises(RankError, match=r"not recomputed as they had been computed.*Call engine.flush\(\) before"):
+        run_ranks(freezes, 2, False)
 
 
 def shuffles() -> list[float]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.checkpoint import CheckpointError
 
 from ..averaging.averager import Averager
 from ..messages import brief
@@ -259,13 +260,20 @@ class AsynchronousRun:
         random = self._own_random
         if random is not None:
             random.enter()
-        self._executor.run(
-            ops,
-            num_micro_batches=self._engine.micro_batches,
-            step=self._number,
-            updates=self._updates,
-            goes_on=True,
-        )
+        try:
+            self._executor.run(
+                ops,
+                num_micro_batches=self._engine.micro_batches,
+                step=self._number,
+                updates=self._updates,
+                goes_on=True,
+            )
+        except CheckpointError as error:
+            raise RuntimeError(
+                "activations were not recomputed as they had been computed: if parameters were frozen or trained again "
+                "while steps were under way, call engine.flush() before requires_grad_(). It was found by "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         if random is not None:
             random.leave()
         self._number += 1

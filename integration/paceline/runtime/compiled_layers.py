@@ -141,7 +141,8 @@ def compiled_forwards(*args: object, **kwargs: object) -> CompiledForwards:
     settings.skip_nnmodule_hook_guards = False
     # Of several graphs for an input the one made first, not the one that ran last: a layer that is recomputed runs what
     # its forward ran, whatever the lengths of micro-batches between have had made.
-    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+    if (set_lru := getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)) is not None:
+        set_lru(False)
     return CompiledForwards(partial(torch.compile, *args, **kwargs))
 
 
