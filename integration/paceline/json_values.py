@@ -66,7 +66,7 @@ def read_json(path: str | os.PathLike[str], remedy: str, *, label: str | None = 
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        remedy = "correct the JSON there" if text.lstrip().startswith(("{", "[")) else remedy
+        remedy = _correction(text) or remedy
         raise ValueError(f"{label}, line {error.lineno}, column {error.colno}: {error.msg}; {remedy}.") from None
     except _Duplicate:
         key, first, second = _find_duplicate(text)
@@ -80,6 +80,16 @@ def read_json(path: str | os.PathLike[str], remedy: str, *, label: str | None = 
         raise ValueError(f"{label}: too many brackets inside each other; {remedy}.") from None
     except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"{label}: {error}; choose units that bring it near 1.") from None
+
+
+def _correction(text: str) -> str:
+    """What to do with a file that was meant to be JSON, as its beginning tells; empty where nothing tells so."""
+    start = text.lstrip()
+    if start.startswith("\ufeff"):
+        return "save the file as UTF-8 without a BOM"
+    if start.startswith(("//", "/*", "#")):
+        return "delete the comments, which JSON does not have"
+    return "correct the JSON there" if start.startswith(("{", "[")) else ""
 
 
 @contextmanager

@@ -271,6 +271,10 @@ def test_read_file(tmp_path):
         ('{"a": "NaN",\n "b": NaN}', "line 2, column 7: NaN is not JSON; write a number or null."),
         ('{"a": 1,}', "line 1, column 8: Illegal trailing comma before end of object."),
         ('{"a": 1 // one\n}', "line 1, column 9: Expecting ',' delimiter"),
+        ('// one\n{"a": 1}', "line 1, column 1: Expecting value; delete the comments, which JSON does not have."),
+        ('\ufeff{"a": 1}', "line 1, column 1: Unexpected UTF-8 BOM (decode using utf-8-sig); save the file as UTF-8 "
+         "without a BOM."),
+        ("\n", "the file is empty; a DeepSpeed config is an object: write {} for the defaults."),
         ("[]", None),
     ],
 )  # fmt: skip
@@ -284,7 +288,7 @@ def test_strict_json(tmp_path, text, message):
     elif "trailing" in message and sys.version_info < (3, 13):
         assert str(error.value).startswith(f"{path}, line 1, column 9: ")
     else:
-        assert str(error.value).startswith(f"{path}, {message}")
+        assert str(error.value).startswith((f"{path}, {message}", f"{path}: {message}"))
 
 
 def test_the_name_of_the_section_misspelt():

@@ -228,11 +228,23 @@ def make_samples(
         )  # fmt: skip
         made = made.select(kept)
     if len(made) == 0:
+        cause, remedy = "", "other data, or a larger --block_size"
+        if completion_only and not _have_answers(dataset, kind):
+            cause = ", as no conversation has a turn of the assistant's"
+            remedy = "correct the roles, or --no_completion_only_loss to train on all turns"
         raise ValueError(
-            f"{what}: none of the {len(dataset)} rows has a token to train on. Remedy: other data, or a larger "
-            f"--block_size{_OR_NONE if what == HELD_OUT else ''}."
+            f"{what}: none of the {len(dataset)} rows has a token to train on{cause}. Remedy: {remedy}"
+            f"{_OR_NONE if what == HELD_OUT else ''}."
         )
     return made
+
+
+def _have_answers(dataset: Dataset, kind: Kind) -> bool:
+    """Whether there is a turn of the assistant's, in rows that are conversations."""
+    if kind not in ("messages", "conversations"):
+        return True
+    conversations = (row["messages"] if kind == "messages" else messages_of(row) for row in dataset)
+    return any(message["role"] == "assistant" for messages in conversations for message in messages)
 
 
 def make_blocks(samples: Dataset, block_size: int, what: str = "training data", **mapping: Any) -> Dataset:

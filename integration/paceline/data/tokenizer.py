@@ -65,9 +65,11 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
             trust_remote_code=model_args.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:400]
-        here = "" if os.path.exists(name) else ". Remedy: give the path of a folder; none has this name here."
-        raise ValueError(f"--{flag} {name}: no tokenizer can be loaded: {reason}{here}") from error
+        reason = " ".join(str(error).split())[:400].rstrip(".")
+        remedy = "--tokenizer_name with a model of the same vocabulary, or a folder with its tokenizer's files."
+        if not os.path.exists(name):
+            remedy = "give the path of a folder; none has this name here."
+        raise ValueError(f"--{flag} {name}: no tokenizer can be loaded: {reason}. Remedy: {remedy}") from error
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -122,6 +122,10 @@ def test_load_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> N
         load_tokenizer(ModelArguments(model_name_or_path="/nowhere/at/all"))
     with pytest.raises(ValueError, match=r"no tokenizer can be loaded: .* Remedy: give the path of a folder; none has"):
         load_tokenizer(ModelArguments(model_name_or_path="misspelt"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded: .* Remedy: --tokenizer_name with a model of"):
+        load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path / "model")))
 
 
 # reading

@@ -173,6 +173,17 @@ def test_columns_say_what_a_row_is(
     assert any("One" in text for text in raw.texts(5))
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_conversations_that_nobody_answers_are_told_so(column: str) -> None:
+    plain, given = tokenizer(), Dataset.from_list([{column: TALK[:2]}, {column: TALK[1:2]}])
+    told = r"none of the 2 rows has a token to train on, as no conversation has a turn of the assistant's\. Remedy: "
+    with pytest.raises(ValueError, match=told + r"correct the roles, or --no_completion_only_loss"):
+        make_samples(given, plain, 64)
+    assert len(make_samples(given, plain, 64, completion_only=False)) == 2
+    with pytest.raises(ValueError, match=r"train on\. Remedy: other data, or a larger --block_size"):
+        make_samples(Dataset.from_list([{column: TALK}]), plain, 2)
+
+
 def test_rows_without_a_label_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     """An empty completion, and a prompt that leaves no room for its completion; documents are split instead."""
     plain = tokenizer()
