@@ -313,6 +313,7 @@ def bad_config(kind: str) -> str:
         "auto": ds_config(1, gradient_clipping="auto"),
         "unknown": ds_config(1) | {"paceline": {"pipelines": {}}},
         "layers": ds_config(int(os.environ["WORLD_SIZE"])),
+        "half": ds_config(1, fp16={"enabled": True}),
     }
     try:
         paceline.initialize(model=model_config(num_hidden_layers=1), config=configs[kind])
@@ -328,12 +329,38 @@ def bad_config(kind: str) -> str:
         ("auto", 'gradient_clipping is "auto" and there is no command line to fill it from'),
         ("unknown", "paceline.pipelines"),
         ("layers", "the model has 1 decoder layers"),
+        ("half", "fp16.enabled (--fp16) is true, and DeepSpeed has no fp16 on this device (cpu): take bf16"),
     ],
 )
 def test_bad_configs_are_the_same_error_everywhere(kind: str, message: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if kind == "half" and get_accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed has fp16 here")
     ranks = run_ranks(bad_config, 2, kind)
     assert ranks[0] == ranks[1]
     assert message in ranks[0]
+
+
+def plain_loop() -> list[str]:
+    from deepspeed.runtime.pipe.module import PipelineError
+
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(1))
+    told = []
+    for call in (engine, engine.backward, engine.step):
+        try:
+            call()
+        except PipelineError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_plain_loop_is_told_of_train_batch() -> None:
+    [told] = run_ranks(plain_loop, 1)
+    assert len(told) == 3
+    assert all("call engine.train_batch(iterator)" in text for text in told)
 
 
 assert LAYERS == 4, "the explicit partitions above cut four layers"

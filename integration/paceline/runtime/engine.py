@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine, PipelineError
 from torch import Tensor, nn
 
 from ..averaging.averager import Averager
@@ -578,6 +578,15 @@ class PacelineEngine(PipelineEngine):
         """Global gradient norm of the last step before clipping, where it was finite."""
         norm = self.get_global_grad_norm()
         return None if norm is None or not torch.isfinite(torch.tensor(norm)) else float(norm)
+
+    def forward(self, *_: object, **__: object) -> NoReturn:
+        """Refused, as are ``backward`` and ``step``: a step of a pipeline is one call."""
+        raise PipelineError(
+            "a pipeline runs a step as a whole: instead of engine(batch), engine.backward(loss) and engine.step() "
+            "call engine.train_batch(iterator) with an iterator over micro-batches (for losses alone, engine.evaluate)."
+        )
+
+    backward = step = forward
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over M micro-batches.

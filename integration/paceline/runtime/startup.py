@@ -230,6 +230,7 @@ def plan_for(
         section = another.section
     max_steps = num_steps(usual) if num_steps is not None else None
     resolved = filled(ds_config, max_steps, section)
+    _check_precision(resolved.ds_config)
     _check_said_once(resolved, recomputes=recomputes)
     if peft_config is not None:
         try:
@@ -251,6 +252,16 @@ def plan_for(
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
     return resolved
+
+
+def _check_precision(ds_config: Mapping[str, object]) -> None:
+    """Raise ValueError where DeepSpeed would refuse fp16 on this device, without the key and the remedy."""
+    accelerator = get_accelerator()
+    if value_at(ds_config, "fp16.enabled") and not accelerator.is_fp16_supported():
+        raise ValueError(
+            f"fp16.enabled (--fp16) is true, and DeepSpeed has no fp16 on this device ({accelerator.device_name()}): "
+            "take bf16 (--bf16), or leave it out for fp32."
+        )
 
 
 def _options(
@@ -627,6 +638,7 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
         device_bytes=None,
         section=section.model_copy(update={"pipeline": built}),
     )
+    _check_precision(resolved.ds_config)
     _check_said_once(resolved, recomputes=pipeline.is_recomputed)
     if resolved.recompute == FIT:
         raise ValueError(
