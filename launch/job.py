@@ -342,6 +342,7 @@ class Job:
                     self._complete_line(self.args.sample_prompt)
                 except Exception as error:  # the model is written; a sample is an extra
                     logger.warning("no sample: %s: %s", type(error).__name__, error)
+            log.warn_of_the_end()
 
     def _complete_line(self, prompt: str) -> None:
         """Load what was exported as anybody would, and let it complete a line."""

@@ -118,6 +118,7 @@ class RunLog:
         """
         engine, report = self.engine, self.plan.report
         self.first_step, self.first_tokens = engine.global_steps, self.tally.all_tokens
+        self._skipped_before, self._num_skipped = engine.skipped_steps, 0  # in all; up to the last step, in a row
         self.totals = RankTotals(dist.get_rank(), engine.stage_id, *self._stage())
         self._was_over = self.first_step >= num_steps and (self.run_dir / SUMMARY).exists()
         with self.control.together("writing the profile"):
@@ -138,6 +139,8 @@ class RunLog:
         """
         self.tally.add(loss, tokens)
         engine = self.engine
+        self._num_skipped = self._num_skipped + 1 if engine.skipped_steps > self._skipped_before else 0
+        self._skipped_before = engine.skipped_steps
         running = Running(engine.schedule.name, engine.cut, tuple(self.pipeline.parts), engine.decisions.num_moves)
         self.step_log.add(step, running, seconds)
         return running
@@ -319,6 +322,18 @@ class RunLog:
             (self.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
             self.metrics.close()
             return summary
+
+    def warn_of_the_end(self) -> None:
+        """Warn of a run that did not train to its end, or spoilt its model. On the first rank, after the summary."""
+        faults = []
+        if self._num_skipped > 1:
+            faults.append(f"the last {self._num_skipped} steps were skipped, as their gradients were not finite")
+        held_out = (self.evaluation or {}).get("eval_loss")
+        if held_out is not None and not math.isfinite(held_out):
+            faults.append(f"the held-out loss is {held_out}")
+        if faults and not self._was_over:
+            remedy = "go on from an earlier checkpoint, or begin anew, with a lower learning rate or clipped gradients"
+            logger.warning("this run ended badly: %s; %s", " and ".join(faults), remedy)
 
     def write_page(self) -> None:
         """Write ``report.html`` and ``report.json``, unless they are off. On the first rank, after the summary."""

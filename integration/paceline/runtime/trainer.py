@@ -368,6 +368,7 @@ class PipelineTraining(_Trainer):
         if summary is not None:
             logger.info("%s", table(summary))
             log.write_page()
+            log.warn_of_the_end()
         return output
 
     def _held_out_loss(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,3 +143,19 @@ def test_a_run_that_is_left_keeps_what_was_not_reported(begun: tuple[Engine, Run
     decision, ran = lines(log)
     assert decision["decision"]["what"] == "experts"
     assert ran["ran"][0]["seconds"] == [0.25]
+
+
+def test_a_run_that_ended_badly_is_warned_of(begun: tuple[Engine, RunLog], caplog: pytest.LogCaptureFixture) -> None:
+    engine, log = begun
+    log.evaluation = {"eval_loss": 2.0}
+    for step, skipped in enumerate((1, 1, 2)):  # the last one alone is how a loss scale finds its height
+        engine.skipped_steps = skipped
+        log.add_step(step, 1.0, 2.0, 8)
+    log.warn_of_the_end()
+    assert not caplog.records
+    engine.skipped_steps += 1
+    log.add_step(3, 1.0, 2.0, 8)
+    log.evaluation = {"eval_loss": math.nan}
+    log.warn_of_the_end()
+    told = "the last 2 steps were skipped, as their gradients were not finite and the held-out loss is nan; go on from"
+    assert [told in record.message for record in caplog.records] == [True]
