@@ -140,6 +140,9 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     export.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: as trained"
     )
+    export.add_argument(
+        "--overwrite", action="store_true", help="replace a model in DIR that is no earlier export of this run"
+    )
     for name, help in COMMANDS:
         if wanted in (None, name):
             module = import_module(f"paceline.launch.{name}")
@@ -276,7 +279,13 @@ def _export(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", args.max_shard_size, re.IGNORECASE):
         rule = "must be a whole number above 0 with KB, MB, GB or TB"
         raise ValueError(f"--max-shard-size {args.max_shard_size}: {rule}; write it as 5GB.")
-    done = export_checkpoint(args.checkpoint, args.directory, max_shard_size=args.max_shard_size, dtype=args.dtype)
+    done = export_checkpoint(
+        args.checkpoint,
+        args.directory,
+        max_shard_size=args.max_shard_size,
+        dtype=args.dtype,
+        overwrite=args.overwrite,
+    )
     if args.json:
         paths = {"checkpoint": str(done.checkpoint), "directory": str(done.directory)}
         print(json.dumps({**vars(done), **paths}, indent=2))

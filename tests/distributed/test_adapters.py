@@ -697,7 +697,8 @@ def test_the_job_trains_resumes_and_writes_adapters(base: Path, tmp_path: Path) 
 
     from paceline.checkpoint.export import export_checkpoint
 
-    export_checkpoint(half / "checkpoint-4", tmp_path / "exported")
+    export_checkpoint(half / "checkpoint-2", tmp_path / "exported")
+    export_checkpoint(half / "checkpoint-4", tmp_path / "exported")  # over it
     exported = weights_of(tmp_path / "exported")
     assert exported.keys() == one.keys()
     assert all(torch.equal(tensor, weights_of(half)[name]) for name, tensor in exported.items())

@@ -110,6 +110,17 @@ def test_other_dtypes_and_errors(tmp_path: Path, capsys) -> None:
     assert AutoModelForCausalLM.from_pretrained(target).dtype is torch.float32
     assert told["num_bytes"] == 4 * AutoModelForCausalLM.from_pretrained(target).num_parameters()
 
+    other = shutil.copytree(target, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert main(["export", str(checkpoint), str(other)]) == 2
+    assert f"{other} already holds another model, as its config.json is not the checkpoint's" in capsys.readouterr().err
+    assert json.loads((other / "config.json").read_text())["rope_theta"] == 5.0
+    assert main(["export", str(checkpoint), str(other), "--overwrite"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(other).dtype is torch.bfloat16
+    (other / "config.json").rename(other / "adapter_config.json")
+    assert main(["export", str(checkpoint), str(other)]) == 2
+
     capsys.readouterr()
     nowhere = tmp_path / "nowhere"
     for arguments, message in (

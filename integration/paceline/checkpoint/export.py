@@ -36,18 +36,25 @@ class Exported:
 
 
 def export_checkpoint(
-    source: str | Path, directory: str | Path, *, max_shard_size: str | int = "5GB", dtype: str = "auto"
+    source: str | Path,
+    directory: str | Path,
+    *,
+    max_shard_size: str | int = "5GB",
+    dtype: str = "auto",
+    overwrite: bool = False,
 ) -> Exported:
     """Write the model in a checkpoint as a Hugging Face model. Takes the memory of one model of the new dtype.
 
     Args:
         source: a checkpoint, or a folder of checkpoints, of which the latest complete one is taken.
-        directory: the files of an earlier export there are replaced.
+        directory: the files of an earlier export there, told by its config, are replaced.
         max_shard_size: of one file, as in ``save_pretrained``.
         dtype: a name in ``DTYPES``; "auto" is the one that the model was trained in.
+        overwrite: replace another model there too.
 
     Raises:
-        ValueError: there is no checkpoint that is whole, it holds no whole model, or a file cannot be written.
+        ValueError: there is no checkpoint that is whole, it holds no whole model, ``directory`` holds another model,
+            or a file cannot be written.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: choose auto, {', '.join(DTYPES)}.")
@@ -61,6 +68,8 @@ def export_checkpoint(
     target = Path(directory)
     if target.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ValueError(f"{target} belongs to the checkpoint itself: export to another directory.")
+    if not overwrite:
+        _check_replaces(target, checkpoint.path / MODEL)
     checkpoint.verify()
     try:
         return _export(checkpoint, target, max_shard_size, dtype)
@@ -69,6 +78,33 @@ def export_checkpoint(
             shutil.rmtree(target / hub_files.DRAFT, ignore_errors=True)
         cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
         raise CheckpointError(f"exporting to {target} failed: {cause}") from error
+
+
+def _check_replaces(target: Path, folder: Path) -> None:
+    """Raise ValueError if ``target`` holds a model, or adapters, with another config than that in ``folder``."""
+    exported = peft.CONFIG if (folder / peft.CONFIG).exists() else "config.json"
+    for name in ("config.json", peft.CONFIG):
+        if not (target / name).exists():
+            continue
+        if name != exported or _compared(target / name) != _compared(folder / name):
+            raise ValueError(
+                f"{target} already holds another model, as its {name} is not the checkpoint's: export to another "
+                "directory, or replace it with --overwrite."
+            )
+
+
+def _compared(config: Path) -> object:
+    """The values of a config that exports of one run share."""
+    try:
+        values = json.loads(config.read_text())
+        # PEFT writes sets as lists in any order.
+        return {
+            key: sorted(value, key=str) if isinstance(value, list) else value
+            for key, value in values.items()
+            if key not in ("dtype", "transformers_version")
+        }
+    except (OSError, ValueError, AttributeError):  # no config
+        return None
 
 
 def _chosen(source: Path) -> Path:
