@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from ..json_values import read_text
 from ..messages import aligned, reason
+
+logger = logging.getLogger("paceline")
 
 T = TypeVar("T")
 TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
@@ -21,7 +25,8 @@ TIMES = ("compute_s", "communication_s", "idle_s", "other_s", "wall_s")
 class MetricsFile:
     """``metrics.jsonl`` of one run: a JSON object a line, flushed at once. A path of None writes nothing.
 
-    It goes on with what is there; :func:`keep_until` is for what an earlier run has left.
+    It goes on with what is there; :func:`keep_until` is for what an earlier run has left. Where it cannot be written, a
+    warning says so, and it ends there: the run matters more.
     """
 
     path: Path | None
@@ -31,15 +36,21 @@ class MetricsFile:
         """Write ``record``; numbers that JSON cannot hold (NaN, infinity) become null."""
         if self.path is None:
             return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a")
-        print(json.dumps(finite(record), allow_nan=False), file=self._file, flush=True)
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("a")
+            print(json.dumps(finite(record), allow_nan=False), file=self._file, flush=True)
+        except OSError as error:
+            logger.warning("%s ends before step %s: %s", self.path, record.get("step"), error.strerror)
+            self.path = None
+            self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # of what could not be written before
+                file.close()
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -50,7 +61,14 @@ def keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True) if step else []
-    kept = [line for line in lines if line.endswith("}\n") and json.loads(line).get("step", 0) <= step]
+    kept = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith("}\n"):
+            try:
+                is_kept = json.loads(line).get("step", 0) <= step
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} cannot be read ({reason(error)}): remove it.") from None
+            kept += [line] * is_kept
     if not kept:
         path.unlink()
     elif len(kept) < len(lines):
@@ -187,11 +205,13 @@ def _si(value: float) -> str:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null for every number in it that JSON cannot hold."""
+    """``value`` with null for every number in it that JSON cannot hold, and arrays as lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
+    if hasattr(value, "tolist"):  # of numpy or torch
+        return finite(value.tolist())
     return value

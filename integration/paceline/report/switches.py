@@ -59,17 +59,19 @@ def configurations(metrics: Iterable[Mapping[str, Any]], resumed_from: int = 0) 
     Args:
         resumed_from: step after which the last part of the run began: what ran there is apart from what ran before.
     """
-    found: list[Configuration] = []
+    found: list[tuple[Configuration, list[float]]] = []
     for row in (row for line in metrics for row in line.get("ran") or []):
         how = row["schedule"], row["micro_batch_size"], tuple(row["partition"]), row["moves"]
-        new = Configuration(row["step"], *how, tuple(row["seconds"]))
-        last = found[-1] if found else new
-        goes_on = replace(new, first_step=last.first_step, seconds=last.seconds) == last
-        if found and goes_on and last.last_step + 1 == new.first_step and last.last_step != resumed_from:
-            found[-1] = replace(last, seconds=(*last.seconds, *new.seconds))
-        else:
-            found.append(new)
-    return found
+        new = Configuration(row["step"], *how, ())
+        if found:
+            last, seconds = found[-1]
+            last_step = last.first_step + len(seconds) - 1
+            goes_on = replace(new, first_step=last.first_step) == last and last_step + 1 == new.first_step
+            if goes_on and last_step != resumed_from:
+                seconds.extend(row["seconds"])
+                continue
+        found.append((new, list(row["seconds"])))
+    return [replace(one, seconds=tuple(seconds)) for one, seconds in found]
 
 
 class _Steps:

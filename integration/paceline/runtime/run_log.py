@@ -219,6 +219,10 @@ class RunLog:
         if self.is_first and self.engine.monitor.enabled:
             self.engine.monitor.write_events(events(record, self.engine.global_samples))
 
+    def tell_tokens(self, step: int) -> None:
+        """Write how many tokens there were up to ``step``, for a run that goes on from it (:func:`tokens_so_far`)."""
+        self.metrics.write({"step": step, "tokens": self.tally.all_tokens})
+
     def tell_decisions(self) -> None:
         """Write what was decided since the last time, with its numbers."""
         if not self.is_first:

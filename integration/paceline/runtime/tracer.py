@@ -12,7 +12,7 @@ from ..schedules.predicted_step import predicted_step
 from ..schedules.schedule import Schedule
 from ..schedules.stream import Stream
 from .measured_costs import MeasuredCosts
-from .rank_reports import LaneKey, Report, ReportGatherer, timeline
+from .rank_reports import LaneKey, Report, ReportGatherer, clocks_of, timeline
 
 logger = logging.getLogger("paceline")
 
@@ -59,14 +59,15 @@ class TimelineWriter:
         size = self.micro_batch_size()
         # Nothing was measured of a size of which no step has run whole.
         predicted = predicted_step(order, costs.costs(size), self.begun()) if size in costs.sizes() else None
-        times = [report.steps[-1] for report in pipe]
+        times = [(report.steps[-1], clock) for report, clock in zip(pipe, clocks_of(pipe), strict=True)]
         record = StepRecord(
             step=step,
             schedule=order.name,
             predicted=None if predicted is None else predicted.timeline,
             measured=timeline(pipe, costs.routes, order.num_micro_batches),
             predicted_s=None if predicted is None else predicted.step_s,
-            measured_s=max(time.ended_s - time.begun_s for time in times),
+            measured_s=max(time.ended_s - clock for time, clock in times)
+            - min(time.begun_s - clock for time, clock in times),
         )
         try:
             write(self.folder(), record)

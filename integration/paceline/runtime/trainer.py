@@ -338,6 +338,8 @@ class PipelineTraining(_Trainer):
         if self.is_pipeline and (self.control.should_log or self.control.should_save):
             self._settle_losses(tr_loss)
             grad_norm = self._engine.grad_norm()
+            if self.control.should_save and self.run_log is not None:
+                self.run_log.tell_tokens(self.state.global_step)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _settle_losses(self, total: Tensor) -> None:

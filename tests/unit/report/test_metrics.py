@@ -6,6 +6,10 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+
 from paceline.report.metrics import TIMES, MetricsFile, RankTotals, keep_until, summarize, table
 
 
@@ -17,6 +21,33 @@ def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "deep" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None, "ranks": [{"idle_s": None}]}]
     metrics.close()
+
+
+def test_arrays_are_lists(tmp_path: Path) -> None:
+    """As ``compute_metrics`` may return them."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1, "of_labels": np.array([0.5, np.nan]), "mean": np.float32(0.5), "count": torch.tensor(3)})
+    metrics.close()
+    found = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert found == {"step": 1, "of_labels": [0.5, None], "mean": 0.5, "count": 3}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full: it runs there")
+def test_a_full_disk_ends_the_file_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = MetricsFile(Path("/dev/full"))
+    for step in range(3):
+        metrics.write({"step": step})
+    metrics.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full ends before step 0: No space left on device"
+    ]
+
+
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n\0\0\0}\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 cannot be read .*: remove it"):
+        keep_until(file, 1)
 
 
 def test_no_path_writes_nothing() -> None:

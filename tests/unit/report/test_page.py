@@ -123,6 +123,17 @@ def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
     assert "0 of 9 steps" in page.words
 
 
+def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    shutil.copytree(RUNS / "tuned", tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line |= {key: None for key in ("loss", "eval_loss") if key in line}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = check_page(page_of(read(tmp_path / "run"))).words
+    assert "loss not finite in training, at last held-out loss not finite" in words
+
+
 def test_what_users_name_is_not_markup(tmp_path: Path) -> None:
     evil = "<script>alert('1')</script>&\"<img src=https://example.org/x onerror=y>"
     folder = tmp_path / "<b>run"

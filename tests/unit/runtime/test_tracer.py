@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_a_record_has_the_measured_step_over_the_predicted_one(tmp_path: Path) -
     assert record.measured.num_ranks == record.predicted.num_ranks == STAGES
     for timeline in (record.measured, record.predicted):
         assert sum(span.kind in ("F", "B") for span in timeline.spans) == 2 * STAGES * MICRO_BATCHES
+
+
+def test_a_step_takes_from_the_first_rank_that_begins_to_the_last_that_ends(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    (*reports, last) = job.gatherer.reports
+    steps = [replace(step, begun_s=step.begun_s + 1.0, ended_s=step.ended_s + 1.5) for step in last.steps]
+    job.gatherer.reports = [*reports, replace(last, steps=steps)]
+    job.train(1)
+    (record,) = step_records.read(tmp_path)
+    assert record.measured_s == pytest.approx(steps[-1].ended_s - reports[0].steps[-1].begun_s)
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_end_the_run(
