@@ -339,7 +339,7 @@ class Averager:
         """On the first rank: what the masters become, or by how much they change, and the states."""
         indices = self._indices_of(outcome.reports)
         sent = self._sent(exchange, indices)
-        self.exchanges.append(numbers_of(outcome, exchange.tokens))
+        self.exchanges.append(numbers_of(outcome, exchange.due, exchange.tokens))
         del self.exchanges[:-KEPT_EXCHANGES]
         log_round(self.island, outcome)
         averages: Sequence[Tensor] | None = None

@@ -91,8 +91,10 @@ def settings_digest(section: AveragingConfig, first_round: str, numels: Mapping[
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def numbers_of(outcome: Outcome, tokens: int) -> dict[str, Any]:
+def numbers_of(outcome: Outcome, step: int, tokens: int) -> dict[str, Any]:
+    """Figures of an exchange, which was waited for at the end of ``step``."""
     return {
+        "step": step,
         "round": outcome.round,
         "islands": [report.island for report in outcome.reports],
         "weights": outcome.weights,

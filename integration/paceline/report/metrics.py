@@ -99,7 +99,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", errors="replace")  # of a command's bytes that are no text
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

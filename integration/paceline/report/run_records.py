@@ -71,9 +71,10 @@ def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
     (run_dir / START).write_text(json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
 
 
-def tokens_so_far(run_dir: Path) -> int:
-    """Tokens trained on by the last report in ``run_dir``; 0 if there is none."""
-    return max((line["tokens"] for line in _lines(run_dir / METRICS) if "tokens" in line), default=0)
+def tokens_so_far(run_dir: Path, step: int) -> int:
+    """Tokens trained on up to ``step``, by the last line in ``run_dir`` that tells them; 0 if there is none."""
+    lines = [line for line in _lines(run_dir / METRICS) if "tokens" in line and line["step"] <= step]
+    return max((line["tokens"] for line in lines), default=0)
 
 
 def runs_in(run_dir: str | os.PathLike[str]) -> list[Path]:

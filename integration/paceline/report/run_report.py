@@ -195,7 +195,9 @@ def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, An
     rate = summary.get("tokens_per_s")
     if rate is None and lines:  # of an unfinished run: from its reports
         since = records.start.get("first_step") or 0
-        tokens_before = next((line["tokens"] for line in reversed(lines) if line["step"] <= since), 0)
+        tokens_before = records.start.get("first_tokens")
+        if tokens_before is None:  # of an older run
+            tokens_before = next((line["tokens"] for line in reversed(lines) if line["step"] <= since), 0)
         own = [line for line in lines if line["step"] > since]
         firsts = [since, *(line["step"] for line in own)]
         whole_s = sum(line["step_s"] * (line["step"] - first) for first, line in zip(firsts, own, strict=False))

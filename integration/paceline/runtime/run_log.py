@@ -233,11 +233,12 @@ class RunLog:
             self.metrics.write({"step": measured["step"], "look": measured})
 
     def tell_averaging(self, step: int) -> None:
-        """Write the exchanges with other islands since the last time."""
+        """Write the exchanges with other islands since the last time, up to ``step``."""
         averager = self.engine.averager
         if averager is not None and self.is_first:
             for exchange in averager.take_exchanges():
-                self.metrics.write({"step": step, "averaging": exchange})
+                at = min(step, exchange.pop("step"))  # one beside training may be due later
+                self.metrics.write({"step": at, "averaging": exchange})
 
     def leave(self, step: int) -> None:
         """Training is left after ``step``: book and write what has not been told yet."""
@@ -371,6 +372,7 @@ class RunLog:
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "planned_steps": num_steps,
             "first_step": self.first_step,
+            "first_tokens": self.first_tokens,
             "island": None,
             "expert_loads": None if loads is None else os.path.relpath(loads, self.run_dir),
             "paceline": self.plan.section.model_dump(mode="json", exclude_defaults=True),

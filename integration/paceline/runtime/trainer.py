@@ -403,9 +403,10 @@ class PipelineTraining(_Trainer):
     def _begin_log(self, num_steps: int) -> None:
         log = self.run_log
         assert log is not None
+        with log.control.together("reading the records of the run"):
+            if log.is_first:  # the checkpoint does not say
+                log.tally.tokens = tokens_so_far(log.run_dir, self._engine.global_steps)
         log.begin(num_steps)
-        if log.is_first:  # the checkpoint does not say
-            log.tally.tokens = log.first_tokens = tokens_so_far(log.run_dir)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         self._step_begun = time.perf_counter()

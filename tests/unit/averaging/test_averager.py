@@ -156,6 +156,7 @@ def test_masters_become_the_mean_by_tokens() -> None:
     averager = job.averager
     assert (averager.round, averager.tokens, averager.tokens_of_all) == (1, 100, 400)
     entry = averager.exchanges[-1]
+    assert entry["step"] == 1
     assert (entry["islands"], entry["weights"], entry["tokens"]) == ([0, 1], [0.25, 0.75], 100)
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.hf.stage import Cut
-from paceline.hf.weights import load_stage
+from paceline.hf.weights import load_stage, skeleton
 from paceline.measure.flops import flops_per_token
 
 
@@ -27,6 +27,16 @@ def test_dense_model_against_torch(tied: bool) -> None:
     scores = 6 * 3 * 32 * 64  # the half that a causal mask hides
     # rotary embeddings and norms are not matrix products of weights: below a percent here
     assert counter.get_total_flops() / ids.numel() == pytest.approx(flops_per_token(model, 3, 32) + scores, rel=0.01)
+
+
+def test_positions_that_are_learned_are_no_matrix_product() -> None:
+    from transformers import GPT2Config
+
+    def count(positions: int) -> float:
+        config = GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_positions=positions)
+        return flops_per_token(skeleton(config), 3, 32)
+
+    assert count(32) == count(1024)
 
 
 def test_experts_count_as_far_as_tokens_meet_them() -> None:

@@ -94,6 +94,10 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     assert report["ranks"] == []
     whole_s = sum(line["step_s"] * 2 for line in told)
     assert report["headline"]["tokens_per_s"] == pytest.approx(told[-1]["tokens"] / whole_s)
+    start = json.loads((tmp_path / "run" / "run.json").read_text()) | {"first_step": 0, "first_tokens": 100}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(start))  # another process trained on some, between reports
+    rate = make_report(read(tmp_path / "run"))["headline"]["tokens_per_s"]
+    assert rate == pytest.approx((told[-1]["tokens"] - 100) / whole_s)
     steady = [s for one in report["configurations"] for s in (one["seconds"][1:] or one["seconds"])]
     assert report["headline"]["median_step_s"] == median(steady)
     assert (
