@@ -117,21 +117,25 @@ def decisions(logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration])
     steps = _Steps(ran)
     moved_at = {one["step"] for one in ordered if one["what"] == PARTITION and one["switched"]}
     before = [0, *sorted({one["step"] for one in ordered})]
-    # Of the tuner and of the expert rebalancer apart.
-    later = {
-        is_experts: [one for one in ordered if (one["what"] == EXPERTS) == is_experts] for is_experts in (True, False)
-    }
+    later: dict[str, list[Mapping[str, Any]]] = {}
+    for one in ordered:
+        later.setdefault(_decider(one["what"]), []).append(one)
     found = []
     for one in ordered:
         kind, step = str(one["what"]), one["step"]
         since = before[bisect_left(before, step - (kind == EXPERTS)) - 1]
-        others = later[kind == EXPERTS]
+        others = later[_decider(kind)]
         place = bisect_right(others, step, key=lambda other: other["step"])
         following = others[place] if place < len(others) else None
         # Layers that move at the same step may bring a schedule of their own, whose prediction is the one that counts.
         overruled = kind == SCHEDULE and step in moved_at
         found.append(_decision(one, steps, since, following, overruled=overruled))
     return found
+
+
+def _decider(kind: str) -> str:
+    """Schedule and partition are planned together; shares of replicas and places of experts each by itself."""
+    return kind if kind in (EXPERTS, SHARES) else SCHEDULE
 
 
 def _decision(

@@ -154,3 +154,15 @@ def test_shares_of_replicas(switched: bool) -> None:
     assert row["what"] == ("4|4 → 6|2" if switched else "4|4 stays")
     assert "micro-batches of each replica" in row["note"]
     assert ("the shares once" in account([found])) == switched
+
+
+def test_a_prediction_is_compared_at_the_next_look_of_its_own_kind() -> None:
+    told = {"switched": False, "why": "", "switch_s": 0.0, "predicted_now_s": 2.0, "predicted_best_s": 2.0}
+    logged = [
+        told | {"what": kind, "step": step, "from": [], "to": [], "measured_s": measured_s}
+        for step, kind, measured_s in ((4, "schedule", 1.9), (4, "shares", None), (8, "shares", None))
+    ]
+    logged.append(told | {"what": "schedule", "step": 8, "from": "", "to": "", "measured_s": 2.5})
+    first, *_ = decisions(logged, [steps(1, [2.0] * 12)])
+    assert first["after"]["measured_s"] == 2.5
+    assert first["after"]["error"] == pytest.approx(0.25)
