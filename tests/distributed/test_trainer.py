@@ -86,6 +86,7 @@ def train(
     dropout: float = 0.0,
     own_step: bool = False,
     asked_at: int | None = None,
+    eval_sets: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -156,7 +157,7 @@ def train(
         args=args,
         compute_loss_func=powered_loss if loss == "function" else None,
         train_dataset=Dataset.from_list(rows(count)).to_iterable_dataset(num_shards=3) if streams else data,
-        eval_dataset=rows(SEQUENCES, seed=2),
+        eval_dataset={name: rows(SEQUENCES, seed) for seed, name in enumerate(eval_sets)} or rows(SEQUENCES, seed=2),
         compute_metrics=lambda found: {
             "guess": float((found.predictions[0] == found.label_ids).mean()),
             "rows": len(found.label_ids),
@@ -256,6 +257,17 @@ def assert_recorded(output: Path, found: dict[str, Any]) -> None:
     )
     assert (output / "trace" / "step-6.json").exists()
     assert not Path("trace").exists()
+
+
+def test_of_several_evaluation_sets_the_first_has_the_held_out_loss(tmp_path: Path) -> None:
+    (found, _) = run_ranks(train, 2, str(tmp_path), pipeline(2), eval_sets=("old", "new"), changes={"max_steps": 3})
+    report, summary = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "summary.json"))
+    last = {key: value for entry in found["logs"] for key, value in entry.items()}
+    assert [row["eval_loss"] for row in report["evaluation"]] == [last["eval_old_loss"]]
+    assert {key: summary[key] for key in ("eval_loss", "eval_new_loss")} == {
+        "eval_loss": last["eval_old_loss"],
+        "eval_new_loss": last["eval_new_loss"],
+    }
 
 
 def test_ranks_without_gpus_are_counted_without_use_cpu(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class RunLog:
         self.is_first = dist.get_rank() == 0
         self.tally, self.step_log = Tally(), StepLog()
         self.evaluation: dict[str, float] | None = None
-        """The last one's figures."""
+        """The last figures, by their keys."""
         self.train_loss = math.nan
         """The loss that was reported last."""
         self.times = dict.fromkeys(TIMES, 0.0)
@@ -207,7 +207,7 @@ class RunLog:
 
     def tell_evaluation(self, where: Mapping[str, object], figures: Mapping[str, float]) -> None:
         """Write the figures of an evaluation, after ``where``: its step, and what goes with that."""
-        self.evaluation = dict(figures)
+        self.evaluation = {**(self.evaluation or {}), **figures}  # other data sets have other keys
         self.tell({**where, **figures})
 
     def tell(self, record: Mapping[str, object]) -> None:

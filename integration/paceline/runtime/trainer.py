@@ -338,7 +338,7 @@ class PipelineTraining(_Trainer):
         if self.is_pipeline and (self.control.should_log or self.control.should_save):
             self._settle_losses(tr_loss)
             grad_norm = self._engine.grad_norm()
-            if self.control.should_save and self.run_log is not None:
+            if self.run_log is not None and not self.control.should_log:
                 self.run_log.tell_tokens(self.state.global_step)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
@@ -439,6 +439,9 @@ class PipelineTraining(_Trainer):
         if "loss" in logs:
             self.run_log.report(step, epoch, logs.get("learning_rate"), logs["loss"], logs.get("grad_norm"))
         elif found := {key: value for key, value in logs.items() if key.startswith("eval_")}:
+            if isinstance(self.eval_dataset, Mapping):  # the records' held-out loss is that of the first
+                first = f"eval_{next(iter(self.eval_dataset))}_loss"
+                found |= {"eval_loss": found[first]} if first in found else {}
             if "eval_loss" in found:
                 found["perplexity"] = float(torch.tensor(found["eval_loss"]).exp())
             self.run_log.tell_evaluation({"step": step, "epoch": epoch}, found)
