@@ -87,7 +87,7 @@ def waits_for_its_device(habit: str) -> tuple[list[list[float]], int]:
             losses.append(engine.train_batch(source))
             for queue, task in begun if holds else ():
                 if task not in queue._held:
-                    assert task.is_done.wait(30), "it waits for a rank that waits for this one"
+                    assert task.is_done.wait(300), "it waits for a rank that waits for this one"
                     num_waits += 1
             begun.clear()
         engine.flush()
