@@ -122,7 +122,7 @@ CAPABILITIES: dict[str, Capability] = {
     "compiled layers": _pipeline(with_nccl=True, keys={"compile": True}),
     "recomputed layers": _pipeline(with_nccl=True, keys={"recompute": [1, 2]}),
     "one_direction, error feedback": _pipeline(
-        with_nccl=True, schedule={"type": "one_direction", "correction": "error_feedback"}
+        with_nccl=True, schedule={"type": "one_direction", "correction": "error_feedback"}, waits_for_device=True
     ),
     "traced steps": _pipeline(section={"report": {"trace_every": 2}}, traced_steps=2),
     "activation checkpointing": _pipeline(config={"pipeline": {"activation_checkpoint_interval": 1}}),

@@ -86,6 +86,7 @@ def pipeline(
     are_experts_moved: bool = False,
     has_adapters: bool = False,
     traced_steps: int = 0,
+    waits_for_device: bool = False,
     **config: Any,
 ) -> dict[str, Any]:
     """A Hugging Face model in stages: so many steps, and an evaluation.
@@ -95,6 +96,7 @@ def pipeline(
         moves: boundaries of layers, by the step before which they are taken.
         are_experts_moved: to random places, before the second step.
         traced_steps: records that there must be.
+        waits_for_device: after each step, for all that the GPU was given.
         config: of :func:`config_for`.
     """
     import paceline
@@ -114,6 +116,8 @@ def pipeline(
         more_losses, more_norms = train(engine, step, step + 1, kind)
         losses += more_losses
         norms += more_norms
+        if waits_for_device and torch.cuda.is_available():
+            torch.cuda.synchronize()
     losses = [float(loss) for loss in losses]
     replica, replicas = engine.grid.data_parallel_id, engine.grid.data_parallel_size
     held_out = step_batches(STEPS, kind)[: MICRO_BATCHES - 1]  # not as many for each replica
