@@ -83,7 +83,7 @@ def read_json(path: str | os.PathLike[str], remedy: str, *, label: str | None = 
 
 
 def _correction(text: str) -> str:
-    """What to do with a file that was meant to be JSON, as its beginning tells; empty where nothing tells so."""
+    """Remedy for a file that was meant to be JSON, as its beginning tells; empty where nothing tells so."""
     start = text.lstrip()
     if start.startswith("\ufeff"):
         return "save the file as UTF-8 without a BOM"

@@ -273,7 +273,7 @@ def other_batch_size(schedule: Any, running: Any, num_micro_batches: int) -> tup
 
 
 def test_the_tuner_follows_another_batch_size() -> None:
-    """What it had chosen does not exist for three micro-batches, or is cut otherwise."""
+    """Its choice of before does not exist for three micro-batches, or is cut otherwise."""
     in_v = run_ranks(other_batch_size, 2, {"type": "adaptive", "chunks": 2}, Candidate(2, family="dualpipev"), 3)
     in_line = run_ranks(other_batch_size, 2, {"type": "adaptive"}, Candidate(2, k=2), 3)
     assert {tuple(names) for names, _ in in_v} == {("dualpipev, micro-batch 2", "zbv, micro-batch 2")}

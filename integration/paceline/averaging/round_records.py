@@ -43,7 +43,7 @@ class News:
 
     round: int
     num_islands: int
-    """That train on; all of them, where none does."""
+    """Number of islands that train on; of all, where none does."""
     tokens_of_all: int
     indices: range
     period: float

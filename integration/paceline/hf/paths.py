@@ -46,4 +46,4 @@ def only_adapters(source: str | Path) -> str:
 MODEL_OF_ADAPTERS = (
     "give that model to train new adapters, or the two as one (PeftModel.merge_and_unload, then save_pretrained)"
 )
-"""What to do with :func:`only_adapters`."""
+"""Remedy for a directory that holds :func:`only_adapters`."""

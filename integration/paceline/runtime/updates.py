@@ -48,7 +48,7 @@ class StreamUpdates:
         self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
         self._rate_factors: deque[float] = deque()
-        """Of steps that have begun and are not complete here."""
+        """Factors for the steps that have begun and are not complete here."""
         self._held_step: int | None = None
         self.num_steps = 0
         """Steps of which this rank's gradients are complete; the scheduler has stepped as often."""
