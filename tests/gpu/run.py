@@ -105,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.add(lacking_a_gpu(todo, len(record.about["hardware"]["gpus"]), record.about["on"] == REHEARSAL))
     groups = [group for group in grouped(todo) if not all(test in record.tests for test in group)]
     print(f"{len(todo)} tests, {sum(map(len, groups))} to run, {args.parallel} at once", flush=True)
-    left = run_all(groups, record, args.parallel, deadline)
+    with tempfile.TemporaryDirectory(prefix="gpu-tests-shared-") as shared:
+        os.environ["PACELINE_GPU_TESTS_SHARED"] = shared
+        left = run_all(groups, record, args.parallel, deadline)
     failed = [name for name in todo if record.tests.get(name, {}).get("outcome") == FAILED]
     print(f"{args.output}: {json.loads(args.output.read_text())['counts']}, {left} not run")
     for name in failed:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from gpu.capabilities import CAPABILITIES, Capability
@@ -20,6 +21,9 @@ from support.ranks import run_ranks
 
 REHEARSAL = os.environ.get("PACELINE_GPU_TESTS_ON") == "cpu"
 """Whether both sides run on the CPU: everything but CUDA itself, on a machine without a GPU."""
+
+SHARED = os.environ.get("PACELINE_GPU_TESTS_SHARED")
+"""Folder of what capabilities gave on the CPU, for the tests of one call of :file:`run.py`."""
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 ONE_GPU = {
@@ -64,6 +68,18 @@ def run(name: str, folder: Path, env: Mapping[str, str]) -> Side:
         begin |= {f"{key} of rank {number}": tensor for key, tensor in rank.pop(BEGIN, {}).items()}
         end |= {f"{key} of rank {number}": tensor for key, tensor in rank.pop(END, {}).items()}
     return Side(ranks, begin, end, states)
+
+
+def run_on_cpu(name: str, folder: Path) -> Side:
+    """What a capability gives on the CPU; tests of one :file:`run.py` that compare with the same share it."""
+    if SHARED is None:
+        return run(name, folder, ON_CPU)
+    kept = Path(SHARED, f"{name}.pt")
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            torch.save(run(name, folder, ON_CPU), kept)
+        side: Side = torch.load(kept, weights_only=False)
+    return side
 
 
 def _ranks(name: str, folder: Path, env: Mapping[str, str], **options: Any) -> list[dict[str, Any]]:

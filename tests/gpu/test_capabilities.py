@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpu.capabilities import CAPABILITIES
-from gpu.sides import ON_CPU, ONE_GPU, REHEARSAL, assert_ran_on, assert_trained, differences, run
+from gpu.sides import ON_CPU, ONE_GPU, REHEARSAL, assert_ran_on, assert_trained, differences, run, run_on_cpu
 
 
 @pytest.mark.gpu(is_rehearsed=True)
@@ -24,7 +24,7 @@ def test_on_one_gpu_as_on_the_cpu(name: str, tmp_path: Path, record_property: Ca
     capability = CAPABILITIES[name]
     if capability.needs:
         pytest.importorskip(capability.needs)
-    wanted = run(name, tmp_path / "wanted", ON_CPU)
+    wanted = run_on_cpu(name, tmp_path / "wanted")
     found = run(name, tmp_path / "found", ON_CPU if REHEARSAL else ONE_GPU)
     assert_trained(wanted)
     assert_ran_on(found, "gloo" if REHEARSAL or capability.ranks > 1 else "nccl", num_gpus=0 if REHEARSAL else 1)

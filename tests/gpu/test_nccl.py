@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu.capabilities import CAPABILITIES
-from gpu.sides import EACH_A_HOST, EACH_ITS_OWN, ON_CPU, assert_ran_on, assert_trained, differences, run
+from gpu.sides import EACH_A_HOST, EACH_ITS_OWN, assert_ran_on, assert_trained, differences, run, run_on_cpu
 
 NAMES = [name for name, capability in CAPABILITIES.items() if capability.with_nccl]
 
@@ -24,7 +24,7 @@ NAMES = [name for name, capability in CAPABILITIES.items() if capability.with_nc
 def test_over_nccl_as_on_the_cpu(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     capability = CAPABILITIES[name]
     is_shared = torch.cuda.device_count() < capability.ranks
-    wanted = run(name, tmp_path / "wanted", ON_CPU)
+    wanted = run_on_cpu(name, tmp_path / "wanted")
     found = run(name, tmp_path / "found", EACH_A_HOST if is_shared else EACH_ITS_OWN)
     assert_trained(wanted)
     assert_ran_on(found, "nccl", num_gpus=1 if is_shared else capability.ranks)
