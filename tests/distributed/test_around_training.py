@@ -219,3 +219,21 @@ def rates_of_steps(stages: int, schedule: str, scheduler: dict[str, Any]) -> lis
         engine.flush()
     rates.append(engine.get_lr()[0])
     return rates
+
+
+def gathered_where_accelerate_expects_nccl() -> list[int]:
+    import torch.distributed as dist
+    from accelerate import PartialState
+    from accelerate.utils.operations import _gpu_gather
+
+    from paceline.runtime.training_arguments import match_backend
+
+    dist.init_process_group("gloo")
+    PartialState(cpu=True).backend = "nccl"  # what it takes for the group's where it sees a GPU
+    match_backend()
+    found: list[int] = _gpu_gather(torch.tensor([[2 * dist.get_rank(), 1]])).flatten().tolist()
+    return found
+
+
+def test_accelerate_gathers_as_the_group_can_where_ranks_share_a_gpu() -> None:
+    assert run_ranks(gathered_where_accelerate_expects_nccl, 2) == [[0, 1, 2, 1]] * 2

@@ -179,18 +179,18 @@ def run_all(groups: Sequence[Sequence[str]], record: Record, parallel: int, dead
     for group in groups:
         waiting.put(group)
 
-    def work() -> None:
+    def work(number: int) -> None:
         while time.monotonic() < deadline:
             try:
                 group = waiting.get_nowait()
             except queue.Empty:
                 return
-            found = run_group(group, deadline)
+            found = run_group(group, deadline, {"PACELINE_TESTS_PORTS": f"{number}/{parallel}"})
             record.add(found)
             for name, test in found.items():
                 print(f"{test['outcome']:8s}{test['seconds']:7.1f} s  {name.partition('::')[2]}", flush=True)
 
-    workers = [threading.Thread(target=work) for _ in range(parallel)]
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(parallel)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -198,8 +198,11 @@ def run_all(groups: Sequence[Sequence[str]], record: Record, parallel: int, dead
     return sum(test not in record.tests for group in groups for test in group)
 
 
-def run_group(tests: Sequence[str], deadline: float) -> dict[str, dict[str, Any]]:
-    """The tests of one process; those that it did not come to have failed, or were not run where the time was up."""
+def run_group(tests: Sequence[str], deadline: float, env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The tests of one process, which sees ``env`` too.
+
+    Those that it did not come to have failed, or were not run where the time was up.
+    """
     with tempfile.TemporaryDirectory(prefix="gpu-tests-") as folder:
         report, output = Path(folder, "report.xml"), Path(folder, "output")
         begun = time.monotonic()
@@ -207,7 +210,7 @@ def run_group(tests: Sequence[str], deadline: float) -> dict[str, dict[str, Any]
         command = [*_PYTEST, "-q", "--tb=short", f"--junitxml={report}", f"--basetemp={folder}/tests", *tests]
         with output.open("w") as file:
             process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=_environment(), stdout=file, stderr=file, start_new_session=True
+                command, cwd=REPOSITORY, env=_environment() | env, stdout=file, stderr=file, start_new_session=True
             )
             try:
                 status: Any = process.wait(limit)

@@ -281,9 +281,13 @@ def free_port() -> int:
     Tests that run side by side have ports of their own, or one could take what another has found and is yet to use.
     DeepSpeed's default, 29500, is nobody's.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        number, count = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % 4, 4
+    else:
+        number, count = map(int, os.environ.get("PACELINE_TESTS_PORTS", "0/1").split("/"))
+    num_ports = 14400 // count
     for _ in range(1000):
-        port = random.SystemRandom().randrange(15000 + 3600 * worker, 15000 + 3600 * (worker + 1))
+        port = random.SystemRandom().randrange(15000 + num_ports * number, 15000 + num_ports * (number + 1))
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -46,8 +46,9 @@ class SharedGPU(CUDA_Accelerator):
     def device(self, device_index: int | None = None) -> Any:
         return super().device(_existing(device_index))
 
-    def set_device(self, device_index: int) -> None:
-        super().set_device(_existing(device_index))
+    def set_device(self, device_index: int | torch.device) -> None:
+        # ZeRO 3 gives the device itself.
+        super().set_device(device_index if isinstance(device_index, torch.device) else _existing(device_index))
 
 
 def _existing(device_index: int | str | None) -> int | None:

@@ -57,7 +57,7 @@ from .trainer_loss import trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import checked, newest_complete
-from .training_arguments import count_ranks
+from .training_arguments import count_ranks, match_backend
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -110,6 +110,7 @@ class PipelineTraining(_Trainer):
         super().__init__(*args, **kwargs)
         if self.args.deepspeed and not dist.is_initialized():
             start_distributed()  # or DeepSpeed would look for MPI where one process started itself
+        match_backend()
         self._engine: Any = None
         self._waiting: list[Any] = []
         self._epoch: tuple[Any, StepsOfEpoch] | None = None

@@ -1,7 +1,8 @@
-"""TrainingArguments of a job of several ranks on CPUs.
+"""What TrainingArguments, and accelerate's state that they make, must know of the ranks that have been started.
 
 Where there is no GPU, transformers counts several processes only with ``use_cpu=True``. Without it, every rank takes
-itself for rank 0 of one, although DeepSpeed's process group has been started with all of them.
+itself for rank 0 of one, although DeepSpeed's process group has been started with all of them. Where there is one,
+accelerate expects NCCL, although the group is gloo's if ranks share it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
+from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -37,3 +39,9 @@ def count_ranks(args: TrainingArguments) -> None:
         args.hf_deepspeed_config.trainer_config_process(args)
         plugin = args.deepspeed_plugin
         args.deepspeed_plugin = type(plugin)(hf_ds_config=args.hf_deepspeed_config)
+
+
+def match_backend() -> None:
+    """Have accelerate gather tensors as the process group can; it has two ways, and chooses by what it takes it for."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        PartialState().backend = "gloo"

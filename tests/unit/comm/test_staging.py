@@ -73,13 +73,15 @@ def test_ranks_on_a_cpu_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deepspeed_is_given_devices_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
+    chosen: list[int | torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     accelerator = SharedGPU()
     for local_rank in range(5):
         accelerator.set_device(local_rank)
     assert chosen == [0, 1, 0, 1, 0]
+    accelerator.set_device(torch.device("cuda", 1))  # ZeRO 3 gives what it was told the local rank's device is
+    assert chosen[5:] == [torch.device("cuda", 1)]
     assert [accelerator.device_name(i) for i in (0, 1, 2, 3)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert accelerator.device_name("3") == "cuda:1"  # type: ignore[arg-type] # ZeRO 3 gives what the environment has
     assert accelerator.device(3) == torch.device("cuda", 1)
