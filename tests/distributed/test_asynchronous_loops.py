@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.comm.meeting import Meet, come_together
 from support.jobs import ds_config, model_config, step_batches
 from support.ranks import RankError, launch, run_ranks
 
@@ -64,44 +68,83 @@ def test_what_a_loop_does_between_steps_changes_nothing(habit: str) -> None:
         assert with_it == without
 
 
-def waits_for_its_device(habit: str) -> tuple[list[list[float]], int]:
-    """Losses without and with updates that are held, of a script that waits after each step, as a GPU would, for all
-    that was begun beside the computation."""
-    from paceline.optim.task_queue import TaskQueue
+class DevicesWork:
+    """What a GPU has been given beside the computation and waits for: updates from when their ranks have met."""
 
-    begun: list[Any] = []
-    put = TaskQueue.put
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._runs = False
+        self.num_tasks = 0
 
-    class Waits(TaskQueue):
-        def put(self, run: Any) -> Any:
-            begun.append((self, put(self, run)))
-            return begun[-1][1]
+    def meeting(self, world: Any, device: torch.device) -> Meet:
+        """In place of :func:`paceline.comm.meeting.meeting`, on a CPU."""
+        return lambda group: self._leave_host(partial(come_together, world, group))
 
-    TaskQueue.put = Waits.put  # type: ignore[method-assign]
-    found, num_waits = [], 0
-    for holds in (False, True):
-        engine, batches, losses = make(schedule="one_direction"), data(), []
-        engine.asynchronous.holds_updates = holds
+    def _leave_host(self, meet: Callable[[], None]) -> None:
+        self._note(False)
+        meet()
+        self._note(True)
+
+    def run(self, queue: Any, task: Any) -> None:
+        """In place of a queue's own."""
+        self._run(queue, task)
+        self.num_tasks += 1
+        self._note(False)
+
+    def _note(self, runs: bool) -> None:
+        with self._changed:
+            self._runs = runs
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """As a host does when it pins memory, or for ``torch.cuda.synchronize()``."""
+        with self._changed:
+            is_idle = self._changed.wait_for(lambda: not self._runs, 300)
+            assert is_idle, "it waits for a rank that waits for this one"
+
+    def stand_in(self) -> None:
+        from paceline.optim.task_queue import TaskQueue
+        from paceline.runtime import assembly
+
+        def run(queue: Any, task: Any) -> None:
+            self.run(queue, task)
+
+        self._run, TaskQueue._run = TaskQueue._run, run  # type: ignore[method-assign]
+        assembly.meeting = self.meeting
+
+
+def waits_for_its_device(schedule: Any, habit: str) -> tuple[list[list[float]], int]:
+    """Losses without and with waits for the device, before each message and after each step."""
+    from paceline.comm.transport import Lane
+
+    work, found, send = DevicesWork(), [], Lane.send
+
+    def send_from_pinned_memory(lane: Lane, *args: Any) -> None:
+        work.wait()
+        send(lane, *args)
+
+    for waits in (False, True):
+        if waits:
+            work.stand_in()
+            Lane.send = send_from_pinned_memory  # type: ignore[method-assign]
+        engine, batches, losses = make(schedule=schedule), data(), []
         for step in range(4):
             source = batches if habit == "one iterator" else iter(step_batches(step))
             losses.append(engine.train_batch(source))
-            for queue, task in begun if holds else ():
-                if task not in queue._held:
-                    assert task.is_done.wait(300), "it waits for a rank that waits for this one"
-                    num_waits += 1
-            begun.clear()
+            if waits:
+                work.wait()
         engine.flush()
         found.append([loss.item() for loss in losses])
         engine.destroy()
-    return found, num_waits
+    return found, work.num_tasks
 
 
+@pytest.mark.parametrize("schedule", ["one_direction", MULTI])
 @pytest.mark.parametrize("habit", ["one iterator", "new ones"])
-def test_a_script_may_wait_for_its_device_between_steps(habit: str) -> None:
-    ranks = run_ranks(waits_for_its_device, 4, habit)
-    for (plain, held), _ in ranks:
-        assert held == plain
-    assert (ranks[-1][1] > 0) == (habit == "one iterator")  # new ones are not read ahead: all updates are held
+def test_a_host_may_wait_for_its_device(schedule: Any, habit: str) -> None:
+    for (plain, waited), num_tasks in run_ranks(waits_for_its_device, 4, schedule, habit):
+        assert waited == plain
+        assert num_tasks >= 8  # a reduction and an update a step
 
 
 def freezes() -> None:

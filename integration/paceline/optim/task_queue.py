@@ -86,8 +86,6 @@ class TaskQueue:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._last: Any = None
-        self._holds = False
-        self._held: list[Task] = []
         # Without a thread, kernels are issued in the stream that the model computes in, in order.
         self._side = SideStream(device if has_thread else torch.device("cpu"))
 
@@ -97,10 +95,7 @@ class TaskQueue:
 
     def put(self, run: Callable[[], None]) -> Task:
         task = Task(run, after=self._side.mark())
-        if self._holds:
-            self._held.append(task)
-        else:
-            self._queue.put(task)
+        self._queue.put(task)
         if self._has_thread and self._thread is None and not self._is_stopped:
             work = partial(_work, weakref.ref(self), self._queue, self._side)
             self._thread = threading.Thread(target=on_this_device(work), name="paceline-updates", daemon=True)
@@ -108,21 +103,8 @@ class TaskQueue:
             weakref.finalize(self, self._queue.put, None).atexit = False  # the thread ends with it
         return task
 
-    def hold(self) -> None:
-        """Keep what is put in from here on until :meth:`release`, or until one of these tasks is waited for."""
-        self._holds = True
-
-    def release(self) -> None:
-        """Begin what was held."""
-        self._holds = False
-        for task in self._held:
-            self._queue.put(task)
-        self._held.clear()
-
     def wait(self, task: Task) -> None:
         """Wait until ``task`` has been run, and what was put in before it. The device is not waited for."""
-        if task in self._held:
-            self.release()
         while not self._has_thread and not task.is_done.is_set():
             first = self._queue.get_nowait()
             assert first is not None

@@ -22,6 +22,7 @@ from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
 from ..comm.groups import gloo_group
+from ..comm.meeting import meeting
 from ..comm.staging import ranks_sharing, staging_for
 from ..comm.transport import TIMEOUT
 from ..hf.quantised import quantisation_of
@@ -213,7 +214,6 @@ def make_asynchronous_run(engine: PacelineEngine) -> AsynchronousRun:
         own_random=engine.own_random,
         around=engine.naming_lost_peers,
         applied=engine.experts.renew,
-        holds_updates=torch.device(engine.device).type == "cuda",
     )
     atexit.register(_leave, weakref.ref(run))
     return run
@@ -242,6 +242,8 @@ def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> Shar
             ties=lambda: engine.module.get_tied_weights_and_groups() if engine.num_stages > 1 else [],
             spreads_experts=engine.shared_experts.groups.size > 1,
         )
+    if options.is_asynchronous:
+        options = replace(options, meet=meeting(engine.control.world, torch.device(engine.device)))
     return ShardedOptimizer(basic, names, options, counts=counts, apart=apart)
 
 

@@ -90,9 +90,6 @@ class AsynchronousRun:
         own_random: generators of this rank's own, where several ranks compute the same stage.
         around: around what sends and receives.
         applied: called when an update is in the model.
-        holds_updates: a step's update begins when the next step is agreed on, unless that was read ahead. A GPU would
-            otherwise wait for ranks that wait for this rank's word on the next step, and this rank may wait for its GPU
-            before it gives it: to pin memory, or as its script asks for that.
     """
 
     def __init__(
@@ -109,9 +106,7 @@ class AsynchronousRun:
         own_random: OwnRandom | None,
         around: Callable[[], AbstractContextManager[None]],
         applied: Callable[[], None],
-        holds_updates: bool,
     ) -> None:
-        self.holds_updates = holds_updates
         self._engine, self._program, self._executor, self._optimizer = engine, program, executor, optimizer
         self.steps, self._losses, self._book, self._half_way = steps, losses, book, half_way
         self._own_random, self._around = own_random, around
@@ -172,8 +167,6 @@ class AsynchronousRun:
         self.steps.begin(self._number)
         if self._updates is not None:
             self._updates.begin_step(1.0 if engine.averager is None else engine.averager.learning_rate_factor)
-            if self.holds_updates and not self.steps.is_read_ahead:
-                self._updates.hold(self._number)
         with self._half_way.during("it was interrupted"):
             self._run(self._program.step(self._begun))
             self._begun += 1
@@ -199,8 +192,6 @@ class AsynchronousRun:
         WATCH.step = self._engine.global_steps
         was_training = module.training
         module.train()  # what is recomputed is what was computed
-        if self._updates is not None:
-            self._updates.release()
         with torch.enable_grad(), self._around(), self._half_way.during("a flush was interrupted"):
             self._number -= 1  # it is that of the last step
             self._run(self._program.drain(self._begun))

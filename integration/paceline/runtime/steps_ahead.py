@@ -110,11 +110,6 @@ class StepsAhead:
         if not agreed.is_new:
             self._ahead = self._read_ahead()
 
-    @property
-    def is_read_ahead(self) -> bool:
-        """Whether this rank has put its table of the next step down."""
-        return self._ahead is not None
-
     def forget(self) -> None:
         """Drop what was read ahead."""
         if self._ahead is not None:

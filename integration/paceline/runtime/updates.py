@@ -49,7 +49,6 @@ class StreamUpdates:
         self._completed = 0
         self._rate_factors: deque[float] = deque()
         """Factors for the steps that have begun and are not complete here."""
-        self._held_step: int | None = None
         self.num_steps = 0
         """Steps of which this rank's gradients are complete; the scheduler has stepped as often."""
 
@@ -62,13 +61,10 @@ class StreamUpdates:
 
     def begin_step(self, rate_factor: float) -> None:
         """All ranks know of a step, whose update has its learning rates multiplied by ``rate_factor``."""
-        self.release()
         self._rate_factors.append(rate_factor)
 
     def backward_complete(self, stage: int) -> None:
         """Close the stage's gradients; those of the last stage here complete the step."""
-        if self.num_steps == self._held_step:
-            self._updates.hold()
         self._updates.backward_complete(stage)
         self._completed += 1
         if self._completed == self._num_held:
@@ -77,15 +73,6 @@ class StreamUpdates:
             self.num_steps += 1
             if self._engine.lr_scheduler is not None:
                 self._engine.lr_scheduler.step()
-
-    def hold(self, step: int) -> None:
-        """Leave the update of a step for :meth:`release`, if its gradients are complete before."""
-        self._held_step = step
-
-    def release(self) -> None:
-        """Begin what was held."""
-        self._held_step = None
-        self._updates.release()
 
     def apply(self) -> None:
         engine, optimizer = self._engine, self._optimizer

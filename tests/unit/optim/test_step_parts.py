@@ -441,23 +441,6 @@ def test_without_a_thread_tasks_run_in_order_when_one_is_waited_for() -> None:
     assert ran == [0, 1, 2]
 
 
-def test_tasks_that_are_held_begin_when_they_are_released_or_waited_for() -> None:
-    clock, ran = Clock(torch.device("cpu")), list[int]()
-    tasks = TaskQueue(torch.device("cpu"), lambda: clock, has_thread=True)
-    tasks.wait(tasks.put(lambda: ran.append(0)))
-    tasks.hold()
-    held = tasks.put(lambda: ran.append(1))
-    assert not held.is_done.wait(0.2)
-    tasks.release()
-    tasks.wait(held)
-    tasks.hold()
-    tasks.put(lambda: ran.append(2))
-    tasks.wait(tasks.put(lambda: ran.append(3)))
-    tasks.wait(tasks.put(lambda: ran.append(4)))  # nothing is held any more
-    tasks.stop()
-    assert ran == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("squares", [4.0, math.inf])
 def test_an_update_whose_norm_is_not_finite_changes_nothing(squares: float) -> None:
     module, gradients, calls, _, layout = made(corrections=Corrections())
