@@ -14,8 +14,12 @@ from ..measure.collectives import BUCKET_NUMEL, measure_fabric, slowest_s
 from ..measure.host_names import host_name
 from ..optim.buckets import Domain, exchange_shards
 from ..optim.max_change import sum_of_squares
+from ..optim.torch_optimizers import make_optimizer
 from ..planning.cluster import Cluster, Fabric
 from ..planning.gradient_costs import state_bytes_per_parameter
+
+MANY_BUCKETS = 16
+"""Of an optimizer's step that is measured on a GPU: 1.1 GB with gradients, masters and moments."""
 
 
 def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: float) -> Cluster:
@@ -54,12 +58,22 @@ def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: f
 
 def _state_bytes_per_s(device: torch.device) -> float:
     """Bytes a second at which all ranks at once take the norm of gradients and step AdamW's states; the slowest's."""
-    parameter = torch.nn.Parameter(torch.randn(BUCKET_NUMEL // 1024, 1024, device=device))
+    seconds = partial(_step_s, device=device)
+    if device.type == "cpu":
+        return state_bytes_per_parameter() * BUCKET_NUMEL / seconds(BUCKET_NUMEL)
+    # To issue a step takes a while whatever its size is: longer than a GPU takes for a bucket.
+    few, many = BUCKET_NUMEL, MANY_BUCKETS * BUCKET_NUMEL
+    more_s = max(seconds(many) - seconds(few), 1e-6)
+    return state_bytes_per_parameter() * (many - few) / more_s
+
+
+def _step_s(numel: int, device: torch.device) -> float:
+    parameter = torch.nn.Parameter(torch.randn(numel // 1024, 1024, device=device))
     gradient = parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
+    optimizer = make_optimizer("AdamW", [parameter], {}, device)
 
     def step() -> None:
         sum_of_squares([gradient], device)
         optimizer.step()
 
-    return state_bytes_per_parameter() * parameter.numel() / slowest_s(step, dist.group.WORLD, device)
+    return slowest_s(step, dist.group.WORLD, device)
