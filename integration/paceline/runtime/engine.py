@@ -339,7 +339,9 @@ class PacelineEngine(PipelineEngine):
         """Run ``schedule`` from the next step on. Call it on all ranks, between steps.
 
         Raises:
-            ValueError: it cannot be run: of another shape, incomplete, or with a deadlock.
+            ValueError: it cannot be run: of another shape, incomplete, or with a deadlock; or the engine was made for
+                a schedule that it keeps.
+            TypeError: a name instead of a schedule.
             RuntimeError: the engine was destroyed.
         """
         self.half_way.check_goes_on()
@@ -600,6 +602,11 @@ class PacelineEngine(PipelineEngine):
 
         Raises:
             StopIteration: the iterator has less than a step left.
+            ValueError: on every rank: no optimizer; micro-batches that cannot be a step's, or differ between the ranks
+                that read the same data.
+            CheckpointError: on every rank: a checkpoint that was being written failed.
+            RuntimeError: gradients are off; the engine was destroyed, or interrupted in the middle of a step; a peer is
+                gone.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients: call it outside of torch.no_grad().")
