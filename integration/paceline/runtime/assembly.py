@@ -368,7 +368,9 @@ def make_checkpointer(engine: PacelineEngine) -> Checkpointer:
         replica=engine.replica,
         shape=partial(_shape, engine),
         groups=None if optimizer is None else ParameterGroups(optimizer, warns=is_first),
-        scheduler=SchedulerState(lambda: engine.lr_scheduler, lambda: engine.basic_optimizer.param_groups),
+        scheduler=SchedulerState(
+            lambda: engine.lr_scheduler, lambda: engine.basic_optimizer.param_groups, warns=is_first
+        ),
         learned={name: part for name, part in learned.items() if part is not None},
         run=_run_states(engine),
         experts=engine.experts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ _TOLD = {"initial_lr": "learning rate", "weight_decay": "weight decay"}
 """Options that flags give, and their names in messages."""
 
 _RATES = ("lr", "initial_lr")
+
+_RISING = frozenset(("max_lrs", "total_steps"))
+"""Entries of the states of torch's CyclicLR and OneCycleLR."""
 
 
 @dataclass(frozen=True)
@@ -150,15 +154,19 @@ class SchedulerState:
     """State of the learning rate's scheduler, which keeps something for each parameter group of its rank.
 
     Its rates become those of the groups. These have the checkpoint's, or, where the optimizer begins anew, this run's
-    own as far along the schedule.
+    own as far along the schedule. A scheduler of another kind than the one that was saved takes as many steps as that
+    had taken, and the groups have its rates.
 
     Args:
         scheduler: returns it, or None where there is none.
         groups: returns the parameter groups of this rank.
+        warns: whether this rank says so of another kind, or of a checkpoint without a scheduler.
     """
 
-    def __init__(self, scheduler: Callable[[], Any], groups: Callable[[], list[dict[str, Any]]]) -> None:
-        self._scheduler, self._groups = scheduler, groups
+    def __init__(
+        self, scheduler: Callable[[], Any], groups: Callable[[], list[dict[str, Any]]], *, warns: bool = False
+    ) -> None:
+        self._scheduler, self._groups, self._warns = scheduler, groups, warns
 
     def state_dict(self) -> dict[str, Any] | None:
         scheduler = self._scheduler()
@@ -167,9 +175,20 @@ class SchedulerState:
     def load_saved(self, saved: RankStates) -> None:
         scheduler = self._scheduler()
         state = saved.first if saved.rank is None else saved.own
-        if scheduler is None or state is None:
+        if scheduler is None:
             return
-        groups = self._groups()
+        groups, own = self._groups(), dict(scheduler.state_dict())
+        if state is None or _kind(state) != _kind(own):
+            num_steps = _num_steps(own if state is None else state)
+            if num_steps is not None and _depends_on_steps(scheduler, own):
+                if self._warns:
+                    found = "no" if state is None else "another kind of"
+                    rule = "learning-rate schedule: this run's goes on at step"
+                    logger.warning("the checkpoint has %s %s %d", found, rule, num_steps)
+                _catch_up(scheduler, state or {}, num_steps, groups)
+                return
+        if state is None:
+            return
         scheduler.load_state_dict(_with_functions(state, len(groups)))
         if not saved.has_groups:
             _follow(scheduler, state, groups)
@@ -220,6 +239,57 @@ def _with_functions(state: Mapping[str, Any], num_groups: int) -> dict[str, Any]
     if "_schedulers" in state:
         fitted["_schedulers"] = [_with_functions(inner, num_groups) for inner in state["_schedulers"]]
     return fitted
+
+
+def _kind(state: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
+    """Names in a scheduler's state, and in the states of those inside it: the same for schedulers of one class."""
+    return {key for key in state if not key.startswith("_")}, [_kind(inner) for inner in state.get("_schedulers", ())]
+
+
+def _num_steps(state: Mapping[str, Any]) -> int | None:
+    """Steps that a scheduler has taken; None if its state does not tell."""
+    if "last_batch_iteration" in state:
+        return int(state["last_batch_iteration"]) + 1
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    return next((_num_steps(inner) for inner in state.get("_schedulers", ())), None)
+
+
+def _depends_on_steps(scheduler: Any, state: Mapping[str, Any]) -> bool:
+    """Whether the number of steps tells its rates, and it is of torch or DeepSpeed, whose way to go on is known."""
+    is_of_torch = "_last_lr" in state and not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    return _num_steps(state) is not None and (is_of_torch or "last_batch_iteration" in state)
+
+
+def _catch_up(scheduler: Any, state: Mapping[str, Any], num_steps: int, groups: list[dict[str, Any]]) -> None:
+    """Have a scheduler that does not know ``state`` go on after ``num_steps`` steps.
+
+    Raises:
+        ValueError: it has gone farther.
+    """
+    own = scheduler.state_dict()
+    if "last_batch_iteration" in own:
+        scheduler.load_state_dict({"last_batch_iteration": num_steps - 1})
+        for group, rate in zip(groups, scheduler.get_lr(), strict=False):
+            group["lr"] = rate
+        return
+    missing = num_steps - (_num_steps(own) or 0)
+    if missing < 0:
+        raise ValueError(
+            f"its learning-rate schedule is of another kind, at step {num_steps}, and this run's is past it, at step "
+            f"{num_steps - missing}: load the checkpoint into a new engine."
+        )
+    # Schedules with a rate in the middle that they rise to begin at a rate that is not the optimizer's.
+    rises = not _RISING.isdisjoint({*own, *state})
+    for group, base, rate in zip(groups, _first_rates(own), own["_last_lr"], strict=False):
+        if rises or not base:
+            group["initial_lr"] = base
+        group["lr"] = rate * (group["initial_lr"] / base if base else 1.0)
+    _fit_groups(scheduler, groups)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: the optimizer takes no steps meanwhile
+        for _ in range(missing):
+            scheduler.step()
 
 
 def _follow(scheduler: Any, state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:

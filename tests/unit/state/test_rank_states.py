@@ -154,26 +154,72 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def scheduled(name: str, rate: float) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
+    return optimizer, SCHEDULES[name](optimizer)
+
+
+def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+    """Those of the next steps, which are taken."""
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_on_with_an_optimizer_that_begins_anew(name: str) -> None:
-    def scheduled(rate: float) -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
-        return optimizer, SCHEDULES[name](optimizer)
-
-    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
-        found = []
-        for _ in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return found
-
-    before, wanted, now = scheduled(0.5), rates(*scheduled(2.0), 8), scheduled(2.0)
-    rates(*before, 4)
+    before, wanted, now = scheduled(name, 0.5), rates_of(*scheduled(name, 2.0), 8), scheduled(name, 2.0)
+    rates_of(*before, 4)
     entry = SchedulerState(lambda: before[1], lambda: before[0].param_groups).state_dict()
     part = SchedulerState(lambda: now[1], lambda: now[0].param_groups)
     part.load_saved(replace(saved(entry, rank=0), has_groups=False))
-    assert rates(*now, 4) == pytest.approx(wanted[4:])
+    assert rates_of(*now, 4) == pytest.approx(wanted[4:])
+
+
+OTHER_SCHEDULES = SCHEDULES | {
+    "by a factor": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "at once": lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 3)], optimizer
+    ),
+    "up and down": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, 16),
+}
+
+
+@pytest.mark.parametrize("now", OTHER_SCHEDULES)
+@pytest.mark.parametrize("before", [*OTHER_SCHEDULES, None])
+def test_a_schedule_of_another_kind_goes_on_at_its_step(
+    before: str | None, now: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its own form, whatever the one that was saved keeps. Without one it begins."""
+    monkeypatch.setattr(f"{__name__}.SCHEDULES", OTHER_SCHEDULES)
+    wanted, (optimizer, scheduler) = rates_of(*scheduled(now, 0.5), 8), scheduled(now, 0.5)
+    group, entry = optimizer.param_groups[0], None
+    if before is None:
+        group["lr"] = 0.5
+    else:
+        old = scheduled(before, 0.5)
+        rates_of(*old, 4)
+        entry = SchedulerState(lambda: old[1], lambda: old[0].param_groups).state_dict()
+        group |= {key: old[0].param_groups[0][key] for key in ("lr", "initial_lr") if key in old[0].param_groups[0]}
+    with caplog.at_level(logging.WARNING, "paceline"):
+        SchedulerState(lambda: scheduler, lambda: optimizer.param_groups, warns=True).load_saved(saved(entry, rank=0))
+    begun = 0 if before is None else 4
+    found = rates_of(optimizer, scheduler, 8 - begun)
+    assert found == pytest.approx(wanted[begun:])
+    told = f"this run's goes on at step {begun}" in caplog.text
+    assert told == (before != now)
+
+
+def test_a_schedule_of_another_kind_does_not_go_back() -> None:
+    before, now = scheduled("lambda", 0.5), scheduled("step", 0.5)
+    rates_of(*before, 1)
+    rates_of(*now, 2)
+    entry = SchedulerState(lambda: before[1], lambda: before[0].param_groups).state_dict()
+    with pytest.raises(ValueError, match=r"another kind, at step 1, .* at step 2: load .* into a new engine"):
+        SchedulerState(lambda: now[1], lambda: now[0].param_groups).load_saved(saved(entry, rank=0))
 
 
 def test_generators_go_on_in_the_same_shape_only(caplog: pytest.LogCaptureFixture) -> None:
