@@ -14,7 +14,15 @@ from typing import Protocol, TypeVar
 
 from torch import nn
 
-from ..checkpoint import Checkpoint, CheckpointError, CheckpointWriter, Piece, latest_checkpoint, new_run
+from ..checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointWriter,
+    Piece,
+    damaged_checkpoints,
+    latest_checkpoint,
+    new_run,
+)
 from ..optim.sharded import ShardedOptimizer
 from ..state.named import pieces, place
 from ..state.rank_states import ParameterGroups, RankStates, SavedPart
@@ -278,7 +286,8 @@ class Checkpointer:
             The checkpoint's path and the client state; ``(None, {})`` where there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: a file is missing, truncated or torn; names the last complete checkpoint.
+            CheckpointError: on every rank: a file is missing, truncated or torn, or there are only such checkpoints;
+                names the last complete one.
             ValueError: on every rank: it is a checkpoint of another model.
         """
         path = self._found(Path(load_dir), None if tag is None else str(tag))
@@ -307,8 +316,14 @@ class Checkpointer:
     def _found(self, root: Path, tag: str | None) -> Path | None:
         """Rank 0's answer, which reads what ``latest`` names."""
         with self._control.together(f"looking for a checkpoint in {root}"):
-            if tag is None and self._is_first and (latest := latest_checkpoint(root)) is not None:
-                tag = latest.name
+            if tag is None and self._is_first:
+                if (latest := latest_checkpoint(root)) is not None:
+                    tag = latest.name
+                elif damaged := damaged_checkpoints(root):
+                    raise CheckpointError(
+                        f"{root} has no complete checkpoint: {'; '.join(damaged.values())}. Load another, or remove "
+                        "what is there to begin anew."
+                    )
         tag = self._control.gather(tag)[0]
         if tag is None and self._is_first:
             logger.warning("%s has no checkpoint: nothing is loaded, and load_checkpoint returns (None, {})", root)

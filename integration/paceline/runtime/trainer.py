@@ -56,7 +56,7 @@ from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extra
 from .trainer_loss import trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
-from .trainers_checkpoints import checked, newest_complete
+from .trainers_checkpoints import checked, naming_the_one_before, newest_complete
 from .training_arguments import count_ranks, match_backend
 
 if TYPE_CHECKING:
@@ -252,7 +252,8 @@ class PipelineTraining(_Trainer):
         if resume_from_checkpoint is not None:
             from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-            with torch.random.fork_rng(devices=[]):  # Trainer draws the order of the data, and restores the state then
+            # Trainer draws the order of the data, and restores the state then.
+            with torch.random.fork_rng(devices=[]), naming_the_one_before(Path(resume_from_checkpoint)):
                 deepspeed_load_checkpoint(engine, resume_from_checkpoint)
             if engine.global_steps != self.state.global_step:
                 raise ValueError(

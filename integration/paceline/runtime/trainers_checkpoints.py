@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..checkpoint import CheckpointError, complete_checkpoints, damaged_checkpoints
 
 logger = logging.getLogger("paceline")
 
@@ -22,18 +26,16 @@ def newest_complete(folder: Path) -> str:
     Raises:
         ValueError: there is none.
     """
-    step = {}
-    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if number.isdecimal() and path.is_dir():
-            step[path] = int(number)
-    for path in sorted(step, key=step.__getitem__, reverse=True):
-        if _is_complete(path):
+    problems = []
+    for path in _newest_first(folder):
+        if (problem := _problem(path)) is None:
             return str(path)
-        logger.warning("%s is not complete: %s cannot be read; looking for the one before", path, STATE)
+        problems.append(problem)
+        logger.warning("%s is not complete: %s; looking for the one before", path, problem)
+    found = f" ({'; '.join(problems)})" if problems else ""
     raise ValueError(
-        f"resume_from_checkpoint is True: there must be a complete checkpoint in {folder}, and there is none; give the "
-        "path of one, or leave it out to start anew."
+        f"resume_from_checkpoint is True: there must be a complete checkpoint in {folder}, and there is none{found}; "
+        "give the path of one, or leave it out to start anew."
     )
 
 
@@ -43,17 +45,51 @@ def checked(checkpoint: Path) -> str:
     Raises:
         ValueError: it was not, or is none.
     """
-    if not _is_complete(checkpoint):
+    if (problem := _problem(checkpoint)) is not None:
+        before = _complete_before(checkpoint)
+        remedy = "give the path of one" if before is None else f"the one before it is {before}: give its path"
         raise ValueError(
-            f"resume_from_checkpoint is {str(checkpoint)!r}: it must be a complete checkpoint, and its {STATE} cannot "
-            "be read; give the path of one, or leave it out to start anew."
+            f"resume_from_checkpoint is {str(checkpoint)!r}: it must be a complete checkpoint, and {problem}; "
+            f"{remedy}, or leave it out to start anew."
         )
     return str(checkpoint)
 
 
-def _is_complete(checkpoint: Path) -> bool:
+@contextmanager
+def naming_the_one_before(checkpoint: Path) -> Iterator[None]:
+    """An error of a checkpoint that is raised inside names the complete one before, of those of Trainer's."""
+    try:
+        yield
+    except CheckpointError as error:
+        if (before := _complete_before(checkpoint)) is None:
+            raise
+        raise CheckpointError(f"{error}. Of Trainer's checkpoints, the complete one before it is {before}") from error
+
+
+def _complete_before(checkpoint: Path) -> Path | None:
+    step = _step_of(checkpoint)
+    if step is None:
+        return None
+    earlier = [path for path in _newest_first(checkpoint.parent) if (_step_of(path) or 0) < step]
+    return next((path for path in earlier if _problem(path) is None), None)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found = [p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.is_dir() and _step_of(p) is not None]
+    return sorted(found, key=lambda path: _step_of(path) or 0, reverse=True)
+
+
+def _step_of(path: Path) -> int | None:
+    number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(number) if number.isdecimal() else None
+
+
+def _problem(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be read; None for one that is complete."""
     try:
         TrainerState.load_from_json(str(checkpoint / STATE))
     except (OSError, ValueError):
-        return False
-    return True
+        return f"its {STATE} cannot be read"
+    if complete_checkpoints(checkpoint):
+        return None
+    return next(iter(damaged_checkpoints(checkpoint).values()), None)

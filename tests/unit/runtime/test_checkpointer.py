@@ -316,6 +316,14 @@ def test_a_folder_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.Lo
     assert "has no checkpoint" in caplog.text
 
 
+def test_checkpoints_that_are_all_damaged_are_not_none(saved: tuple[Path, Job]) -> None:
+    root, _ = saved
+    lost = root / "global_step3" / "rank_00000.safetensors"
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=rf"{root} has no complete checkpoint: {lost}: No such .* to begin anew"):
+        Job().checkpointer.load(root)
+
+
 def test_another_model_does_not_fit(saved: tuple[Path, Job]) -> None:
     root, _ = saved
     other = Job()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 from transformers.trainer_callback import TrainerState
 
-from paceline.runtime.trainers_checkpoints import STATE, checked, newest_complete
+from paceline.checkpoint import CheckpointError
+from paceline.runtime.trainers_checkpoints import STATE, checked, naming_the_one_before, newest_complete
+from support.saves import saved
 
 
 def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -28,6 +31,38 @@ def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFi
         str(tmp_path / "checkpoint-11"),
         str(tmp_path / "checkpoint-10"),
     ]
+
+
+def checkpoints_with_parts(folder: Path, *steps: int) -> list[Path]:
+    """Trainer's checkpoints, each with one of a pipeline inside."""
+    found = []
+    for step in steps:
+        path = folder / f"checkpoint-{step}"
+        saved(path, step)
+        TrainerState(global_step=step).save_to_json(str(path / STATE))
+        found.append(path)
+    return found
+
+
+def test_the_newest_with_all_files_of_the_pipeline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, damaged, foreign = checkpoints_with_parts(tmp_path, 2, 4, 6)
+    (lost,) = damaged.glob("*/rank_00000.safetensors")
+    lost.unlink()
+    shutil.rmtree(foreign / "checkpoint-6")
+    (foreign / "global_step6").mkdir()
+    (foreign / "global_step6" / "mp_rank_00_model_states.pt").touch()
+    (foreign / "latest").write_text("global_step6")
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert newest_complete(tmp_path) == str(before)
+    assert f"{damaged} is not complete: {lost}: No such file" in caplog.text
+    assert "global_step6 is a checkpoint in DeepSpeed's own format" in caplog.text
+    with pytest.raises(ValueError, match=rf"{lost}: No such file.*; the one before it is {before}: give its path"):
+        checked(damaged)
+    with pytest.raises(CheckpointError, match=rf"^torn\. .* before it is {before}$"), naming_the_one_before(damaged):
+        raise CheckpointError("torn")
+    shutil.rmtree(before)
+    with pytest.raises(ValueError, match=rf"there is none \(.*own format.*; {lost}: No such file.*\); give the path"):
+        newest_complete(tmp_path)
 
 
 def test_a_folder_that_is_asked_for_is_complete(tmp_path: Path) -> None:
