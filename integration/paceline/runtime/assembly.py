@@ -367,7 +367,9 @@ def make_checkpointer(engine: PacelineEngine) -> Checkpointer:
         world_size=torch.distributed.get_world_size(),
         replica=engine.replica,
         shape=partial(_shape, engine),
-        groups=None if optimizer is None else ParameterGroups(optimizer, warns=is_first),
+        groups=None
+        if optimizer is None
+        else ParameterGroups(optimizer, warns=is_first, is_scheduled=lambda: engine.lr_scheduler is not None),
         scheduler=SchedulerState(
             lambda: engine.lr_scheduler, lambda: engine.basic_optimizer.param_groups, warns=is_first
         ),

@@ -27,6 +27,9 @@ NOT_RESTORED = frozenset(("params", "foreach", "fused", "capturable", "different
 _TOLD = {"initial_lr": "learning rate", "weight_decay": "weight decay"}
 """Options that flags give, and their names in messages."""
 
+_TOLD_WITHOUT_SCHEDULE = {"lr": "learning rate", "weight_decay": "weight decay"}
+"""Likewise where no scheduler sets the rate after this."""
+
 _RATES = ("lr", "initial_lr")
 
 _RISING = frozenset(("max_lrs", "total_steps"))
@@ -88,10 +91,13 @@ class ParameterGroups:
     Args:
         warns: whether this rank says when a learning rate or a weight decay that was given makes way for the
             checkpoint's.
+        is_scheduled: whether a scheduler sets the learning rate.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, *, warns: bool) -> None:
-        self._optimizer, self._warns = optimizer, warns
+    def __init__(
+        self, optimizer: ShardedOptimizer, *, warns: bool, is_scheduled: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._optimizer, self._warns, self._is_scheduled = optimizer, warns, is_scheduled
 
     def state_dict(self) -> list[dict[str, Any]]:
         name_of = self._names()
@@ -110,12 +116,13 @@ class ParameterGroups:
                 options_of |= dict.fromkeys(group["names"], group["options"])
         first, name_of = saved.first or [], self._names()
         changes: dict[tuple[str, float, float], None] = {}
+        options_told = _TOLD if self._is_scheduled() else _TOLD_WITHOUT_SCHEDULE
         for index, group in enumerate(self._optimizer.param_groups):
             names = (name_of[id(master)] for master in group["params"])
             options = _common_options([options_of[name] for name in names if name in options_of])
             if not options and len(first) == len(self._optimizer.param_groups):
                 options = first[index]["options"]  # none of the group's rows are here
-            for key, told in _TOLD.items():
+            for key, told in options_told.items():
                 given, saved_value = group.get(key), options.get(key)
                 if given is not None and saved_value is not None and given != saved_value:
                     changes[told, given, saved_value] = None

@@ -81,6 +81,16 @@ def test_another_rate_is_said_by_who_warns(caplog: pytest.LogCaptureFixture) -> 
     assert "0.25 gives way to the checkpoint's, 0.5" in caplog.text
 
 
+def test_without_a_schedule_the_rate_that_training_goes_on_with_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """That of the end of a schedule, say: 0 often."""
+    entry = ParameterGroups(optimizer_of("a", rates=(0.0,)), warns=False).state_dict()
+    with caplog.at_level(logging.WARNING, "paceline"):
+        ParameterGroups(optimizer_of("a"), warns=True).load_saved(saved(entry))
+        assert not caplog.records
+        ParameterGroups(optimizer_of("a"), warns=True, is_scheduled=lambda: False).load_saved(saved(entry))
+    assert "the learning rate 0.1 gives way to the checkpoint's, 0" in caplog.text
+
+
 def test_other_weight_decay_is_said_and_none_of_it_is_guessed(caplog: pytest.LogCaptureFixture) -> None:
     """A run without weight decay has one group, and one with it two: norms have none."""
     one, two = optimizer_of("a", "norm"), optimizer_of("a", "norm", rates=(0.1, 0.1))
