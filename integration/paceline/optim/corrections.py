@@ -18,7 +18,7 @@ CORRECTIONS = (NESTEROV, ERROR_FEEDBACK)
 NUM_UPDATES, PREVIOUS_CHANGE = "num_updates", "previous_change"
 """Keys in the state of a parameter."""
 
-_KEYS = (NUM_UPDATES, PREVIOUS_CHANGE)
+KEYS_OF_CORRECTIONS = (NUM_UPDATES, PREVIOUS_CHANGE)
 
 Remembered = dict[nn.Parameter, tuple[float, dict[str, Tensor]]]
 """By parameter, its factor c, and what its state has beside the optimizer's own."""
@@ -64,6 +64,12 @@ class Corrections:
         if self.correction not in (None, *CORRECTIONS):
             raise ValueError(f"correction is {self.correction!r}: choose one of {', '.join(CORRECTIONS)}, or null.")
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys in the state of a parameter that are remembered."""
+        kept = {NUM_UPDATES: self.warm_in_steps > 0, PREVIOUS_CHANGE: self.correction is not None}
+        return frozenset(key for key, is_kept in kept.items() if is_kept)
+
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> Remembered:
         """``optimizer.step()``, corrected; learning rates are as before afterwards.
@@ -88,7 +94,6 @@ class Corrections:
         ahead = {parameter: _momentum(group) if self.correction == NESTEROV else 1.0 for parameter, group in stepped}
         for (parameter, _), old in zip(stepped, before, strict=bool(before)):
             kept[parameter][PREVIOUS_CHANGE] = _run_ahead(optimizer, parameter, old, ahead[parameter])
-        # A checkpoint may have what is of no use with these corrections.
         return {p: (ahead[p], _exchange(optimizer, p, state)) for p, state in kept.items()}
 
     def take_back(self, optimizer: torch.optim.Optimizer, before: Remembered) -> None:
@@ -113,7 +118,7 @@ class Corrections:
 def _exchange(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remember ``new``; returns what was remembered."""
     state = optimizer.state[parameter]
-    old = {key: state.pop(key) for key in _KEYS if key in state}
+    old = {key: state.pop(key) for key in KEYS_OF_CORRECTIONS if key in state}
     state.update(new)
     return old
 

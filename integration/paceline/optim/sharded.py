@@ -22,6 +22,7 @@ from torch import nn
 
 from ..measure.clock import Clock
 from .asynchronous_updates import AsynchronousUpdates
+from .corrections import KEYS_OF_CORRECTIONS
 from .gradient_buckets import GradientBuckets
 from .owned_rows import Kept, Owned, OwnedRows
 from .parameter_layout import Asks, ParameterLayout
@@ -171,6 +172,11 @@ class ShardedOptimizer(ZeROOptimizer):
     def owned(self) -> list[Owned]:
         """Rows that this rank steps; another list after :meth:`rebuild`."""
         return self.rows.owned
+
+    def uses_state(self, kind: str) -> bool:
+        """Whether steps read the states of this kind; not what corrections remember that this run has not."""
+        corrections = self._options.corrections
+        return kind not in KEYS_OF_CORRECTIONS or (corrections is not None and kind in corrections.keys)
 
     def num_bytes(self) -> int:
         """Bytes on this rank beside the parameters' values: masters of their own, states, gradients."""

@@ -227,7 +227,7 @@ def _place_owned(optimizer: ShardedOptimizer, owned: Owned, numbering: Numbering
     group = next(g for g in optimizer.param_groups if any(p is owned.master for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
     for kind in source.kinds(name):
-        if kind in KINDS_OF_VALUE:
+        if kind in KINDS_OF_VALUE or not optimizer.uses_state(kind):
             continue
         if numbering.shape and source.shape(name, kind) == numbering.shape:
             state[kind] = _read(source, name, kind, *rows).to(owned.master.device)

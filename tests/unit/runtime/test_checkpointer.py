@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import CheckpointError
+from paceline.optim.corrections import NUM_UPDATES, PREVIOUS_CHANGE, Corrections
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.runtime.checkpointer import Checkpointer
 from paceline.state.rank_states import ParameterGroups, RankStates, SchedulerState
@@ -222,6 +223,26 @@ def test_without_the_optimizers_states_what_was_learned_starts_anew(
     assert other.run.saved is not None
     assert ("its states start anew" in caplog.text) == bool(kind)
     assert [call for call, *_ in other.experts.calls] == ["fetch", "resume"]
+
+
+def test_what_another_runs_corrections_remember_is_left(tmp_path: Path) -> None:
+    """It would take memory, and a later run with the correction would use it, far too old."""
+    job, other = Job(), Job(seed=1)
+    job.step()
+    for owned in job.optimizer.owned:
+        job.optimizer.state[owned.master] |= {
+            PREVIOUS_CHANGE: torch.ones_like(owned.master),
+            NUM_UPDATES: torch.ones(()),
+        }
+    job.checkpointer.save(tmp_path)
+    other.checkpointer.load(tmp_path)
+    assert {kind for state in other.optimizer.state.values() for kind in state} == {"step", "exp_avg", "exp_avg_sq"}
+    for corrections, kept in (
+        (Corrections(4, "nesterov"), {NUM_UPDATES, PREVIOUS_CHANGE}),
+        (Corrections(4), {NUM_UPDATES}),
+        (Corrections(), set()),
+    ):
+        assert corrections.keys == kept
 
 
 def test_what_is_under_way_ends_before_anything_is_copied(tmp_path: Path) -> None:
