@@ -239,7 +239,7 @@ class Checkpointer:
             "shape": self._shape(),
             "model": {
                 "dtype": self._dtype_name(),
-                "adapter": getattr(getattr(self._model, "adapters", None), "name", None),
+                "adapter": self._adapter_name(),
             },
         }
 
@@ -262,6 +262,10 @@ class Checkpointer:
 
     def _dtype_name(self) -> str:
         return str(next(self._model.parameters()).dtype).removeprefix("torch.")
+
+    def _adapter_name(self) -> str | None:
+        name: str | None = getattr(getattr(self._model, "adapters", None), "name", None)
+        return name
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -300,7 +304,7 @@ class Checkpointer:
         self._warn_of_dtype(checkpoint)
         states = load_optimizer_states and not load_module_only and self._can_have_states(checkpoint)
         trained_only = checkpoint.meta["trained_only"] or not load_module_strict
-        with self._control.together(f"loading {path}"), _does_not_fit(path):
+        with self._control.together(f"loading {path}"), _does_not_fit(path, self._way_out(checkpoint)):
             if states and not trained_only:
                 self._experts.take([state.get("experts", {}) for state in rank_states])
             place(self._model, self._optimizer, checkpoint, states=states, trained_only=trained_only)
@@ -333,6 +337,20 @@ class Checkpointer:
         saved, own = checkpoint.meta["model"]["dtype"], self._dtype_name()
         if self._is_first and saved != own:
             logger.warning("%s was trained in %s, this run goes on in %s", checkpoint.path, saved, own)
+
+    def _way_out(self, checkpoint: Checkpoint) -> str:
+        """The likely cause if tensors of ``checkpoint`` do not fit, and the remedy; empty if it is another model."""
+        saved, own = checkpoint.meta["model"].get("adapter"), self._adapter_name()
+        if saved is None and own is not None:
+            remedy = "go on without, or export it (paceline export) and train adapters to that model in a new run"
+            return f" It was saved without adapters: {remedy}."
+        if saved is not None and own is None:
+            return " It was saved with adapters: go on with them, or begin anew from a model that they are merged into."
+        if saved is not None:
+            return " It was saved with adapters: give them the options that they had (method, rank, target modules)."
+        if checkpoint.meta["trained_only"]:
+            return " It was saved without its frozen parameters: freeze the same ones, or begin anew."
+        return ""
 
     def _can_have_states(self, checkpoint: Checkpoint) -> bool:
         """Whether the optimizer's states go on: it is of the same kind."""
@@ -373,11 +391,11 @@ class Checkpointer:
 
 
 @contextmanager
-def _does_not_fit(path: Path) -> Iterator[None]:
-    """Name the checkpoint where a tensor does not fit."""
+def _does_not_fit(path: Path, way_out: str) -> Iterator[None]:
+    """Name the checkpoint where a tensor does not fit, and the way out."""
     try:
         yield
     except CheckpointError:
         raise
     except ValueError as error:
-        raise ValueError(f"{path} does not fit: {error}") from error
+        raise ValueError(f"{path} does not fit: {error}{way_out}") from error

@@ -262,7 +262,7 @@ def _check(source: Source, name: str, numbering: Numbering) -> None:
     shape = source.shape(name)
     if shape != numbering.shape:
         raise ValueError(
-            f"its {name} has the shape {list(shape)}, the model's {list(numbering.shape)}: it is of another."
+            f"its {name} has the shape {list(shape)}, the model's {list(numbering.shape)}: it is of another model."
         )
 
 

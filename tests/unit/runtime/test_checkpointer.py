@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,6 +336,27 @@ def test_a_failed_save_does_not_keep_a_job_from_ending(tmp_path: Path, caplog: p
 def test_a_folder_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Job().checkpointer.load(tmp_path) == (None, {})
     assert "has no checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (None, "default", r"without adapters: go on without, or export it .* in a new run"),
+        ("default", None, r"with adapters: go on with them, or begin anew from a model .* merged into"),
+        ("default", "default", r"with adapters: give them the options that they had \(method, rank"),
+        (None, None, r"without its frozen parameters: freeze the same ones"),
+    ],
+)
+def test_adapters_that_do_not_fit_have_a_remedy(
+    before: str | None, now: str | None, message: str, tmp_path: Path
+) -> None:
+    """Others than those that were saved have other names, or shapes; here a parameter is missing that was frozen."""
+    job, other = Job(frozen=True), Job()
+    for each, name in ((job, before), (other, now)):
+        each.model.adapters = SimpleNamespace(name=name)  # type: ignore[assignment]
+    job.checkpointer.save(tmp_path, exclude_frozen_parameters=True)
+    with pytest.raises(ValueError, match=rf"does not fit: it has no 0\.weight: .* It was saved {message}"):
+        other.checkpointer.load(tmp_path)
 
 
 def test_checkpoints_that_are_all_damaged_are_not_none(saved: tuple[Path, Job]) -> None:
