@@ -24,7 +24,7 @@ from ..checkpoint import (
     new_run,
 )
 from ..optim.sharded import ShardedOptimizer
-from ..state.named import pieces, place
+from ..state.named import COPY, pieces, place, rest_of
 from ..state.rank_states import ParameterGroups, RankStates, SavedPart
 
 logger = logging.getLogger("paceline")
@@ -304,7 +304,10 @@ class Checkpointer:
         self._warn_of_dtype(checkpoint)
         states = load_optimizer_states and not load_module_only and self._can_have_states(checkpoint)
         trained_only = checkpoint.meta["trained_only"] or not load_module_strict
-        with self._control.together(f"loading {path}"), _does_not_fit(path, self._way_out(checkpoint)):
+        names = set().union(*self._control.gather({name for name, _ in rest_of(self._model, None)}))
+        way_out = self._way_out(checkpoint)
+        with self._control.together(f"loading {path}"), _does_not_fit(path, way_out):
+            self._check_all_have_a_place(checkpoint, names, is_strict=load_module_strict)
             if states and not trained_only:
                 self._experts.take([state.get("experts", {}) for state in rank_states])
             place(self._model, self._optimizer, checkpoint, states=states, trained_only=trained_only)
@@ -337,6 +340,20 @@ class Checkpointer:
         saved, own = checkpoint.meta["model"]["dtype"], self._dtype_name()
         if self._is_first and saved != own:
             logger.warning("%s was trained in %s, this run goes on in %s", checkpoint.path, saved, own)
+
+    def _check_all_have_a_place(self, checkpoint: Checkpoint, names: set[str], *, is_strict: bool) -> None:
+        """Refuse, or tell of, tensors that no rank's model has: ``names`` are those of all.
+
+        Copies of what is beside a tied weight may be of a stage that this run has not.
+        """
+        left = [name for name in checkpoint.names if name not in names and not name.endswith(COPY)]
+        if not left:
+            return
+        fault = f"it has {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, and this run's model has not"
+        if is_strict:
+            raise ValueError(f"{fault}: it is of another model.")
+        if self._is_first:
+            logger.warning("%s: %s; left out", checkpoint.path, fault)
 
     def _way_out(self, checkpoint: Checkpoint) -> str:
         """The likely cause if tensors of ``checkpoint`` do not fit, and the remedy; empty if it is another model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -336,6 +337,20 @@ def test_a_failed_save_does_not_keep_a_job_from_ending(tmp_path: Path, caplog: p
 def test_a_folder_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Job().checkpointer.load(tmp_path) == (None, {})
     assert "has no checkpoint" in caplog.text
+
+
+def test_a_model_that_lacks_something_is_another(saved: tuple[Path, Job], caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks have a stage each: together they have all of it."""
+    root, _ = saved
+    other = Job()
+    other.checkpointer._model = Stage(other.model[0])
+    message = r"it has 1\.\w+ and 1 more, and this run's model has not"
+    with pytest.raises(ValueError, match=rf"global_step3 does not fit: {message}: it is of another model"):
+        other.checkpointer.load(root, load_module_strict=True)
+    other.checkpointer.load(root, load_module_strict=False)
+    assert re.search(message, caplog.text)
+    other.control.others = [{"1.weight", "1.bias"}]
+    other.checkpointer.load(root)
 
 
 @pytest.mark.parametrize(
