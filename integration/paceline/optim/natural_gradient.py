@@ -184,11 +184,15 @@ class OnlineNaturalGradient:
         return {"num_calls": self.num_calls, "num_updates": self.num_updates, **learned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What :meth:`state_dict` gave; with it this goes on in every bit."""
+        """Go on from a :meth:`state_dict` in every bit; from one of another rank, anew."""
+        self._update = self._learned = None
+        self.num_calls = self.num_updates = 0
+        basis = state["basis"]
+        if basis is not None and basis.shape[-2] != min(self.rank, basis.shape[-1] - 1):
+            return
         self.num_calls, self.num_updates = state["num_calls"], state["num_updates"]
-        tensors = [state[name] for name in Estimate._fields]
-        self._update = None
-        self._learned = None if state["basis"] is None else Estimate(*(tensor.clone() for tensor in tensors))
+        if basis is not None:
+            self._learned = Estimate(*(state[name].clone() for name in Estimate._fields))
 
     # -- the estimate ----------------------------------------------------------------------------------------------
 

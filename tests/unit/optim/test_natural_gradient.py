@@ -203,6 +203,21 @@ def test_state_goes_on_where_it_was(calls: int) -> None:
         assert torch.equal(scale, same_scale)
 
 
+def test_an_estimate_of_another_rank_begins_anew() -> None:
+    x = torch.randn(40, 12)
+    before, now, wanted = OnlineNaturalGradient(8), OnlineNaturalGradient(3), OnlineNaturalGradient(3)
+    before.precondition(x)
+    now.load_state_dict(before.state_dict())
+    found, expected = now.precondition(x), wanted.precondition(x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert now.state_dict()["basis"].shape == (3, 12)
+    most = OnlineNaturalGradient(100)
+    most.precondition(x)
+    again = OnlineNaturalGradient(100)
+    again.load_state_dict(most.state_dict())
+    assert again.num_calls == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
