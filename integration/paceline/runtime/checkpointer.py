@@ -302,6 +302,8 @@ class Checkpointer:
             checkpoint.verify(self._control.rank, self._world_size)
             rank_states = [] if load_module_only else checkpoint.rank_states
         self._warn_of_dtype(checkpoint)
+        if not load_module_only:
+            self._warn_of_batch(checkpoint)
         states = load_optimizer_states and not load_module_only and self._can_have_states(checkpoint)
         trained_only = checkpoint.meta["trained_only"] or not load_module_strict
         names = set().union(*self._control.gather({name for name, _ in rest_of(self._model, None)}))
@@ -368,6 +370,14 @@ class Checkpointer:
         if checkpoint.meta["trained_only"]:
             return " It was saved without its frozen parameters: freeze the same ones, or begin anew."
         return ""
+
+    def _warn_of_batch(self, checkpoint: Checkpoint) -> None:
+        saved, own = (shape.get("train_batch_size") for shape in (checkpoint.meta["shape"], self._shape()))
+        if self._is_first and saved is not None and saved != own:
+            logger.warning(
+                "%s was trained with %s samples a step, this run goes on with %s: its steps are of other samples",
+                *(checkpoint.path, saved, own),
+            )
 
     def _can_have_states(self, checkpoint: Checkpoint) -> bool:
         """Whether the optimizer's states go on: it is of the same kind."""

@@ -203,6 +203,16 @@ def test_another_shape_gets_no_state_as_its_own(saved: tuple[Path, Job]) -> None
     assert other.learned.saved.nearest_last == ["what was learned"]
 
 
+def test_another_global_batch_is_said(saved: tuple[Path, Job], caplog: pytest.LogCaptureFixture) -> None:
+    root, job = saved
+    job.checkpointer._shape = lambda: {**SHAPE, "train_batch_size": 32}
+    job.checkpointer.save(root, "of-32")
+    for size, is_said in ((32, False), (16, True)):
+        other = Job(shape=lambda size=size: {**SHAPE, "train_batch_size": size})
+        other.checkpointer.load(root, "of-32")
+        assert ("trained with 32 samples a step, this run goes on with 16" in caplog.text) == is_said
+
+
 def test_only_the_model_is_loaded(saved: tuple[Path, Job]) -> None:
     root, job = saved
     other = Job(seed=1)
