@@ -56,7 +56,7 @@ from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extra
 from .trainer_loss import trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
-from .trainers_checkpoints import checked, naming_the_one_before, newest_complete
+from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines
 from .training_arguments import count_ranks, match_backend
 
 if TYPE_CHECKING:
@@ -298,6 +298,7 @@ class PipelineTraining(_Trainer):
         resume, *rest = args or (kwargs.pop("resume_from_checkpoint", None),)
         with claimed(self.args.output_dir) if self.args.deepspeed else nullcontext():
             if not self.is_pipeline:
+                refuse_pipelines(resume, Path(self.args.output_dir))
                 return super().train(resume, *rest, **kwargs)
             if resume:
                 resume = newest_complete(Path(self.args.output_dir)) if resume is True else checked(Path(resume))

@@ -55,6 +55,24 @@ def checked(checkpoint: Path) -> str:
     return str(checkpoint)
 
 
+def refuse_pipelines(asked: str | bool | None, folder: Path) -> None:
+    """Refuse a checkpoint of a pipeline in a run without one: Trainer and DeepSpeed read other files.
+
+    Args:
+        asked: Trainer's ``resume_from_checkpoint``.
+        folder: its ``output_dir``.
+
+    Raises:
+        ValueError: it is one.
+    """
+    path = next(iter(_newest_first(folder)), None) if asked is True else Path(asked) if asked else None
+    if path is not None and complete_checkpoints(path):
+        raise ValueError(
+            f'{path} is a checkpoint of a pipeline, and this run has none: write "pipeline" into the "paceline" '
+            "section of the DeepSpeed JSON, or begin a new run with the model that is in it."
+        )
+
+
 @contextmanager
 def naming_the_one_before(checkpoint: Path) -> Iterator[None]:
     """An error of a checkpoint that is raised inside names the complete one before, of those of Trainer's."""

@@ -10,7 +10,13 @@ import pytest
 from transformers.trainer_callback import TrainerState
 
 from paceline.checkpoint import CheckpointError
-from paceline.runtime.trainers_checkpoints import STATE, checked, naming_the_one_before, newest_complete
+from paceline.runtime.trainers_checkpoints import (
+    STATE,
+    checked,
+    naming_the_one_before,
+    newest_complete,
+    refuse_pipelines,
+)
 from support.saves import saved
 
 
@@ -63,6 +69,16 @@ def test_the_newest_with_all_files_of_the_pipeline(tmp_path: Path, caplog: pytes
     shutil.rmtree(before)
     with pytest.raises(ValueError, match=rf"there is none \(.*own format.*; {lost}: No such file.*\); give the path"):
         newest_complete(tmp_path)
+
+
+def test_a_run_without_a_pipeline_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (own,) = checkpoints_with_parts(tmp_path, 3)
+    for asked in (str(own), True):
+        with pytest.raises(ValueError, match=rf"{own} is a checkpoint of a pipeline, .* write \"pipeline\" into"):
+            refuse_pipelines(asked, tmp_path)
+    for harmless in (None, False, str(tmp_path / "checkpoint-2"), str(tmp_path / "nowhere")):
+        refuse_pipelines(harmless, tmp_path)
 
 
 def test_a_folder_that_is_asked_for_is_complete(tmp_path: Path) -> None:
