@@ -119,6 +119,8 @@ class Averager:
         """In the last round there was no other island."""
         self._others_train = False
         """In the last round there were islands whose training was not over."""
+        self._is_left = False
+        """On the first rank: nobody else has come to the last round."""
         self._to_take = 0
         """Exchanges in which it does not count, as it has missed others and lacks what they brought."""
         self._trained_until: dict[int, int] = {}
@@ -222,6 +224,13 @@ class Averager:
                 num_last += 1
             else:
                 break
+        num_shares = self.section.islands or self.section.min_islands
+        if self._is_left and num_shares > 1:
+            logger.warning(
+                "island %d: no other island is there at the end, and the data are divided into %d shares: the model is "
+                "this island's own, and may differ from that of the others; restart an island before the others end.",
+                *(self.island, num_shares),
+            )
         if self.section.combine_rounds > 1:
             if self._models.moved:
                 self._models.keep(len(self._names), len(self._parts))
@@ -319,6 +328,7 @@ class Averager:
             return False
         outcome = self._rounds.wait(must_succeed=exchange.starts, is_last=is_last)
         reports = [] if outcome is None else outcome.reports
+        self._is_left = len(reports) == 1
         values, news, is_void = Values(), None, bool(reports) and is_no_round(reports)
         if outcome is not None and not is_void:
             values = self._digested(exchange, outcome)

@@ -103,9 +103,11 @@ class Others:
 class Job:
     """An island that has joined another one that has just started, too."""
 
-    def __init__(self, *, joins: bool = True, params: int = 1, is_pretrained: bool = False, **section: Any) -> None:
+    def __init__(
+        self, *, joins: bool = True, params: int = 1, is_pretrained: bool = False, least: int = 2, **section: Any
+    ) -> None:
         self.masters, self.others = FakeMasters(params), Others()
-        config = AveragingConfig(lighthouse="localhost:29510", min_islands=2, every_tokens=100, **section)
+        config = AveragingConfig(lighthouse="localhost:29510", min_islands=least, every_tokens=100, **section)
         self.parameter = torch.nn.Parameter(torch.zeros(NUMEL))
         self.basic = torch.optim.SGD([self.parameter], lr=1.0, momentum=0.5)
         masters: Any = self.masters
@@ -301,11 +303,25 @@ def test_who_waits_at_its_end_for_others_that_die_ends_too(caplog: pytest.LogCap
     job.others.there = lambda own: there.pop(0)
     job.averager.finish(1)
     assert (job.value, there) == (2.0, [])
+    assert "no other island is there at the end" in caplog.text
+    caplog.clear()
     job = Job(first_round="mean")
     job.averager.after_step(1, 2.0, 40)
     job.others.error = TimeoutError("fewer than min_islands are left.")
     job.averager.finish(1)
     assert "are left. The model is this island's own" in caplog.text
+    assert "at the end" not in caplog.text
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_an_island_that_ends_alone_says_so_where_others_have_shares(
+    shares: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(joins=False, islands=shares, least=1)
+    job.averager.join(0)
+    job.after_step(100)
+    job.averager.finish(1)
+    assert ("into 3 shares: the model is this island's own" in caplog.text) == (shares == 3)
 
 
 def test_who_trains_on_is_called_and_its_rate_is_for_those_that_do() -> None:
