@@ -42,3 +42,16 @@ def island_share(section: Mapping[str, Any] | AveragingConfig, length: int) -> r
     config = section if isinstance(section, AveragingConfig) else AveragingConfig.model_validate(dict(section))
     island, shares = island_number(config)
     return range(island, length, shares)
+
+
+def separate_monitors(monitors: Any, section: AveragingConfig | None) -> None:
+    """Add the island's number to the folders that DeepSpeed's monitors write: islands may share JSON and file system.
+
+    Args:
+        monitors: DeepSpeed's ``monitor_config``.
+    """
+    written = [each for each in (monitors.tensorboard, monitors.csv_monitor) if each.enabled]
+    if section is not None and written:
+        island, _ = island_number(section)
+        for each in written:
+            each.job_name += f"-island{island}"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..averaging.islands import separate_monitors
 from ..config import Features, PacelineConfig, PipelineConfig, RunPlan, check_exclusions, plan_as_built
 from ..patches.deepspeed_initialize import plain_engine_class
 from ..patches.registry import applied
@@ -72,6 +73,7 @@ def with_plan(engine: type, known: RunPlan | PacelineConfig, *, stages: int = 1)
                 micro_batches=config_class.gradient_accumulation_steps,
                 train_batch_size=config_class.train_batch_size,
             )
+        separate_monitors(config_class.monitor_config, plan.averaging)
         return engine(*args, config_class=config_class, plan=plan, **kwargs)
 
     build.__name__ = engine.__name__

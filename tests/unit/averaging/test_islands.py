@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from deepspeed.monitor.config import get_monitor_config
 
 from paceline.averaging.islands import ISLAND, island_share
 from paceline.config.averaging_keys import AveragingConfig
+from paceline.runtime.initialize_patch import with_plan
 
 SECTION = AveragingConfig(lighthouse="localhost:29510", min_islands=2)
 
@@ -35,3 +40,17 @@ def test_numbers_that_no_island_has(monkeypatch: pytest.MonkeyPatch, written: st
         island_share(SECTION, 7)
     assert message in str(refused.value)
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(("section", "added"), [(SECTION, "-island1"), (None, "")])
+def test_monitors_of_islands_write_into_folders_of_their_own(
+    section: AveragingConfig | None, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ISLAND, "1")
+    asked = {"csv_monitor": {"enabled": True, "job_name": "mine"}, "tensorboard": {"job_name": "none"}}
+    config = SimpleNamespace(monitor_config=get_monitor_config(asked))
+    known: Any = SimpleNamespace(averaging=section)
+    built = with_plan(SimpleNamespace, known)(config_class=config)
+    monitors = built.config_class.monitor_config
+    assert monitors.csv_monitor.job_name == f"mine{added}"
+    assert monitors.tensorboard.job_name == "none"
