@@ -107,6 +107,8 @@ class Averager:
         """The outer step has had the parameters to begin at, if it lacked them; a checkpoint may have none."""
         self._names: list[str] = []
         self._parts: list[range] = []
+        self._like: list[Tensor] = []
+        """On the first rank: shapes and dtypes of all parameters, on the meta device."""
         self._loss = PeriodLoss()
         self.round = 0
         """Exchanges that are done; each is of part ``round % P``."""
@@ -281,16 +283,19 @@ class Averager:
     ) -> None:
         part = self.round % len(self._parts)
         # Where it does not count, the others' round decides which part it is.
-        names = [self._names[i] for i in self._parts[part]] if counts else self._names
+        indices = self._parts[part] if counts else range(len(self._names))
+        names = [self._names[i] for i in indices]
         loss, tokens = self._loss.take(self._messages) if counts else (math.nan, 0)
         sent = self._masters.gather(names)
         gathered = [self._masters.gather(names, kind) or [] for kind in self._kinds if counts]
         states = [tensor for tensors in gathered for tensor in tensors]
         due = step + self.section.overlap_steps
-        exchange = self._exchange = Exchange(due, counts, starts, overlaps, tokens, self.tokens, sent, states)
+        exchange = self._exchange = Exchange(due, counts, starts, overlaps, tokens, self.tokens, indices, sent, states)
         if not self.is_first:
             return
         assert sent is not None
+        if not counts:
+            self._like = [tensor.to("meta") for tensor in sent]
         if counts:
             checksum = self._outer.checksum(self._parts[part])
         else:
@@ -370,7 +375,8 @@ class Averager:
         self._models.update(indices, new)
         if new is sent:
             return Values(states=states)
-        is_whole = all(bool(tensor.isfinite().all()) for tensor in sent)  # or it takes the others' and goes on
+        # Otherwise it takes the others' and goes on.
+        is_whole = exchange.has(indices) and all(bool(tensor.isfinite().all()) for tensor in sent)
         if not exchange.overlaps or not exchange.counts or not is_whole:
             return Values(new, replaces=True, states=states)
         return Values([a - b for a, b in zip(new, sent, strict=True)], states=states)
@@ -429,10 +435,12 @@ class Averager:
         rounds = [report.round for report in reports if report.counts]
         return self._parts[max(rounds) % len(self._parts)] if rounds else range(len(self._names))
 
-    @staticmethod
-    def _sent(exchange: Exchange, indices: range) -> list[Tensor]:
+    def _sent(self, exchange: Exchange, indices: range) -> list[Tensor]:
+        """Values of these parameters; zeros, which have no weight, where it has missed rounds and sent another part."""
         assert exchange.sent is not None
-        return exchange.sent if exchange.counts else [exchange.sent[i] for i in indices]
+        if not exchange.has(indices):
+            return [torch.zeros_like(self._like[i], device="cpu") for i in indices]
+        return [exchange.sent[i - exchange.indices.start] for i in indices]
 
     # -- files ---------------------------------------------------------------------------------------------------
 

@@ -31,10 +31,16 @@ class Exchange:
     tokens: int
     trained_until: int
     """Tokens that this island had trained on when it began."""
+    indices: range
+    """Of the parameters in ``sent``: of a part, or of all where it does not count."""
     sent: list[Tensor] | None
-    """On the first rank: what this island had when it began; all of it, where it does not count."""
+    """On the first rank: what this island had when it began."""
     states: list[Tensor]
     """On the first rank, where they are averaged: those of the optimizer, one kind after another."""
+
+    def has(self, indices: range) -> bool:
+        """Whether all of these parameters are in it."""
+        return self.indices.start <= indices.start and indices.stop <= self.indices.stop
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,15 @@ class FakeMasters:
     keeps_states_apart = True
 
     def __init__(self, count: int = 1) -> None:
-        self.values = {f"w{i}": torch.zeros(NUMEL) for i in range(count)}
-        self.momenta = {name: torch.ones(NUMEL) for name in self.values}
+        self.values = {f"w{i}": torch.zeros(NUMEL + i) for i in range(count)}
+        self.momenta = {name: torch.ones_like(value) for name, value in self.values.items()}
         self.reset: list[str] = []
 
     def _of(self, kind: str) -> dict[str, Tensor]:
         return self.values if kind == "master" else self.momenta
 
     def numels(self) -> dict[str, int]:
-        return dict.fromkeys(self.values, NUMEL)
+        return {name: value.numel() for name, value in self.values.items()}
 
     def gather(self, names: Sequence[str], kind: str = "master") -> list[Tensor]:
         return [self._of(kind)[name].clone() for name in names]
@@ -60,6 +60,7 @@ class FakeMasters:
     ) -> None:
         held = self._of(kind)
         for name, tensor in zip(names, tensors, strict=True):
+            assert tensor.shape == held[name].shape
             held[name] = held[name] + tensor if add else tensor.clone()
 
     def reset_states(self, names: Sequence[str]) -> None:
@@ -129,7 +130,7 @@ class Job:
 
     def trains_to(self, value: float) -> None:
         for name in self.masters.values:
-            self.masters.values[name] = torch.full((NUMEL,), value)
+            self.masters.values[name] = torch.full_like(self.masters.values[name], value)
 
     def after_step(self, tokens: int, *others: tuple[float, float, int], loss: float = 2.0) -> None:
         """A step; if a round is due or called, others are there with ``(value, loss, tokens)`` of the same round."""
@@ -342,6 +343,31 @@ def test_parts_are_averaged_in_turn() -> None:
     assert [float(value[0]) for value in job.masters.values.values()] == [2.0, 1.0]
     job.after_step(50, (3.0, 2.0, 300))
     assert [float(value[0]) for value in job.masters.values.values()] == [2.0, 2.5]
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_an_island_that_missed_rounds_of_other_parts_takes_what_the_others_have(outer: Any, overlap_steps: int) -> None:
+    """Its turn would be the first part's, and the others are at the second."""
+    job = Job(params=2, parts=2, first_round="mean", outer=outer, overlap_steps=overlap_steps)
+    job.trains_to(1.0)
+    ahead = [1, 2]
+
+    def there(own: Report) -> list[Other]:
+        return [(Report(1, own.digest, 0.0, 2.0, 50, True, ahead[0], 50), 3.0)]
+
+    job.others.there = there
+    job.averager.after_step(1, 2.0, 50)
+    job.averager.settle()
+    assert job.averager.round == ahead.pop(0) + 1
+    first, second = (float(value[0]) for value in job.masters.values.values())
+    assert (first, second != 1.0) == (1.0, True)
+    job.averager.after_step(2, 2.0, 50)
+    job.averager.settle()
+    assert [report.counts for report in job.others.reports[-2:]] == [True, False]
+    first, second = (float(value[0]) for value in job.masters.values.values())
+    assert first != 1.0
+    assert outer == "nesterov" or (first, second) == (3.0, 3.0)
 
 
 def test_others_that_are_gone_do_not_stop_a_job(caplog: pytest.LogCaptureFixture) -> None:
