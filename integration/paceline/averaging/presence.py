@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -56,7 +57,7 @@ class Presence:
     """
 
     def __init__(self, lighthouse: str, island: int, timeout_s: float) -> None:
-        self.island = island
+        self.island, self.lighthouse = island, lighthouse
         host, port = split(lighthouse)
         connect_s = min(30.0, timeout_s)
         self.address = own_address(lighthouse, host, port, connect_s)
@@ -147,10 +148,18 @@ class Presence:
         """Wait until the lighthouse answers, and then until it has heard of the others, should it have been started
         anew: it would take whoever asks first for the only one.
         """
+        is_told = False
         while time.monotonic() < deadline and not self.is_closed:
             try:
                 self._client.heartbeat(self.id, timeout=timedelta(seconds=CONNECT_S))
             except (RuntimeError, TimeoutError):
+                if not is_told:
+                    logger.warning(
+                        "island %d: the lighthouse at %s does not answer, and the round waits for it: if it has ended, "
+                        "start `paceline lighthouse` there again.",
+                        *(self.island, self.lighthouse),
+                    )
+                    is_told = True
                 time.sleep(_PAUSE_S)
             else:
                 time.sleep(_SETTLE_S)
@@ -165,10 +174,12 @@ class Presence:
         for address in addresses:
             try:
                 host, port = split(address)
+                # A store that does not connect writes pages of C++ frames to stderr.
+                socket.create_connection((host, port), timeout=limit_s).close()
                 limit = timedelta(seconds=limit_s)
                 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
                 store.set(_CALLED.format(finished), "")
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 logger.info("island %d: %s does not hear that it is waited for (%s)", self.island, address, error)
 
 
