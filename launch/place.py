@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loads",
         metavar="FILE",
         required=True,
-        help="JSON: the load of each expert in each layer, [[expert 0, expert 1, …] of layer 0, …], in any unit",
+        help="JSON: the load of each expert in each layer, [[expert 0, expert 1, …] of layer 0, …], in any unit; or a "
+        "run's expert_loads.jsonl",
     )
     parser.add_argument("--devices", type=int, metavar="N", required=True, help="devices that share the experts")
     parser.add_argument(
@@ -148,8 +149,10 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _loads(path: str) -> list[list[float]]:
     from paceline.planning.experts import checked_loads
+    from paceline.report.expert_loads import latest
 
-    layers = read_json(path, "give a file with JSON, [[load per expert] per layer]")
+    is_log = path.endswith(".jsonl")
+    layers = latest(path) if is_log else read_json(path, "give a file with JSON, [[load per expert] per layer]")
     found: list[list[float]] = []
     with within(path):
         if isinstance(layers, dict):

@@ -98,7 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pipelines also without a flush (one_direction, multidirection), whose gradients are some updates late",
     )
     routing = parser.add_argument_group("routing of an MoE model; default: balanced")
-    routing.add_argument("--loads", metavar="FILE", help="JSON: [[tokens of each expert] of each MoE layer]")
+    routing.add_argument(
+        "--loads",
+        metavar="FILE",
+        help="JSON: [[tokens of each expert] of each MoE layer], or a run's expert_loads.jsonl",
+    )
     routing.add_argument("--rebalanced", action="store_true", help="experts are placed by --loads, not in order")
     routing.add_argument("--capacity-factor", type=float, metavar="C", help="an expert gets C times its share at most")
     routing.add_argument("--worst-routing", action="store_true", help="experts get what the gate permits at most")
@@ -268,6 +272,7 @@ def _workload(
     args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster, profile: Profile | None
 ) -> Workload:
     from paceline.hf.model_workload import workload_of
+    from paceline.report.expert_loads import latest
 
     if profile is None and not isfinite(cluster.flops_per_s):
         raise ValueError(
@@ -291,7 +296,7 @@ def _workload(
         return workload
     if not workload.num_experts:
         raise ValueError(f"--loads {args.loads}: {args.model} has no experts; drop it.")
-    values = _read_json("--loads", args.loads)
+    values = latest(args.loads) if args.loads.endswith(".jsonl") else _read_json("--loads", args.loads)
     with within(f"--loads {args.loads}"):
         loads = []
         for index, row in enumerate(values if isinstance(values, list) else [values]):

@@ -63,6 +63,21 @@ def test_copies(capsys, write):
     assert first[1]["placement"] == first[2]["placement"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_loads_of_a_run_are_those_of_its_last_planning(capsys, write):
+    """Lines of two stages, each with its own layers: of the model's layers 2, 9 and 10."""
+
+    def line(step, **loads):
+        placement = [[0, 1, 2, 3], [4, 5, 6, 7]]
+        layers = [{"name": f"layers.{n[1:]}.mlp", "loads": row, "placement": placement} for n, row in loads.items()]
+        return json.dumps({"step": step, "steps": 10, "layers": layers}) + "\n"
+
+    before = line(10, _2=[1] * 8, _10=[1] * 8) + line(10, _9=[5, 1, 1, 1, 1, 1, 1, 1])
+    log = write(before + line(20, _2=LOADS[0], _10=LOADS[2]) + line(20, _9=LOADS[1]), "expert_loads.jsonl")
+    assert answer(capsys, log, *EVEN) == answer(capsys, write(LOADS), *EVEN)
+    assert main(["place", "--loads", write("[[1]]\n", "none.jsonl"), "--devices", "1"]) == 2
+    assert "none.jsonl, line 1 is no window of expert loads" in capsys.readouterr().err
+
+
 def test_current(capsys, write):
     loads = write(LOADS)
     first = answer(capsys, loads, *EVEN, "--replicas", "1")

@@ -287,6 +287,12 @@ def test_loads_make_expert_parallelism_slower(plan: Any, tmp_path: Path) -> None
         return next(found["step_s"] for found in shown["plans"] if found["expert"] == 2)
 
     even, skewed = step_s([5, 5, 5, 5]), step_s([10, 8, 1, 1])
+    log = tmp_path / "expert_loads.jsonl"
+    layer = {"loads": [10, 8, 1, 1], "placement": [[0, 1], [2, 3]]}
+    layers = [{"name": f"layers.{index}.mlp", **layer} for index in range(4)]
+    log.write_text(json.dumps({"step": 10, "steps": 10, "layers": layers}) + "\n")
+    shown, _ = plan("mixtral", *CLUSTER, *STEP, "--loads", str(log), "--json")
+    assert next(found["step_s"] for found in shown["plans"] if found["expert"] == 2) == skewed
     assert even < step_s([10, 8, 1, 1], "--rebalanced") < skewed
     assert even < step_s([10, 8, 1, 1], "--capacity-factor", "1.2") < skewed
     shown, _ = plan("mixtral", *CLUSTER, *STEP, "--worst-routing", "--json")

@@ -7,6 +7,7 @@ evenly.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +105,17 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> dict[str, list[Window]]:
                     )
                 known[window.step] = window
     return {name: [known[step] for step in sorted(known)] for name, known in found.items()}
+
+
+def latest(path: str | os.PathLike[str]) -> list[list[float]]:
+    """Loads ``[layer][expert]`` of each layer's last window, layers in the model's order.
+
+    Raises:
+        ValueError: as :func:`read`.
+    """
+    layers = read([path])
+    names = sorted(layers, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    return [list(layers[name][-1].loads) for name in names]
 
 
 def changes(windows: Sequence[Window]) -> list[int]:
