@@ -20,7 +20,7 @@ Keys of the value, :data:`FORMAT` among them; what a run has no data for is null
 ``stages``          a row a re-planning: seconds of a forward and a backward, bytes of a message and of live activations
 ``links``           a row a re-planning: bytes a second and latency between neighbouring stages, and of each host; null
                     is faster than could be measured
-``experts``         a row a layer: how even the devices were at each rebalancing, and where the experts lie at last
+``experts``         a row a layer: how even the devices were at each rebalancing, and where experts lay before the last
 ``ranks``           a row a rank: what it holds, peak memory, where its time went
 ``islands``         a row a round: who took part, with what loss and weight, bytes sent, seconds waited
 ``natural``         a row a report: layers, updates, the share at the floor; the greatest change where it is limited
