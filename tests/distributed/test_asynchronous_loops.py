@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.meeting import Meet, come_together
+from paceline.comm.host_barrier import HostBarrier, wait_for_hosts
 from support.jobs import ds_config, model_config, step_batches
 from support.ranks import RankError, launch, run_ranks
 
@@ -69,20 +69,20 @@ def test_what_a_loop_does_between_steps_changes_nothing(habit: str) -> None:
 
 
 class DevicesWork:
-    """What a GPU has been given beside the computation and waits for: updates from when their ranks have met."""
+    """What a GPU has been given beside the computation and waits for: updates whose hosts are past their barrier."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._runs = False
         self.num_tasks = 0
 
-    def meeting(self, world: Any, device: torch.device) -> Meet:
-        """In place of :func:`paceline.comm.meeting.meeting`, on a CPU."""
-        return lambda group: self._leave_host(partial(come_together, world, group))
+    def host_barrier(self, world: Any, device: torch.device) -> HostBarrier:
+        """In place of :func:`paceline.comm.host_barrier.host_barrier`, on a CPU."""
+        return lambda group: self._leave_host(partial(wait_for_hosts, world, group))
 
-    def _leave_host(self, meet: Callable[[], None]) -> None:
+    def _leave_host(self, wait: Callable[[], None]) -> None:
         self._note(False)
-        meet()
+        wait()
         self._note(True)
 
     def run(self, queue: Any, task: Any) -> None:
@@ -110,7 +110,7 @@ class DevicesWork:
             self.run(queue, task)
 
         self._run, TaskQueue._run = TaskQueue._run, run  # type: ignore[method-assign]
-        assembly.meeting = self.meeting
+        assembly.host_barrier = self.host_barrier
 
 
 def waits_for_its_device() -> tuple[list[list[float]], int]:

@@ -7,7 +7,7 @@ the meantime go to other memory, which is taken only then.
 
 All collectives are issued in the order of a queue, by one thread: every rank of a group issues the same ones in the
 same order, whatever its model computes. They are the only ones of their groups while updates are under way, and begin
-when the hosts of all ranks have come to them (:mod:`paceline.comm.meeting`). On a GPU
+when the hosts of all ranks have come to them (:mod:`paceline.comm.host_barrier`). On a GPU
 the thread has a stream of its own: an update waits for the backwards that its gradients come from, what is computed
 with the new values waits for the update, and nothing else of the one waits for the other.
 """
@@ -97,7 +97,7 @@ class AsynchronousUpdates:
         self._gradients, self._rows, self._norm, self._outcome = gradients, rows, norm, outcome
         self._changes, self._layout = changes, layout
         self._divisor, self._communication_dtype = options.divisor, options.communication_dtype
-        self._meet, self._groups = options.meet, (options.group, options.model_group)
+        self._host_barrier, self._groups = options.host_barrier, (options.group, options.model_group)
         self._times, self._tasks = times, tasks
         ties = ((weight, group) for weight, group in options.ties() if layout.trains(weight))
         self._ties = {layout.index_of[weight]: (weight, group) for weight, group in ties}
@@ -214,7 +214,7 @@ class AsynchronousUpdates:
         under_way: deque[Sequence[Reduction]] = deque()
         ties = [self._ties[index][1] for taken in section for index in taken.views if index in self._ties]
         for group in dict.fromkeys([*ties, *(taken.buffers.part.domain.group for taken in section)]):
-            self._meet(group)
+            self._host_barrier(group)
         with self._tasks.times().transfer("gradients", sum(taken.memory.nbytes for taken in section)):
             for taken in section:
                 for index, view in taken.views.items():
@@ -231,7 +231,7 @@ class AsynchronousUpdates:
     def _make(self, update: _Update) -> None:
         """The new values of an update, out of its gradients; nothing if they, or the changes, are not finite."""
         for group in self._groups:
-            self._meet(group)
+            self._host_barrier(group)
         buckets = update.buckets
         gradients: list[Tensor | None] = [None] * len(self._layout.parameters)
         touched = [False] * len(self._layout.parameters)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.meeting import Meet
+from ..comm.host_barrier import HostBarrier
 from .buckets import Domain
 from .corrections import Corrections
 from .max_change import Limits
@@ -41,7 +41,7 @@ class StepOptions:
         corrections: of late gradients, where steps are taken beside the computation; None: ``step`` takes them.
         ties: weights of which another rank has a copy, and the two ranks. Asynchronous updates add up their gradients:
             such a weight is to be among those ``apart``, and in the section that completes last.
-        meet: called before collectives that are issued beside the computation, with the group that they are of.
+        host_barrier: called before collectives that are issued beside the computation, with their group.
     """
 
     group: Any = None
@@ -59,7 +59,7 @@ class StepOptions:
     device: torch.device | None = None
     corrections: Corrections | None = None
     ties: Callable[[], Iterable[tuple[nn.Parameter, Any]]] = tuple
-    meet: Meet = lambda group: None
+    host_barrier: HostBarrier = lambda group: None
 
     @property
     def is_asynchronous(self) -> bool:

@@ -22,7 +22,7 @@ from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
 from ..comm.groups import gloo_group
-from ..comm.meeting import meeting
+from ..comm.host_barrier import host_barrier
 from ..comm.staging import ranks_sharing, staging_for
 from ..comm.transport import TIMEOUT
 from ..hf.quantised import quantisation_of
@@ -243,7 +243,7 @@ def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> Shar
             spreads_experts=engine.shared_experts.groups.size > 1,
         )
     if options.is_asynchronous:
-        options = replace(options, meet=meeting(engine.control.world, torch.device(engine.device)))
+        options = replace(options, host_barrier=host_barrier(engine.control.world, torch.device(engine.device)))
     return ShardedOptimizer(basic, names, options, counts=counts, apart=apart)
 
 

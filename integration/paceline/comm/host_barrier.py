@@ -1,4 +1,4 @@
-"""Ranks that wait for each other on their hosts, before their GPUs do.
+"""Barriers of hosts before collectives of their GPUs.
 
 A GPU that has been given a collective waits for the GPUs of the other ranks, and its host may wait with it: memory is
 pinned, for one, when the GPU has done all that it was given, and no other thread reaches the GPU meanwhile. If another
@@ -19,22 +19,22 @@ from .transport import TIMEOUT
 TAG = 0x3EE7
 """Of these messages. Other messages in the same group have other tags."""
 
-Meet = Callable[[Any], None]
+HostBarrier = Callable[[Any], None]
 """Returns when all ranks of a process group have called it; None is a group of one."""
 
 
-def meeting(world: dist.ProcessGroup, device: torch.device) -> Meet:
+def host_barrier(world: dist.ProcessGroup, device: torch.device) -> HostBarrier:
     """For collectives on ``device`` that are issued beside what the model computes.
 
     Args:
-        world: gloo's group of all ranks. One thread of each rank meets others through it at a time.
+        world: gloo's group of all ranks. One thread of each rank has a barrier in it at a time.
     """
     if device.type == "cuda" and dist.get_backend() != "gloo":  # gloo's collectives leave the device alone
-        return partial(come_together, world)
+        return partial(wait_for_hosts, world)
     return lambda group: None
 
 
-def come_together(world: dist.ProcessGroup, group: dist.ProcessGroup | None) -> None:
+def wait_for_hosts(world: dist.ProcessGroup, group: dist.ProcessGroup | None) -> None:
     """Wait until all ranks of ``group`` have come here, through messages in ``world``.
 
     In round r each rank hears from the one 2ʳ before it, and so of twice as many as in the round before.
