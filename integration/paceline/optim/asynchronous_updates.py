@@ -7,9 +7,9 @@ the meantime go to other memory, which is taken only then.
 
 All collectives are issued in the order of a queue, by one thread: every rank of a group issues the same ones in the
 same order, whatever its model computes. They are the only ones of their groups while updates are under way, and begin
-when the hosts of all ranks have come to them (:mod:`paceline.comm.host_barrier`). On a GPU
-the thread has a stream of its own: an update waits for the backwards that its gradients come from, what is computed
-with the new values waits for the update, and nothing else of the one waits for the other.
+when the hosts of all ranks have come to them (:mod:`paceline.comm.host_barrier`). On a GPU the thread has a stream of
+its own: an update waits for the backwards that its gradients come from, what is computed with the new values waits for
+the update, and nothing else of the one waits for the other.
 """
 
 from __future__ import annotations
