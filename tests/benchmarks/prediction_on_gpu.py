@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def compared(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What is said of a case, what it is, and the ratio of both."""
+    """Predicted and measured figures of a case, and their ratios."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         model, measured = Path(folder, "model"), Path(folder, "measured")

@@ -69,7 +69,7 @@ def test_what_a_loop_does_between_steps_changes_nothing(habit: str) -> None:
 
 
 class DevicesWork:
-    """What a GPU has been given beside the computation and waits for: updates whose hosts are past their barrier."""
+    """Work of a GPU beside the computation that it waits for: updates whose hosts are past their barrier."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -11,7 +11,7 @@ from typing import Any
 from support.jobs import MICRO_BATCHES, ds_config
 
 Chances = dict[str, tuple[float, Sequence[Any]]]
-"""Of keys: how probable each is, and its values."""
+"""How probable each key is, and its values."""
 ASYNCHRONOUS = ("one_direction", "multidirection")
 FLUSHED = ("1f1b", "kfkb", "eager", "zbh1", "zbh2", "adaptive", "interleaved", "zbv", "generated", "multidirection")
 IN_CHUNKS = ("interleaved", "zbv", "generated")
@@ -99,7 +99,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks do, on both sides.
+    """A sequence that all ranks play, on both sides.
 
     Args:
         batches: kind of :func:`~support.jobs.step_batches`.

@@ -1,4 +1,4 @@
-"""What a rank does in a random sequence: each operation that is drawn, and what is compared in the end."""
+"""A rank's part in a random sequence: each operation that is drawn, and what is compared in the end."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def run(name: str, folder: Path, env: Mapping[str, str]) -> Side:
 
 
 def run_on_cpu(name: str, folder: Path) -> Side:
-    """What a capability gives on the CPU; tests of one :file:`run.py` that compare with the same share it."""
+    """Run a capability on the CPU; tests of one :file:`run.py` that compare with the same share it."""
     if SHARED is None:
         return run(name, folder, ON_CPU)
     kept = Path(SHARED, f"{name}.pt")

@@ -32,7 +32,7 @@ class Exchange:
     trained_until: int
     """Tokens that this island had trained on when it began."""
     indices: range
-    """Of the parameters in ``sent``: of a part, or of all where it does not count."""
+    """Numbers of the parameters in ``sent``: a part, or all where it does not count."""
     sent: list[Tensor] | None
     """On the first rank: what this island had when it began."""
     states: list[Tensor]

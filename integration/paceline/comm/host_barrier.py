@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .transport import TIMEOUT
 
 TAG = 0x3EE7
-"""Of these messages. Other messages in the same group have other tags."""
+"""Tag of these messages. Other messages in the same group have other tags."""
 
 HostBarrier = Callable[[Any], None]
 """Returns when all ranks of a process group have called it; None is a group of one."""

@@ -19,7 +19,7 @@ from ..planning.cluster import Cluster, Fabric
 from ..planning.gradient_costs import state_bytes_per_parameter
 
 MANY_BUCKETS = 16
-"""Of an optimizer's step that is measured on a GPU: 1.1 GB with gradients, masters and moments."""
+"""Buckets in an optimizer's step that is measured on a GPU: 1.1 GB with gradients, masters and moments."""
 
 
 def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: float) -> Cluster:

@@ -1,4 +1,4 @@
-"""What TrainingArguments, and accelerate's state that they make, must know of the ranks that have been started.
+"""TrainingArguments, and accelerate's state that they make, made to fit the ranks that have been started.
 
 Where there is no GPU, transformers counts several processes only with ``use_cpu=True``. Without it, every rank takes
 itself for rank 0 of one, although DeepSpeed's process group has been started with all of them. Where there is one,
@@ -42,6 +42,6 @@ def count_ranks(args: TrainingArguments) -> None:
 
 
 def match_backend() -> None:
-    """Have accelerate gather tensors as the process group can; it has two ways, and chooses by what it takes it for."""
+    """Tell accelerate that the process group is gloo's, if it is: it gathers GPU tensors in another way then."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         PartialState().backend = "gloo"
