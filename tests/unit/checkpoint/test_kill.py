@@ -35,7 +35,7 @@ def test_killed_at_random(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert told["in the middle"] > ROUNDS // 10, told  # or nothing has been shown
     assert told["progressed"] > ROUNDS // 10, told
-    assert told["last"] > told["progressed"]
+    assert told["last"] > told["progressed"], told  # some were killed after several saves
 
 
 def main(root: Path, rounds: int) -> None:
@@ -43,7 +43,7 @@ def main(root: Path, rounds: int) -> None:
     last = in_the_middle = progressed = 0
     longest_s = 0.1
     for number in range(20 * rounds):
-        if number >= rounds and min(in_the_middle, progressed) > rounds // 10:
+        if number >= rounds and min(in_the_middle, progressed) > rounds // 10 and last > progressed:
             break  # on a machine that is busy it takes more of them to show something
         ranks = [_start(root, rank, f"{number:08x}", last) for rank in range(2)]
         time.sleep(chance.uniform(0.0, longest_s))
@@ -56,7 +56,7 @@ def main(root: Path, rounds: int) -> None:
         reached = _checked(root)
         assert reached >= last, f"back from {last} to {reached}"
         progressed += reached > last
-        longest_s *= 0.8 if reached > last else 1.25  # about as long as a few saves take on this machine, now
+        longest_s *= 0.8 if reached > last else 1.5  # about as long as a few saves take on this machine, now
         last = reached
     print(json.dumps({"in the middle": in_the_middle, "progressed": progressed, "last": last}))
 
