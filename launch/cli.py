@@ -164,9 +164,9 @@ def _positive(text: str) -> int:
 
 
 def _check_config(args: argparse.Namespace) -> int:
-    from paceline.config import check_ds_config, open_autos, read_ds_config, resolve
-    from paceline.config.stage_counts import FEWEST_THAT_GO, STAGES, fewest_that_go, may_be_planned
-    from paceline.planning.divisors import divisors
+    from paceline.config import check_ds_config, open_autos, read_ds_config
+    from paceline.config.for_ranks import resolve_for_ranks
+    from paceline.config.stage_counts import FEWEST_THAT_GO, STAGES, may_be_planned
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
@@ -182,23 +182,7 @@ def _check_config(args: argparse.Namespace) -> int:
         batches = [key for key in shown["auto"] if key in config]
         if batches:
             print(f"paceline: {', '.join(batches)}: taken as left out; the command line decides.", file=sys.stderr)
-        settled = {key: value for key, value in config.items() if key not in batches}
-        num_layers = args.num_layers
-        resolved = fewest_that_go(
-            section,
-            settled,
-            lambda section: resolve(
-                settled,
-                world_size=args.world_size,
-                num_layers=num_layers,
-                num_items=num_layers + 2,
-                state_bytes=None,
-                device_bytes=None,
-                cpu=False,
-                section=section,
-            ),
-            divisors(args.world_size),
-        )
+        resolved = resolve_for_ranks(section, config, args.world_size, args.num_layers)
         names = ("stages", "data_parallel", "partition", "micro_batch_size", "micro_batches", "train_batch_size")
         shown["resolved"] = {name: getattr(resolved, name) for name in names}
         shown["resolved"]["repartition_every"] = resolved.partition_choice.repartition_every

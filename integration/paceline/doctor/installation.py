@@ -69,7 +69,7 @@ def look(output_dir: str = "", deepspeed: str = "", place: Place | None = None) 
         ],
     }
     if deepspeed:
-        checks["deepspeed JSON"] = lambda: config(deepspeed)
+        checks["deepspeed JSON"] = lambda: config(deepspeed, None if place is None else place.size)
     if place is None or place.local_rank == 0:
         checks |= {
             "patches": patches,
@@ -280,23 +280,35 @@ def disk(output_dir: str) -> Iterator[Finding]:
             yield Finding(OK, check, text)
 
 
-def config(path: str) -> Iterator[Finding]:
-    """A DeepSpeed JSON as ``paceline check-config`` reads it: its warnings, what is filled in later, or the error."""
-    from ..config import check_ds_config, open_autos, read_ds_config
+def config(path: str, world_size: int | None = None) -> Iterator[Finding]:
+    """A DeepSpeed JSON as ``paceline check-config`` reads it: its warnings, what is filled in later, or the error.
 
-    check, warnings = "deepspeed JSON", list[str]()
+    Args:
+        world_size: ranks of the job; that a JSON with a pipeline does not go with so many is a note, as a run may have
+            others. None: alone.
+    """
+    from ..config import check_ds_config, open_autos, read_ds_config
+    from ..config.for_ranks import resolve_for_ranks
+
+    check, notes, ranks = "deepspeed JSON", list[str](), ""
     try:
         found = read_ds_config(path)
-        section = check_ds_config(found, warnings.append)
+        section = check_ds_config(found, notes.append)
     except ValueError as error:
         why = " ".join(str(error).split())
         yield Finding(PROBLEM, check, why if path in why else f"{path}: {why}", f"correct {path}: {why}")
         return
-    for line in warnings:
+    if world_size is not None and "pipeline" in section.model_fields_set:
+        try:
+            plan = resolve_for_ranks(section, found, world_size)
+            ranks = f"; on {world_size} ranks: {plan.stages} stages, data-parallel size {plan.data_parallel}"
+        except ValueError as error:
+            notes.append(f"does not run on the {world_size} ranks of this job: {error}")
+    for line in notes:
         yield Finding(NOTE, check, line)
     shown = json.dumps(section.model_dump(mode="json", exclude_none=True))
     filled = f"; from the command line: {', '.join(autos)}" if (autos := open_autos(found)) else ""
-    yield Finding(OK, check, f'{path}: "paceline": {shown}{filled}')
+    yield Finding(OK, check, f'{path}: "paceline": {shown}{filled}{ranks}')
 
 
 def network() -> tuple[str, list[str], dict[str, list[str]]]:

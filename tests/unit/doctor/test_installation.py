@@ -263,6 +263,25 @@ def test_a_json_that_is_none(text: str | None, error: str, tmp_path: Path) -> No
     the_one(installation.config(str(path)), PROBLEM, "deepspeed JSON", error, f"correct {path}")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "text"),
+    [
+        (8, {"stages": 4}, "on 8 ranks: 4 stages, data-parallel size 2"),
+        (2, {"partition": [0, 4, 8]}, "on 2 ranks: 2 stages, data-parallel size 1"),
+        (6, {"stages": 4}, "does not run on the 6 ranks of this job: paceline.pipeline.stages is 4"),
+        (4, {"partition": [0, 3, 5, 8]}, "does not run on the 4 ranks of this job: "),
+    ],
+)
+def test_a_json_in_a_job(ranks: int, pipeline: dict[str, object], text: str, tmp_path: Path) -> None:
+    """Whether it goes with the job's ranks; what the command line fills in, or a model decides, stays open."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "paceline": {"pipeline": pipeline}}))
+    *notes, found = installation.config(str(path), ranks)
+    assert found.level == OK
+    assert [one.level for one in notes] == [NOTE] * text.startswith("does not")
+    assert text in [*notes, found][0].text
+
+
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 
 
