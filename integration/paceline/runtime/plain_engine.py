@@ -21,6 +21,7 @@ from ..optim.zero_max_change import FlatMaxChange
 from ..planning.tuning import DecisionLog
 from .natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 from .rate import check_scheduler_object
+from .trainers_checkpoints import refuse_pipelines_tag
 
 if TYPE_CHECKING:
     from ..moe.layer import ExpertLayer
@@ -221,8 +222,9 @@ class PlainEngine(DeepSpeedEngine):
         On another number of ranks natural gradients are those of another rank, and experts are spread anew.
 
         Raises:
-            ValueError: the optimizer's states cannot be spread anew.
+            ValueError: it is a checkpoint of a pipeline, or the optimizer's states cannot be spread anew.
         """
+        refuse_pipelines_tag(load_dir, tag)
         if self.averager is not None:
             self.averager.settle()  # or what a round brings would be added to what is loaded
         loads_all, experts = load_optimizer_states and not load_module_only, self.experts

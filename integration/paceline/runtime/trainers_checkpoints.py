@@ -11,6 +11,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import CheckpointError, complete_checkpoints, damaged_checkpoints
+from ..checkpoint.format import LATEST
 
 logger = logging.getLogger("paceline")
 
@@ -67,10 +68,27 @@ def refuse_pipelines(asked: str | bool | None, folder: Path) -> None:
     """
     path = next(iter(_newest_first(folder)), None) if asked is True else Path(asked) if asked else None
     if path is not None and complete_checkpoints(path):
-        raise ValueError(
-            f'{path} is a checkpoint of a pipeline, and this run has none: write "pipeline" into the "paceline" '
-            "section of the DeepSpeed JSON, or begin a new run with the model that is in it."
-        )
+        raise ValueError(_of_pipeline(path))
+
+
+def refuse_pipelines_tag(load_dir: str, tag: str | None) -> None:
+    """As :func:`refuse_pipelines`, by what DeepSpeed's ``load_checkpoint`` is given.
+
+    Raises:
+        ValueError: it is one.
+    """
+    folder, latest = Path(load_dir), Path(load_dir, LATEST)
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    if tag is not None and folder / str(tag) in complete_checkpoints(folder):
+        raise ValueError(_of_pipeline(folder / str(tag)))
+
+
+def _of_pipeline(path: Path) -> str:
+    return (
+        f'{path} is a checkpoint of a pipeline, and this run has none: write "pipeline" into the "paceline" section of '
+        "the DeepSpeed JSON, or begin a new run with the model that is in it (paceline export)."
+    )
 
 
 @contextmanager

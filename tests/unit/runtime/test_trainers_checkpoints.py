@@ -16,6 +16,7 @@ from paceline.runtime.trainers_checkpoints import (
     naming_the_one_before,
     newest_complete,
     refuse_pipelines,
+    refuse_pipelines_tag,
 )
 from support.saves import saved
 
@@ -79,6 +80,17 @@ def test_a_run_without_a_pipeline_refuses_what_it_cannot_read(tmp_path: Path) ->
             refuse_pipelines(asked, tmp_path)
     for harmless in (None, False, str(tmp_path / "checkpoint-2"), str(tmp_path / "nowhere")):
         refuse_pipelines(harmless, tmp_path)
+
+
+def test_an_engine_without_a_pipeline_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    (own,) = checkpoints_with_parts(tmp_path, 3)
+    (tag,) = (path.name for path in own.iterdir() if path.is_dir())
+    for asked in (None, tag):
+        with pytest.raises(ValueError, match=rf"{own / tag} is a checkpoint of a pipeline, .* write \"pipeline\" into"):
+            refuse_pipelines_tag(str(own), asked)
+    (own / "latest").write_text("global_step6")  # a run of DeepSpeed's own went on in the same folder
+    refuse_pipelines_tag(str(own), None)
+    refuse_pipelines_tag(str(tmp_path / "nowhere"), None)
 
 
 def test_a_folder_that_is_asked_for_is_complete(tmp_path: Path) -> None:
