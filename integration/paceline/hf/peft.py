@@ -65,6 +65,12 @@ class Adapters:
         """``"LORA"``, ``"IA3"``, …"""
         return str(getattr(self.config.peft_type, "value", self.config.peft_type))
 
+    @property
+    def scale(self) -> dict[str, object]:
+        """Options that say how much what the adapters have learned counts; weights of any other fit too."""
+        names = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")
+        return {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
+
 
 def is_peft_model(model: Any) -> bool:
     """Whether it is one of PEFT's wrappers around a model. Imports nothing."""

@@ -76,7 +76,7 @@ class Checkpointer:
 
     Args:
         control: between all ranks.
-        model: this rank's modules. What ``adapters`` it may have names the kind of adapters.
+        model: this rank's modules. What ``adapters`` it may have names the kind of adapters, and their ``scale``.
         optimizer: None where nothing trains.
         counters: of the run; saved, and set by :meth:`load`.
         world_size: ranks.
@@ -240,6 +240,7 @@ class Checkpointer:
             "model": {
                 "dtype": self._dtype_name(),
                 "adapter": self._adapter_name(),
+                "adapter_scale": self._adapter_scale(),
             },
         }
 
@@ -266,6 +267,10 @@ class Checkpointer:
     def _adapter_name(self) -> str | None:
         name: str | None = getattr(getattr(self._model, "adapters", None), "name", None)
         return name
+
+    def _adapter_scale(self) -> dict[str, object]:
+        scale: dict[str, object] = getattr(getattr(self._model, "adapters", None), "scale", {})
+        return scale
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -302,6 +307,7 @@ class Checkpointer:
             checkpoint.verify(self._control.rank, self._world_size)
             rank_states = [] if load_module_only else checkpoint.rank_states
         self._warn_of_dtype(checkpoint)
+        self._warn_of_scale(checkpoint)
         if not load_module_only:
             self._warn_of_batch(checkpoint)
         states = load_optimizer_states and not load_module_only and self._can_have_states(checkpoint)
@@ -342,6 +348,16 @@ class Checkpointer:
         saved, own = checkpoint.meta["model"]["dtype"], self._dtype_name()
         if self._is_first and saved != own:
             logger.warning("%s was trained in %s, this run goes on in %s", checkpoint.path, saved, own)
+
+    def _warn_of_scale(self, checkpoint: Checkpoint) -> None:
+        saved, own = checkpoint.meta["model"].get("adapter_scale", {}), self._adapter_scale()
+        for name in (name for name in own if name in saved and saved[name] != own[name]):
+            if self._is_first:
+                logger.warning(
+                    "%s was trained with %s %s of the adapters, this run goes on with %s: what they have learned "
+                    "counts more or less than before",
+                    *(checkpoint.path, name, saved[name], own[name]),
+                )
 
     def _check_all_have_a_place(self, checkpoint: Checkpoint, names: set[str], *, is_strict: bool) -> None:
         """Refuse, or tell of, tensors that no rank's model has: ``names`` are those of all.

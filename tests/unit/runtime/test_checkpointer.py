@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from paceline.checkpoint import CheckpointError
+from paceline.hf.peft import Adapters
 from paceline.optim.corrections import NUM_UPDATES, PREVIOUS_CHANGE, Corrections
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.runtime.checkpointer import Checkpointer
@@ -211,6 +213,21 @@ def test_another_global_batch_is_said(saved: tuple[Path, Job], caplog: pytest.Lo
         other = Job(shape=lambda size=size: {**SHAPE, "train_batch_size": size})
         other.checkpointer.load(root, "of-32")
         assert ("trained with 32 samples a step, this run goes on with 16" in caplog.text) == is_said
+
+
+def test_another_scale_of_adapters_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.model.adapters = adapters_of(16)
+    job.checkpointer.save(tmp_path, "of-16")
+    for alpha, is_said in ((16, False), (32, True)):
+        other = Job()
+        other.model.adapters = adapters_of(alpha)
+        other.checkpointer.load(tmp_path, "of-16")
+        assert ("trained with lora_alpha 16 of the adapters, this run goes on with 32" in caplog.text) == is_said
+
+
+def adapters_of(alpha: int) -> Adapters:
+    return Adapters(LoraConfig(r=4, lora_alpha=alpha, alpha_pattern={"q_proj": 8}), "default", (), ())
 
 
 def test_only_the_model_is_loaded(saved: tuple[Path, Job]) -> None:
