@@ -27,7 +27,7 @@ from paceline.optim.step_options import StepOptions
 from paceline.optim.step_outcome import MOST_SKIPPED, StepOutcome
 from paceline.optim.step_sums import GradientNorm, Passenger, ShardedMaxChange
 from paceline.optim.task_queue import TaskQueue
-from support.ranks import run_ranks
+from support.ranks import PATIENCE_S, run_ranks
 
 NUM_RANKS, RANK = 2, 1
 
@@ -410,15 +410,24 @@ def test_skipped_steps_end_training_unless_the_scale_is_looking_for_its_height()
 
 
 def test_a_thread_tells_the_waiting_clock_of_its_collectives() -> None:
-    clock, release = Clock(torch.device("cpu")), threading.Event()
+    begun, waits = threading.Event(), threading.Event()
+
+    class WaitsNow(Clock):
+        def now(self) -> Any:
+            moment = super().now()
+            waits.set()
+            return moment
+
+    clock = WaitsNow(torch.device("cpu"))
     tasks = TaskQueue(torch.device("cpu"), lambda: clock, has_thread=True)
 
     def run() -> None:
         with tasks.times().transfer("values", 8):
-            release.wait(10)
+            begun.set()
+            assert waits.wait(PATIENCE_S)
 
     task = tasks.put(run)
-    threading.Timer(1.0, release.set).start()
+    assert begun.wait(PATIENCE_S)
     tasks.wait(task)
     tasks.stop()
     spent = clock.read()
