@@ -20,6 +20,7 @@ from paceline.optim.buckets import Domain, DomainBucket
 from paceline.optim.corrections import Corrections
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.optim.step_options import StepOptions
+from support.ranks import PATIENCE_S
 from support.streams import Streams
 
 WIDTH = 4
@@ -140,7 +141,7 @@ def test_masters_are_apart_from_the_model(made, overlap) -> None:
         finish(optimizer)
     if overlap:
         for update in optimizer.updates.pending:
-            assert update.task.is_done.wait(10)
+            assert update.task.is_done.wait(PATIENCE_S)
         assert not any(torch.equal(owned.master, owned.parameter) for owned in optimizer.owned)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     gradients = torch.autograd.grad(module(data()).sum(), list(module.parameters()))
@@ -253,7 +254,7 @@ def test_waiting_is_idle_time(made, overlap) -> None:
     clock.is_asked.clear()
 
     def late() -> None:
-        assert not overlap or clock.is_asked.wait(10)
+        assert not overlap or clock.is_asked.wait(PATIENCE_S)
         time.sleep(0.02)
 
     optimizer.optimizer.on_step = late
@@ -274,7 +275,7 @@ def test_updates_have_a_stream_beside_the_computation(made, monkeypatch) -> None
     numbers = itertools.count()
 
     def reduce(*args: Any) -> list[Any]:
-        assert may_run.wait(60)
+        assert may_run.wait(PATIENCE_S)
         before["reduce"] = streams.issue("reduce")
         return []
 
@@ -308,7 +309,7 @@ def test_memory_is_given_back_after_updates_that_nobody_applies(made, monkeypatc
     optimizer.optimizer.on_step = lambda: streams.issue("update")
     module(data()).sum().backward()
     finish(optimizer)
-    optimizer.updates.pending[0].task.is_done.wait(60)
+    optimizer.updates.pending[0].task.is_done.wait(PATIENCE_S)
     optimizer.destroy()
     assert "update" in streams.issue("free")
 

@@ -11,6 +11,7 @@ import torch
 
 from paceline.optim import direct_exchange
 from paceline.optim.direct_exchange import AT_ONCE, DirectReduction, ReductionThread, publish_direct
+from support.ranks import PATIENCE_S
 
 SIZE = 3
 PARTS = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [0.1, 0.2, 0.3, 0.4, 0.5], [1e8, -1e8, 1e8, -1e8, 1e8]])
@@ -83,7 +84,7 @@ def test_a_few_at_a_time_and_in_order() -> None:
     reductions = [thread.put(lambda number=number: begin(number)) for number in range(len(there))]
     first.set()
     block.finish()
-    assert both.wait(10)
+    assert both.wait(PATIENCE_S)
     assert begun == list(range(AT_ONCE))
     for number, event in enumerate(there):
         assert not reductions[number].is_there()
