@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.comm import transport
 from paceline.comm.shapes import Shapes, Value, meta_of
 from paceline.comm.transport import Lane, _Batch, _Message, lanes_of
+from support.ranks import PATIENCE_S
 
 CPU = torch.device("cpu")
 
@@ -239,13 +240,17 @@ def test_a_small_message_does_not_overtake_a_large_one(wire: Wire) -> None:
     assert [work.tensor[0].item() for work in wire.sent] == [0, 1, 2, 3, 4, 5]
 
 
-def test_closing_a_lane_delivers_what_was_sent(wire: Wire) -> None:
+def test_closing_a_lane_delivers_what_was_sent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = lane(True, "free")
     sender.at_once_bytes = -1
-    wire.delay_s = 0.2
+    is_closing = threading.Event()
+    isend, see_to_sent = wire.isend, sender.see_to_sent
+    monkeypatch.setattr(wire, "isend", lambda *args, **options: is_closing.wait(PATIENCE_S) and isend(*args, **options))
     for number in range(5):
         sender.send(number, "a", torch.full((2,), float(number)))
-    assert len(sender.records) < 5
+    assert not sender.records
+    monkeypatch.setattr(sender, "see_to_sent", lambda: is_closing.set() or see_to_sent())  # as it begins
+    wire.delay_s = 0.2
     sender.close()
     assert [record.micro_batch for record in sender.records] == [0, 1, 2, 3, 4]
     assert all(work.completed for work in wire.sent)
