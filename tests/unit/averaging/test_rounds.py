@@ -55,7 +55,7 @@ def member(told: Report, name: str = "", host: str = "127.0.0.1") -> Any:
 
 
 def islands(lighthouse: Lighthouse, **options: Any) -> Islands:
-    given = {"min_islands": 1, "timeout_s": 5.0, **options}
+    given = {"min_islands": 1, "timeout_s": 600.0, **options}
     return Islands("a:1", 0, join=lambda *args: lighthouse, **given)  # type: ignore[arg-type,return-value]
 
 
@@ -79,7 +79,7 @@ def test_an_island_alone_keeps_what_it_has() -> None:
 
 def test_a_round_waits_for_enough_islands() -> None:
     lighthouse = Lighthouse([], [], [member(report(1, trained=0))])
-    each = islands(lighthouse, min_islands=2, timeout_s=600.0)
+    each = islands(lighthouse, min_islands=2)
     found = each.round(report(0, trained=0), [torch.ones(2)])
     assert found.attempts == 3
     assert found.tensors is None, "nobody has trained"
@@ -95,7 +95,7 @@ def test_a_lighthouse_that_fails_is_asked_again_until_the_time_is_over() -> None
     lighthouse = Lighthouse(TimeoutError())
     each = islands(lighthouse)
     with pytest.raises(
-        TimeoutError, match=r"round 2 .* after 5 s .*fewer than min_islands .*smaller.* raise averaging\.timeout_s"
+        TimeoutError, match=r"round 2 .* after 600 s .*fewer than min_islands .*smaller.* raise averaging\.timeout_s"
     ):
         each.round(report(0), [])
     assert lighthouse.is_closed
