@@ -24,7 +24,7 @@ def lock(folder: Path, name: str, age_s: float) -> Path:
 def test_who_waits_for_ever_is_told_what_to_remove(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, held, young = lock(tmp_path, "a", 7000), lock(tmp_path, "b", 7000), lock(tmp_path, "c", -5)
+    left, held, young = lock(tmp_path, "a", 7000), lock(tmp_path, "b", 7000), lock(tmp_path, "c", -7000)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     warn_of_locks.cache_clear()
     with caplog.at_level(logging.WARNING, logger="paceline"), held.open():  # as a build has its own
