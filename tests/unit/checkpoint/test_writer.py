@@ -26,7 +26,15 @@ from paceline.checkpoint import (
 )
 from paceline.checkpoint import publish as publishing
 from paceline.checkpoint.publish import Save, reported
+from support.ranks import PATIENCE_S
 from support.saves import Ranks, filled, saved, small_file_system
+
+
+@pytest.fixture(autouse=True)
+def _disk_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for what rank 0 says however long that takes to get to the disk."""
+    for limit in ("VERDICT_MARGIN_S", "VERDICT_DELAY_S"):
+        monkeypatch.setattr(publishing, limit, PATIENCE_S)
 
 
 def hidden(root: Path) -> list[str]:
@@ -81,7 +89,7 @@ def test_save_returns_long_before_the_files_are_there(tmp_path: Path) -> None:
     """The files callback stands for a slow disk; a second save waits for the first."""
     go = threading.Event()
     writer = CheckpointWriter(rank=0, world_size=1, run=new_run())
-    writer.save(tmp_path, "checkpoint-1", filled(1.0, 1)[0], files=lambda draft: go.wait(60) and None)
+    writer.save(tmp_path, "checkpoint-1", filled(1.0, 1)[0], files=lambda draft: go.wait(PATIENCE_S) and None)
     assert writer.busy
     assert writer.poll() is None
     assert latest_checkpoint(tmp_path) is None
@@ -90,7 +98,7 @@ def test_save_returns_long_before_the_files_are_there(tmp_path: Path) -> None:
     second.join(0.2)
     assert second.is_alive()
     go.set()
-    second.join(60)
+    second.join()
     writer.close()
     assert complete_checkpoints(tmp_path) == [tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"]
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
@@ -258,8 +266,12 @@ def test_a_state_that_cannot_be_saved_is_told_on_the_other_rank(tmp_path: Path, 
 def test_a_rank_that_does_nothing(tmp_path: Path) -> None:
     """Both ranks that wait are told which one it was, after the limit."""
     ranks = Ranks(3, time_limit_s=3.0)
-    for writer in ranks.writers[:2]:
-        writer.save(tmp_path, "checkpoint-1", filled(1.0, 3)[writer.rank])
+    done = tmp_path / f".checkpoint-1.{ranks.writers[0].run}-1.draft" / "rank_00001.done"
+    ranks.writers[1].save(tmp_path, "checkpoint-1", filled(1.0, 3)[1])
+    while not done.exists():  # a slow disk may take longer than rank 0 waits
+        assert ranks.writers[1].busy
+        time.sleep(0.01)
+    ranks.writers[0].save(tmp_path, "checkpoint-1", filled(1.0, 3)[0])
     errors = ranks.wait()
     assert errors[2] is None
     for error in errors[:2]:
