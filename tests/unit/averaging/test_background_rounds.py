@@ -14,6 +14,7 @@ from paceline.averaging.background_rounds import BackgroundRounds
 from paceline.averaging.rounds import Left, Outcome
 from paceline.averaging.rules import Report
 from paceline.comm.control import is_shared
+from support.ranks import PATIENCE_S
 
 REPORT = Report(0, 1, 0.0, 2.0, 100, True, 0, 100)
 
@@ -126,13 +127,13 @@ def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
 
     def act() -> Outcome:
         begun.set()
-        assert holding.wait(60)
+        assert holding.wait(PATIENCE_S)
         return outcome()
 
     connection = Connection(act)
     rounds = rounds_of(connection, stops=begun.is_set)
     rounds.begin(REPORT, [])
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_S)
     assert rounds.wait(must_succeed=True) is None
     assert connection.is_closed.is_set()
     holding.set()

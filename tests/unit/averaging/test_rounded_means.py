@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.averaging import rounded_means
 from paceline.averaging.rounded_means import ROW, Residuals, Rounded, rounded_mean
 from paceline.comm.formats import FORMATS
+from support.ranks import PATIENCE_S
 
 SHAPES = ((3, 700), (5,), (2500,))
 
@@ -21,7 +22,7 @@ class Meeting:
     """Islands that are threads."""
 
     def __init__(self, size: int) -> None:
-        self.size, self._barrier, self._sent = size, threading.Barrier(size, timeout=60), dict[int, Tensor]()
+        self.size, self._barrier, self._sent = size, threading.Barrier(size, timeout=PATIENCE_S), dict[int, Tensor]()
 
     def member(self, mine: int) -> Any:
         meeting = self
@@ -49,7 +50,7 @@ def together(size: int, act: Callable[[int, Any], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert None not in found
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm import loss_sums as losses
 from paceline.comm.loss_sums import SummedLosses
-from support.ranks import run_ranks
+from support.ranks import PATIENCE_S, run_ranks
 
 
 class Device:
@@ -23,7 +23,7 @@ class Device:
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         def wait() -> None:
-            assert self.is_there.wait(60)
+            assert self.is_there.wait(PATIENCE_S)
 
         return tensor.clone(), wait
 

@@ -9,6 +9,7 @@ import torch
 
 from paceline.optim import singular_values as module
 from paceline.optim.singular_values import Beside, decompose, singular
+from support.ranks import PATIENCE_S
 
 SHAPES = [(1, 1), (1, 7), (4, 4), (5, 30), (3, 5, 30)]
 
@@ -44,7 +45,7 @@ def test_what_waits_is_decomposed_together_by_shape(monkeypatch: pytest.MonkeyPa
     beside._thread.submit(barrier.wait)
     matrices = [matrix_of(6, 20 + seed % 2, seed=seed) for seed in range(5)] + [matrix_of(4, 20)]
     results = [beside(matrix) for matrix in matrices]
-    barrier.wait(60)
+    barrier.wait(PATIENCE_S)
     found = [result() for result in results]
     assert asked == [(5, 6, 6), (1, 4, 4)]
     for matrix, both in zip(matrices, found, strict=True):
@@ -80,5 +81,5 @@ def test_nobody_waits_who_does_not_ask() -> None:
     beside, barrier = Beside(torch.device("cpu")), Barrier(2)
     beside._thread.submit(barrier.wait)
     result = beside(matrix_of(3, 8))
-    barrier.wait(60)
+    barrier.wait(PATIENCE_S)
     assert torch.equal(result()[0], decompose(matrix_of(3, 8))[0])

@@ -25,6 +25,7 @@ from paceline.schedules import Schedule, families
 from paceline.schedules.directions import routes
 from paceline.schedules.lower import FLUSHED_UPDATE, LOAD, RUN_BACKWARD, Op, lower
 from paceline.schedules.schedule import BACKWARD, Action, backward, backward_input, backward_weight, forward
+from support.ranks import PATIENCE_S
 
 WIDTH, MICRO_BATCHES = 3, 8
 
@@ -107,7 +108,7 @@ class QueueLane:
     def receive(self, number: int) -> Tensor:
         self.posted.remove(number)
         while number not in self.here:
-            other, value = self.queue.get(timeout=60)
+            other, value = self.queue.get(timeout=PATIENCE_S)
             self.here[other] = value
         return self.here.pop(number)
 
@@ -195,7 +196,7 @@ def train(schedule: Schedule, order: str) -> tuple[list[list[list[nn.Linear]]], 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join()
     assert not errors
     return found, ended, executors
 
