@@ -99,8 +99,9 @@ def reported(save: Save, error: Exception) -> str:
 def refuse(save: Save, cause: str) -> None:
     """After a failure: say so to the other ranks and leave nothing of the draft."""
     if save.rank == 0:
-        shutil.rmtree(save.draft, ignore_errors=True)
+        shutil.rmtree(save.draft, ignore_errors=True)  # first: the verdict may need the room
         _say(save.verdict, cause)
+        shutil.rmtree(save.draft, ignore_errors=True)  # another rank may have told its own failure there meanwhile
     elif save.verdict.exists():
         discard(save)
         with contextlib.suppress(OSError):

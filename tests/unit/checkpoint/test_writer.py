@@ -25,7 +25,7 @@ from paceline.checkpoint import (
     new_run,
 )
 from paceline.checkpoint import publish as publishing
-from paceline.checkpoint.publish import Save, reported
+from paceline.checkpoint.publish import Save, refuse, reported
 from support.ranks import PATIENCE_S
 from support.saves import Ranks, filled, saved, small_file_system
 
@@ -348,3 +348,20 @@ def test_a_file_that_vanishes_while_rank_0_deletes_the_draft_is_no_cause(tmp_pat
     vanished = FileNotFoundError(2, "No such file or directory", str(save.draft / "rank_00002.done.tmp"))
     assert reported(save, vanished) == "rank 1: no room"
     speaking.join()
+
+
+def test_a_rank_that_fails_as_rank_0_refuses_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both run out of space: the other tells its failure after the draft was deleted, before the verdict is there."""
+    saves = [Save(tmp_path, "checkpoint-2", "run", 1, rank=rank, world_size=2, time_limit_s=60.0) for rank in range(2)]
+    say = publishing._say
+
+    def other_first(path: Path, cause: str) -> None:
+        monkeypatch.setattr(publishing, "_say", say)
+        saves[1].draft.mkdir()
+        refuse(saves[1], "rank 1: no room")
+        assert hidden(tmp_path) == [saves[1].draft.name]
+        say(path, cause)
+
+    monkeypatch.setattr(publishing, "_say", other_first)
+    refuse(saves[0], "rank 0: no room")
+    assert hidden(tmp_path) == [saves[0].verdict.name]
