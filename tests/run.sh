@@ -11,7 +11,6 @@ SIDE_BY_SIDE=(-n 3 --dist worksteal) # some wait, for ranks or limits of time, a
 LOWEST_TESTS=(
   tests/parity
   tests/unit/hf
-  tests/unit/data
   "tests/distributed/test_ds_configs.py::test_config_runs[pp2]"
   "tests/distributed/test_ds_configs.py::test_config_runs[pp2_ep2]"
   "tests/distributed/test_ds_configs.py::test_config_runs[pp4_multidirection]"
