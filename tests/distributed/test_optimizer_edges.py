@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def mishaps(root: str) -> dict[str, str]:
     notice, writer.wait_until_published = writer.wait_until_published, wait_until_published  # rank 1 is slow to notice
     engine.save_checkpoint(root, tag="bad", wait=False, files=write_files)
     try:
-        for step in range(1, 2000):
+        for step in count(1):  # a disk may take as long as many steps
             train(engine, step, step + 1)
     except ValueError as error:
         said["background"] = str(error)
