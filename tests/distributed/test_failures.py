@@ -170,6 +170,7 @@ def misfortune(what: str) -> None:
     deepspeed.init_distributed("gloo")
     WATCH.start(LIMIT_S)
     rank, WATCH.step = int(os.environ["RANK"]), AT_STEP
+    store = torch.distributed.distributed_c10d._get_default_store()
     torch.distributed.barrier()  # one that goes while another still connects is another misfortune
     if what == "interrupted":  # Ctrl-C goes to all
         with Preemption(interrupt=True, tell=_stop_all):
@@ -188,11 +189,12 @@ def misfortune(what: str) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         end_process(1)
     if what == "killed" and rank == 1:
-        time.sleep(1)
+        store.wait(["waits0", "waits2"])
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "in a circle" or (what == "killed" and rank != 1):
         peer = (rank + 1) % 3
         WATCH.doing(f"receiving from stage {peer}", peer)
+        store.set(f"waits{rank}", "")
         wait_in_c()
     try:
         if what == "long" and rank == 0:
