@@ -367,7 +367,7 @@ def has_an_accident(what: str) -> None:
     from paceline.moe import moving
     from paceline.planning.experts import Placement
 
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=20))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
     layer = stacked_layer(dist.group.WORLD, torch.float32)
     states = moving.states_of(SimpleNamespace(optimizer=None, zero_optimization_stage=lambda: 0))
     if dist.get_rank() == 1:
