@@ -21,8 +21,10 @@ from support.accidents import Running, accident
 from support.ranks import launch, run_ranks
 
 CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "pp2.json"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 """More than ranks that are well need on a machine that is busy."""
+PATIENT = ["--timeout", "600"]
+"""Where all are well: ranks may take minutes to start."""
 
 
 def look(args: list[str], of_rank: dict[int, dict[str, str]] | None = None, folders: list[str] | None = None) -> Any:
@@ -51,7 +53,8 @@ def problems(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_ranks_that_are_well(tmp_path: Path) -> None:
     """Three: an odd number of ranks has links that are tried one after the other."""
     output = tmp_path / "new" / "output"
-    (status, text), *others = run_ranks(look, 3, ["--json", "--output_dir", str(output), "--deepspeed", str(CONFIG)])
+    args = ["--json", "--output_dir", str(output), "--deepspeed", str(CONFIG), *PATIENT]
+    (status, text), *others = run_ranks(look, 3, args)
     assert others == [(0, ""), (0, "")]
     report = json.loads(text)
     assert status == 0, report["to_fix"]
@@ -74,7 +77,8 @@ def test_text_differences_and_a_folder_that_is_not_shared(tmp_path: Path) -> Non
     for folder in folders:
         folder.mkdir()
     own = {1: {"NCCL_P2P_DISABLE": "1", "HF_HUB_OFFLINE": "0"}}
-    (status, text), (other, nothing) = run_ranks(look, 2, ["--output_dir", "out"], own, [str(f) for f in folders])
+    args = ["--output_dir", "out", *PATIENT]
+    (status, text), (other, nothing) = run_ranks(look, 2, args, own, [str(f) for f in folders])
     assert (status, other, nothing) == (1, 1, "")
     lines = text.splitlines()
     assert lines[0].split()[:4] == ["rank", "host", "device", "python"]
@@ -92,8 +96,7 @@ def test_text_differences_and_a_folder_that_is_not_shared(tmp_path: Path) -> Non
 
 @pytest.mark.launcher
 def test_as_users_start_it(tmp_path: Path) -> None:
-    patient = ["--timeout", "600"]  # also where ranks take minutes to start
-    done = launch(["--module", "paceline.launch.doctor", "--json", "--output_dir", str(tmp_path), *patient], 2)
+    done = launch(["--module", "paceline.launch.doctor", "--json", "--output_dir", str(tmp_path), *PATIENT], 2)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = json.loads(line)
@@ -237,7 +240,8 @@ def test_rank_0_does_not_come(capfd: pytest.CaptureFixture[str]) -> None:
 def test_hosts_with_limited_links() -> None:
     """The limit is found, and hosts are told apart though they have one name."""
     with Hosts(2, mbit=80) as hosts:
-        out, other = hosts.run([sys.executable, "-m", "paceline.launch.doctor", "--json"], timeout=runner.PATIENCE_S)
+        command = [sys.executable, "-m", "paceline.launch.doctor", "--json", *PATIENT]
+        out, other = hosts.run(command, timeout=runner.PATIENCE_S)
     assert "{" not in other
     (line,) = [line for line in out.splitlines() if line.startswith("{")]
     report = json.loads(line)
