@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.control import Gather
+from ..comm.groups import gloo_group
+from ..comm.staging import ranks_sharing
+from ..comm.transport import TIMEOUT
+from ..measure.device_memory import room_bytes
 from ..planning.experts import Placement
 from ..state.values_ahead import ValuesAhead
 from .expert_ranges import Route, routes
@@ -41,6 +45,32 @@ class BesideSteps(NamedTuple):
     settle: Callable[[], None]
     has_room: Callable[[int], bool]
     disturb: Callable[[], None]
+
+    @classmethod
+    def of_ranks(
+        cls,
+        gather: Gather,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        expect: Callable[[Callable[[], None]], None],
+        settle: Callable[[], None],
+        disturb: Callable[[], None] = lambda: None,
+    ) -> BesideSteps:
+        """With a new group of the ranks of ``group``, and the room that ``device`` has. Collective over the job.
+
+        Args:
+            gather: over the job.
+            group: the ranks that move experts together; None for all.
+        """
+        own = dist.get_process_group_ranks(group)
+        groups = {tuple(ranks): gloo_group(ranks, TIMEOUT) for ranks in sorted(set(map(tuple, gather(own))))}
+        sharing = ranks_sharing(device)
+
+        def has_room(num_bytes: int) -> bool:
+            return num_bytes <= room_bytes(device, sharing)
+
+        return cls(groups[tuple(own)], expect, settle, has_room, disturb)
 
 
 class ExpertsAhead(ValuesAhead):

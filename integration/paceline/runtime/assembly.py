@@ -21,13 +21,10 @@ from torch import nn
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
-from ..comm.groups import gloo_group
 from ..comm.host_barrier import host_barrier
-from ..comm.staging import ranks_sharing, staging_for
-from ..comm.transport import TIMEOUT
+from ..comm.staging import staging_for
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
-from ..measure.device_memory import room_bytes
 from ..moe.experts_ahead import BesideSteps
 from ..moe.moving import states_of
 from ..moe.stage_agreement import Stages
@@ -335,21 +332,16 @@ def _beside_steps(engine: PacelineEngine, group: torch.distributed.ProcessGroup 
     optimizer = engine.optimizer
     if not isinstance(optimizer, ShardedOptimizer) or not optimizer.may_wait_for_states:
         return None
-    own = torch.distributed.get_process_group_ranks(group)
-    groups = {tuple(ranks): gloo_group(ranks, TIMEOUT) for ranks in sorted(set(map(tuple, engine.control.gather(own))))}
-    device = torch.device(engine.device)
-    sharing = ranks_sharing(device)
 
     def disturb() -> None:
         measurements = None if engine.controller is None else engine.controller.measurements
         if isinstance(measurements, PipelineMeasurements):
             measurements.disturb_next()
 
-    return BesideSteps(
-        groups[tuple(own)],
+    return BesideSteps.of_ranks(
+        *(engine.control.gather, group, torch.device(engine.device)),
         expect=optimizer.expect_states,
         settle=optimizer.settle_states,
-        has_room=lambda num_bytes: num_bytes <= room_bytes(device, sharing),
         disturb=disturb,
     )
 

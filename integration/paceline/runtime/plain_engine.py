@@ -76,7 +76,9 @@ class PlainEngine(DeepSpeedEngine):
         if plan.moe is not None:
             from .plain_expert_part import PlainExperts
 
-            self.experts = PlainExperts(self, plan.moe, self.decisions)
+            groups = groups_here()
+            self.experts = PlainExperts(self, plan.moe, self.decisions, self.control.gather)
+            end_with(self, groups)
 
     @property
     def expert_layers(self) -> Mapping[str, ExpertLayer]:
@@ -122,6 +124,8 @@ class PlainEngine(DeepSpeedEngine):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self.averager is not None:  # of a loop that calls the module itself
             self.averager.join(self.global_steps)
+        if self.experts is not None:
+            self.experts.settle()
         if self._max_change is not None:
             self._max_change.before()
         super()._take_model_step(*args, **kwargs)
@@ -152,6 +156,8 @@ class PlainEngine(DeepSpeedEngine):
         """As DeepSpeed's."""
         if self.averager is not None:
             self.averager.close()
+        if self.experts is not None:
+            self.experts.close()
         super().destroy()
 
     def finish_averaging(self, held_out_loss: Callable[[], float] | None = None) -> None:

@@ -15,11 +15,14 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ..comm.control import Gather
 from ..config import exclusion
 from ..config.expert_choice import MoeChoice
 from ..config.section import SECTION, value_at
 from ..moe.auto_ep import RebalancedAutoEPLayer
 from ..moe.deepspeed_moe import RebalancedMOELayer
+from ..moe.experts_ahead import BesideSteps
+from ..moe.late_states import LateStates
 from ..moe.layer import ExpertLayer
 from ..moe.moving import states_of
 from ..moe.rebalancer import Rebalancer
@@ -42,6 +45,7 @@ class PlainExperts:
     Args:
         engine: DeepSpeed's, with its optimizer.
         decided: gets the decisions.
+        gather: over the job.
 
     Attributes:
         layers: by the name of the module, those whose experts can move.
@@ -51,7 +55,7 @@ class PlainExperts:
         ValueError: on every rank: experts cannot move with this config or in this model.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, section: MoeChoice, decided: DecisionLog) -> None:
+    def __init__(self, engine: DeepSpeedEngine, section: MoeChoice, decided: DecisionLog, gather: Gather) -> None:
         if engine.sequence_parallel_size > 1:
             size = f"the sequence-parallel size is {engine.sequence_parallel_size}"
             raise ValueError(exclusion("moe", "sequence parallelism").message("paceline.moe is there", size))
@@ -59,10 +63,18 @@ class PlainExperts:
         self.rebalancer: Rebalancer | None = None
         self.controller: Controller | None = None
         self.layers = take_over(engine.module, section, self._is_last_backward)
+        self._late: LateStates | None = None
         if self.layers:
             layers = list(self.layers.values())
+            states, group, device, beside = states_of(engine), engine.data_parallel_group, layers[0].device, None
+            if device.type == "cpu" and engine.optimizer is not None:  # on GPUs it was never tried
+                parts = (part for layer in layers for slot in range(layer.num_slots) for part in layer.parts(slot))
+                self._late = LateStates(engine.optimizer, {part.parameter: None for part in parts})
+                states = self._late.settled(states)
+                expect, settle = self._late.expect, self._late.settle
+                beside = BesideSteps.of_ranks(gather, group, device, expect=expect, settle=settle)
             self.rebalancer, self.controller = expert_controller(
-                *(layers, states_of(engine), engine.data_parallel_group, layers[0].device, section, decided)
+                *(layers, states, group, device, section, decided), beside=beside
             )
         elif dist.get_rank() == 0:
             logger.warning(
@@ -79,6 +91,16 @@ class PlainExperts:
         known = engine.managed_gradient_accumulation() and not engine.inside_no_sync_ctxt
         reduces_each = engine.zero_optimization_partition_gradients()
         return bool(not known or reduces_each or engine.is_gradient_accumulation_boundary())
+
+    def settle(self) -> None:
+        """Wait for masters and states of experts that have moved; before each step of the optimizer."""
+        if self._late is not None:
+            self._late.settle()
+
+    def close(self) -> None:
+        """End what is on its way. The ranks need not call it together."""
+        if self.rebalancer is not None:
+            self.rebalancer.close()
 
     def after_step(self) -> None:
         """After a step of the optimizer, taken or skipped, experts may move. Collective."""
@@ -98,7 +120,8 @@ class PlainExperts:
         """Move experts so that the named layers have these placements. Between two steps, on all ranks.
 
         Returns:
-            ``moved`` experts, ``num_bytes`` that the busiest rank sent or received, ``seconds``.
+            ``moved`` experts, ``num_bytes`` that the busiest rank sends or receives, of these ``paused_bytes`` while
+            training stood still, for ``seconds``; ``transfer_s`` of the slowest rank is that exchange.
 
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
@@ -120,6 +143,7 @@ class PlainExperts:
             yield
             return
         with self.rebalancer.in_order():
+            self.settle()
             yield
 
     def saved_with(self, client_state: Mapping[str, object] | None) -> dict[str, object]:

@@ -1,0 +1,65 @@
+"""Masters and states of experts that come beside the next step of DeepSpeed's own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .wrapper_states import StatePart, States
+
+READERS = ("state_dict", "load_state_dict", "refresh_fp32_params")
+"""Methods of DeepSpeed's optimizers, between two steps, that look at masters and states."""
+
+READERS_OF_PARAMETER = ("get_full_hp_param", "set_full_hp_param")
+"""What ``deepspeed.utils.safe_get_full_fp32_param`` and its like call."""
+
+
+class LateStates:
+    """What is on its way to this rank, and who waits for it. Nothing here is collective.
+
+    The engine has to call :meth:`settle` before each step of the optimizer. Whoever reads the optimizer's tensors
+    themselves between two steps finds experts that have just moved half-way.
+
+    Args:
+        optimizer: DeepSpeed's; its methods that look at masters and states wait first, from now on.
+        parameters: of the experts; the same.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+        self._arrive: Callable[[], None] | None = None
+        readers = [(optimizer, READERS), *((parameter, READERS_OF_PARAMETER) for parameter in parameters)]
+        for owner, names in readers:
+            for name in names:
+                if (read := getattr(owner, name, None)) is not None:
+                    setattr(owner, name, partial(self._settled, read))
+
+    def expect(self, arrive: Callable[[], None]) -> None:
+        """Have ``arrive`` called before anybody looks."""
+        self.settle()
+        self._arrive = arrive
+
+    def settle(self) -> None:
+        """Wait for what is on its way, if anything is.
+
+        Raises:
+            PeerError: a rank was lost.
+        """
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+
+    def settled(self, states: States) -> States:
+        """The same ``states``, which wait first."""
+
+        def waiting(parameter: nn.Parameter) -> Sequence[StatePart]:
+            self.settle()
+            return states(parameter)
+
+        return waiting
+
+    def _settled(self, read: Callable[..., object], *args: object, **kwargs: object) -> object:
+        self.settle()
+        return read(*args, **kwargs)
