@@ -3,9 +3,10 @@
     python tests/benchmarks/migration_pause.py [--mbit 100] [--hidden 512] [--rate 1e-5] [--rounds 3]
 
 Needs root (tests/lab). Two hosts train a Llama of two stages, of which one decoder layer moves there and back; or a
-Mixtral whose experts they share, of which two change places. Weights are sent when they move, or beside the steps
-before (``engine.prepare_repartition``, ``prepare_experts``), and what these changed follows. Masters and moments come
-beside the next step. With all weights trained in fp32 or bf16, and with LoRA. Computing and sockets are real.
+Mixtral whose experts they share, of which two change places (``plain``: without a pipeline, under ZeRO 1). Weights are
+sent when they move, or beside the steps before (``engine.prepare_repartition``, ``prepare_experts``), and what these
+changed follows. Masters and moments come beside the next step. With all weights trained in fp32 or bf16, and with LoRA.
+Computing and sockets are real.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lab.hosts import Hosts, available
 from lab.transfer import PAYLOAD_SHARE
 
 LENGTH, MICRO_BATCH, LAYERS = 64, 1, 4
-KINDS = ("fp32", "bf16", "lora", "experts", "experts-bf16")
+KINDS = ("fp32", "bf16", "lora", "experts", "experts-bf16", "plain-experts", "plain-experts-bf16")
 WAYS = ("at once", "ahead")
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child is not None:
         told = json.loads(args.child)
-        (train_experts if told["kind"].startswith("experts") else train)(told)
+        (train_experts if "experts" in told["kind"] else train)(told)
         return
     if reason := available():
         sys.exit(reason)
@@ -102,13 +103,20 @@ def train(told: dict[str, Any]) -> None:
 
 def train_experts(told: dict[str, Any]) -> None:
     """Runs on every host: an expert of each changes places with one of the other's."""
-    from transformers import MixtralConfig
+    import torch
+    from transformers import AutoModelForCausalLM, MixtralConfig
 
     from paceline.planning.experts import Placement
 
     model = MixtralConfig(**sizes(told), num_hidden_layers=2, num_local_experts=4, num_key_value_heads=8)
     more = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
-    engine = engine_of(model, told, {"stages": 1}, moe={"rebalance_every": 0}, **more)
+    if told["kind"].startswith("plain"):
+        torch.manual_seed(0)
+        more |= {"zero_optimization": {"stage": 1}}
+        whole = AutoModelForCausalLM.from_config(model)
+        engine = engine_of(whole, told, None, moe={"rebalance_every": 0}, **more)
+    else:
+        engine = engine_of(model, told, {"stages": 1}, moe={"rebalance_every": 0}, **more)
     name = next(iter(engine.expert_layers))
     moves = [
         Way(
@@ -135,9 +143,11 @@ def sizes(told: dict[str, Any]) -> dict[str, Any]:
     return {**shape, "vocab_size": 1024, "max_position_embeddings": LENGTH}
 
 
-def engine_of(model: Any, told: dict[str, Any], pipeline: dict[str, Any], **more: Any) -> Any:
+def engine_of(model: Any, told: dict[str, Any], pipeline: dict[str, Any] | None, **more: Any) -> Any:
+    """None: without a pipeline."""
     import paceline
 
+    section = {} if pipeline is None else {"pipeline": pipeline}
     moe = {"moe": more.pop("moe")} if "moe" in more else {}
     config = {
         "train_batch_size": MICRO_BATCH * told["micro_batches"],
@@ -146,9 +156,12 @@ def engine_of(model: Any, told: dict[str, Any], pipeline: dict[str, Any], **more
         "bf16": {"enabled": "bf16" in told["kind"]},
         "steps_per_print": None,
         **more,
-        "paceline": {"pipeline": pipeline, **moe},
+        "paceline": {**section, **moe},
     }
-    return paceline.initialize(model=model, config=config)[0]
+    if pipeline is None:
+        paceline.repair_deepspeed("autoep-start")
+    trained = {"model_parameters": list(model.parameters())} if pipeline is None else {}
+    return paceline.initialize(model=model, config=config, **trained)[0]
 
 
 def move_while_training(engine: Any, moves: list[Way], told: dict[str, Any]) -> None:
@@ -160,7 +173,13 @@ def move_while_training(engine: Any, moves: list[Way], told: dict[str, Any]) -> 
     def step() -> None:
         ids = torch.randint(1024, (MICRO_BATCH, LENGTH), generator=generator)
         begun = time.perf_counter()
-        engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * engine.gradient_accumulation_steps()))
+        batches = [{"input_ids": ids, "labels": ids}] * engine.gradient_accumulation_steps()
+        if told["kind"].startswith("plain"):
+            for batch in batches:
+                engine.backward(engine(**batch)["loss"])
+                engine.step()
+        else:
+            engine.train_batch(iter(batches))
         seconds.append(time.perf_counter() - begun)
 
     for _ in range(4):

@@ -56,6 +56,9 @@ def state_in_order(engine: Any) -> dict[str, torch.Tensor]:
 
 def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[str, Any]) -> dict[str, Any]:
     """As stock DeepSpeed trains, and with experts that are sent somewhere else now and then, and move by themselves."""
+    from paceline.moe import rebalancer
+
+    rebalancer.LEAST_BYTES = 0
     start()
     micro_steps = range(STEPS * accumulation)
     engine = built(family, zero, ep, accumulation, layer)
@@ -63,8 +66,10 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
     wanted = dict(engine.module.state_dict())
 
     engine = built(family, zero, ep, accumulation, layer, paceline={"moe": {"rebalance_every": 4}})
-    ours, placements, moves = [], set(), []
+    ours, placements, moves, prepared = [], set(), [], []
     for step in range(STEPS):
+        if step % 4 == 2:
+            prepared.append(models.scatter_experts(engine, step + 1, "prepare_experts"))
         if step % 2:
             moves.append(models.scatter_experts(engine, step))
             placements.add(tuple(layer.placement.devices for layer in engine.expert_layers.values()))
@@ -77,6 +82,7 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
         "stock": stock,
         "ours": ours,
         "placements": len(placements),
+        "prepared": prepared,
         "paused for all": [moved for moved in moves if not 0 < moved["paused_bytes"] < moved["num_bytes"]],
         "layers": list(engine.expert_layers),
         "steps": engine.rebalancer.loads.step,
@@ -109,6 +115,7 @@ def test_moves_change_nothing(
         assert rank["ours"] == rank["stock"]
         assert rank["other weights"] == []
         assert rank["placements"] >= 4
+        assert rank["prepared"] == [True] * 3
         assert rank["paused for all"] == []
         assert rank["steps"] == STEPS
         assert len(set(rank["stock"])) == STEPS * accumulation

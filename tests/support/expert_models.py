@@ -142,13 +142,12 @@ def random_placement(seed: int, num_experts: int, num_ranks: int) -> Any:
     return Placement(tuple(tuple(experts.pop() for _ in range(size)) for size in sizes))
 
 
-def scatter_experts(engine: Any, seed: int) -> dict[str, float]:
-    """Another random placement for each layer; what the move took."""
+def scatter_experts(engine: Any, seed: int, way: str = "place_experts") -> Any:
+    """Another random placement for each layer; what the engine's method returns."""
     layers: Mapping[str, Any] = engine.expert_layers
-    found: dict[str, float] = engine.place_experts(
+    return getattr(engine, way)(
         {
             name: random_placement(100 * seed + number, layer.num_experts, layer.size)
             for number, (name, layer) in enumerate(layers.items())
         }
     )
-    return found

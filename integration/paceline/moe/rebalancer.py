@@ -176,18 +176,22 @@ class Rebalancer:
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
         """
-        unknown = sorted(set(placements) - set(self.by_name))
-        if unknown:
-            raise ValueError(f"there is no expert layer {unknown[0]!r} here: name one of {sorted(self.by_name)}.")
-        for name, placement in placements.items():
-            self.by_name[name].check(placement)
         found = self._move(self.numbered(placements), None)
         for layer in self.layers:
             layer.fetch()
         return found.to_json()
 
     def numbered(self, placements: Mapping[str, Placement]) -> dict[int, Placement]:
-        """The same by the numbers of layers, which must be here."""
+        """The same by the numbers of layers.
+
+        Raises:
+            ValueError: there is no such layer, or it cannot have such a placement.
+        """
+        unknown = sorted(set(placements) - set(self.by_name))
+        if unknown:
+            raise ValueError(f"there is no expert layer {unknown[0]!r} here: name one of {sorted(self.by_name)}.")
+        for name, placement in placements.items():
+            self.by_name[name].check(placement)
         return {self.layers.index(self.by_name[name]): placement for name, placement in placements.items()}
 
     @contextmanager

@@ -92,9 +92,21 @@ class PlainEngine(DeepSpeedEngine):
 
     def place_experts(self, placements: Mapping[str, Placement]) -> dict[str, Any]:
         """See :meth:`~paceline.runtime.plain_expert_part.PlainExperts.place`."""
+        return self._moving_experts.place(placements)
+
+    def prepare_experts(self, placements: Mapping[str, Placement]) -> bool:
+        """See :meth:`~paceline.runtime.plain_expert_part.PlainExperts.prepare`."""
+        return self._moving_experts.prepare(placements)
+
+    def experts_are_prepared(self) -> bool:
+        """See :meth:`~paceline.runtime.plain_expert_part.PlainExperts.is_prepared`."""
+        return self._moving_experts.is_prepared()
+
+    @property
+    def _moving_experts(self) -> PlainExperts:
         if self.experts is None:
             raise ValueError('experts cannot be placed: "moe" is not in the "paceline" section.')
-        return self.experts.place(placements)
+        return self.experts
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; after a step of the optimizer experts may move."""

@@ -126,9 +126,28 @@ class PlainExperts:
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
         """
+        return self._there().place(placements)
+
+    def prepare(self, placements: Mapping[str, Placement]) -> bool:
+        """Send values that :meth:`place` is to move later beside the steps until then. Between two steps, on all ranks.
+
+        Returns:
+            Whether that was begun; there must be enough of it.
+
+        Raises:
+            ValueError: as from :meth:`place`.
+        """
+        rebalancer = self._there()
+        return rebalancer.prepare(rebalancer.numbered(placements))
+
+    def is_prepared(self) -> bool:
+        """Whether all that :meth:`prepare` sends has arrived on all ranks. Collective."""
+        return self._there().is_prepared()
+
+    def _there(self) -> Rebalancer:
         if self.rebalancer is None:
             raise ValueError("experts cannot be placed: the expert-parallel size is 1, every rank has them all.")
-        return self.rebalancer.place(placements)
+        return self.rebalancer
 
     # -- files -----------------------------------------------------------------------------------------------------
 
