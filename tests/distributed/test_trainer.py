@@ -69,6 +69,21 @@ def with_focal_loss(kind: type) -> type:
     return type("Focal", (kind,), names)
 
 
+def with_own_loaders(kind: type) -> type:
+    """A Trainer that makes its loaders as people do: one for training from accelerate, a plain one to evaluate."""
+    from torch.utils.data import DataLoader
+
+    def get_train_dataloader(self: Any) -> Any:
+        loader = DataLoader(self.train_dataset, self._train_batch_size, shuffle=True, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def get_eval_dataloader(self: Any, eval_dataset: Any = None) -> Any:
+        return DataLoader(self.eval_dataset, 3, collate_fn=self.data_collator)
+
+    names = {"get_train_dataloader": get_train_dataloader, "get_eval_dataloader": get_eval_dataloader}
+    return type("OwnLoaders", (kind,), names)
+
+
 def train(
     directory: str,
     config: dict[str, Any] | None,
@@ -85,6 +100,7 @@ def train(
     loss: str = "",
     dropout: float = 0.0,
     own_step: bool = False,
+    own_loaders: bool = False,
     asked_at: int | None = None,
     eval_sets: tuple[str, ...] = (),
 ) -> dict[str, Any]:
@@ -152,6 +168,8 @@ def train(
                 return super().training_step(*args)
 
         kind = Own
+    if own_loaders:
+        kind = with_own_loaders(kind)
     trainer = (with_focal_loss(kind) if loss == "method" else kind)(
         model=model,
         args=args,
@@ -348,6 +366,17 @@ def test_replicas_share_the_data_as_data_parallel_processes_do(tmp_path: Path) -
         assert_same({**rank, "logs": rank["logs"][1:] if "eval_loss" in rank["logs"][0] else rank["logs"]}, wanted[0])
         assert 0.9 < rank["first"]["eval_loss"] / wanted[0]["logs"][0]["loss"] < 1.1
     assert_same_weights(ours / "final", theirs / "final")
+
+
+def test_loaders_of_ones_own(tmp_path: Path) -> None:
+    """Stages read alike from what accelerate prepares, and a plain loader's rows count once, before training too."""
+    options: dict[str, Any] = {"changes": {"max_steps": 3}, "own_loaders": True, "evaluate_first": True}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = run_ranks(train, 2, str(ours), pipeline(2), **options)
+    (wanted,) = run_ranks(train, 1, str(theirs), None, **options)
+    for rank in found:
+        assert_same(rank, wanted)
+        assert rank["first"]["eval_rows"] == SEQUENCES
 
 
 def test_pipelines_share_a_stream(tmp_path: Path) -> None:

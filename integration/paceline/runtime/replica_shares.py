@@ -61,6 +61,8 @@ class ReplicaShares:
         Args:
             seed: of what data draw in workers, which all stages are to draw alike; None: torch's generator has it.
         """
+        if getattr(loader, "_is_accelerate_prepared", False):  # a script's own loader may be given twice
+            return loader
         own_seed = seed if num_workers and loader.generator is None else None
         if own_seed is not None:
             loader.generator = torch.Generator()  # dropout draws from torch's, on each stage its own

@@ -26,6 +26,7 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
@@ -116,11 +117,14 @@ class PipelineTraining(_Trainer):
         self._epoch: tuple[Any, StepsOfEpoch] | None = None
         self._losses: list[Tensor] = []
         self._rate: float | None = None
+        self._reads_for: bool | None = None
+        """Whether a loader that is being made trains; None where a subclass makes it."""
         if self.is_pipeline and (fault := refused(self, PipelineTraining)):
             raise ValueError(fault)
         if fault := refused_combining(self):
             raise ValueError(fault)
         if self.is_pipeline:
+            self._read_as_pipelines()
             take_over(self, lambda: self._engine.is_stopping)
 
     @cached_property
@@ -264,22 +268,38 @@ class PipelineTraining(_Trainer):
 
     # -- data: a share for each pipeline, not for each rank ------------------------------------------------------
 
+    def _read_as_pipelines(self) -> None:
+        """Have accelerate share data out to pipelines and gather from them: also where loaders are a subclass's."""
+        accelerator = self.accelerator
+
+        def shares() -> ReplicaShares:
+            self._build()
+            return self._shares
+
+        def prepare(loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
+            own = shares()
+            trains = not isinstance(loader.sampler, SequentialSampler) if self._reads_for is None else self._reads_for
+            seed = self.args.seed if self._resolved.stages > 1 else None
+            return own.prepare(accelerator, loader, self.args.dataloader_num_workers, trains=trains, seed=seed)
+
+        accelerator.prepare_data_loader = prepare
+        accelerator.gather = lambda *args: shares().gather(*args)
+        self.gather_function = lambda *args, **kwargs: shares().gather_for_metrics(*args, **kwargs)
+        accelerator.gather_for_metrics = self.gather_function
+
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> DataLoader[Any]:
-        if self.is_pipeline:
-            self._build()
-            accelerator, shares = self.accelerator, self._shares
-            workers = self.args.dataloader_num_workers
-            seed = self.args.seed if self._resolved.stages > 1 else None
-            trains = args[1] if len(args) > 1 else kwargs.get("is_training", False)
-            accelerator.prepare_data_loader = lambda loader, *_, **__: shares.prepare(
-                accelerator, loader, workers, trains=trains, seed=seed
-            )
-            accelerator.gather = shares.gather
-            accelerator.gather_for_metrics = self.gather_function = shares.gather_for_metrics
-            dataset = shares.take(dataset, description, batch_size, trains=trains)
-        loader: DataLoader[Any] = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        if not self.is_pipeline:
+            plain: DataLoader[Any] = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+            return plain
+        self._build()
+        self._reads_for = bool(args[1] if len(args) > 1 else kwargs.get("is_training", False))
+        try:
+            dataset = self._shares.take(dataset, description, batch_size, trains=self._reads_for)
+            loader: DataLoader[Any] = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        finally:
+            self._reads_for = None
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
