@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -531,6 +533,40 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(
 ) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(train, 2, str(tmp_path), config, changes=changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({"label_names": []}, {}, r"label_names is \[\] and the JSON has .*; leave one of them out"),
+        ({}, {"tp_size": 2}, r"parallelism_config has \{'tp_size': 2\} and .*; leave it out, and write \"stages\""),
+        ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches of accelerator_config is True and"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"determinism_check": "none"}},
+            {},
+            r"[a-z]+_checkpointing_kwargs has \{'determinism_check': 'none'\} and .*; leave it out .* \"recompute\" in",
+        ),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}, ""),
+        ({"gradient_checkpointing_kwargs": {"determinism_check": "none"}}, {"tp_size": 1}, ""),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning:transformers")
+def test_settings_that_stages_would_not_heed_are_refused(
+    changes: dict[str, Any], sizes: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    from accelerate import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    from paceline.runtime.trainer import PipelineTraining
+    from paceline.runtime.trainer_refusals import refused
+
+    class Given(PipelineTraining, Trainer):
+        def __init__(self) -> None:
+            self.args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **changes)
+            self.accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes) if sizes else None)
+            self.model_init = self.optimizer = self.lr_scheduler = None
+
+    assert re.match(f"^{message}" if message else "$", refused(Given(), PipelineTraining))
 
 
 @pytest.mark.parametrize(

@@ -67,14 +67,25 @@ def refused(trainer: Trainer, mixin: type) -> str:
         (args.batch_eval_metrics, "batch_eval_metrics", "several batches are under way at a time"),
         (trainer.model_init, "model_init", "the model is cut once"),
         (
-            args.label_names not in (None, ["labels"]) and args.label_names,
-            "label_names",
-            "a pipeline has 'labels' only",
+            args.accelerator_config.dispatch_batches,
+            "dispatch_batches of accelerator_config",
+            "the first and the last stage read the data themselves",
         ),
     ]
     for value, name, why in named:
         if value:
             return f"{name} is {value!r} and {ASKED}: {why}; leave one of them out."
+    if args.label_names not in (None, ["labels"]):
+        return f"label_names is {args.label_names!r} and {ASKED}: a pipeline has 'labels' only; leave one of them out."
+    sizes = vars(getattr(trainer.accelerator, "parallelism_config", None) or object).items()
+    divided = {name: size for name, size in sizes if name.endswith("_size") and size != 1}
+    if divided:
+        return (
+            f"parallelism_config has {divided} and {ASKED}: ranks are divided into stages, and into replicas of these; "
+            'leave it out, and write "stages" in the JSON.'
+        )
+    if fault := refused_recomputation(args):
+        return fault
     chosen = [
         (args.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", "no metric moves the rate"),
         (getattr(args, "loss_type", None), ("dft",), "loss_type", "the loss is the model's own"),
@@ -93,6 +104,19 @@ def refused(trainer: Trainer, mixin: type) -> str:
             "optimizer_cls_and_kwargs."
         )
     return ""
+
+
+def refused_recomputation(args: TrainingArguments) -> str:
+    """Options of recomputed layers that stages would not heed."""
+    given = args.gradient_checkpointing_kwargs if args.gradient_checkpointing else None
+    unheeded = {key: value for key, value in (given or {}).items() if key != "use_reentrant"}
+    if not unheeded:
+        return ""
+    return (
+        f"{'activation' if hasattr(args, 'activation_checkpointing_kwargs') else 'gradient'}_checkpointing_kwargs has "
+        f"{unheeded} and {ASKED}: all layers of a stage are recomputed, with torch's own settings; leave it out (for "
+        'some of the layers write "recompute" in "paceline"."pipeline" of the JSON, in place of the checkpointing).'
+    )
 
 
 def refused_methods(kind: type, mixin: type) -> str:
