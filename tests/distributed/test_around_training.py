@@ -51,12 +51,18 @@ def made(
     )
 
 
-def test_a_model_that_is_a_stage_is_not_cut_again(tmp_path: Any) -> None:
+def test_models_that_are_no_whole_language_model_are_refused(tmp_path: Any) -> None:
+    """A stage, and one with another head."""
     told = run_ranks(two_trainers, 2, str(tmp_path))
     assert all("one stage of a pipeline already" in text for text in told)
 
 
 def two_trainers(directory: str) -> str:
+    from transformers import AutoModelForTokenClassification
+
+    other = AutoModelForTokenClassification.from_config(model_config())
+    with pytest.raises(ValueError, match="is a LlamaForTokenClassification, whose outputs are no logits over a voc"):
+        made(directory, stages=2, model=other).train()
     trainer = made(directory, stages=2)
     trainer.train()
     with pytest.raises(ValueError, match="load the whole model again") as told:

@@ -153,6 +153,16 @@ def require_supported(config: PretrainedConfig) -> None:
         _difference(causal_config(config))
 
 
+def require_language_model(source: object) -> None:
+    """Raise ValueError if a model in memory, with PEFT's adapters or without, has no head over the vocabulary."""
+    head = getattr(source, "get_output_embeddings", None)  # PEFT's models have the attributes of those inside
+    if head is not None and head() is None:
+        raise ValueError(
+            f"the model is a {type(source).__name__}, whose outputs are no logits over a vocabulary: a pipeline trains "
+            "causal language models; load it with AutoModelForCausalLM, or train it without a pipeline."
+        )
+
+
 def require_halves(config: PretrainedConfig) -> None:
     """Check that the model of ``config`` stays the same model when its decoder layers are cut in two: on a small copy,
     within seconds. Every rank comes to the same answer, without asking the others.

@@ -34,7 +34,7 @@ from ..config.exclusions import COMPILED, HALVES, LAYERS, NO_FLUSH, RECOMPUTED, 
 from ..config.recompute_keys import PATH
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
-from ..hf.check import require_supported
+from ..hf.check import require_language_model, require_supported
 from ..hf.peft import config_of_adapters, is_peft_model
 from ..hf.stage import require_whole
 from ..patches.deepspeed_initialize import engine_class, plain_engine_class
@@ -246,6 +246,7 @@ def _pipeline(
     control = ControlPlane.create()
     with control.together("reading the model's config"):
         require_whole(model)
+        require_language_model(model)
         hf_config = config_of(model)
         require_supported(hf_config)
     parts = model.modules() if isinstance(model, Module) else ()  # the property of it all is named anew, and warns

@@ -35,7 +35,7 @@ from ..comm.groups import end_left_groups, end_with, groups_here
 from ..config import PacelineConfig, RunPlan, read_ds_config
 from ..config.section import value_at
 from ..data.packing import require_packable
-from ..hf.check import require_supported
+from ..hf.check import require_language_model, require_supported
 from ..hf.peft import config_of_adapters, unwrapped
 from ..hf.stage import is_called_as_stage, require_whole
 from ..patches.deepspeed_ops import NO_SHM_COMM
@@ -147,6 +147,7 @@ class PipelineTraining(_Trainer):
         section = PacelineConfig.of(ds_config)
         with control.together("reading the model's config"):
             require_whole(model)
+            require_language_model(model)
             hf_config = config_of(model)
             require_supported(hf_config)
             if getattr(self, "padding_free", False):

@@ -21,6 +21,9 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    LlamaModel,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
@@ -32,7 +35,14 @@ from transformers.utils import logging as log
 from paceline.hf import check
 from paceline.hf.adapters import ADAPTERS, Adapter
 from paceline.hf.anatomy import UnsupportedModelError
-from paceline.hf.check import ModelReport, check_model, check_source, check_stream_identity, require_supported
+from paceline.hf.check import (
+    ModelReport,
+    check_model,
+    check_source,
+    check_stream_identity,
+    require_language_model,
+    require_supported,
+)
 from paceline.hf.parity import Parity
 from paceline.hf.quiet_transformers import quiet
 from paceline.runtime.module import config_of
@@ -246,3 +256,12 @@ def test_versions_that_the_table_speaks_of(version: str, known: bool, monkeypatc
     monkeypatch.setattr(check, "transformers_version", version)
     monkeypatch.setattr(check, "_table", lambda: {"transformers": ["5.17.0", "5.23.0"]})
     assert check.compared_here() is known
+
+
+def test_models_without_a_head_over_the_vocabulary_are_refused() -> None:
+    config = LlamaConfig(**TINY)
+    for kind in (LlamaForTokenClassification, LlamaModel):
+        with pytest.raises(ValueError, match=rf"is a {kind.__name__}, whose .*; load it with AutoModelForCausalLM"):
+            require_language_model(kind(config))
+    for fine in (LlamaForCausalLM(config), config, "a/name"):
+        require_language_model(fine)
