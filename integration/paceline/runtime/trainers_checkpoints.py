@@ -128,4 +128,5 @@ def _problem(checkpoint: Path) -> str | None:
         return f"its {STATE} cannot be read"
     if complete_checkpoints(checkpoint):
         return None
-    return next(iter(damaged_checkpoints(checkpoint).values()), None)
+    without = "it has nothing of a pipeline's training beside the model (save_only_model leaves that out)"
+    return next(iter(damaged_checkpoints(checkpoint).values()), without)

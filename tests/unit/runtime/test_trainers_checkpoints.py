@@ -28,8 +28,7 @@ def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFi
         (tmp_path / f"checkpoint-{step}").mkdir()
     with pytest.raises(ValueError, match=r"there must be a complete checkpoint in .* leave it out to start anew"):
         newest_complete(tmp_path)
-    for step in (8, 9):
-        TrainerState(global_step=step).save_to_json(str(tmp_path / f"checkpoint-{step}" / STATE))
+    checkpoints_with_parts(tmp_path, 8, 9)
     (tmp_path / "checkpoint-10" / STATE).write_text("{")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "paceline"):
@@ -96,5 +95,11 @@ def test_an_engine_without_a_pipeline_refuses_what_it_cannot_read(tmp_path: Path
 def test_a_folder_that_is_asked_for_is_complete(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume_from_checkpoint is '.*': it must be a complete checkpoint"):
         checked(tmp_path)
-    TrainerState(global_step=3).save_to_json(str(tmp_path / STATE))
-    assert checked(tmp_path) == str(tmp_path)
+    (before,) = checkpoints_with_parts(tmp_path, 2)
+    assert checked(before) == str(before)
+    only_model = tmp_path / "checkpoint-3"
+    only_model.mkdir()
+    TrainerState(global_step=3).save_to_json(str(only_model / STATE))
+    with pytest.raises(ValueError, match=rf"\(save_only_model .*; the one before it is {before}: give"):
+        checked(only_model)
+    assert newest_complete(tmp_path) == str(before)
