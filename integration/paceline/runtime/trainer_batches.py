@@ -95,11 +95,13 @@ class Batch(dict[str, object]):
 class Seeing:
     """What an evaluation keeps of logits, on the last stage."""
 
-    def __init__(self, preprocess: Callable[[Tensor, Tensor], object] | None) -> None:
+    def __init__(self, preprocess: Callable[[Tensor, Tensor | None], object] | None) -> None:
         self._preprocess = preprocess
+        self.has_labels = True
+        """Whether the data have labels, and not only those that fill their place."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> object:
-        return logits if self._preprocess is None else self._preprocess(logits, labels)
+        return logits if self._preprocess is None else self._preprocess(logits, labels if self.has_labels else None)
 
 
 class EvaluatedAhead:
@@ -122,6 +124,8 @@ class EvaluatedAhead:
         def batches() -> Iterator[object]:
             for batch in self._loader:
                 read.append(Batch(batch))
+                if self._see is not None:
+                    self._see.has_labels = batch.get("labels") is not None
                 yield _with_labels(without_extras(batch))
 
         # One is held back: of the last of all some rows only fill it up.

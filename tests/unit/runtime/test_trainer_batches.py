@@ -60,10 +60,13 @@ def test_the_last_batch_of_a_stream_counts_by_its_rows() -> None:
     assert shares.rows_at_end == 0
 
 
-def test_what_an_evaluation_keeps_of_logits() -> None:
-    ahead = EvaluatedAhead(Engine(True, 1), Loader([{"labels": torch.ones(1)}]), Seeing(lambda a, b: a + b), _shares())
-    ((loss, seen),) = [batch.outcome for batch in ahead]
-    assert (loss.item(), seen.item()) == (0.0, 2.0)
+@pytest.mark.parametrize("is_labelled", [True, False])
+def test_what_an_evaluation_keeps_of_logits(is_labelled: bool) -> None:
+    """A script's function is given no labels where the data have none."""
+    loader = Loader([{"labels" if is_labelled else "input_ids": torch.ones(1)}])
+    seeing = Seeing(lambda logits, labels: logits if labels is None else logits + labels)
+    ((loss, seen),) = [batch.outcome for batch in EvaluatedAhead(Engine(True, 1), loader, seeing, _shares())]
+    assert (loss.item(), seen.item()) == (0.0, 2.0 if is_labelled else 1.0)
 
 
 def test_extras_stay_behind() -> None:
