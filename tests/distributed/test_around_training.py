@@ -119,6 +119,23 @@ def test_the_optimizer_that_callbacks_see(tmp_path: Any) -> None:
     run_ranks(looked_at, 1, str(tmp_path))
 
 
+def test_one_step_for_max_steps_0(tmp_path: Any) -> None:
+    """As the plain Trainer makes; the device's cache is emptied as often as asked for."""
+    assert run_ranks(hardly_trained, 1, str(tmp_path)) == [[1, 0, 1, 2]]
+
+
+def hardly_trained(directory: str) -> list[int]:
+    from deepspeed.accelerator import get_accelerator
+
+    trainer = made(directory, arguments={"max_steps": 0})
+    steps = [trainer.train().global_step]
+    trainer.args.max_steps, trainer.args.torch_empty_cache_steps = 5, 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "empty_cache", lambda: steps.append(trainer.state.global_step // 2))
+        trainer.train()
+    return steps
+
+
 def looked_at(directory: str) -> None:
     trainer, calls = made(directory), []
     trainer.train()

@@ -353,6 +353,9 @@ class PipelineTraining(_Trainer):
             loss = engine.train_batch(steps)
             steps.trained()
         self._losses.append(loss)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            get_accelerator().empty_cache()
         assert self.run_log is not None
         seconds = time.perf_counter() - self._step_begun
         self.run_log.add_step(self.state.global_step + 1, seconds, loss, engine.step_tokens)
@@ -430,7 +433,7 @@ class PipelineTraining(_Trainer):
         with log.control.together("reading the records of the run"):
             if log.is_first:  # the checkpoint does not say
                 log.tally.tokens = tokens_so_far(log.run_dir, self._engine.global_steps)
-        log.begin(num_steps)
+        log.begin(max(num_steps, 1))  # of max_steps=0, too, Trainer makes one
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         self._step_begun = time.perf_counter()
