@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.hf.stage import recompute_layers
 from support.jobs import BATCH, MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import run_ranks
 
@@ -87,11 +88,15 @@ def test_an_interrupted_training_may_be_evaluated_and_trained_again(tmp_path: An
 
 
 def interrupted(directory: str) -> None:
+    from transformers import AutoModelForCausalLM
+
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    trainer = made(directory)
-    trainer._build()
+    model = AutoModelForCausalLM.from_config(model_config())
+    recompute_layers(model)
+    trainer = made(directory, model=model)
+    assert trainer._build().is_recomputed  # the plan counts what the script has switched on
     handle = trainer.pipeline.stage.register_forward_pre_hook(interrupt)  # in the middle of a step
     with pytest.raises(KeyboardInterrupt):
         trainer.train()

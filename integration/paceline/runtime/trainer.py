@@ -155,6 +155,8 @@ class PipelineTraining(_Trainer):
         data, args = self.train_dataset, self.args
         steps = None if data is None else partial(_count_steps, args, data)
         recomputes = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
+        # Or the script has switched it on for the model.
+        recomputes = recomputes or any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
         resolved = plan_for(
             hf_config,
             ds_config,
