@@ -57,7 +57,7 @@ from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extra
 from .trainer_loss import trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
-from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines
+from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines, with_training
 from .training_arguments import count_ranks, match_backend
 
 if TYPE_CHECKING:
@@ -325,6 +325,7 @@ class PipelineTraining(_Trainer):
                 return super().train(resume, *rest, **kwargs)
             if resume:
                 resume = newest_complete(Path(self.args.output_dir)) if resume is True else checked(Path(resume))
+                resume = with_training(resume)
             with watched(self.args):
                 return super().train(resume, *rest, **kwargs)
 

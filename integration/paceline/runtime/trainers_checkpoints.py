@@ -91,6 +91,20 @@ def _of_pipeline(path: Path) -> str:
     )
 
 
+def with_training(checkpoint: str) -> str:
+    """The path of a checkpoint, which has more than the model.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if complete_checkpoints(checkpoint):
+        return checkpoint
+    raise ValueError(
+        f"{checkpoint} has nothing of a pipeline's training beside the model (save_only_model leaves that out): resume "
+        "from one that was saved without that, or begin a new run with the model that is in it."
+    )
+
+
 @contextmanager
 def naming_the_one_before(checkpoint: Path) -> Iterator[None]:
     """An error of a checkpoint that is raised inside names the complete one before, of those of Trainer's."""
@@ -128,5 +142,4 @@ def _problem(checkpoint: Path) -> str | None:
         return f"its {STATE} cannot be read"
     if complete_checkpoints(checkpoint):
         return None
-    without = "it has nothing of a pipeline's training beside the model (save_only_model leaves that out)"
-    return next(iter(damaged_checkpoints(checkpoint).values()), without)
+    return next(iter(damaged_checkpoints(checkpoint).values()), None)

@@ -17,6 +17,7 @@ from paceline.runtime.trainers_checkpoints import (
     newest_complete,
     refuse_pipelines,
     refuse_pipelines_tag,
+    with_training,
 )
 from support.saves import saved
 
@@ -28,7 +29,8 @@ def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFi
         (tmp_path / f"checkpoint-{step}").mkdir()
     with pytest.raises(ValueError, match=r"there must be a complete checkpoint in .* leave it out to start anew"):
         newest_complete(tmp_path)
-    checkpoints_with_parts(tmp_path, 8, 9)
+    for step in (8, 9):
+        TrainerState(global_step=step).save_to_json(str(tmp_path / f"checkpoint-{step}" / STATE))
     (tmp_path / "checkpoint-10" / STATE).write_text("{")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "paceline"):
@@ -95,11 +97,13 @@ def test_an_engine_without_a_pipeline_refuses_what_it_cannot_read(tmp_path: Path
 def test_a_folder_that_is_asked_for_is_complete(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume_from_checkpoint is '.*': it must be a complete checkpoint"):
         checked(tmp_path)
-    (before,) = checkpoints_with_parts(tmp_path, 2)
-    assert checked(before) == str(before)
-    only_model = tmp_path / "checkpoint-3"
-    only_model.mkdir()
-    TrainerState(global_step=3).save_to_json(str(only_model / STATE))
-    with pytest.raises(ValueError, match=rf"\(save_only_model .*; the one before it is {before}: give"):
-        checked(only_model)
-    assert newest_complete(tmp_path) == str(before)
+    TrainerState(global_step=3).save_to_json(str(tmp_path / STATE))
+    assert checked(tmp_path) == str(tmp_path)
+
+
+def test_a_checkpoint_of_the_model_alone_is_not_resumed(tmp_path: Path) -> None:
+    (own,) = checkpoints_with_parts(tmp_path, 2)
+    assert with_training(str(own)) == str(own)
+    TrainerState(global_step=3).save_to_json(str(tmp_path / STATE))
+    with pytest.raises(ValueError, match=rf"{tmp_path} has nothing of a pipeline's training .* \(save_only_model"):
+        with_training(str(tmp_path))
