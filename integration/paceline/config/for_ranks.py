@@ -1,4 +1,4 @@
-"""What becomes of a DeepSpeed config on a number of ranks, before there are devices, a model or a command line."""
+"""A DeepSpeed config on a number of ranks, before there are devices, a model or a command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resolve_for_ranks(
     """
     filled = {key for key in open_autos(ds_config) if key in ds_config}
     settled = {key: value for key, value in ds_config.items() if key not in filled}
-    layers = _layers_of(section, ds_config) or MANY * world_size if num_layers is None else num_layers
+    layers = num_layers or _layers_of(section, ds_config) or MANY * world_size
 
     def resolved(section: PacelineConfig) -> RunPlan:
         return resolve(

@@ -14,11 +14,11 @@ READERS = ("state_dict", "load_state_dict", "refresh_fp32_params")
 """Methods of DeepSpeed's optimizers, between two steps, that look at masters and states."""
 
 READERS_OF_PARAMETER = ("get_full_hp_param", "set_full_hp_param")
-"""What ``deepspeed.utils.safe_get_full_fp32_param`` and its like call."""
+"""Methods of a parameter that ``deepspeed.utils.safe_get_full_fp32_param`` and its like call."""
 
 
 class LateStates:
-    """What is on its way to this rank, and who waits for it. Nothing here is collective.
+    """Masters and states on their way to this rank, waited for by whoever looks at them. Nothing here is collective.
 
     The engine has to call :meth:`settle` before each step of the optimizer. Whoever reads the optimizer's tensors
     themselves between two steps finds experts that have just moved half-way.
