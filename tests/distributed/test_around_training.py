@@ -23,6 +23,7 @@ def made(
     stages: int = 1,
     model: Any = None,
     schedule: str = "1f1b",
+    keys: dict[str, Any] | None = None,
     arguments: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -47,7 +48,9 @@ def made(
     }
     return paceline.PacelineTrainer(
         model=AutoModelForCausalLM.from_config(model_config()) if model is None else model,
-        args=TrainingArguments(output_dir=directory, deepspeed=pipeline(stages, schedule=schedule), **own),
+        args=TrainingArguments(
+            output_dir=directory, deepspeed=pipeline(stages, schedule=schedule, **(keys or {})), **own
+        ),
         **{"train_dataset": rows(48), "eval_dataset": rows(7, seed=2), **options},
     )
 
@@ -83,20 +86,29 @@ def one_stage_twice(directory: str) -> None:
     assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"] != before
 
 
+def test_recomputation_that_a_script_switched_on_is_counted(tmp_path: Any) -> None:
+    run_ranks(recomputed, 1, str(tmp_path))
+
+
+def recomputed(directory: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(model_config())
+    recompute_layers(model)
+    with pytest.raises(ValueError, match=r"recompute is 1, and gradient checkpointing, .*: leave one of them out"):
+        made(directory, model=model, keys={"recompute": 1}).evaluate()
+
+
 def test_an_interrupted_training_may_be_evaluated_and_trained_again(tmp_path: Any) -> None:
     run_ranks(interrupted, 1, str(tmp_path))
 
 
 def interrupted(directory: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    model = AutoModelForCausalLM.from_config(model_config())
-    recompute_layers(model)
-    trainer = made(directory, model=model)
-    assert trainer._build().is_recomputed  # the plan counts what the script has switched on
+    trainer = made(directory)
+    trainer._build()
     handle = trainer.pipeline.stage.register_forward_pre_hook(interrupt)  # in the middle of a step
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
