@@ -75,15 +75,15 @@ def with_own_loaders(kind: type) -> type:
     """A Trainer that makes its loaders as people do: one for training from accelerate, a plain one to evaluate."""
     from torch.utils.data import DataLoader
 
-    def get_train_dataloader(self: Any) -> Any:
-        loader = DataLoader(self.train_dataset, self._train_batch_size, shuffle=True, collate_fn=self.data_collator)
-        return self.accelerator.prepare(loader)
+    class OwnLoaders(kind):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            loader = DataLoader(self.train_dataset, self._train_batch_size, shuffle=True, collate_fn=self.data_collator)
+            return self.accelerator.prepare(loader)
 
-    def get_eval_dataloader(self: Any, eval_dataset: Any = None) -> Any:
-        return DataLoader(self.eval_dataset, 3, collate_fn=self.data_collator)
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(self.eval_dataset, 3, collate_fn=self.data_collator)
 
-    names = {"get_train_dataloader": get_train_dataloader, "get_eval_dataloader": get_eval_dataloader}
-    return type("OwnLoaders", (kind,), names)
+    return OwnLoaders
 
 
 def train(

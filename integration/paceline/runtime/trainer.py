@@ -286,7 +286,7 @@ class PipelineTraining(_Trainer):
             return own.prepare(accelerator, loader, self.args.dataloader_num_workers, trains=trains, seed=seed)
 
         accelerator.prepare_data_loader = prepare
-        accelerator.gather = lambda *args: shares().gather(*args)
+        accelerator.gather = lambda *args, **kwargs: shares().gather(*args, **kwargs)
         self.gather_function = lambda *args, **kwargs: shares().gather_for_metrics(*args, **kwargs)
         accelerator.gather_for_metrics = self.gather_function
 

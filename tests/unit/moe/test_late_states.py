@@ -15,7 +15,7 @@ from paceline.moe.moving import StatePart
 
 
 class Waited(Exception):
-    """What is on its way was waited for."""
+    """Somebody has waited for masters and states."""
 
 
 def arrive() -> None:
