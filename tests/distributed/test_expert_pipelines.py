@@ -320,10 +320,10 @@ LATE = 8
 """Steps without a flush."""
 
 
-def train_late(case: Case, pipeline: dict[str, Any]) -> list[dict[str, Any]]:
+def train_late(case: Case, pipeline: dict[str, Any], run: str) -> list[dict[str, Any]]:
     """Experts where the rebalancer puts them, in order, in another order, with copies, all drained after some steps.
 
-    The rebalancer moves whatever it finds to move: that drains the run.
+    The rebalancer moves whatever it finds to move: that drains the run. Every step of it is recorded.
     """
     from dataclasses import replace
 
@@ -333,7 +333,9 @@ def train_late(case: Case, pipeline: dict[str, Any]) -> list[dict[str, Any]]:
     SwitchRule.consider = lambda *args: replace(consider(*args), switch=True)
     found: list[dict[str, Any]] = []
     for moves, every, replicas in ((False, 3, 0), (False, 0, 0), (True, 0, 0), (True, 0, 1)):
-        engine = make(case, 2, 2, pipeline=pipeline, moe={"rebalance_every": every, "replicas": replicas})
+        moe, report = {"rebalance_every": every, "replicas": replicas}, {"trace_every": 1 if every else 100}
+        engine = make(case, 2, 2, pipeline=pipeline, moe=moe, report=report)
+        engine.run_dir = Path(run)
         losses, drained = [], []
         for step in range(LATE):
             losses += steps(engine, step, 1)
@@ -359,13 +361,15 @@ def train_late(case: Case, pipeline: dict[str, Any]) -> list[dict[str, Any]]:
     ],
     ids=["a stage without experts", "one direction", "owners", "there and back"],
 )
-def test_without_a_flush_experts_move_after_a_drain(case: Case, schedule: Any, partition: Any) -> None:
+def test_without_a_flush_experts_move_after_a_drain(case: Case, schedule: Any, partition: Any, tmp_path: Path) -> None:
     """Every bit is that of a run that is drained after the same steps, and whose experts stay."""
-    ranks = run_ranks(train_late, 4, case, {"stages": 2, "schedule": schedule, "partition": partition})
+    pipeline = {"stages": 2, "schedule": schedule, "partition": partition}
+    ranks = run_ranks(train_late, 4, case, pipeline, str(tmp_path))
     rebalanced, in_order, shuffled, copied = ([rank[run] for rank in ranks] for run in range(4))
     assert all(rank["drained"] == rebalanced[0]["drained"] for rank in rebalanced)
     assert 0 < len(rebalanced[0]["drained"]) < LATE / 2
     assert rebalanced[0]["moved"] > 0
+    assert len(list(tmp_path.glob("trace/*.json*"))) >= LATE, "steps with a drain at their end are recorded too"
     whole = joined(in_order)
     for run in (rebalanced, shuffled):
         assert [rank["losses"] for rank in run] == [rank["losses"] for rank in in_order]
