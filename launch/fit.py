@@ -79,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
     resolved = _resolve(args, config)
     if resolved.half_layers:
         require_halves(config)
+    if resolved.head_slices > 1:
+        raise ValueError(
+            f"paceline.pipeline.head_slices is {resolved.head_slices}, and what stages keep is counted with a whole "
+            "head only: leave it out here; then the last stage takes more than it will, and those before it less."
+        )
     checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
     states = States.from_config(resolved.ds_config, resolved.data_parallel)
     length = tokens_of_sample(args.seq_length, config)

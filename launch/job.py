@@ -303,6 +303,8 @@ class Job:
                 raise
             remedy = "install what it needs, or choose eager or sdpa"
             raise ValueError(f"--attn_implementation {args.attn_implementation}: {error}; {remedy}.") from error
+        if self.args.sample_every:
+            pipeline.require_logits("--sample_every")
         if self.rank == 0:
             for line in pipeline.describe():
                 logger.info("%s", line)

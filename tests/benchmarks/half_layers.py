@@ -182,15 +182,16 @@ def largest_stage(config: PretrainedConfig, stages: int) -> dict[str, float]:
     found = {}
     for name, half_layers in (("whole", False), ("halves", True)):
         items = items_of(model, anatomy_of(model, half_layers=half_layers), LENGTH)
-        found[name] = _largest_by_mean([item.work for item in items], partition_items(items, stages, "work"))
+        found[name] = largest_by_mean([item.work for item in items], partition_items(items, stages, "work"))
         if not half_layers:
             *others, last, head = (item.work for item in items)
             beside = [*others, last + head]
-            found["head beside a layer"] = _largest_by_mean(beside, by_work(beside, [1.0] * stages))
+            found["head beside a layer"] = largest_by_mean(beside, by_work(beside, [1.0] * stages))
     return found
 
 
-def _largest_by_mean(work: Sequence[float], boundaries: Sequence[int]) -> float:
+def largest_by_mean(work: Sequence[float], boundaries: Sequence[int]) -> float:
+    """Work of the largest stage by that of a mean one."""
     of_stages = [sum(work[first:end]) for first, end in pairwise(boundaries)]
     return round(max(of_stages) * len(of_stages) / sum(of_stages), 3)
 

@@ -84,6 +84,7 @@ FEATURES: dict[str, Feature] = {
     "int8 boundaries": Feature({"paceline": {"pipeline": {"boundary": INT8}}}, is_exact=False),
     "hetero, layers move": Feature({"paceline": {"pipeline": {"partition": HETERO}}}),
     "half layers": Feature({"paceline": {"pipeline": {"half_layers": True}}}),
+    "head slices": Feature({"paceline": {"pipeline": {"head_slices": 4}}}),
     "compile": Feature({"paceline": {"pipeline": {"compile": {"backend": "aot_eager"}}}}),
     "unequal replicas": Feature({"paceline": {"pipeline": {"unequal_replicas": {"micro_batches": [2, 6]}}}}),
     "ZeRO 1": Feature({"zero_optimization": {"stage": 1}}),

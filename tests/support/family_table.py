@@ -9,7 +9,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -26,7 +26,7 @@ from paceline.hf.adapters import ADAPTERS, REASONS
 from paceline.hf.anatomy import UnsupportedModelError, anatomy_of
 from paceline.hf.check import Family, check_stream_identity, verdict
 from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
-from paceline.hf.parity import ROUNDING, check_halves, check_split
+from paceline.hf.parity import ROUNDING, Parity, check_halves, check_slices, check_split
 from paceline.hf.quiet_transformers import quiet
 from paceline.hf.router import router_loss_of
 from paceline.hf.stage import tied_weight
@@ -80,8 +80,19 @@ def _measure(config_class: type[PretrainedConfig]) -> Family:
     return Family(verdict(difference), difference, tied, router_loss, configs[0].model_type in ADAPTERS, "")
 
 
-def list_halves() -> None:
-    """Print which of the families that train as pipelines do so cut within decoder layers, and why the rest do not."""
+def check_slices_without_router_loss(config: PretrainedConfig, num_layers: int) -> Parity:
+    """:func:`~paceline.hf.parity.check_slices` of a head whose loss has no other beside it, which is refused."""
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    return check_slices(config, num_layers)
+
+
+def list_finer(check_cut: Callable[[PretrainedConfig, int], Parity]) -> None:
+    """Print which of the families that train as pipelines do so cut more finely, and why the rest do not.
+
+    Args:
+        check_cut: such as :func:`~paceline.hf.parity.check_halves`.
+    """
     found = []
     cut = {model_type for model_type, row in check.families().items() if row.difference is not None}
     for config_class in causal_lm_configs():
@@ -89,7 +100,7 @@ def list_halves() -> None:
             continue
         try:
             with quiet(), torch.random.fork_rng(devices=[]):
-                difference = max(check_halves(config, NUM_LAYERS).worst for config in tiny_configs(config_class))
+                difference = max(check_cut(config, NUM_LAYERS).worst for config in tiny_configs(config_class))
             found.append(difference)
             print(config_class.model_type, difference, flush=True)
         except Exception as error:
@@ -184,11 +195,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tests/support/family_table.py", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write families.json and its section")
     parser.add_argument("--half-layers", action="store_true", help="list which families can be cut within layers")
+    parser.add_argument("--head-slices", action="store_true", help="list which families can have the head in slices")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: this one)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if arguments.half_layers:
-        list_halves()
+    if arguments.half_layers or arguments.head_slices:
+        list_finer(check_halves if arguments.half_layers else check_slices_without_router_loss)
         return 0
     rows = {}
     for config_class in causal_lm_configs():

@@ -69,6 +69,7 @@ def test_check_config(ds_json, capsys):
             "stages": 2,
             "partition": None,
             "half_layers": False,
+            "head_slices": 1,
             "schedule": None,
             "recompute": None,
             "compile": None,
@@ -135,7 +136,8 @@ def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        '"paceline": {"pipeline": {"stages": null, "partition": null, "half_layers": false, "schedule": null, '
+        '"paceline": {"pipeline": {"stages": null, "partition": null, "half_layers": false, "head_slices": 1, '
+        '"schedule": null, '
         '"recompute": null, "compile": null, "boundary": null, "unequal_replicas": null}, '
         '"moe": null, "natural_gradient": null, "max_change": null, "averaging": null, '
         '"report": {"metrics": true, "html": true, "trace_every": null}}',
@@ -221,7 +223,7 @@ CLUSTER = ["--world-size", "4", "--num-layers", "8"]
         (
             {"paceline": {"pipeline": {"x" * 5000: 1}}},
             [],
-            'Valid keys of paceline.pipeline: "boundary", "compile", "half_layers", "partition", "recompute", ',
+            'Valid keys of paceline.pipeline: "boundary", "compile", "half_layers", "head_slices", "partition", ',
         ),
         ({"train_batch_size": "x" * 5000}, CLUSTER, "xxx…: it must be a whole number, at least 1; leave the key out"),
         ({"train_batch_size": 2**41}, CLUSTER, f"train_batch_size is {2**41}: it must be at most {2**40}; correct it"),

@@ -98,6 +98,11 @@ def test_recomputed_layers(fit: Any) -> None:
         assert not any("recompute" in remedy for remedy in never["remedies"])
 
 
+def test_slices_of_the_head_are_not_counted(fit: Any) -> None:
+    _, err = fit(ds(2, {"head_slices": 4}), "--world-size", "2", status=2)
+    assert "paceline.pipeline.head_slices is 4, and what stages keep is counted with a whole head only" in err
+
+
 def test_recomputed_halves_of_layers(fit: Any) -> None:
     """A layer within which a stage ends counts for both stages; both of its halves on a stage count as one."""
     argv = ("--world-size", "2", "--json", "--device-memory-gib")

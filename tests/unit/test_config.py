@@ -44,8 +44,8 @@ def test_frozen():
         (
             {"pipeline": {"stage": 4}},
             'paceline.pipeline.stage is not a key of this version of paceline; did you mean "stages"? Valid keys of '
-            'paceline.pipeline: "boundary", "compile", "half_layers", "partition", "recompute", "schedule", "stages", '
-            '"unequal_replicas".',
+            'paceline.pipeline: "boundary", "compile", "half_layers", "head_slices", "partition", "recompute", '
+            '"schedule", "stages", "unequal_replicas".',
         ),
         (
             {"pipeline": {"boundary": {"forward": "int3"}}},

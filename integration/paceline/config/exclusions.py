@@ -13,8 +13,9 @@ from typing import Any
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
 from ..schedules.generator import GENERATED
 from ..schedules.split_families import SPLIT
-from .section import SECTION, PacelineConfig, show, value_at
-from .stage_counts import may_be_late, schedule_type
+from .recompute_keys import FIT
+from .section import HETERO, PLAN, SECTION, PacelineConfig, show, value_at
+from .stage_counts import may_be_late, resolve_method, schedule_type
 
 MATHEMATICS, UPSTREAM, NOT_BUILT = "mathematics", "upstream", "not built"
 GROUNDS = {
@@ -26,9 +27,11 @@ GROUNDS = {
 PIPELINE, LAYERS = "a pipeline", "a `PipelineModule` of one's own"
 UNEQUAL = "unequal replicas"
 HALVES = "half_layers"
+HEAD = "head_slices"
 COMPILED = "compile"
 SPLIT_BACKWARDS = "a schedule with split backwards"
 IN_TWO_CHUNKS = '"adaptive" with chunks'
+ROUTER_LOSS = "a router's loss"
 RECOMPUTED = "activation checkpointing of a model with experts"
 
 
@@ -132,6 +135,24 @@ def _half_layers(features: Features) -> str | None:
     return f"{SECTION}.pipeline.half_layers is true" if is_there else None
 
 
+def _head_slices(features: Features) -> str | None:
+    slices = features.section.pipeline.head_slices
+    return f"{SECTION}.pipeline.head_slices is {slices}" if features.is_pipeline and slices > 1 else None
+
+
+def _hetero(features: Features) -> str | None:
+    method, path = resolve_method(features.section, features.config)
+    return f"{path} is {show(method)}" if method == HETERO else None
+
+
+def _planned(features: Features) -> str | None:
+    pipeline = features.section.pipeline
+    keys = {"stages": pipeline.stages, "half_layers": pipeline.half_layers, "recompute": pipeline.recompute}
+    keys["schedule.chunks"] = None if pipeline.schedule is None else pipeline.schedule.chunks
+    found = next((key for key, value in keys.items() if value in (PLAN, FIT)), None)
+    return None if found is None else f"{SECTION}.pipeline.{found} is {show(keys[found])}"
+
+
 def _compile(features: Features) -> str | None:
     is_there = features.is_pipeline and features.section.pipeline.compile is not None
     return f"{SECTION}.pipeline.compile is there" if is_there else None
@@ -182,6 +203,9 @@ FEATURES: dict[str, _Finder] = {
     "micro_batch_sizes": _other_sizes,
     "recompute": _recompute,
     HALVES: _half_layers,
+    HEAD: _head_slices,
+    '"hetero"': _hetero,
+    '"plan" or "fit"': _planned,
     COMPILED: _compile,
     SPLIT_BACKWARDS: _schedule(*SPLIT, GENERATED),
     IN_TWO_CHUNKS: _adaptive_chunks,
@@ -205,6 +229,7 @@ FEATURES: dict[str, _Finder] = {
     "tensor parallelism": _key("tensor_parallel.autotp_size", _is_many),
     "experts on several ranks without a pipeline": _plain_experts,
     "adapters": _known_later,
+    ROUTER_LOSS: _known_later,
     RECOMPUTED: _known_later,
 }
 """By name, how a feature is found and quoted."""
@@ -370,6 +395,24 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         UPSTREAM,
     ),
     Exclusion(HALVES, LAYERS, "one's own layers are cut where they are listed", "leave half_layers out", MATHEMATICS),
+    Exclusion(HEAD, LAYERS, "one's own head is cut where it is listed", "leave head_slices out", MATHEMATICS),
+    Exclusion(
+        HEAD,
+        ROUTER_LOSS,
+        "the sums of the head travel where those of the experts would",
+        "leave head_slices out, or write output_router_logits false in the model's config",
+        NOT_BUILT,
+    ),
+    *(
+        Exclusion(HEAD, feature, reason, "leave one of them out", NOT_BUILT)
+        for feature, reason in (
+            (NO_FLUSH, "slices were tried with steps that end in a flush only"),
+            ('"hetero"', "times and moves are known of a whole head only"),
+            ('"plan" or "fit"', "what stages take is predicted with a whole head only"),
+            ("natural_gradient", "factors of the gradients are those of a whole layer"),
+            ("max_change", "changes are limited by whole layers"),
+        )
+    ),
     Exclusion(
         COMPILED,
         SPLIT_BACKWARDS,

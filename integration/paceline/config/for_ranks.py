@@ -50,4 +50,6 @@ def resolve_for_ranks(
 def _layers_of(section: PacelineConfig, ds_config: Mapping[str, Any]) -> int:
     """Decoder layers of an explicit partition; 0 where there is none."""
     boundaries, _ = resolve_method(section, ds_config)
-    return (boundaries[-1] - 2) // blocks_per_layer(section) if isinstance(boundaries, tuple) else 0
+    if not isinstance(boundaries, tuple):
+        return 0
+    return (boundaries[-1] - 1 - section.pipeline.head_slices) // blocks_per_layer(section)

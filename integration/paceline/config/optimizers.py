@@ -17,6 +17,16 @@ ELEMENTWISE = frozenset(
 )
 """Classes of ``torch.optim`` that treat each element by itself, so that rows of a parameter can be stepped apart."""
 
+_ELEMENTWISE_OF_DEEPSPEED = frozenset(
+    ("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
+)
+
+
+def is_elementwise(optimizer: object) -> bool:
+    """Whether an optimizer, of torch or DeepSpeed, treats each element of a parameter by itself."""
+    return type(optimizer).__name__ in ELEMENTWISE | _ELEMENTWISE_OF_DEEPSPEED
+
+
 REFUSED = {
     "LBFGS": "it evaluates the loss again and again within a step",
     "Muon": "it is for matrices only; pass initialize an optimizer of your own that joins it with another",

@@ -75,7 +75,9 @@ def resolve(
     check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers, may_share=blocks > 1)
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
-        _check_boundaries(path, method, stages * stages_a_rank(section), num_items + (blocks - 1) * num_layers, blocks)
+        slices = section.pipeline.head_slices if stages > 1 else 1
+        finer = (blocks - 1) * num_layers + slices - 1
+        _check_boundaries(path, method, stages * stages_a_rank(section), num_items + finer, blocks, slices)
     partition, defaults = resolve_partition(section, method)
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
     data_parallel = world_size // stages
@@ -112,7 +114,9 @@ def resolve(
     )
 
 
-def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_items: int, blocks: int) -> None:
+def _check_boundaries(
+    path: str, boundaries: tuple[int, ...], stages: int, num_items: int, blocks: int, slices: int
+) -> None:
     if len(boundaries) != stages + 1:
         raise ValueError(
             f"{path} is {show(boundaries)}: {stages} stages need {stages + 1} boundaries, it has {len(boundaries)}; "
@@ -120,9 +124,10 @@ def _check_boundaries(path: str, boundaries: tuple[int, ...], stages: int, num_i
         )
     if boundaries[-1] != num_items:
         named = "decoder layers" if blocks == 1 else "halves of decoder layers"
+        head = "head" if slices == 1 else f"{slices} slices of the head"
         raise ValueError(
             f"{path} is {show(boundaries)}: it must end at {num_items}, the number of items (embedding, "
-            f"{num_items - 2} {named}, head); correct its last number."
+            f"{num_items - 1 - slices} {named}, {head}); correct its last number."
         )
 
 

@@ -67,6 +67,11 @@ class RunPlan:
         return self.section.pipeline.half_layers is True
 
     @property
+    def head_slices(self) -> int:
+        """Parts that the head may be cut into; one stage has it whole."""
+        return self.section.pipeline.head_slices if self.stages > 1 else 1
+
+    @property
     def partition(self) -> str | list[int] | dict[str, float]:
         """The method, or boundaries over the pipeline's items (``stages + 1`` of them)."""
         method = self.partition_choice.method

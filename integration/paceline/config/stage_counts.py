@@ -50,7 +50,7 @@ def resolve_stages(
     schedule = section.pipeline.schedule
     asked = None if schedule is None else schedule.directions
     a_rank = stages_a_rank(section)
-    num_blocks = num_layers * blocks_per_layer(section)
+    num_blocks = num_layers * blocks_per_layer(section) + section.pipeline.head_slices - 1
     usable = [s for s in divisors(world_size) if s * a_rank <= num_blocks]
     blocks = _named_blocks(section, num_layers)
     limits = f"{world_size} ranks and {blocks}"
@@ -99,8 +99,9 @@ def blocks_per_layer(section: PacelineConfig) -> int:
 
 
 def _named_blocks(section: PacelineConfig, num_layers: int) -> str:
-    count = blocks_per_layer(section)
-    return f"{num_layers} decoder layers" if count == 1 else f"{count * num_layers} halves of decoder layers"
+    count, slices = blocks_per_layer(section), section.pipeline.head_slices
+    blocks = f"{num_layers} decoder layers" if count == 1 else f"{count * num_layers} halves of decoder layers"
+    return blocks if slices == 1 else f"{blocks} and {slices} slices of the head"
 
 
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked: bool = False) -> bool:
@@ -119,7 +120,7 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
     has_open_stages = section.pipeline.stages == PLAN or (unasked and is_left and section.pipeline.stages is None)
     is_open = (has_open_stages and not has_stages(section, ds_config)) or asks_for_less(section)
     has_counts = section.pipeline.recompute not in (None, FIT)  # of stages that are known
-    if not is_open or isinstance(method, tuple) or has_counts:
+    if not is_open or isinstance(method, tuple) or has_counts or section.pipeline.head_slices > 1:
         return False
     is_predicted = schedule_type(section) in ("1f1b", "adaptive") and stages_a_rank(section) == 1
     return is_predicted and not may_be_late(section)

@@ -39,6 +39,8 @@ class Anatomy:
         after: children of the trunk that run after the layers (the final norm).
         head: children of the model beside the trunk (``lm_head``).
         blocks_per_layer: parts that a decoder layer can be cut into: 1, or 2 with attention and MLP apart.
+        head_slices: parts that the head can be cut into, each with a run of the vocabulary's rows. All but the last
+            are blocks, after those of the layers.
     """
 
     trunk: str
@@ -51,9 +53,15 @@ class Anatomy:
     head: tuple[str, ...]
     adapter: Adapter
     blocks_per_layer: int = 1
+    head_slices: int = 1
 
     @property
     def num_blocks(self) -> int:
+        return self.num_layer_blocks + self.head_slices - 1
+
+    @property
+    def num_layer_blocks(self) -> int:
+        """Decoder layers, or their halves."""
         return self.num_layers * self.blocks_per_layer
 
     def blocks_of(self, layer: int) -> range:
@@ -76,11 +84,12 @@ def refuse_known(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be a pipeline: {reason}.")
 
 
-def anatomy_of(model: PreTrainedModel, *, half_layers: bool = False) -> Anatomy:
+def anatomy_of(model: PreTrainedModel, *, half_layers: bool = False, head_slices: int = 1) -> Anatomy:
     """Find the parts of ``model`` (it may be on the meta device).
 
     Args:
         half_layers: decoder layers are to be cut between attention and MLP too.
+        head_slices: the head is to be cut into so many parts (:mod:`.sliced_head`).
 
     The family's adapter comes first, then the order that transformers publishes in ``base_model_pp_plan``, then the
     order in which the trunk's children were registered.
@@ -134,7 +143,11 @@ def anatomy_of(model: PreTrainedModel, *, half_layers: bool = False) -> Anatomy:
         for layer in layers:
             _check_halves(layer, name)
         blocks = 2
-    return Anatomy(trunk_name, layers_name, len(layers), returns, embedding, before, after, head, adapter, blocks)
+    return Anatomy(
+        *(trunk_name, layers_name, len(layers), returns, embedding, before, after, head, adapter),
+        blocks_per_layer=blocks,
+        head_slices=head_slices,
+    )
 
 
 def half_children(layer: nn.Module, half: int) -> dict[str, int]:

@@ -26,9 +26,10 @@ from .adapters import ADAPTERS
 from .anatomy import WHOLE_LAYERS, UnsupportedModelError, anatomy_of, refuse_known
 from .family_configs import NUM_LAYERS, shrink
 from .once import once_a_config
-from .parity import ROUNDING, check_halves, check_split
+from .parity import ROUNDING, check_halves, check_slices, check_split
 from .quiet_transformers import quiet
 from .router import router_loss_of
+from .sliced_head import WHOLE_HEAD, check_head
 from .sources import config_at, model_config_at
 from .stage import Cut, tied_weight
 from .weights import causal_config, load_stage, model_class_of, skeleton
@@ -172,6 +173,41 @@ def require_halves(config: PretrainedConfig) -> None:
     """
     with quiet():
         _difference_of_halves(causal_config(config))
+
+
+def require_slices(config: PretrainedConfig, head_slices: int) -> None:
+    """Check that the model of ``config`` stays the same model when its head is cut into slices: as
+    :func:`require_halves`.
+
+    Raises:
+        UnsupportedModelError: it does not, or it cannot be found out; the message says why.
+    """
+    with quiet():
+        model = skeleton(config)
+        check_head(model, anatomy_of(model, head_slices=head_slices))
+        _difference_of_slices(causal_config(config))
+
+
+@once_a_config
+def _difference_of_slices(config: PretrainedConfig) -> float:
+    name = f"model type {config.model_type!r}"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            parity = check_slices(shrink(config), NUM_LAYERS)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} cannot have its head in slices: a small copy does not run ({type(error).__name__}: "
+            f"{_first_line(error)}); {WHOLE_HEAD}."
+        ) from error
+    if not parity.worst <= ROUNDING:
+        raise UnsupportedModelError(
+            f"{name} cannot have its head in slices: so cut, a small copy of it differs from the whole model by "
+            f"{parity.worst:.1e} (loss {parity.loss:.1e}, gradient of {parity.worst_gradient!r} "
+            f"{parity.gradient:.1e}); {WHOLE_HEAD}."
+        )
+    return parity.worst
 
 
 @once_a_config

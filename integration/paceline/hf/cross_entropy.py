@@ -47,7 +47,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
         of_targets = torch.empty(len(targets), 1, dtype=torch.float32, device=logits.device)
-        for part in _pieces(logits):
+        for part in pieces_of(logits):
             logs = F.log_softmax(logits[part].float(), dim=-1)
             of_targets[part] = logs.gather(1, targets[part, None].clamp(min=0))
         # Added up by the kernel that would have done it, in its order.
@@ -58,7 +58,7 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
         found = torch.empty_like(logits)
-        for part in _pieces(logits):
+        for part in pieces_of(logits):
             with torch.enable_grad():
                 rows = logits[part].detach().requires_grad_()
                 total = F.cross_entropy(rows.float(), targets[part], ignore_index=IGNORED, reduction="sum")
@@ -66,6 +66,7 @@ class _Sum(torch.autograd.Function):
         return found, None
 
 
-def _pieces(logits: Tensor) -> list[slice]:
+def pieces_of(logits: Tensor) -> list[slice]:
+    """The rows of logits ``[N, V]`` of which :data:`PIECE_BYTES` have room for float32, a piece at a time."""
     num_rows, size = len(logits), max(1, PIECE_BYTES // (4 * logits.shape[1]))
     return [slice(start, start + size) for start in range(0, num_rows, size)]

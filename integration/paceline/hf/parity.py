@@ -18,7 +18,8 @@ from ..patches import transformers_masking_utils
 from ..patches.registry import applied
 from .anatomy import WHOLE_LAYERS, UnsupportedModelError
 from .masks import facts_of, known
-from .stage import CausalLMStage, Cut
+from .sliced_head import Rows
+from .stage import LABELS, CausalLMStage, Cut
 from .weights import load_stage, model_class_of
 
 ROUNDING = 2e-5
@@ -55,6 +56,7 @@ def check_split(
     num_layers: int,
     *,
     half_layers: bool = False,
+    head_slices: int = 1,
     seed: int = 0,
     batch: int = 2,
     length: int = 12,
@@ -62,6 +64,8 @@ def check_split(
     """Compare the whole model of ``config`` with its cuts 1 | rest (odd), into three, and embedding | layers | head.
 
     With ``half_layers``: with its cut into all halves of layers, and into a layer and a half, a layer and a half, rest.
+    With ``head_slices`` (3 or more): cut after the first slice, and into a layer, rest, and each slice; the logits,
+    which no stage has, are not compared.
 
     Args:
         config: of a model small enough for this process; float32 on the CPU, in training mode.
@@ -85,8 +89,12 @@ def check_split(
     num_blocks, boundaries = num_layers, [(1,), (1, num_layers - 1), (0, num_layers)]
     if half_layers:
         num_blocks, boundaries = 2 * num_layers, [(3, 6), tuple(range(1, 2 * num_layers))]
+    if head_slices > 1:
+        num_blocks = num_layers + head_slices - 1
+        boundaries = [(num_layers + 1,), (1, *range(num_layers, num_blocks + 1))]
+    finer: dict[str, Any] = {"half_layers": half_layers, "head_slices": head_slices}
     ways = [
-        [load_stage(None, config, cut, allow_empty=True, half_layers=half_layers) for cut in cuts(num_blocks, *edges)]
+        [load_stage(None, config, cut, allow_empty=True, **finer) for cut in cuts(num_blocks, *edges)]
         for edges in boundaries
     ]
     side = {name: tensor for name, tensor in side.items() if all(name in s.accepts for way in ways for s in way)}
@@ -95,6 +103,8 @@ def check_split(
     for stages in ways:
         for stage in stages:
             state = whole.state_dict()
+            for name, rows in _names_in_rows(stage).items():
+                state[name] = state[name][rows.start : rows.stop]
             stage.model.load_state_dict({k: v for k, v in state.items() if k in stage.model.state_dict()})
             stage.train()
         try:
@@ -102,7 +112,7 @@ def check_split(
                 results.append(_compare(reference, stages, ids, labels, side))
         except Exception as error:
             starts = [stage.cut.start for stage in stages[1:]]
-            blocks = "half layers" if half_layers else "layers"
+            blocks = "half layers" if half_layers else "layers and slices of the head" if head_slices > 1 else "layers"
             raise UnsupportedModelError(
                 f"{type(whole).__name__} (model type {config.model_type!r}) cannot be a pipeline: cut before {blocks} "
                 f"{starts} it does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -122,6 +132,11 @@ def check_halves(config: PretrainedConfig, num_layers: int) -> Parity:
     return check_split(config, num_layers, half_layers=True)
 
 
+def check_slices(config: PretrainedConfig, num_layers: int) -> Parity:
+    """:func:`check_split` with the head in slices: one with the norm, one between others, and the last."""
+    return check_split(config, num_layers, head_slices=3)
+
+
 def _reference(model: PreTrainedModel, ids: Tensor, labels: Tensor, side: dict[str, Tensor]) -> dict[str, Any]:
     """Loss, logits and gradients by the model's own forward, labels and all."""
     outputs = model(input_ids=ids, labels=labels, **side, use_cache=False)
@@ -137,7 +152,7 @@ def _compare(
     stream, routing = ids, None
     crossings: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
     for stage in stages:
-        out, routing_out = stage(stream, side, routing)
+        out, routing_out = stage(stream, side | {LABELS: labels}, routing)
         if stage.cut.last:
             break
         stream = out.detach().requires_grad_()
@@ -156,9 +171,15 @@ def _compare(
 
     found: dict[str, Tensor] = {}
     for stage in stages:
+        in_rows = _names_in_rows(stage)
         for name, parameter in stage.model.named_parameters():
             if parameter.grad is not None:
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad
+                gradient = parameter.grad
+                if name in in_rows:
+                    rows = in_rows[name]
+                    gradient = gradient.new_zeros(rows.whole, *gradient.shape[1:])
+                    gradient[rows.start : rows.stop] = parameter.grad
+                found[name] = found[name] + gradient if name in found else gradient
     wanted: dict[str, Tensor] = reference["gradients"]
     missing = sorted(set(wanted) ^ set(found))
     if missing:
@@ -170,9 +191,14 @@ def _compare(
         difference = _relative(found[name], gradient, floor)
         if difference > worst:
             worst_name, worst = name, difference
-    return Parity(
-        _relative(loss.detach(), reference["loss"]), _relative(out.detach(), reference["logits"]), worst, worst_name
-    )
+    of_logits = 0.0 if stages[-1].head_rows is not None else _relative(out.detach(), reference["logits"])
+    return Parity(_relative(loss.detach(), reference["loss"]), of_logits, worst, worst_name)
+
+
+def _names_in_rows(stage: CausalLMStage) -> dict[str, Rows]:
+    in_rows = stage.parameters_in_rows()
+    named = stage.model.named_parameters(remove_duplicate=False)
+    return {name: in_rows[own] for name, own in named if own in in_rows}
 
 
 def _relative(value: Tensor, wanted: Tensor, floor: float = 0.0) -> float:

@@ -23,12 +23,15 @@ from . import router
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, half_children
 from .cross_entropy import cross_entropy_in_pieces, takes_pieces
 from .masks import needs_mask
+from .sliced_head import Rows, RowsOfLinear, add_logits, cross_entropy_of, empty_sums, keep_rows
 
 CUT = "paceline_is_cut"
 """Attribute of a model: whether parts of it were taken out."""
 _RUNS = "paceline_runs_stage"
 """Attribute of a model: whether its stage's forward is under way."""
 SIDE_INPUTS = ("attention_mask", "position_ids")
+LABELS = "labels"
+"""Beside the side inputs, what stages that share a head need."""
 ADAPTED = ("base_layer", "original_module")
 """Attributes in which PEFT's modules keep the modules that they replace."""
 
@@ -37,7 +40,8 @@ ADAPTED = ("base_layer", "original_module")
 class Cut:
     """The cut of one stage: blocks ``start`` to ``stop - 1``, the embedding if ``first``, norm and head if ``last``.
 
-    A block is a decoder layer, or half of one (:attr:`~paceline.hf.anatomy.Anatomy.blocks_per_layer`).
+    A block is a decoder layer, or half of one (:attr:`~paceline.hf.anatomy.Anatomy.blocks_per_layer`), or a slice of
+    the head: ``last`` then stands for the last slice, and the norm is with the first one.
     """
 
     start: int
@@ -48,6 +52,11 @@ class Cut:
     @staticmethod
     def whole(num_blocks: int) -> Cut:
         return Cut(0, num_blocks, True, True)
+
+    def slices(self, anatomy: Anatomy) -> range:
+        """The slices of the head, by number; a head that is not cut is one."""
+        layers = anatomy.num_layer_blocks
+        return range(max(self.start, layers) - layers, max(self.stop, layers) - layers + self.last)
 
 
 class PassThrough(nn.Module):
@@ -97,7 +106,7 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     adapter = anatomy.adapter
     setattr(model, CUT, cut != Cut.whole(anatomy.num_blocks))
     trunk, layers = anatomy.trunk_of(model), anatomy.layers_of(model)
-    tied = tied_weight(model, anatomy)
+    tied, slices = tied_weight(model, anatomy), cut.slices(anatomy)
     for index in range(anatomy.num_layers):
         held = [block for block in anatomy.blocks_of(index) if cut.start <= block < cut.stop]
         if not held:
@@ -107,7 +116,7 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
     if not cut.first:
         for name in anatomy.before:
             module = trunk.get_submodule(name)
-            if name == anatomy.embedding and cut.last and tied:
+            if name == anatomy.embedding and slices and tied:
                 continue
             is_position_table = isinstance(bare(module), nn.Embedding) and name != anatomy.embedding
             setattr(trunk, name, AddsNothing() if is_position_table or name in adapter.adds else PassThrough())
@@ -115,10 +124,11 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cut: Cut) -> None:
             _neutralise(trunk, name, value)
     if adapter.norm and not (cut.first and cut.last):
         _split_norm(model, anatomy, cut)
-    if not cut.last:
+    if 0 not in slices:
         for name in anatomy.after:
             if getattr(trunk, name) is not None:
                 setattr(trunk, name, PassThrough())
+    if not slices:
         for name in anatomy.head:
             setattr(model, name, PassThrough())
     _drop_lost_ties(model)
@@ -255,11 +265,19 @@ class CausalLMStage(nn.Module):
     ``forward(stream, side, routing)``:
 
     * ``stream``: token ids ``[B, S]`` (int64) on the first stage, hidden states ``[B, S, H]`` on the others;
-    * ``side``: the batch's ``attention_mask`` and ``position_ids`` ``[B, S]``, where it has them;
-    * ``routing``: the experts' running sums (:mod:`paceline.hf.router`), where the model asks for its router loss.
+    * ``side``: the batch's ``attention_mask`` and ``position_ids`` ``[B, S]``, where it has them; with a head in slices
+      its labels too;
+    * ``routing``: the experts' running sums (:mod:`paceline.hf.router`), where the model asks for its router loss; with
+      a head in slices their sums (:mod:`paceline.hf.sliced_head`).
 
-    Returns ``(stream, routing)``: hidden states ``[B, S, H]``, or logits ``[B, S, V]`` on the last stage.
+    Returns ``(stream, routing)``: hidden states ``[B, S, H]``, or logits ``[B, S, V]`` on the last stage. Of a head in
+    slices the last stage returns the sums in the place of logits.
+
+    Building a stage of a head in slices takes the rows of other stages out of ``model``.
     """
+
+    head_rows: Rows | None = None
+    """Of a head in slices, the rows that the stage has."""
 
     def __init__(self, model: PreTrainedModel, cut: Cut, anatomy: Anatomy | None = None) -> None:
         super().__init__()
@@ -268,8 +286,14 @@ class CausalLMStage(nn.Module):
         self.anatomy = anatomy or anatomy_of(model)
         self.router_loss = router.router_loss_of(model)
         trunk = self.anatomy.trunk_of(model)
-        target = model if cut.last else trunk
+        slices = cut.slices(self.anatomy)
+        self._has_head, self._is_sliced = bool(slices), self.anatomy.head_slices > 1
+        target = model if slices else trunk
         self._trunk = (trunk,)  # in a tuple: the trunk is already registered as part of the model
+        self._hidden: list[Tensor] = []
+        if self._is_sliced and slices:
+            self.head_rows = keep_rows(model, self.anatomy, slices, shares_embedding=cut.first)
+            trunk.register_forward_hook(self._note_hidden)
         self.accepts = frozenset(inspect.signature(inspect.unwrap(type(target).forward)).parameters)
         self.tied_weight = tied_weight(model, self.anatomy)
 
@@ -278,6 +302,8 @@ class CausalLMStage(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         inputs: dict[str, Any] = {"input_ids" if self.cut.first else "inputs_embeds": stream}
         for name, tensor in (side or {}).items():
+            if name == LABELS:
+                continue
             if name not in self.accepts:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}.forward takes no {name!r}, but the batch has it: leave it out of the "
@@ -290,7 +316,7 @@ class CausalLMStage(nn.Module):
         routed = self.router_loss is not None and self._has_routers
         if self.router_loss is not None:
             inputs["output_router_logits"] = routed
-        target = self.model if self.cut.last else self._trunk[0]
+        target = self.model if self._has_head else self._trunk[0]
         vars(self.model)[_RUNS] = True
         try:
             outputs = target(**inputs, return_dict=True)
@@ -303,7 +329,38 @@ class CausalLMStage(nn.Module):
                 (side or {}).get("attention_mask"),
                 device=stream.device,
             )
+        if self._is_sliced:
+            return self._with_slices(outputs, stream, (side or {}).get(LABELS), routing)
         return (outputs.logits if self.cut.last else outputs.last_hidden_state), routing
+
+    def _with_slices(
+        self, outputs: Any, stream: Tensor, labels: Tensor | None, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What goes on to the next slice: hidden states and sums; after the last one these alone."""
+        if sums is None:
+            sums = empty_sums(stream.shape[0] * stream.shape[1], stream.device)
+        if self.head_rows is None:
+            return outputs.last_hidden_state, sums
+        hidden = self._hidden.pop()
+        if labels is None:  # of a measurement
+            labels = torch.zeros(stream.shape[:2], dtype=torch.int64, device=stream.device)
+        sums = add_logits(sums, outputs.logits, labels, self.head_rows.start)
+        return (sums, None) if self.cut.last else (hidden, sums)
+
+    def _note_hidden(self, trunk: nn.Module, args: Any, output: Any) -> None:
+        self._hidden[:] = [output[0]]
+
+    def take_rows_of_shared(self) -> None:
+        """Note that the whole embedding's weight, of another stage of this rank, has become that of the head here."""
+        if self.head_rows is not None:
+            RowsOfLinear.become(self.model.get_output_embeddings(), self.head_rows)
+
+    def parameters_in_rows(self) -> dict[nn.Parameter, Rows]:
+        """Parameters of which the stage has some rows, of a head in slices."""
+        rows, head = self.head_rows, self.model.get_output_embeddings()
+        if rows is None:
+            return {}
+        return {own: rows for own in head.parameters(recurse=False) if len(own) == rows.stop - rows.start < rows.whole}
 
     @property
     def _has_routers(self) -> bool:
@@ -322,14 +379,16 @@ class CausalLMStage(nn.Module):
         """Cross entropy summed over the label tokens and divided by ``num_items``, plus the router loss.
 
         Args:
-            logits: ``[B, S, V]``.
+            logits: ``[B, S, V]``; of a head in slices their sums.
             labels: ``[B, S]``; -100 is no label. Shifted by the model's own loss function.
             routing: the whole model's running sums of the experts, or None.
             num_items: label tokens that this loss is an average over; need not be those of ``labels`` (the share of
                 this micro-batch in a step).
             router_share: of this micro-batch in the router loss of a step.
         """
-        if takes_pieces(self.model.loss_function, logits):
+        if self._is_sliced:
+            loss = cross_entropy_of(logits, labels, num_items)
+        elif takes_pieces(self.model.loss_function, logits):
             loss = cross_entropy_in_pieces(logits, labels, num_items)
         else:
             loss = self.model.loss_function(

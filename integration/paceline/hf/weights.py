@@ -90,6 +90,7 @@ def load_stage(
     seed: int = 42,
     allow_empty: bool = False,
     half_layers: bool = False,
+    head_slices: int = 1,
     **from_pretrained: Any,
 ) -> CausalLMStage:
     """Build the stage ``cut`` of a model with its weights, on the CPU.
@@ -100,6 +101,7 @@ def load_stage(
             are the same for every cut.
         allow_empty: leave NaN where transformers has no initial values, for a caller who sets the weights himself.
         half_layers: ``cut`` counts halves of decoder layers.
+        head_slices: ``cut`` counts slices of the head. The whole head is read, or drawn, before one is kept.
         from_pretrained: passed on (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 
     Raises:
@@ -114,7 +116,7 @@ def load_stage(
     class Stage(model_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            anatomy = anatomy_of(self, half_layers=half_layers)
+            anatomy = anatomy_of(self, half_layers=half_layers, head_slices=head_slices)
             anatomies.append(anatomy)
             prune(self, anatomy, cut)
 

@@ -57,6 +57,7 @@ def build_pipeline(
         seed=seed,
         gradient_checkpointing=gradient_checkpointing,
         half_layers=resolved.half_layers,
+        head_slices=resolved.head_slices,
         routes=resolved.schedule.routes(resolved.stages),
         expert_parallel=resolved.expert_parallel,
         config=hf_config,

@@ -23,7 +23,8 @@ from .movable_layers import Layers, TensorNote, empty_tensors
 
 
 class CausalLMLayers(Layers):
-    """Items of a Hugging Face model: decoder layers and their halves move, embedding and head stay on their stages."""
+    """Items of a Hugging Face model: decoder layers and their halves move, embedding and head stay on their stages.
+    Where the head is in slices nothing moves."""
 
     module: CausalLMPipeline
 
@@ -32,6 +33,11 @@ class CausalLMLayers(Layers):
         return len(self.module.items)
 
     def check(self, parts: Sequence[int]) -> list[int]:
+        if self.module.has_slices and list(parts) != self.parts:
+            raise ValueError(
+                f"partition {list(parts)} is another than {self.parts}, and layers stay where they are while the head "
+                "is in slices (paceline.pipeline.head_slices); leave one of the two out."
+            )
         return partition_items(self.module.items, self.module.num_virtual_stages, list(parts))
 
     def boundaries(self, method: Method, profile: str | None) -> list[int] | None:
@@ -44,11 +50,15 @@ class CausalLMLayers(Layers):
         return self.module.held
 
     def get(self, item: int) -> nn.Module | None:
-        if not 0 < item < self.num_items - 1:
+        if not self._is_layer(item):
             return None
         _, half = self._place(item)
         layer = self._layer(item)
         return layer if half is None else HalfLayer(layer, half)
+
+    def _is_layer(self, item: int) -> bool:
+        """Whether an item is a decoder layer or half of one."""
+        return 0 < item <= self.module.anatomy.num_layer_blocks
 
     def _layer(self, item: int) -> nn.Module:
         """The decoder layer here that an item is, or of which it is a half."""
@@ -66,7 +76,7 @@ class CausalLMLayers(Layers):
 
     def kind(self, item: int) -> tuple[str, str]:
         name = self.module.items[item].kind
-        if not 0 < item < self.num_items - 1:
+        if not self._is_layer(item):
             return name, name
         return blocks_of(self._pattern(), self.module.anatomy)[item - 1].kind, name
 
@@ -165,7 +175,7 @@ class CausalLMLayers(Layers):
         for number, stage in zip(self.held, stages, strict=True):
             layers, now = anatomy.layers_of(stage.model), self._of(number)
             for item in before[number]:
-                if item not in now and 0 < item < self.num_items - 1:
+                if item not in now and self._is_layer(item):
                     self._take_out(layers, item, now)
         for number, stage in zip(self.held, stages, strict=True):
             layers, now = anatomy.layers_of(stage.model), self._of(number)

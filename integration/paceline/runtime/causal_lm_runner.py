@@ -1,7 +1,7 @@
 """Compute one stage of a Hugging Face causal LM.
 
-Between stages pass hidden states, then the side inputs packed into one int32 tensor, then the experts' sums; gradients
-likewise, without the side inputs.
+Between stages pass hidden states, then the side inputs packed into one int32 tensor, then sums: the experts', or those
+of a head in slices, whose labels are packed with the side inputs. Gradients pass likewise, without the side inputs.
 
 Legend: B batch, S sequence, V vocabulary.
 """
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.shapes import Meta, Shapes, Value, meta_of
 from ..hf.masks import known
-from ..hf.stage import SIDE_INPUTS, CausalLMStage
+from ..hf.stage import LABELS, SIDE_INPUTS, CausalLMStage
 from ..optim.gradient_buckets import Completes
 from .micro_batches import MicroBatch, MicroBatchShape
 from .module import CausalLMPipeline
@@ -27,6 +27,9 @@ from .stage_runner import Live, LossBook, StageRunner, Surroundings, gradient_of
 
 if TYPE_CHECKING:
     from .trainer_loss import TrainersLoss
+
+PACKED = (*SIDE_INPUTS, LABELS)
+"""What may be packed into one tensor beside the hidden states, in order."""
 
 Seen = tuple[Tensor, object]
 """Sum of a micro-batch's losses, and what somebody wanted of its logits."""
@@ -91,11 +94,12 @@ class StreamShapes(Shapes):
 
     Args:
         router_size: numbers that the experts' sums are, if the model has a router loss.
+        has_slices: whether the head is in slices.
     """
 
-    def __init__(self, router_size: int | None) -> None:
+    def __init__(self, router_size: int | None, *, has_slices: bool = False) -> None:
         super().__init__()
-        self._router_size = router_size
+        self._router_size, self._has_slices = router_size, has_slices
         self._stream: tuple[int, torch.dtype] | None = None
 
     def of(self, key: Hashable) -> Meta | None:
@@ -104,8 +108,10 @@ class StreamShapes(Shapes):
         assert isinstance(key, MicroBatchShape)
         width, dtype = self._stream
         tensors: list[tuple[tuple[int, ...], torch.dtype]] = [((key.batch, key.length, width), dtype)]
-        if key.side:
-            tensors.append(((len(key.side), key.batch, key.length), torch.int32))
+        if names := side_names(key, has_slices=self._has_slices):
+            tensors.append(((len(names), key.batch, key.length), torch.int32))
+        if self._has_slices:
+            tensors.append(((2 * key.batch * key.length,), torch.float32))
         if self._router_size is not None:
             tensors.append(((self._router_size,), torch.float32))
         return Meta(tuple(tensors))
@@ -113,6 +119,11 @@ class StreamShapes(Shapes):
     def learn(self, key: Hashable, meta: Meta) -> None:
         (_, _, width), dtype = meta.tensors[0]
         self._stream = (width, dtype)
+
+
+def side_names(shape: MicroBatchShape, *, has_slices: bool) -> tuple[str, ...]:
+    """What is packed into one tensor beside the hidden states, in order."""
+    return (*shape.side, LABELS) if has_slices else shape.side
 
 
 class CausalLMRunner(StageRunner):
@@ -156,7 +167,8 @@ class CausalLMRunner(StageRunner):
     def load(self, live: Live, number: int) -> None:
         batch = self._book.loaded[number]
         if self.is_first:
-            live.inputs = (self._moved(batch.input_ids), {n: self._moved(t) for n, t in batch.side.items()}, None)
+            side = {**batch.side, LABELS: batch.labels} if self._module.has_slices else batch.side
+            live.inputs = (self._moved(batch.input_ids), {n: self._moved(t) for n, t in side.items()}, None)
         if self.is_last:
             live.labels = self._moved(batch.labels)
 
@@ -254,7 +266,7 @@ class CausalLMRunner(StageRunner):
         out, routing, side = live.outputs
         leaving = [out]
         if side:
-            leaving.append(torch.stack([side[name].to(torch.int32) for name in SIDE_INPUTS if name in side]))
+            leaving.append(torch.stack([side[name].to(torch.int32) for name in PACKED if name in side]))
         if routing is not None:
             leaving.append(routing)
         return tuple(leaving)
@@ -262,7 +274,7 @@ class CausalLMRunner(StageRunner):
     def arrived(self, live: Live, number: int, value: Value) -> None:
         stream, *more = value
         side: dict[str, Tensor] = {}
-        names = self._book.shapes[number].side
+        names = side_names(self._book.shapes[number], has_slices=self._module.has_slices)
         if names:
             packed = more.pop(0)
             side = {name: packed[i].long() for i, name in enumerate(names)}

@@ -12,8 +12,10 @@ from torch import nn
 from ..checkpoint.format import MODEL
 from ..comm.control import ControlPlane
 from ..comm.shapes import Shapes
+from ..config.optimizers import ELEMENTWISE, is_elementwise
 from ..hf import hub_files
 from ..hf.peft import save_adapter_config
+from ..hf.sliced_head import WHOLE_HEAD
 from ..patches import transformers_masking_utils
 from ..patches.registry import apply
 from .causal_lm_layers import CausalLMLayers
@@ -21,6 +23,7 @@ from .causal_lm_runner import CausalLMRunner, StepBook, StreamShapes
 from .causal_lm_steps import CausalLMSteps, Readers, Replicas
 from .model_support import Around, ModelSupport, Reader
 from .module import CausalLMPipeline
+from .ties import Tie
 
 
 class CausalLMSupport(ModelSupport):
@@ -45,6 +48,20 @@ class CausalLMSupport(ModelSupport):
     @property
     def stages(self) -> list[tuple[int, nn.Module]]:
         return list(zip(self.module.held, self.module.stages, strict=True))
+
+    @property
+    def ties(self) -> list[Tie]:
+        return self.module.ties
+
+    def require_logits(self, who: str) -> None:
+        self.module.require_logits(who)
+
+    def check_optimizer(self, basic: torch.optim.Optimizer) -> None:
+        if self.module.has_slices and not is_elementwise(basic):
+            raise ValueError(
+                f"optimizer {type(basic).__name__} looks at a parameter as a whole, and stages have parts of a head in "
+                f"slices: choose one of {', '.join(sorted(ELEMENTWISE))}, or {WHOLE_HEAD}."
+            )
 
     def keep_masks(self) -> None:
         self.book.keeps_masks = True
@@ -90,7 +107,7 @@ class CausalLMSupport(ModelSupport):
 
     def activation_shapes(self) -> Shapes:
         router_loss = self.module.stage.router_loss
-        return StreamShapes(None if router_loss is None else router_loss.size)
+        return StreamShapes(None if router_loss is None else router_loss.size, has_slices=self.module.has_slices)
 
     def gradient_divisor(self, *, averages: bool) -> float:
         if not averages:

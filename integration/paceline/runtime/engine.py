@@ -511,6 +511,8 @@ class PacelineEngine(PipelineEngine):
 
     @own_loss.setter
     def own_loss(self, compute: TrainersLoss | None) -> None:
+        if compute is not None:
+            self.support.require_logits("a loss of one's own (compute_loss, label smoothing, …)")
         for runner in assembly.causal_lm_runners(self.held):
             runner.own_loss = compute
 
@@ -551,6 +553,7 @@ class PacelineEngine(PipelineEngine):
                 for group in self.basic_optimizer.param_groups:  # the same on all ranks that hold the same
                     group["params"] = sorted(group["params"], key=lambda p: order.get(p, len(order)))
             self.shared_experts.check_optimizer(self.basic_optimizer)
+            self.support.check_optimizer(self.basic_optimizer)
             self._check_for_duplicates(self.basic_optimizer)
             self.optimizer = assembly.make_optimizer(self, self.basic_optimizer)
         except Exception as caught:
@@ -681,6 +684,8 @@ class PacelineEngine(PipelineEngine):
                 "reduce_output is None and the loss is to be broadcast, which is one number: give bcast_loss=False "
                 "to have those of the micro-batches on the last stage (without a monitor in the JSON)."
             )
+        if return_logits:
+            self.support.require_logits("return_logits=True")
         _check_iterator(data_iter)
         trained_on = self.data_iterator
         with self.between_steps():
@@ -713,6 +718,8 @@ class PacelineEngine(PipelineEngine):
         self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
     ) -> Iterator[tuple[Tensor, Any]]:
         """See :meth:`~paceline.runtime.evaluation.Evaluation.predict`."""
+        if see is not None:
+            self.support.require_logits("predict() with a function of logits")
         return self._evaluates().predict(batches, see)
 
     def _evaluates(self) -> Evaluation:
@@ -969,11 +976,10 @@ class PacelineEngine(PipelineEngine):
 
     def _exec_reduce_tied_grads(self) -> None:
         forget_messages(self.held)
-        ties = [(w, group) for w, group in self.module.get_tied_weights_and_groups() if self.optimizer.layout.trains(w)]
-        num_bytes = sum(w.numel() * w.element_size() for w, _ in ties)
-        with self.clock.transfer("tied", num_bytes):
-            for weight, group in ties:
-                dist.all_reduce(self.optimizer.gradients.of(weight), group=group)
+        ties = [tie for tie in self.support.ties if self.optimizer.layout.trains(tie.weight)]
+        with self.clock.transfer("tied", sum(tie.num_bytes for tie in ties)):
+            for tie in ties:
+                dist.all_reduce(tie.shared(self.optimizer.gradients.of(tie.weight)), group=tie.group)
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         super()._exec_optimizer_step(lr_kwargs)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ..comm.control import ControlPlane, Gather
 from ..config.expert_choice import MoeChoice
-from ..config.optimizers import ELEMENTWISE
+from ..config.optimizers import ELEMENTWISE, is_elementwise
 from ..moe.experts_ahead import BesideSteps
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN, ExpertLayer, LayerState
@@ -32,11 +32,6 @@ from .expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
     from ..moe.wrapper_states import States
-
-ELEMENTWISE_OF_DEEPSPEED = frozenset(
-    ("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
-)
-
 
 FIRST_STEPS = 10
 """Steps until experts are first placed anew, if there are to be more in an interval."""
@@ -63,7 +58,7 @@ class SharedExperts:
     def check_optimizer(self, basic: torch.optim.Optimizer) -> None:
         """Raise ValueError for an optimizer that cannot step a part of the experts."""
         name = type(basic).__name__
-        if self.groups.size > 1 and name not in ELEMENTWISE | ELEMENTWISE_OF_DEEPSPEED:
+        if self.groups.size > 1 and not is_elementwise(basic):
             raise ValueError(
                 f"optimizer {name} looks at a parameter as a whole, and of the experts' every rank has another part: "
                 f"choose one of {', '.join(sorted(ELEMENTWISE))}, or leave expert_parallel out."

@@ -8,6 +8,7 @@ killed export leaves nothing that looks whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from ..comm.control import ControlPlane
 from ..hf import hub_files
 from ..hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
+from ..hf.sliced_head import Rows
 from ..hf.stage import CausalLMStage
 from .module import CausalLMPipeline
 
@@ -62,6 +64,7 @@ def export(
         if control.rank == 0:
             hub_files.begin(target)
     experts = whole_experts(pipeline)
+    heads = control.gather_at_first(_own_rows(pipeline) if writes else None) if pipeline.has_slices else []
     state: dict[str, Tensor] = {}
     files: list[list[str]] = []
     size = 0
@@ -71,6 +74,8 @@ def export(
                 own = own_tensors(stage)
                 hub_format = hub_files.hub_format(stage.model, own | {n: t for n, t in experts.items() if n in own})
                 state |= {name: tensor.contiguous() for name, tensor in hub_format.items()}
+            if control.rank == 0:
+                state |= _whole(heads)
             files = hub_files.shards(state, max_shard_size)
             size = sum(t.numel() * t.element_size() for t in state.values())
     reports = sorted(r for r in control.gather((pipeline.stage_id, files, size) if writes else None) if r)
@@ -143,9 +148,29 @@ def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
     return found
 
 
+def _own_rows(pipeline: CausalLMPipeline) -> dict[str, tuple[Rows, Tensor]]:
+    """What this rank has of a head in slices that is not tied to the embedding, by Hugging Face's names."""
+    in_rows, tied = pipeline.parameters_in_rows(), {id(tie.weight) for tie in pipeline.ties}
+    named = [named for stage in pipeline.own_stages for named in stage.model.named_parameters()]
+    return {name: (in_rows[own], own.detach().cpu()) for name, own in named if own in in_rows and id(own) not in tied}
+
+
+def _whole(heads: Iterable[dict[str, tuple[Rows, Tensor]] | None]) -> dict[str, Tensor]:
+    """Tensors of a head in slices, put together."""
+    whole: dict[str, Tensor] = {}
+    for of_rank in heads:
+        for name, (rows, tensor) in (of_rank or {}).items():
+            found = whole.setdefault(name, tensor.new_empty(rows.whole, *tensor.shape[1:]))
+            found[rows.start : rows.stop] = tensor
+    return whole
+
+
 def own_tensors(stage: CausalLMStage) -> dict[str, Tensor]:
-    """A stage's tensors by Hugging Face's names; a tied weight's copy on the last stage is not its own."""
+    """A stage's whole tensors by Hugging Face's names; a tied weight's copy on the last stage is not its own."""
     state: dict[str, Tensor] = stage.model.state_dict()
+    if in_rows := stage.parameters_in_rows():
+        cut = {tensor.data_ptr() for tensor in in_rows}
+        return {name: tensor for name, tensor in state.items() if tensor.data_ptr() not in cut}
     copy = stage.tied_weight
     if copy is None or stage.cut.first or copy not in state:
         return state

@@ -20,6 +20,7 @@ from .pipe_module import held_stages, routes_of
 from .plain_layers import PlainLayers
 from .reach import Reach
 from .stage_runner import LossBook, PlainRunner, StageRunner, Surroundings
+from .ties import Tie
 
 
 class Reader(Protocol):
@@ -112,6 +113,11 @@ class ModelSupport(ABC):
         """Number and module of each chunk that this rank holds."""
         return [(stage, self._modules_of(stage)) for stage in held_stages(self.module)]
 
+    @property
+    def ties(self) -> list[Tie]:
+        """What another stage has too, of the weights here."""
+        return [Tie(weight, group) for weight, group in self.module.get_tied_weights_and_groups()]
+
     def _modules_of(self, stage: int) -> nn.Module:
         """What a stage has of this rank's modules, tied ones too."""
         module = self.module
@@ -124,6 +130,12 @@ class ModelSupport(ABC):
             own = module.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else module._modules.get(str(item))
             found.extend([own] if own is not None else [])
         return found
+
+    def require_logits(self, who: str) -> None:  # noqa: B027 - most kinds have them
+        """Raise ValueError if no stage has the outputs that ``who`` needs."""
+
+    def check_optimizer(self, basic: torch.optim.Optimizer) -> None:  # noqa: B027 - most kinds take all
+        """Raise ValueError for an optimizer that cannot step what the stages have."""
 
     def keep_masks(self) -> None:  # noqa: B027 - most kinds leave no mask out
         """From now on outputs at padding count, and no mask that changes them may be left out."""

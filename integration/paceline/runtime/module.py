@@ -22,14 +22,17 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from ..comm.control import ControlPlane
 from ..comm.transport import TIMEOUT
 from ..config import exclusion
+from ..config.exclusions import HEAD, ROUTER_LOSS
 from ..config.section import HETERO, WORK, Method, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
-from ..hf.check import require_halves
+from ..hf.check import require_halves, require_slices
 from ..hf.layer_blocks import blocks_of
 from ..hf.model_workload import work_of_items
 from ..hf.paths import check_model_path
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
 from ..hf.quantised import check_trainable
+from ..hf.router import router_loss_of
+from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
 from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, recomputed_layers, tied_weight
 from ..hf.weights import is_pretrained, load_stage, skeleton
 from ..measure.profile_file import Profile
@@ -41,6 +44,7 @@ from ..schedules.directions import chunks_of
 from ..state.named import REPLICATED
 from .compiled_layers import CompiledForwards, compiled_forwards
 from .expert_groups import ExpertGroups
+from .ties import Tie
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline")
 
 EMBEDDING = "embedding"
+SLICE = "head."
+"""Begins the name of a slice of the head."""
 _OF_A_CHUNK = re.compile(r"^stages\.\d+\.model\.")
 FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 """Of ``from_pretrained``'s arguments, those that say where a config comes from too."""
@@ -55,8 +61,8 @@ FROM_HUB = ("cache_dir", "revision", "token", "local_files_only")
 
 @dataclass(frozen=True)
 class Item:
-    """One place where a model can be cut off from the next: the embedding, a decoder layer or half of one, or norm and
-    head."""
+    """One place where a model can be cut off from the next: the embedding, a decoder layer or half of one, norm and
+    head or a slice of these."""
 
     name: str
     kind: str
@@ -70,7 +76,8 @@ class Item:
 def items_of(
     model: PreTrainedModel, anatomy: Anatomy, sequence_length: int | None = None, *, recomputes: bool = False
 ) -> list[Item]:
-    """Embedding, decoder layers or their halves in order, head. Counts only; ``model`` may be on the meta device.
+    """Embedding, decoder layers or their halves in order, head or its slices. Counts only; ``model`` may be on the meta
+    device.
 
     Args:
         sequence_length: tokens of a sample; None: :func:`~paceline.measure.tokens.tokens_of_sample` says.
@@ -83,16 +90,27 @@ def items_of(
 
     trunk = anatomy.trunk_of(model)
     embedding = trunk.get_submodule(anatomy.embedding)
-    head = [getattr(trunk, name) for name in anatomy.after] + [getattr(model, name) for name in anatomy.head]
+    norm = [getattr(trunk, name) for name in anatomy.after]
+    head = norm + [getattr(model, name) for name in anatomy.head]
     blocks = blocks_of(model, anatomy)
     counted = [
         (EMBEDDING, type(embedding).__name__, count(*(getattr(trunk, name) for name in anatomy.before))),
         *((block.name, block.class_name, block.num_parameters) for block in blocks),
-        ("head", "Head", count(*head)),
     ]
-    work = work_of_items(model, anatomy, tokens_of_sample(sequence_length, model.config), recomputes=recomputes)
-    children = [(), *(block.children for block in blocks), ()]
-    return [Item(*own, each, names) for own, each, names in zip(counted, work, children, strict=True)]
+    *work, of_head = work_of_items(
+        model, anatomy, tokens_of_sample(sequence_length, model.config), recomputes=recomputes
+    )
+    children = [(), *(block.children for block in blocks)]
+    items = [Item(*own, each, names) for own, each, names in zip(counted, work, children, strict=True)]
+    if anatomy.head_slices == 1:
+        return [*items, Item("head", "Head", count(*head), of_head)]
+    whole, of_norm = count(*head), count(*norm)
+    for index in range(anatomy.head_slices):
+        rows = rows_of(range(index, index + 1), anatomy, model.get_output_embeddings().weight.shape[0])
+        share = (rows.stop - rows.start) / rows.whole
+        own = round((whole - of_norm) * share) + (0 if index else of_norm)
+        items.append(Item(f"{SLICE}{index}", "Head", own, of_head * share))
+    return items
 
 
 def partition_items(
@@ -188,6 +206,17 @@ def cut_of(parts: Sequence[int], stage: int) -> Cut:
     return Cut(layer[0], layer[1], first=start == 0, last=stop == end)
 
 
+def check_slices(config: PretrainedConfig, head_slices: int) -> None:
+    """Raise ValueError if the model of ``config`` cannot have its head in slices: its own parts, or its loss."""
+    if router_loss_of(skeleton(config)) is not None:
+        written = (
+            f"paceline.pipeline.head_slices is {head_slices}",
+            "output_router_logits is true in the model's config",
+        )
+        raise ValueError(exclusion(HEAD, ROUTER_LOSS).message(*written))
+    require_slices(config, head_slices)
+
+
 def config_of(source: ModelSource, **from_hub: object) -> PretrainedConfig:
     """The config of a model that is given by name, by config or in memory, with PEFT's adapters or without.
 
@@ -222,6 +251,8 @@ class CausalLMPipeline(PipelineModule):
         seed: for random weights.
         gradient_checkpointing: recompute each decoder layer's activations in the backward pass.
         half_layers: decoder layers may be cut between attention and MLP: boundaries count halves of layers.
+        head_slices: parts that the head may be cut into, by rows of the vocabulary: boundaries count them. A rank has
+            read, or drawn, the whole head before it keeps its rows. Layers then stay on their stages.
         peft_config: of PEFT: adapters that are put into the model, and are all that is trained of it. They are drawn
             from ``seed`` by name: the same for every number of stages. Not for a model in memory.
         routes: device of each stage, one route a direction, as of :class:`~paceline.schedules.Schedule`; None: one
@@ -246,6 +277,7 @@ class CausalLMPipeline(PipelineModule):
         seed: int = 42,
         gradient_checkpointing: bool = False,
         half_layers: bool = False,
+        head_slices: int = 1,
         routes: Sequence[Sequence[int]] | None = None,
         expert_parallel: int = 1,
         config: PretrainedConfig | None = None,
@@ -285,7 +317,9 @@ class CausalLMPipeline(PipelineModule):
         whole = source if isinstance(source, PreTrainedModel) else skeleton(self.config)
         if half_layers:
             require_halves(self.config)
-        self.anatomy = anatomy_of(whole, half_layers=half_layers)
+        if head_slices > 1:
+            check_slices(self.config, head_slices)
+        self.anatomy = anatomy_of(whole, half_layers=half_layers, head_slices=head_slices)
         self.adapters: Adapters | None
         """PEFT's, of the whole model; None: the model itself is trained."""
         if peft_config is not None:
@@ -297,6 +331,8 @@ class CausalLMPipeline(PipelineModule):
         self._compiled: CompiledForwards | None = None
         self.recomputed = frozenset(recomputed_layers(whole, self.anatomy))
         """Items of the whole model whose activations backwards compute again, whatever stage they are on."""
+        check_head(whole, self.anatomy)
+        self._vocabulary = len(whole.get_output_embeddings().weight)
         check_trainable(self.config, self.adapters)
         self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
@@ -304,6 +340,7 @@ class CausalLMPipeline(PipelineModule):
         self.has_experts = any(path.rpartition(".")[2] == "experts" for path, _ in whole.named_modules())
         if self.num_virtual_stages > self.anatomy.num_blocks:
             blocks = "halves of decoder layers" if half_layers else "decoder layers"
+            blocks += " and slices of the head" if head_slices > 1 else ""
             raise ValueError(
                 f"{self.num_virtual_stages} stages are more than the model's {self.anatomy.num_blocks} {blocks}: "
                 f"choose at most {self.anatomy.num_blocks}."
@@ -329,7 +366,7 @@ class CausalLMPipeline(PipelineModule):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of each decoder layer in the backward pass."""
-        self.recompute(range(1, len(self.items) - 1))
+        self.recompute(range(1, self.anatomy.num_layer_blocks + 1))
 
     def recompute(self, items: Iterable[int]) -> None:
         """Recompute the activations of these layers, by item, in the backward pass, and of no others. Layers that
@@ -418,17 +455,22 @@ class CausalLMPipeline(PipelineModule):
         return copy.deepcopy(source) if isinstance(source, PreTrainedModel) and not is_last else source
 
     def _share_tied_weight(self) -> None:
-        """Where one rank has the first stage and the last, one weight serves both."""
+        """Where one rank has the first stage and one with the head, or a part of it, one weight serves both."""
         held = self.held
-        if not self.is_tied or self.num_virtual_stages == 1 or not {0, self.num_virtual_stages - 1} <= set(held):
+        if not self.is_tied or 0 not in held:
             return
-        first, last = (self.stages[held.index(stage)] for stage in (0, self.num_virtual_stages - 1))
         name = f"model.{self.anatomy.trunk}.{self.anatomy.embedding}.weight"
-        shared, own = first.get_parameter(name), last.get_parameter(name)
-        for module in last.modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is own:
-                    module._parameters[leaf] = shared
+        shared = self.stages[held.index(0)].get_parameter(name)
+        stages: list[CausalLMStage] = list(self.stages)  # type: ignore[arg-type]
+        for number, stage in zip(held, stages, strict=True):
+            if number == 0 or not stage.cut.slices(self.anatomy):
+                continue
+            own = stage.get_parameter(name)
+            for module in stage.modules():
+                for leaf, parameter in module._parameters.items():
+                    if parameter is own:
+                        module._parameters[leaf] = shared
+            stage.take_rows_of_shared()
 
     def _load(self, cut: Cut, source: ModelSource) -> CausalLMStage:
         """What ``cut`` holds of the model, on the CPU. A model in memory loses the rest."""
@@ -442,6 +484,7 @@ class CausalLMPipeline(PipelineModule):
                 seed=self._seed,
                 allow_empty=False,
                 half_layers=self.anatomy.blocks_per_layer == 2,
+                head_slices=self.anatomy.head_slices,
                 **self._from_pretrained,
             )
             if self._injects:
@@ -468,7 +511,8 @@ class CausalLMPipeline(PipelineModule):
     def _index_tied_modules(self) -> dict[str, dict[str, object]]:
         """The embedding on the first stage and its copy, the head's weight, on the last; none where a rank has both."""
         ends = self.routes[0][0], self.routes[0][-1]
-        if not self.is_tied or ends[0] == ends[1] or len(self.routes) > 1:
+        self.ties_of_slices = self._tie_slices() if self.is_tied and self.has_slices else []
+        if not self.is_tied or self.has_slices or ends[0] == ends[1] or len(self.routes) > 1:
             return {}
         comms = {}
         for replica in range(self._grid.data_parallel_size):
@@ -483,12 +527,61 @@ class CausalLMPipeline(PipelineModule):
                         setattr(parameter, REPLICATED, True)  # counted once, on the first stage
         return comms
 
+    def _tie_slices(self) -> list[Tie]:
+        """The rows that the embedding on the first stage and each slice of the head on another have both."""
+        first, *others = self.routes[0]
+        ties = []
+        for replica in range(self._grid.data_parallel_size):
+            for stage, device in enumerate(others, 1):
+                slices = cut_of(self.parts, stage).slices(self.anatomy)
+                if not slices or device == first:
+                    continue
+                ranks = [self._grid.stage_to_global(stage_id=each, data=replica) for each in (first, device)]
+                group = torch.distributed.new_group(ranks, timeout=TIMEOUT)
+                if self.global_rank not in ranks:
+                    continue
+                model = self.models[self.held.index(0 if self.global_rank == ranks[0] else stage)]
+                weight = self.anatomy.trunk_of(model).get_parameter(f"{self.anatomy.embedding}.weight")
+                rows = rows_of(slices, self.anatomy, self._vocabulary)
+                if self.global_rank == ranks[0]:
+                    ties.append(Tie(weight, group, (rows.start, rows.stop)))
+                else:
+                    setattr(weight, REPLICATED, True)  # counted once, on the first stage
+                    ties.append(Tie(weight, group))
+        return ties
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether the head is in slices."""
+        return self.anatomy.head_slices > 1
+
+    def parameters_in_rows(self) -> dict[nn.Parameter, Rows]:
+        """Parameters of which this rank has some rows, of a head in slices."""
+        stages: list[CausalLMStage] = list(self.stages)  # type: ignore[arg-type]
+        return {own: rows for stage in stages for own, rows in stage.parameters_in_rows().items()}
+
+    def require_logits(self, who: str) -> None:
+        """Raise ValueError if no stage has the logits that ``who`` needs."""
+        if self.has_slices:
+            raise ValueError(
+                f"paceline.pipeline.head_slices is {self.anatomy.head_slices} and {who} needs the logits, which no "
+                f"stage has whole: {WHOLE_HEAD}."
+            )
+
     @torch.no_grad()  # stock broadcasts into a parameter under autograd, which torch warns of at the first backward
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
+        for tie in self.ties_of_slices:
+            torch.distributed.broadcast(tie.shared(tie.weight), group=tie.group, group_src=0)
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, torch.distributed.ProcessGroup]]:
-        return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
+        return [(tie.weight, tie.group) for tie in self.ties]
+
+    @property
+    def ties(self) -> list[Tie]:
+        """What another stage has too, of the weights here."""
+        whole = [Tie(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
+        return whole + self.ties_of_slices
 
     @staticmethod
     def state_name(name: str) -> str:
@@ -505,7 +598,10 @@ class CausalLMPipeline(PipelineModule):
         for stage in range(self.num_virtual_stages):
             items = self.items[self.parts[stage] : self.parts[stage + 1]]
             layers = [item for item in items if item.name.startswith("layers.")]
-            names = [item.name for item in items if item not in layers]
+            names = [item.name for item in items if item not in layers and not item.name.startswith(SLICE)]
+            slices = cut_of(self.parts, stage).slices(self.anatomy)
+            if self.has_slices and slices:
+                names.append(f"{len(slices)} of the head's {self.anatomy.head_slices} slices")
             if layers:
                 span = self._span(range(self.items.index(layers[0]) - 1, self.items.index(layers[-1])))
                 names.insert(1 if names and names[0] == EMBEDDING else 0, span)

@@ -72,7 +72,7 @@ from ..planning.stages import within_memory
 from ..schedules.schedule import Schedule
 from .compiled_layers import compile_layers_of
 from .hetero import Shape, hetero_boundaries, shared_memory
-from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
+from .module import CausalLMPipeline, Item, check_slices, items_of, partition_items, route_of_chunks
 from .plan_at_start import as_before, plan_stages, stages_kept, stages_of
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ def plan_for(
     """
     if blocks_per_layer(section) > 1:
         require_halves(hf_config)
+    if section.pipeline.head_slices > 1:
+        check_slices(hf_config, section.pipeline.head_slices)
     model = skeleton(hf_config)
     text = hf_config.get_text_config()
     num_layers = anatomy_of(model).num_layers
@@ -443,16 +445,17 @@ def _by_work(
     """Boundaries over items that give all stages about equally much work, as far as memory allows.
 
     Where what a stage keeps cannot be counted (a forward that depends on values, several stages a rank, experts on
-    several ranks) work alone decides.
+    several ranks, a head in slices) work alone decides.
     """
     model = skeleton(hf_config)
-    anatomy = anatomy_of(model, half_layers=shape.half_layers)
+    anatomy = anatomy_of(model, half_layers=shape.half_layers, head_slices=resolved.head_slices)
     items = items_of(model, anatomy, shape.sequence_length, recomputes=shape.gradient_checkpointing)
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
     if resolved.recompute == FIT:
         return as_it_takes(hf_config, resolved, shape, limit_bytes, WORK)
-    if resolved.schedule.has_directions or resolved.expert_parallel > 1 or num_stages > resolved.stages:
+    is_uncounted = resolved.expert_parallel > 1 or resolved.head_slices > 1
+    if resolved.schedule.has_directions or is_uncounted or num_stages > resolved.stages:
         return FirstPartition(partition_items(items, num_stages, WORK, route_of_chunks(routes)))
     try:
         memories = count_items(hf_config, **shape._asdict())
@@ -625,7 +628,15 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
             "paceline.pipeline.half_layers is true and the pipeline was built with whole layers: leave the key out, or "
             "build it with half_layers=True."
         )
-    built = section.pipeline.model_copy(update={"stages": pipeline.num_stages, "half_layers": has_halves})
+    slices = pipeline.anatomy.head_slices
+    asked_slices = section.pipeline.head_slices
+    if asked_slices not in (1, slices):
+        raise ValueError(
+            f"paceline.pipeline.head_slices is {asked_slices} and the pipeline was built with {slices}: leave the key "
+            f"out, or build it with head_slices={asked_slices}."
+        )
+    finer = {"half_layers": has_halves, "head_slices": slices}
+    built = section.pipeline.model_copy(update={"stages": pipeline.num_stages, **finer})
     experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
     config = {EXPERT_PARALLEL: experts, **ds_config}
     num_layers = pipeline.anatomy.num_layers
@@ -650,5 +661,5 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
             f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "
             f"expert_parallel={pipeline.expert_parallel}: leave the section out, or build it anew."
         )
-    pipeline_section = section.pipeline.model_copy(update={"half_layers": has_halves})
+    pipeline_section = section.pipeline.model_copy(update=finer)
     return replace(resolved, section=section.model_copy(update={"pipeline": pipeline_section}))

@@ -182,6 +182,8 @@ class PipelineTraining(_Trainer):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
         end_with(self.pipeline, groups)
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            self.pipeline.require_logits("compute_metrics")
         grid = self.pipeline._grid
         group = grid.get_data_parallel_group()
         self._shares = ReplicaShares(grid.data_parallel_size, grid.data_parallel_id, group)

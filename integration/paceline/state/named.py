@@ -12,7 +12,7 @@ fewer experts than others has empty rows after its own, which are 0, and which n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -54,13 +54,15 @@ class Numbering:
 
     Args:
         shape: of the whole tensor.
-        rows: number in it of each row here, where those after them are empty; None if they are all there are, in order.
-        num_shares: ranks that have different rows of it.
+        rows: number in it of each row here, where those after them are empty; None: they follow each other.
+        num_shares: ranks of the stage that have different rows of it.
+        first: number of the first row here, where they follow each other.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] | None = None
     num_shares: int = 1
+    first: int = 0
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Rows ``start`` to ``stop - 1`` here as ``(first, end, number of the first)``, cut where numbers jump.
@@ -68,13 +70,23 @@ class Numbering:
         Without those that are empty.
         """
         if self.rows is None:
-            yield start, stop, start
+            yield start, stop, self.first + start
             return
         first, stop = start, min(stop, len(self.rows))
         for row in range(start + 1, stop + 1):
             if row == stop or self.rows[row] != self.rows[row - 1] + 1:
                 yield first, row, self.rows[first]
                 first = row
+
+
+class RowsOf(Protocol):
+    """Which rows of a parameter are here, as :class:`paceline.hf.sliced_head.Rows`."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def whole(self) -> int: ...
 
 
 class Numbered(Protocol):
@@ -95,8 +107,13 @@ class Numberings:
     def __init__(self, module: nn.Module) -> None:
         layers: dict[str, Numbered] = getattr(module, "expert_layers", {})
         self._layer_of = {id(parameter): layer for layer in layers.values() for parameter in layer.parameters()}
+        in_rows: Callable[[], Mapping[nn.Parameter, RowsOf]] = getattr(module, "parameters_in_rows", dict)
+        self._rows_of = {id(parameter): rows for parameter, rows in in_rows().items()}
 
     def of(self, tensor: Tensor) -> Numbering:
+        rows = self._rows_of.get(id(tensor))
+        if rows is not None:
+            return Numbering((rows.whole, *tensor.shape[1:]), first=rows.start)
         layer = self._layer_of.get(id(tensor))
         if layer is None:
             return Numbering(tuple(tensor.shape))
@@ -133,7 +150,7 @@ def pieces(
         is_left_out = trained_only and isinstance(tensor, nn.Parameter)
         if replica >= numbering.num_shares or is_copy(tensor, tied) or is_left_out:
             continue
-        if numbering.rows is None:
+        if not tensor.dim():
             yield Piece(name, VALUE, tensor.detach())
         else:
             for first, end, number in numbering.runs(0, len(tensor)):

@@ -1,0 +1,205 @@
+"""A head that several stages share, each with some rows of the vocabulary, trains as a whole one does."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from paceline.checkpoint import Checkpoint
+from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
+from support.ranks import OneAfterAnother, on, run_ranks
+
+STEPS = 4
+UNTIED = {"tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+BF16 = {"bf16": {"enabled": True}}
+SLICES = 4
+LAST = 1 + LAYERS + SLICES
+"""The last boundary: embedding, layers, slices of the head."""
+WITH_LAYERS = {2: [0, 6, LAST], 3: [0, 3, 7, LAST], 4: [0, 3, 5, 7, LAST]}
+"""Boundaries by the number of stages. The first stage of two has the embedding and a slice."""
+
+
+def slices(ranks: int, partition: Any = None, stages: int | None = None, keys: Any = None, **options: Any) -> Any:
+    stages = stages or ranks
+    keys = {"head_slices": SLICES, **(keys or {})}
+    return on(ranks, stages, partition=partition or WITH_LAYERS[stages], keys=keys, steps=STEPS, **options)
+
+
+FOUR_PARTS = WITH_LAYERS[4]
+SCHEDULES = ("kfkb", "gpipe", "eager", "adaptive", "zbh1")
+IN_CHUNKS = ("interleaved", "zbv", "dualpipev")
+RUNS = OneAfterAnother(
+    train,
+    {
+        **{("tied", n): slices(n, **TIED) for n in WITH_LAYERS},
+        **{("untied", n): slices(n, **UNTIED) for n in WITH_LAYERS},
+        "clipping": slices(4, None, 2, zero=1, clipping=0.05, **TIED),
+        "ZeRO 1": slices(4, None, 2, zero=1, **UNTIED),
+        **{kind: slices(2, kind=kind, **UNTIED) for kind in ("packed", "prompt", "ragged")},
+        **{schedule: slices(2, schedule={"type": schedule}, **UNTIED) for schedule in SCHEDULES},
+        **{schedule: slices(2, FOUR_PARTS, schedule={"type": schedule}, **TIED) for schedule in IN_CHUNKS},
+        "gpt2": slices(3, family="gpt2"),
+        "recomputed": slices(2, checkpointing=True, **UNTIED),
+        "half layers": slices(2, [0, 4, LAST + LAYERS], half_layers=True, **UNTIED),
+        "work": slices(4, "work", **TIED),
+        "bf16": slices(2, more=BF16, **UNTIED),
+        "bf16, whole": on(2, 2, partition="uniform", more=BF16, steps=STEPS, **UNTIED),
+    },
+    at_once=10,
+)
+
+
+@lru_cache
+def alone(**options: Any) -> dict[str, Any]:
+    return run_ranks(train_alone, 1, steps=STEPS, **options)[0]
+
+
+def assert_alike(runs: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    for rank in runs:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
+        assert rank["evaluation"]["eval_loss"] == pytest.approx(wanted["evaluation"]["eval_loss"], rel=2e-6)
+    for name, weight in wanted["state"].items():
+        whole = whole_weight(runs, name, weight)
+        # Adam makes much of gradients that are nothing but rounding.
+        assert (whole - weight).abs().max() < 2e-4, name
+
+
+def whole_weight(runs: list[dict[str, Any]], name: str, like: torch.Tensor) -> torch.Tensor:
+    """A weight that one stage has, or several in rows, one after another."""
+    found = [rank["state"][name] for rank in runs if name in rank["state"]]
+    whole = [part for part in found if part.shape == like.shape]
+    return whole[0] if whole else torch.cat(found)
+
+
+@pytest.mark.parametrize("stages", WITH_LAYERS)
+@pytest.mark.parametrize("ties", ["tied", "untied"])
+def test_losses_and_weights_are_those_of_a_whole_head(ties: str, stages: int) -> None:
+    assert_alike(RUNS[ties, stages], alone(tie_word_embeddings=ties == "tied"))
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_copies_of_tied_rows_stay_equal(stages: int) -> None:
+    name = "model.embed_tokens.weight"
+    first, *others = RUNS["tied", stages]
+    rows = torch.cat([rank["state"][name] for rank in others if name in rank["state"]])
+    assert torch.equal(rows, first["state"][name])
+
+
+def test_no_stage_has_the_whole_head() -> None:
+    found = [len(rank["state"]["lm_head.weight"]) for rank in RUNS["untied", 4][2:]]
+    assert found == [48, 49]
+    assert "lm_head.weight" not in RUNS["untied", 4][1]["state"]
+
+
+def test_replicas_and_sharded_states() -> None:
+    assert_alike(RUNS["ZeRO 1"][::2], alone(tie_word_embeddings=False))
+
+
+def test_norms_count_tied_rows_once() -> None:
+    wanted = alone(tie_word_embeddings=True, clipping=0.05)
+    assert_alike(RUNS["clipping"][::2], wanted)
+    assert RUNS["clipping"][0]["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["packed", "prompt", "ragged"])
+def test_batches(kind: str) -> None:
+    assert_alike(RUNS[kind], alone(kind=kind, **UNTIED))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *IN_CHUNKS])
+def test_schedules(schedule: str) -> None:
+    assert_alike(RUNS[schedule], alone(tie_word_embeddings=schedule in IN_CHUNKS))
+
+
+@pytest.mark.parametrize("name", ["recomputed", "half layers"])
+def test_layers_recomputed_or_in_halves(name: str) -> None:
+    assert_alike(RUNS[name], alone(**UNTIED))
+
+
+def test_another_family() -> None:
+    assert_alike(RUNS["gpt2"], alone(family="gpt2"))
+
+
+def test_work_decides_where_the_head_is_cut() -> None:
+    assert_alike(RUNS["work"], alone(**TIED))
+
+
+def test_bf16() -> None:
+    for rank, other in zip(RUNS["bf16"], RUNS["bf16, whole"], strict=True):
+        assert rank["losses"] == pytest.approx(other["losses"], rel=1e-3)
+
+
+def make(stages: int, head_slices: int, *, tied: bool) -> Any:
+    import paceline
+
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    pipeline = {"stages": stages, "partition": "work", "head_slices": head_slices}
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES // replicas,
+        zero_optimization={"stage": 1},
+        paceline={"pipeline": pipeline},
+    )
+    return paceline.initialize(model=model_config(tie_word_embeddings=tied), config=config)[0]
+
+
+def steps(engine: Any, first: int) -> list[float]:
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    return [engine.train_batch(iter(step_batches(step)[replica::replicas])).item() for step in range(first, first + 2)]
+
+
+def save(root: str, stages: int, head_slices: int) -> dict[str, list[float]]:
+    """Train, save, export, and go on."""
+    import paceline
+
+    losses = {}
+    for tied in (False, True):
+        engine = make(stages, head_slices, tied=tied)
+        steps(engine, 0)
+        engine.save_checkpoint(f"{root}/{tied}", tag="saved")
+        paceline.export(engine.module, f"{root}/{tied}/model", engine.control)
+        losses[str(tied)] = steps(engine, 2)
+        engine.destroy()
+    return losses
+
+
+def load(root: str, stages: int, head_slices: int) -> dict[str, list[float]]:
+    """Load, save again as it is, and go on."""
+    losses = {}
+    for tied in (False, True):
+        engine = make(stages, head_slices, tied=tied)
+        engine.load_checkpoint(f"{root}/{tied}", tag="saved")
+        engine.save_checkpoint(f"{root}/{tied}", tag="again")
+        losses[str(tied)] = steps(engine, 2)
+        engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 2, 4), (3, 3, 7)), ((2, 2, 1), (4, 4, 3)), ((3, 3, 2), (1, 1, 1))])
+def test_checkpoints_have_the_whole_head(
+    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Ranks, stages and slices that save, and others that load: the same tensors, and steps that go on alike."""
+    wanted = run_ranks(save, before[0], str(tmp_path), *before[1:])[0]
+    for rank in run_ranks(load, after[0], str(tmp_path), *after[1:]):
+        for tied in (False, True):
+            assert rank[str(tied)] == pytest.approx(wanted[str(tied)], rel=1e-5)
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        saved, again = Checkpoint.open(folder / "saved"), Checkpoint.open(folder / "again")
+        assert sorted(saved.names) == sorted(again.names)
+        assert ("lm_head.weight" in saved.names) is not tied
+        for name in saved.names:
+            for kind in saved.kinds(name):
+                assert torch.equal(saved.read(name, kind), again.read(name, kind)), f"{kind} of {name}"
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        named = dict(model.named_parameters())
+        assert named.keys() == set(saved.names)
+        for name, parameter in named.items():
+            assert torch.equal(parameter, saved.read(name, "master")), name
