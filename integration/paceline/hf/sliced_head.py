@@ -174,7 +174,9 @@ class _Sums(torch.autograd.Function):
         found = torch.empty_like(logits)
         of_targets = of_targets.masked_fill(targets < 0, 0.0)
         for part in pieces_of(logits):
-            piece = (logits[part].float() - log_sums[part, None]).exp_().mul_(of_log_sums[part, None])
+            own = found[part] if found.dtype == torch.float32 else None
+            piece = torch.sub(logits[part], log_sums[part, None], out=own).exp_().mul_(of_log_sums[part, None])
             piece.scatter_add_(1, targets[part, None].clamp(min=0), of_targets[part, None])
-            found[part] = piece
+            if own is None:
+                found[part] = piece
         return found, None
