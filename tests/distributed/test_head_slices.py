@@ -48,7 +48,6 @@ RUNS = OneAfterAnother(
         "gpt2": slices(3, family="gpt2"),
         "recomputed": slices(2, checkpointing=True, **UNTIED),
         "half layers": slices(2, [0, 4, LAST + LAYERS], half_layers=True, **UNTIED),
-        "work": slices(4, "work", **TIED),
         "bf16": slices(2, more=BF16, **UNTIED),
         "bf16, whole": on(2, 2, partition="uniform", more=BF16, steps=STEPS, **UNTIED),
     },
@@ -127,20 +126,17 @@ def test_another_family() -> None:
     assert_alike(RUNS["gpt2"], alone(family="gpt2"))
 
 
-def test_work_decides_where_the_head_is_cut() -> None:
-    assert_alike(RUNS["work"], alone(**TIED))
-
-
 def test_bf16() -> None:
     for rank, other in zip(RUNS["bf16"], RUNS["bf16, whole"], strict=True):
         assert rank["losses"] == pytest.approx(other["losses"], rel=1e-3)
 
 
-def make(stages: int, head_slices: int, *, tied: bool) -> Any:
+def make(partition: list[int], *, tied: bool) -> Any:
     import paceline
 
+    stages = len(partition) - 1
     replicas = int(os.environ["WORLD_SIZE"]) // stages
-    pipeline = {"stages": stages, "partition": "work", "head_slices": head_slices}
+    pipeline = {"stages": stages, "partition": partition, "head_slices": partition[-1] - LAYERS - 1}
     config = ds_config(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
         zero_optimization={"stage": 1},
@@ -154,13 +150,13 @@ def steps(engine: Any, first: int) -> list[float]:
     return [engine.train_batch(iter(step_batches(step)[replica::replicas])).item() for step in range(first, first + 2)]
 
 
-def save(root: str, stages: int, head_slices: int) -> dict[str, list[float]]:
+def save(root: str, partition: list[int]) -> dict[str, list[float]]:
     """Train, save, export, and go on."""
     import paceline
 
     losses = {}
     for tied in (False, True):
-        engine = make(stages, head_slices, tied=tied)
+        engine = make(partition, tied=tied)
         steps(engine, 0)
         engine.save_checkpoint(f"{root}/{tied}", tag="saved")
         paceline.export(engine.module, f"{root}/{tied}/model", engine.control)
@@ -169,11 +165,11 @@ def save(root: str, stages: int, head_slices: int) -> dict[str, list[float]]:
     return losses
 
 
-def load(root: str, stages: int, head_slices: int) -> dict[str, list[float]]:
+def load(root: str, partition: list[int]) -> dict[str, list[float]]:
     """Load, save again as it is, and go on."""
     losses = {}
     for tied in (False, True):
-        engine = make(stages, head_slices, tied=tied)
+        engine = make(partition, tied=tied)
         engine.load_checkpoint(f"{root}/{tied}", tag="saved")
         engine.save_checkpoint(f"{root}/{tied}", tag="again")
         losses[str(tied)] = steps(engine, 2)
@@ -181,13 +177,21 @@ def load(root: str, stages: int, head_slices: int) -> dict[str, list[float]]:
     return losses
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2, 4), (3, 3, 7)), ((2, 2, 1), (4, 4, 3)), ((3, 3, 2), (1, 1, 1))])
+@pytest.mark.parametrize(
+    ("ranks", "before", "into", "after"),
+    [
+        (4, [0, 6, 9], 3, [0, 3, 7, 12]),
+        (2, [0, 3, 6], 4, [0, 3, 5, 6, 8]),
+        (3, [0, 3, 6, 7], 1, [0, 6]),
+    ],
+    ids=["into other slices", "of a whole head", "into a whole head"],
+)
 def test_checkpoints_have_the_whole_head(
-    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+    ranks: int, before: list[int], into: int, after: list[int], tmp_path: Path
 ) -> None:
-    """Ranks, stages and slices that save, and others that load: the same tensors, and steps that go on alike."""
-    wanted = run_ranks(save, before[0], str(tmp_path), *before[1:])[0]
-    for rank in run_ranks(load, after[0], str(tmp_path), *after[1:]):
+    """Boundaries of the stages that save, and of others that load: the same tensors, and steps that go on alike."""
+    wanted = run_ranks(save, ranks, str(tmp_path), before)[0]
+    for rank in run_ranks(load, into, str(tmp_path), after):
         for tied in (False, True):
             assert rank[str(tied)] == pytest.approx(wanted[str(tied)], rel=1e-5)
     for tied in (False, True):

@@ -8,7 +8,10 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
+from paceline.hf.anatomy import Anatomy, anatomy_of
+from paceline.hf.weights import skeleton
 from paceline.runtime.module import Item, cut_of, items_of, partition_items
 
 
@@ -74,11 +77,6 @@ LLAMAS = {
 
 def llama(name: str) -> tuple[list[Item], list[float]]:
     """Items of a Llama 3's shape, and the operations of a token's forward in each, worked out from the shape alone."""
-    from transformers import LlamaConfig
-
-    from paceline.hf.anatomy import anatomy_of
-    from paceline.hf.weights import skeleton
-
     shape, length, vocab = LLAMAS[name], 1024, 128256
     model = skeleton(LlamaConfig(vocab_size=vocab, max_position_embeddings=8192, **shape))
     hidden, wide = shape["hidden_size"], shape["intermediate_size"]
@@ -208,11 +206,6 @@ def test_refusals(method: object, message: str) -> None:
 
 
 def test_items_of_a_model_count_all_its_parameters_once() -> None:
-    from transformers import LlamaConfig
-
-    from paceline.hf.anatomy import anatomy_of
-    from paceline.hf.weights import skeleton
-
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=97
     )
@@ -220,3 +213,26 @@ def test_items_of_a_model_count_all_its_parameters_once() -> None:
     counted = items_of(model, anatomy_of(model))
     assert [item.name for item in counted] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert sum(item.num_parameters for item in counted) == sum(p.numel() for p in model.parameters())
+
+
+def sliced_items(head_slices: int) -> tuple[list[Item], Anatomy]:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = skeleton(LlamaConfig(**sizes, vocab_size=999))
+    anatomy = anatomy_of(model, head_slices=head_slices)
+    return items_of(model, anatomy, 16), anatomy
+
+
+def test_slices_of_a_head_share_its_work_and_parameters() -> None:
+    (whole, _), (sliced, _) = sliced_items(1), sliced_items(8)
+    assert sliced[:5] == whole[:5]
+    assert [item.name for item in sliced[5:]] == [f"head.{index}" for index in range(8)]
+    assert sum(item.num_parameters for item in sliced[5:]) == whole[5].num_parameters
+    assert sum(item.work for item in sliced[5:]) == pytest.approx(whole[5].work)
+
+
+def test_work_cuts_a_head_that_is_larger_than_a_stage() -> None:
+    sliced, anatomy = sliced_items(8)
+    parts = partition_items(sliced, 4, "work")
+    held = [cut_of(parts, stage).slices(anatomy) for stage in range(4)]
+    assert [index for slices in held for index in slices] == list(range(8))
+    assert sum(bool(slices) for slices in held) > 1
