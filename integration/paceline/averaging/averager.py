@@ -159,6 +159,8 @@ class Averager:
         numels = self._masters.numels()
         self._names = sorted(numels)
         self._parts = parts_of([numels[name] for name in self._names], self.section.parts)
+        # A checkpoint may be of a run with more parts, or with longer periods.
+        self._to_take = min(self._to_take, len(self._parts) - 1)
         has_come_back = False
         for _ in self._parts:
             self._begin(step, counts=False, starts=True)
@@ -166,7 +168,7 @@ class Averager:
                 break
             has_come_back = True
         every = self.section.every_tokens / len(self._parts)
-        if has_come_back or self._next_tokens <= self.tokens:
+        if has_come_back or not self.tokens < self._next_tokens <= self.tokens + every:
             self._next_tokens = self.tokens + every
         if self.is_first:
             logger.info(

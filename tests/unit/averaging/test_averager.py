@@ -137,7 +137,7 @@ class Job:
 
         def there(own: Report) -> list[Other]:
             return [
-                (Report(i, own.digest, 0.0, lost, n, True, own.round, n, min(1.0, n / 100)), value)
+                (Report(i, own.digest, own.checksum, lost, n, True, own.round, n, min(1.0, n / 100)), value)
                 for i, (value, lost, n) in enumerate(others, 1)
             ]
 
@@ -460,6 +460,17 @@ def test_a_job_goes_on_from_its_state(outer: Any) -> None:
         job.averager.finish(2)
         values[-1] += (job.value,)
     assert values[0] == values[1]
+
+
+def test_a_checkpoint_of_a_run_with_longer_periods_and_more_parts_does_not_put_off_the_next_round() -> None:
+    job = Job(joins=False)
+    state = {"round": 2, "tokens": 500, "_next_tokens": 5000.0, "_to_take": 2, "loss_sum": 0.0}
+    job.averager.load_state_dict(state)
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, math.nan, 0, False, 2), 0.0)]
+    job.averager.join(0)
+    job.after_step(100, (0.0, 2.0, 100))
+    assert job.averager.round == 3
+    assert job.others.reports[-1].counts
 
 
 @pytest.mark.parametrize("outer", ["nesterov", "mean"])
