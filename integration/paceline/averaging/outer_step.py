@@ -28,6 +28,8 @@ class OuterStep:
     def __init__(self, nesterov: OuterNesterov | None, format: Format | None = None) -> None:
         self._nesterov, self._format = nesterov, format
         self._anchors: dict[int, Tensor] = {}
+        self._own: set[int] = set()
+        """Anchors that no round has made: this island's values, which those of others may differ from."""
         self._left: dict[str, dict[int, Tensor]] = {"changes": {}, "means": {}}
         """Residuals of rounding that are still to be sent."""
 
@@ -54,6 +56,7 @@ class OuterStep:
 
     def anchor(self, tensors: Sequence[Tensor]) -> None:
         """Begin at these values of all parameters, but for those that have anchors already."""
+        self._own |= set(range(len(tensors))) - self._anchors.keys()
         for i, tensor in enumerate(tensors):
             self._anchors.setdefault(i, tensor)
 
@@ -68,23 +71,27 @@ class OuterStep:
         """Take :meth:`shared` as a round brought it."""
         if self._nesterov is not None:
             self._anchors.update(zip(indices, tensors[: len(indices)], strict=True))
+            self._own.difference_update(indices)
             self._nesterov.load_buffers(tensors[len(indices) :], list(indices))
 
-    # -- in few bits
-
     def checksum(self, indices: Sequence[int]) -> float:
-        """Sum of the anchors' bits, the same on all machines; NaN where some are missing, 0 without a format."""
-        if self._format is None:
+        """Sum of the anchors' bits, the same on all machines; NaN where some are missing.
+
+        0 without anchors, or without a format if a round has made them: machines may round an outer step differently.
+        """
+        if not self.has_anchors or (self._format is None and self._own.isdisjoint(indices)):
             return 0.0
         if any(i not in self._anchors for i in indices):
             return math.nan
         return float(sum(_bits(self._anchors[i]) for i in indices) % 2**53)
 
     def agrees(self, reports: Sequence[Report]) -> bool:
-        """Whether islands that count have the same anchors; without a format nobody asks."""
-        return self._format is None or (
+        """Whether islands that count have the same anchors, as far as their :meth:`checksum` tells."""
+        return not self.has_anchors or (
             len({report.checksum.hex() for report in reports}) == 1 and not math.isnan(reports[0].checksum)
         )
+
+    # -- in few bits
 
     def rounded(self, indices: Sequence[int], values: Sequence[Tensor], exact: Sequence[Tensor]) -> Rounded | None:
         """``values`` as they are sent in a format; None without one.
@@ -130,6 +137,7 @@ class OuterStep:
             return averages
         new = self._nesterov.step([self._anchors[i] for i in indices], averages, list(indices), period)
         self._anchors.update(zip(indices, new, strict=True))
+        self._own.difference_update(indices)
         return new
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +152,7 @@ class OuterStep:
         """Take the state of a run with anchors, if this is one too; else begin anew, without any."""
         fits = self.has_anchors and "anchors" in state and (self._nesterov is None or "outer" in state)
         state = state if fits else {}
-        self._anchors = dict(state.get("anchors", {}))
+        self._anchors, self._own = dict(state.get("anchors", {})), set()
         if self._nesterov is not None:
             self._nesterov.load_state_dict(state.get("outer", {"buffers": {}}))
         self._left = {kind: dict(state.get("left", {}).get(kind, {})) for kind in self._left}

@@ -85,3 +85,19 @@ def test_it_goes_on_from_its_state_and_from_one_without_residuals(outer: Any) ->
     assert (plain.num_anchors > 0) == (outer == "nesterov")
     exact = step_of(None)
     assert (exact.has_anchors, exact.rounded([0], values()[:1], []), exact.state_dict()) == (False, None, {})
+
+
+def test_anchors_that_no_round_has_made_are_compared_without_a_format_too() -> None:
+    """Islands that go on from checkpoints without anchors begin at values of their own."""
+    steps = [step_of(None, outer="nesterov") for _ in range(3)]
+    for step, shift in zip(steps, (0.0, 0.0, 0.5), strict=True):
+        step.anchor(values(shift))
+    one, same, other = (step.checksum(range(2)) for step in steps)
+    assert steps[0].agrees(reports(one, same))
+    assert not steps[0].agrees(reports(one, other))
+    for step in steps[:2]:
+        step.step([0], values()[:1], 1.0)
+    assert steps[0].checksum([0]) == 0.0
+    assert steps[0].checksum([0, 1]) == one
+    steps[2].take_shared([0, 1], [*values(), *values()])
+    assert steps[2].checksum(range(2)) == 0.0
