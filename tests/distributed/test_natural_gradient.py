@@ -56,6 +56,7 @@ def engine_of(
     tied: bool = False,
     zero: int = 1,
     options: Mapping[str, Any] | None = OPTIONS,
+    layers: int = LAYERS,
     section: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
@@ -69,7 +70,7 @@ def engine_of(
     if options is not None:
         config["paceline"]["natural_gradient"] = options
     config |= {"optimizer": SGD, **changes}
-    model = model_config(family, num_hidden_layers=LAYERS, tie_word_embeddings=tied, **MORE.get(family, {}))
+    model = model_config(family, num_hidden_layers=layers, tie_word_embeddings=tied, **MORE.get(family, {}))
     return paceline.initialize(model=model, config=config)[0]
 
 
@@ -404,6 +405,29 @@ def test_another_number_of_stages_goes_on_with_the_estimates(saved: Any) -> None
             assert learned_there.keys() < estimates.keys()
     assert not same(one_stage[0][3], one_stage[1][3])
     assert one_stage[0][0] != run_ranks(forgets, 2, root)[0]
+
+
+def changes_places(root: str) -> list[Any]:
+    """Two stages a rank, of which each rank has another one after the checkpoint."""
+    found: list[Any] = []
+    for schedule in ("interleaved", "zbv"):
+        engine = engine_of(2, section={"schedule": schedule}, layers=4)
+        if found:
+            engine.load_checkpoint(root)
+        else:
+            steps(engine, 0, 1)
+            engine.save_checkpoint(root)
+        found += [learned(engine), engine.natural_gradient.names]
+        engine.destroy()
+    return found
+
+
+def test_another_order_of_stages_goes_on_with_the_estimates(tmp_path: Path) -> None:
+    ranks = run_ranks(changes_places, 2, str(tmp_path))
+    wanted = {name: estimate for rank in ranks for name, estimate in rank[0].items()}
+    assert ranks[0][1] != ranks[0][3], "it has other layers"
+    for _, _, found, names in ranks:
+        assert same(found, {name: tensor for name, tensor in wanted.items() if name.partition(", ")[0] in names})
 
 
 def forgets(root: str) -> list[float]:

@@ -376,12 +376,16 @@ def make_checkpointer(engine: PacelineEngine) -> Checkpointer:
 
 def _shape(engine: PacelineEngine) -> dict[str, object]:
     """The shape of this run, for a checkpoint of it."""
+    routes = engine.support.routes
+    in_turn = [stage % engine.num_stages for stage in range(len(routes[0]))]
     return {
         "stages": engine.num_stages,
         "data_parallel": engine.dp_world_size,
         "parts": [int(part) for part in engine.module.parts],
         "train_batch_size": engine.train_batch_size(),
-        **({} if engine.mirrors is None else {"directions": len(engine.support.routes)}),
+        **({} if engine.mirrors is None else {"directions": len(routes)}),
+        # Ranks with several stages may have others: there and back, as DualPipeV has it.
+        **({} if list(routes[0]) == in_turn else {"route": list(routes[0])}),
     }
 
 
