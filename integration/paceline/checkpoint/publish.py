@@ -157,9 +157,11 @@ def publish(save: Save, meta: bytes, files: Callable[[Path], None] | None, keep:
         "files": dict(sorted(entries.items())),
     }
     write_file(save.draft / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_file(save.draft / LATEST, save.tag.encode())  # now: once the draft is in place, nothing may need room
     sync(save.draft)
     _move_into_place(save)
-    _replace(save.root / LATEST, save.tag)
+    os.replace(save.target / LATEST, save.root / LATEST)
+    sync(save.root)
     if keep is not None:
         _delete_beyond(save, keep)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -106,10 +107,15 @@ class CheckpointWriter:
         files: Callable[[Path], None] | None = None,
         keep: int | None = None,
     ) -> None:
-        """The first half of :meth:`save`: check and copy everything. Nothing is written before :meth:`start`."""
+        """The first half of :meth:`save`: check and copy everything. Nothing is written before :meth:`start`.
+
+        Raises:
+            CheckpointError: as :meth:`save`; and if this rank may not write, which it could not tell the others either.
+        """
         check_tag(tag)
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}: at least the new checkpoint is kept; give 1 or more, or None for all.")
+        self._check_may_write(Path(root))
         state = pack(dict(rank_state or {}), "rank_state")
         packed_meta = pack(dict(meta or {}), "meta") if self.rank == 0 else b""
         self.wait()
@@ -171,6 +177,14 @@ class CheckpointWriter:
     def _next(self, root: Path, tag: str) -> Save:
         self._number += 1
         return Save(root, tag, self.run, self._number, self.rank, self.world_size, self.time_limit_s)
+
+    def _check_may_write(self, root: Path) -> None:
+        there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+        if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+            raise CheckpointError(
+                f"{root} cannot be saved to: rank {self.rank} may not write to {there}, which is read-only there or "
+                "another user's; choose a folder that all ranks can write to."
+            )
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -337,6 +339,33 @@ def test_a_full_disk(small_disk: Path, culprit: int) -> None:
     assert hidden(small_disk) == [f".checkpoint-2.{ranks.writers[0].run}-1.failed"]
     assert ranks.save(small_disk, "checkpoint-2", filled(2.0), keep=1) == [None, None]
     assert os.statvfs(small_disk).f_bavail == free
+
+
+def test_what_is_in_place_is_the_last_checkpoint_however_full_the_disk_is(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last steps of a save none needs room: it was told to have failed, and ``latest`` named the one before."""
+    saved(small_disk, 1)
+    move = publishing._move_into_place
+
+    def filled_up(save: Save) -> None:
+        with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        move(save)
+
+    monkeypatch.setattr(publishing, "_move_into_place", filled_up)
+    assert Ranks(2).save(small_disk, "checkpoint-2", filled(2.0)) == [None, None]
+    assert latest_checkpoint(small_disk) == small_disk / "checkpoint-2"
+    Checkpoint.open(small_disk / "checkpoint-2").verify()
+    assert hidden(small_disk) == []
+
+
+def test_a_rank_that_may_not_write_says_so_before_others_wait_for_it(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    writer = CheckpointWriter(rank=1, world_size=2, run=new_run())
+    with pytest.raises(CheckpointError, match=rf"run/deep cannot be saved to: rank 1 may not write to {small_disk},"):
+        writer.take(small_disk / "run" / "deep", "checkpoint-1", filled(1.0)[1])
 
 
 def test_a_file_that_vanishes_while_rank_0_deletes_the_draft_is_no_cause(tmp_path: Path) -> None:
