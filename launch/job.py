@@ -130,10 +130,10 @@ class Job:
             if self.rank == 0:
                 try:
                     self.output.mkdir(parents=True, exist_ok=True)
+                    self.claim = Claim(self.output)
                 except OSError as error:
-                    why = f"{error.strerror}; choose a directory that can be made"
+                    why = f"{error.strerror}; choose a directory that can be written to, with room"
                     raise ValueError(f"--output_dir {self.output}: {why}.") from error
-                self.claim = Claim(self.output)
                 found = checkpoint_to_resume(self.output, self.args)
                 if found is None:
                     check_nothing_is_lost(self.output, self.args)

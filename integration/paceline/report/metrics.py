@@ -96,11 +96,17 @@ def read_lines(path: Path, remedy: str, nature: str, parse: Callable[[Any], T]) 
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written, with its name: where the disk is full, the system does not give it.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8", errors="replace")  # of a command's bytes that are no text
         draft.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from ..messages import reason
 from . import step_records
 from .expert_loads import Window
 from .expert_loads import read as read_loads
-from .metrics import finite, keep_until, read_lines
+from .metrics import finite, keep_until, read_lines, write_whole
 from .step_records import StepRecord
 
 START, METRICS, SUMMARY, LOADS = "run.json", "metrics.jsonl", "summary.json", "expert_loads.jsonl"
@@ -68,7 +68,17 @@ def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
     for path, step in _traced(run_dir):
         if step > facts["first_step"]:
             path.unlink()
-    (run_dir / START).write_text(json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
+    write_whole(run_dir / START, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
+
+
+def read_summary(run_dir: Path) -> dict[str, object] | None:
+    """The summary of a run that came to its end; None if there is none, or none that can be read."""
+    try:
+        values = json.loads((run_dir / SUMMARY).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_whole = isinstance(values, dict) and {"steps", "tokens", "training_s", "ranks"} <= values.keys()
+    return values if is_whole else None
 
 
 def tokens_so_far(run_dir: Path, step: int) -> int:

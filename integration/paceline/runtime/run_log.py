@@ -31,8 +31,8 @@ from ..measure.flops import flops_per_token
 from ..measure.profile_file import FILE_NAME as PROFILE
 from ..optim.sharded import ShardedOptimizer
 from ..planning.tuning import DecisionLog
-from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize
-from ..report.run_records import LOADS, METRICS, SUMMARY, write_start
+from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, write_whole
+from ..report.run_records import LOADS, METRICS, SUMMARY, read_summary, write_start
 from ..report.running import Running, StepLog
 from ..report.tally import Loss, Tally
 from ..schedules.schedule import Schedule
@@ -120,13 +120,13 @@ class RunLog:
         self.first_step, self.first_tokens = engine.global_steps, self.tally.all_tokens
         self._skipped_before, self._num_skipped = engine.skipped_steps, 0  # in all; up to the last step, in a row
         self.totals = RankTotals(dist.get_rank(), engine.stage_id, *self._stage())
-        self._was_over = self.first_step >= num_steps and (self.run_dir / SUMMARY).exists()
+        self._kept = read_summary(self.run_dir) if self.is_first and self.first_step >= num_steps else None
         with self.control.together("writing the profile"):
             if self.is_first:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.is_first and self.pipeline.profile is not None:
                 self.pipeline.profile.save(self.run_dir / PROFILE)
-            if self.is_first and (report.metrics or report.html) and not self._was_over:
+            if self.is_first and (report.metrics or report.html) and self._kept is None:
                 write_start(self.run_dir, self._start(num_steps))
         engine.keep_records(self.run_dir, num_steps)
         self.skip_time()
@@ -289,7 +289,7 @@ class RunLog:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def summary(self, steps: int, sequence_length: int, train_loss: float | None = None) -> dict[str, object] | None:
-        """Write ``summary.json``, and return it on the first rank. Collective.
+        """Write ``summary.json``, if that is possible, and return it on the first rank. Collective.
 
         A run that was done when it was started again keeps what it has.
 
@@ -304,10 +304,9 @@ class RunLog:
         with self.control.together("writing the summary"):
             if not self.is_first:
                 return None
-            if self._was_over:
-                self.metrics.close()
-                kept: dict[str, object] = json.loads((self.run_dir / SUMMARY).read_text())
-                return kept
+            self.metrics.close()
+            if self._kept is not None:
+                return self._kept
             summary = summarize(
                 ranks,
                 steps=steps,
@@ -324,8 +323,10 @@ class RunLog:
                 evaluation=self.evaluation,
                 facts=self._facts(),
             )
-            (self.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-            self.metrics.close()
+            try:
+                write_whole(self.run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+            except OSError as error:  # the model matters more: a script writes it after this
+                logger.warning("%s is not written: %s", self.run_dir / SUMMARY, error.strerror)
             return summary
 
     def warn_of_the_end(self) -> None:
@@ -336,7 +337,7 @@ class RunLog:
         held_out = (self.evaluation or {}).get("eval_loss")
         if held_out is not None and not math.isfinite(held_out):
             faults.append(f"the held-out loss is {held_out}")
-        if faults and not self._was_over:
+        if faults and self._kept is None:
             remedy = "go on from an earlier checkpoint, or begin anew, with a lower learning rate or clipped gradients"
             logger.warning("this run ended badly: %s; %s", " and ".join(faults), remedy)
 

@@ -81,7 +81,7 @@ class Claim:
 
     Raises:
         ValueError: another run holds it and lives, or may live on another host.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; with its name, which the system does not give where the disk is full.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -97,7 +97,7 @@ class Claim:
                 _lock(file.fileno())
                 if Holder.parse(file.read()) == self._own and _is_at(file.fileno(), self.path):
                     self.path.unlink()
-        except FileNotFoundError:
+        except OSError:  # it is gone, or cannot be removed: a later run takes over from a process that has ended
             return
 
     def _take(self) -> bool:
@@ -110,11 +110,12 @@ class Claim:
             holder = Holder.parse(file.read())
             if holder is not None and holder != self._own and not holder.is_gone():
                 raise ValueError(_refusal(self.path, holder, self._own))
-            file.seek(0)
-            file.truncate()
-            json.dump(asdict(self._own), file)
-            file.flush()
-            os.fsync(descriptor)
+            try:  # past the buffer of ``file``, which would try again as it is closed
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(self._own)).encode(), 0)
+                os.fsync(descriptor)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         return True
 
 

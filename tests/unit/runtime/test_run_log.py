@@ -15,7 +15,7 @@ from paceline.config.section import PacelineConfig
 from paceline.planning.switching import Decision
 from paceline.planning.tuning import EXPERTS, SCHEDULE, DecisionLog, DecisionRecord
 from paceline.report.metrics import TIMES
-from paceline.report.run_records import LOADS, METRICS, START
+from paceline.report.run_records import LOADS, METRICS, START, SUMMARY
 from paceline.runtime import run_log
 from paceline.runtime.run_log import RunLog
 
@@ -40,6 +40,9 @@ class Control:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
 
 class Engine:
     """The parts of an engine that a run's records tell of."""
@@ -54,6 +57,8 @@ class Engine:
             held=[0],
             profile=None,
             total_parameters=2,
+            anatomy=SimpleNamespace(num_layers=2),
+            adapters=None,
             config=SimpleNamespace(model_type="llama"),
             describe=lambda: ["stage 0: embedding"],
             parameters=lambda: [torch.zeros(3)],
@@ -159,3 +164,23 @@ def test_a_run_that_ended_badly_is_warned_of(begun: tuple[Engine, RunLog], caplo
     log.warn_of_the_end()
     told = "the last 2 steps were skipped, as their gradients were not finite and the held-out loss is nan; go on from"
     assert [told in record.message for record in caplog.records] == [True]
+
+
+def test_a_summary_that_cannot_be_written_does_not_end_the_run(
+    begun: tuple[Engine, RunLog], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script writes its model after it. What a full disk or a kill has left of one is no summary."""
+    engine, log = begun
+    monkeypatch.setattr(run_log, "skeleton", lambda config: None)
+    monkeypatch.setattr(run_log, "flops_per_token", lambda *_, **__: 1.0)
+    file = log.run_dir / SUMMARY
+    file.mkdir()
+    summary = log.summary(10, 8, 2.0)
+    assert summary is not None
+    assert summary["steps"] == 10
+    assert [record.getMessage() for record in caplog.records] == [f"{file} is not written: Is a directory"]
+    file.rmdir()
+    file.write_text('{"steps": 10, "tok')
+    engine.global_steps = 10
+    log.begin(10)
+    assert log.summary(10, 8, 2.0) == json.loads(file.read_text())

@@ -19,6 +19,7 @@ import pytest
 
 from paceline.supervise.output_lock import FILE_NAME, Claim, Holder, claimed
 from support.ranks import PATIENCE_S
+from support.saves import small_file_system
 
 HOLD = """
 import sys, time
@@ -157,3 +158,13 @@ def test_what_others_hold_is_not_released(tmp_path: Path) -> None:
     claim.path.write_text(other)
     claim.release()
     assert claim.path.read_text() == other
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "disk", "4k") as disk:
+        (disk / "filler").write_bytes(bytes(4096))
+        with pytest.raises(ValueError, match=rf"No space left on device: '{disk / FILE_NAME}'"), claimed(disk):
+            pass
+        (disk / "filler").unlink()
+        with claimed(disk):
+            assert (disk / FILE_NAME).stat().st_size
