@@ -8,7 +8,9 @@ killed export leaves nothing that looks whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -54,12 +56,38 @@ def export(
     """
     if pipeline.settle is not None:
         pipeline.settle()
-    if pipeline.adapters is not None:
-        _export_adapters(pipeline, pipeline.adapters, Path(directory), control, tokenizer)
-        return
     target = Path(directory)
-    draft = target / hub_files.DRAFT
-    writes = pipeline._grid.data_parallel_id == 0
+    with _no_draft_after_a_failure(target, control):
+        if pipeline.adapters is not None:
+            _write_adapters(pipeline, pipeline.adapters, target, control, tokenizer)
+        else:
+            _write_model(pipeline, target, control, tokenizer, max_shard_size)
+    with control.together(f"finishing {target}"):
+        if control.rank == 0:
+            last = "config.json" if pipeline.adapters is None else CONFIG
+            hub_files.publish(target / hub_files.DRAFT, target, last=last)
+
+
+@contextmanager
+def _no_draft_after_a_failure(target: Path, control: ControlPlane) -> Iterator[None]:
+    """Delete the draft, of which a disk may be full, if what is done inside fails: it does so on all ranks."""
+    try:
+        yield
+    except Exception:
+        if control.rank == 0:
+            shutil.rmtree(target / hub_files.DRAFT, ignore_errors=True)
+        raise
+
+
+def _write_model(
+    pipeline: CausalLMPipeline,
+    target: Path,
+    control: ControlPlane,
+    tokenizer: SavesFiles | None,
+    max_shard_size: str | int,
+) -> None:
+    """All files of the model, into the draft."""
+    draft, writes = target / hub_files.DRAFT, pipeline._grid.data_parallel_id == 0
     with control.together(f"preparing {target}"):
         if control.rank == 0:
             hub_files.begin(target)
@@ -101,13 +129,12 @@ def export(
             else:
                 keys_by_file = [keys for _, files, _ in reports for keys in files]
                 hub_files.write_index(draft, names, keys_by_file, pipeline.total_parameters, total_bytes)
-            hub_files.publish(draft, target)
 
 
-def _export_adapters(
+def _write_adapters(
     pipeline: CausalLMPipeline, adapters: Adapters, target: Path, control: ControlPlane, tokenizer: SavesFiles | None
 ) -> None:
-    """The adapters of all stages in one file, which PEFT wants; rank 0 has them all for a moment."""
+    """All files of the adapters, into the draft. PEFT wants one for all stages: rank 0 has it all for a moment."""
     state: dict[str, Tensor] = {}
     with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
         if pipeline._grid.data_parallel_id == 0:
@@ -122,7 +149,6 @@ def _export_adapters(
             save_adapter_config(pipeline.stage.model, adapters, draft)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
-            hub_files.publish(draft, target, last=CONFIG)
 
 
 @torch.no_grad()
