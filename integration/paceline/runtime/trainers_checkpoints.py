@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,8 +139,11 @@ def _problem(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be read; None for one that is complete."""
     try:
         TrainerState.load_from_json(str(checkpoint / STATE))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):  # no object, or one with other keys
         return f"its {STATE} cannot be read"
+    for file in sorted(checkpoint.glob("rng_state*.pth")):  # with which one rank alone would fail
+        if not zipfile.is_zipfile(file):  # as torch.save writes them
+            return f"its {file.name} is truncated or damaged"
     if complete_checkpoints(checkpoint):
         return None
     return next(iter(damaged_checkpoints(checkpoint).values()), None)

@@ -25,19 +25,21 @@ from support.saves import saved
 def test_the_newest_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "checkpoint-20").write_text("a file")
     (tmp_path / "checkpoint-best").mkdir()
-    for step in (8, 9, 10, 11):
+    for step in (8, 9, 10, 11, 12, 13):
         (tmp_path / f"checkpoint-{step}").mkdir()
     with pytest.raises(ValueError, match=r"there must be a complete checkpoint in .* leave it out to start anew"):
         newest_complete(tmp_path)
     for step in (8, 9):
         TrainerState(global_step=step).save_to_json(str(tmp_path / f"checkpoint-{step}" / STATE))
     (tmp_path / "checkpoint-10" / STATE).write_text("{")
+    (tmp_path / "checkpoint-12" / STATE).write_text('{"of_a_later_version": 1}')
+    TrainerState(global_step=13).save_to_json(str(tmp_path / "checkpoint-13" / STATE))
+    (tmp_path / "checkpoint-13" / "rng_state_1.pth").write_bytes(b"PK\3\4")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "paceline"):
         assert newest_complete(tmp_path) == str(tmp_path / "checkpoint-9")
     assert [record.message.partition(" is not")[0] for record in caplog.records] == [
-        str(tmp_path / "checkpoint-11"),
-        str(tmp_path / "checkpoint-10"),
+        *(str(tmp_path / f"checkpoint-{step}") for step in (13, 12, 11, 10))
     ]
 
 
