@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.checkpoint import CheckpointError
 from support.jobs import flags, model_config, step_batches
 from support.natural import (
     ANY_OPTIMIZER,
@@ -194,7 +195,19 @@ def goes_on(root: str, zero: int, forget: bool = False) -> list[Any]:
         engine.natural_gradient.load = lambda states: None
     steps(engine, 20, 1)
     engine.load_checkpoint(root)
-    return [steps(engine, 6, 3), values(engine), learned(engine)]
+    found = [steps(engine, 6, 3), values(engine), learned(engine)]
+    if forget:
+        _damage_and_load(engine, Path(root))
+    return found
+
+
+def _damage_and_load(engine: Any, root: Path) -> None:
+    """A file of one rank is damaged, and all are told."""
+    (file,) = root.glob("*/paceline_rank_00001.pt")
+    if engine.global_rank == 1:
+        file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"rank_00001\.pt is damaged"):
+        engine.load_checkpoint(str(root))
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PlainMasters
+from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
 from ..comm.groups import end_with, groups_here
 from ..config import RunPlan
@@ -197,10 +199,11 @@ class PlainEngine(DeepSpeedEngine):
             self.averager.settle()
         if self.natural_gradient is not None or self.averager is not None:
             folder = Path(save_dir, tag)
-            folder.mkdir(parents=True, exist_ok=True)
             parts = {"natural_gradient": self.natural_gradient, "averaging": self.averager}
             own = {name: {} if part is None else part.state_dict() for name, part in parts.items()}
-            torch.save(own, folder / OWN_FILE.format(rank=self.global_rank))
+            with self.control.together(f"saving {folder}"):  # or the others would wait for a rank whose disk is full
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(own, folder / OWN_FILE.format(rank=self.global_rank))
         state = dict(client_state or {}) if self.experts is None else self.experts.saved_with(client_state)
         with self._experts_in_order():
             saved = super().save_checkpoint(
@@ -260,7 +263,8 @@ class PlainEngine(DeepSpeedEngine):
             if experts is not None and spread is not None:
                 experts.load_states(spread)
         if path is not None and loads_all:
-            self._load_own(Path(path).parent)
+            with self.control.together(f"loading {path}"):
+                self._load_own(Path(path).parent)
         if experts is not None:
             experts.restore(state)
         return path, state
@@ -269,7 +273,10 @@ class PlainEngine(DeepSpeedEngine):
         files = sorted(folder.glob(OWN_FILE.format(rank=0).replace("00000", "*")))
         if files:
             own = files[self.global_rank % len(files)]
-            saved = torch.load(own, map_location=torch.device(self.device), weights_only=True)
+            try:
+                saved = torch.load(own, map_location=torch.device(self.device), weights_only=True)
+            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+                raise CheckpointError(f"{own} is damaged ({error}): load another checkpoint.") from error
             if self.natural_gradient is not None:
                 self.natural_gradient.load([saved["natural_gradient"]])
             if self.averager is not None and saved["averaging"]:
