@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -76,6 +77,18 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device: run `bash tests/run.sh -m gpu` on a machine with one")
     for item in marked:
         item.add_marker(skip)
+
+
+@pytest.fixture
+def no_patches() -> Iterator[None]:
+    """None is applied meanwhile: a trainer that another test has made leaves some for the rest of its process."""
+    from paceline.patches import registry
+
+    left = [active.patch for active in registry._ACTIVE.values()]
+    for patch in reversed(left):
+        registry._undo(patch)
+    yield
+    registry.apply(*left)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import paceline
 from paceline.launch.cli import build_parser, main
 from paceline.messages import MOST, brief
-from paceline.patches.registry import all_patches
 from paceline.patches.repairs import REPAIRS, repair_deepspeed
 
 
@@ -271,6 +270,7 @@ def test_schema(capsys):
     assert set(schema["properties"]) == {"averaging", "max_change", "moe", "natural_gradient", "pipeline", "report"}
 
 
+@pytest.mark.usefixtures("no_patches")
 def test_patches(capsys):
     assert main(["patches", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -292,8 +292,7 @@ def test_patches(capsys):
         assert row["removable_when"]
         assert row["requires"].startswith(("deepspeed", "accelerate", "transformers"))
         assert row["applied_by"].startswith("paceline.")
-    applied = [patch.is_applied() for patch in all_patches()]  # other tests of this process may have applied some
-    assert [row["applied"] for row in rows] == applied
+    assert not any(row["applied"] for row in rows)
     with repair_deepspeed("receive-pool"):
         assert main(["patches", "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
