@@ -17,6 +17,7 @@ from paceline.schedules.schedule import Schedule
 from paceline.schedules.split_families import zbh1
 from paceline.schedules.stream import UPDATE, Stream
 from paceline.schedules.timeline import Timeline
+from support import expert_pipelines
 from support.jobs import TINY, ds_config, finetune, flags, model_config, step_batches
 from support.pages import check_page
 from support.ranks import run_ranks
@@ -99,6 +100,33 @@ def test_a_record_has_every_action_once_in_order_on_its_stage(name: str, tmp_pat
             assert stage is not None
             step = 1 if sent.kind == "activation" else -1
             assert routes[sent.micro_batch % len(routes)][stage + step] == sent.target
+
+
+def train_and_move_experts(folder: Path) -> list[bool]:
+    """Whether each step was flushed by its end: experts move wherever there is something to be gained."""
+    from dataclasses import replace
+
+    from paceline.planning.switching import SwitchRule
+
+    consider = SwitchRule.consider
+    SwitchRule.consider = lambda *args: replace(consider(*args), switch=True)  # type: ignore[method-assign]
+    pipeline = {"stages": 2, "partition": "uniform", "schedule": "one_direction"}
+    sections = {"moe": {"rebalance_every": 3}, "report": {"trace_every": 1}}
+    engine = expert_pipelines.make(expert_pipelines.Case(), 2, 2, pipeline=pipeline, **sections)
+    engine.keep_records(folder, STEPS)
+    flushed = []
+    for step in range(STEPS):
+        expert_pipelines.steps(engine, step, 1)
+        flushed.append(engine.asynchronous.is_settled)
+    engine.destroy()
+    return flushed
+
+
+def test_a_step_is_recorded_that_was_flushed_at_its_end(tmp_path: Path) -> None:
+    """Where experts move after it."""
+    for flushed in run_ranks(train_and_move_experts, 4, tmp_path):
+        assert flushed == [False, False, True, False]
+    assert [record.step for record in step_records.read(tmp_path)] == [1, 2, 3, 4]
 
 
 def train_split(folder: Path) -> str:

@@ -114,6 +114,8 @@ class AsynchronousRun:
         self._name = next(_NAMES)
         self._begun = 0
         """Steps since the start, or since the last flush."""
+        self.num_before_last = 0
+        """The same when the last step began: it may be flushed by now."""
         self._number = 0
         """Number of the next step of this engine: it counts on over flushes and resumes."""
         if optimizer is not None:
@@ -124,11 +126,6 @@ class AsynchronousRun:
         """The order of a step in the steady state; a schedule where nothing lags."""
         stream = self._program.stream
         return stream if stream.most_lag else stream.one_step
-
-    @property
-    def num_begun(self) -> int:
-        """Steps since the start, or since the last flush."""
-        return self._begun
 
     @property
     def is_settled(self) -> bool:
@@ -168,6 +165,7 @@ class AsynchronousRun:
         if self._updates is not None:
             self._updates.begin_step(1.0 if engine.averager is None else engine.averager.learning_rate_factor)
         with self._half_way.during("it was interrupted"):
+            self.num_before_last = self._begun
             self._run(self._program.step(self._begun))
             self._begun += 1
             engine.global_steps += 1

@@ -159,8 +159,6 @@ class PacelineEngine(PipelineEngine):
         self.links = assembly.make_links(self)
         num_sharing = self.shared_experts.groups.size
         self._computed_s = 0.0
-        self._begun_before = 0
-        """Steps before the last one since the start or the last drain, where steps run into each other."""
         """Seconds of the last step by the host's clock, reading of data left out."""
         self.steps = self.support.make_steps(self, self.control, device, self._reported, num_sharing)
         # Devices that hold the same stages would draw the same dropout for different micro-batches.
@@ -249,7 +247,7 @@ class PacelineEngine(PipelineEngine):
             order=lambda: self.order,
             micro_batch_size=lambda: int(self.cut),
             folder=lambda: self.run_dir,
-            begun=lambda: self._begun_before,
+            begun=lambda: 0 if self.asynchronous is None else self.asynchronous.num_before_last,
         )
         every = self.plan.report.trace_every
         self.tracer = None if every is None else self._make_tracer(every)
@@ -626,7 +624,6 @@ class PacelineEngine(PipelineEngine):
                 self.averager.join(self.global_steps)
             with self._recorded():
                 if self.asynchronous is not None:
-                    self._begun_before = self.asynchronous.num_begun
                     self._compute_loss = True
                     loss = self.agg_train_loss = self.asynchronous.train_batch()
                     self.experts.after_late_step()
