@@ -367,13 +367,15 @@ def has_an_accident(what: str) -> None:
     from paceline.moe import moving
     from paceline.planning.experts import Placement
 
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
-    layer = stacked_layer(dist.group.WORLD, torch.float32)
+    deepspeed.init_distributed("gloo")
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=30))  # which is not the limit of the start, too
+    layer = stacked_layer(group, torch.float32)
     states = moving.states_of(SimpleNamespace(optimizer=None, zero_optimization_stage=lambda: 0))
     if dist.get_rank() == 1:
         moving.carry_out = lambda *args, **kwargs: accident(what)
     try:
-        moving.move_experts([(layer, Placement(((0, 1, 3), (2, 4, 5))))], states, None)
+        moving.move_experts([(layer, Placement(((0, 1, 3), (2, 4, 5))))], states, group)
     except PeerError as error:
         print(f"paceline: {error}", flush=True)
         os._exit(1)
