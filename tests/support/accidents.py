@@ -92,3 +92,13 @@ def accident(what: str) -> None:
             pass
     if what == "exits":
         sys.exit(0)
+
+
+def limit_from_here_on(limit_s: float) -> None:
+    """On every rank: who makes no progress for so long from now on, hangs. What came before had as long as it took."""
+    from paceline.supervise.first_cause import Limits
+    from paceline.supervise.watch import WATCH
+
+    WATCH._limits = Limits.of(limit_s)
+    if WATCH._hub is not None:
+        WATCH._hub._limits = WATCH._limits
