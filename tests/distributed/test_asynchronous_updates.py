@@ -365,6 +365,7 @@ def test_tied_weights_stay_alike() -> None:
 def left(overlap: bool) -> list[str]:
     """One rank ends while the other is within a collective."""
     dist.init_process_group("gloo")
+    dist.barrier()  # both are there: the end of the other could come while this one is still being connected
     module, optimizer = make(True, "adam", "fp32", "mirror", True, overlap=overlap)
     module(*batch(0, 0, dist.get_rank(), torch.float32)).backward()
     said = []
