@@ -277,6 +277,7 @@ class Times:
 def timed_by_events() -> Any:
     from paceline.comm import transport
     from paceline.runtime.measured_costs import MeasuredCosts
+    from paceline.runtime.rank_reports import COMPARISONS
 
     note = transport.Lane.note
 
@@ -287,6 +288,7 @@ def timed_by_events() -> Any:
     transport.Lane.note = note_end  # type: ignore[method-assign]
     transport.work_times = lambda device: Times()  # type: ignore[assignment]
     engine = engine_of([Block, Block], order="paired")
+    engine.reports.clocks.extend([(0.0, 0.0)] * COMPARISONS)  # measured, a latency may be longer than a batch
     for step in range(3):
         engine.train_batch(iter(batches(step)))
     seconds = {
@@ -306,13 +308,13 @@ def timed_by_events() -> Any:
 
 def test_in_the_paired_order_links_are_measured_by_the_devices_events() -> None:
     """Where NCCL communicates behind the host, whose clock tells nothing of it, the planner still sees its links."""
-    (least, most, costs), (*_, nothing) = run_ranks(timed_by_events, 2)
+    (least, most, costs), (other_least, other_most, nothing) = run_ranks(timed_by_events, 2)
     assert nothing is None
-    assert BATCH_S <= least <= most
+    assert min(least, other_least) >= BATCH_S
     num_bytes = 2 * WIDTH * 4
     assert costs.message_bytes == (num_bytes,)
     for link in (*costs.down, *costs.up):
-        assert num_bytes < link.bytes_per_s < float("inf")
+        assert num_bytes / (2 * max(most, other_most)) < link.bytes_per_s < float("inf")
 
 
 # -- shapes and layouts -----------------------------------------------------------------------------------------------
