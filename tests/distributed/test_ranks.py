@@ -203,7 +203,8 @@ def test_output_of_ranks_is_replayed(capsys):
 
 
 def test_ports_differ():
-    assert len({ranks.free_port() for _ in range(20)}) > 10
+    """All of them: several jobs may be about to listen."""
+    assert len({ranks.free_port() for _ in range(100)}) == 100
 
 
 # The launcher kills the others as soon as one rank has failed: none does before all have said something.
