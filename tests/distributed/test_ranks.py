@@ -156,7 +156,8 @@ def test_a_rank_that_dies_is_named():
 
 def test_time_limit_kills_and_shows_stacks(tmp_path):
     child_file = tmp_path / "child"
-    message = hang_of(lambda timeout: run_ranks(sleeps_on_one, 3, 1, str(child_file), timeout=timeout), "in a_long_nap")
+    shown = "ranks [1] of 3", "in a_long_nap"  # the others are done
+    message = hang_of(lambda timeout: run_ranks(sleeps_on_one, 3, 1, str(child_file), timeout=timeout), *shown)
     assert re.match(r"ranks \[1\] of 3 not done after \d+ s: all ranks killed\n---- rank 1, stack ----\n", message)
     assert message.endswith("---- rank 1, end of output ----\ngoing to sleep")
     assert not _is_running(int(child_file.read_text()))
@@ -166,7 +167,7 @@ CALLER = """
 import time
 from support.ranks import run_ranks
 if __name__ == "__main__":
-    run_ranks(time.sleep, 1, 60)
+    run_ranks(time.sleep, 1, 3600)
 """
 
 
@@ -294,4 +295,4 @@ def test_one_thread_at_a_time_changes_the_environment_in_which_ranks_start() -> 
         with ranks._server_environment():
             found = pool.submit(ranks._environment, {"ISLAND": "1"})
             assert not wait([found], timeout=0.2).done
-        assert found.result(60)["ISLAND"] == "1"
+        assert found.result(ranks.PATIENCE_S)["ISLAND"] == "1"

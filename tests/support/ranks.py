@@ -60,6 +60,9 @@ _TAIL_LINES = 40
 PATIENCE_S = float(os.environ.get("PACELINE_TESTS_PATIENCE_S", "900"))
 """Until something counts as hanging. Machines are slow at times, and what comes in the end is not wrong."""
 
+_ANSWER_S = 60.0
+"""Until a rank that hangs has written its stacks."""
+
 
 class RankError(RuntimeError):
     """A rank raised or died. ``rank`` is the one that did so first."""
@@ -244,7 +247,7 @@ def launch(
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             _signal_group(process.pid, signal.SIGABRT)  # faulthandler writes the stacks
-            time.sleep(1.0)
+            _wait_for_group(process)
             status = None
         finally:
             _signal_group(process.pid, signal.SIGKILL)
@@ -264,7 +267,7 @@ def hang_of(act: Callable[[float], Any], *shown: str, first_s: float = 10.0) -> 
     It gets more and more time to come there, from ``first_s`` on: how much it takes depends on the machine.
     """
     message = ""
-    for timeout in (first_s, 6 * first_s, 36 * first_s):
+    for timeout in (first_s, 6 * first_s, min(36 * first_s, PATIENCE_S)):
         try:
             act(timeout)
         except RankTimeout as error:
@@ -379,16 +382,18 @@ class _Ranks:
         raise RankTimeout(late[0], "\n".join(part for part in parts if part))
 
     def _stack(self, rank: int) -> str:
-        file = self.directory / f"stack{rank}"
+        """What it writes, line by line, once it writes no more: on a busy machine it may rest between two lines."""
+        file, process = self.directory / f"stack{rank}", self.processes[rank]
         if not file.exists():
             return "(the rank had not begun)"
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.processes[rank].pid, _STACKS)
-        for _ in range(100):
+            os.kill(process.pid, _STACKS)
+        text, looks_alike, deadline = "", 0, time.monotonic() + _ANSWER_S
+        while looks_alike < 10 and process.exitcode is None and time.monotonic() < deadline:
             time.sleep(0.02)
-            if text := file.read_text(errors="replace"):
-                return text.rstrip()
-        return "(the rank did not answer)"
+            before, text = text, file.read_text(errors="replace")
+            looks_alike = looks_alike + 1 if text and text == before else 0
+        return text.rstrip() or "(the rank did not answer)"
 
     def _shown_output(self, rank: int) -> str:
         output = self.output(rank)
@@ -469,6 +474,16 @@ def _nothing() -> None:
 def _signal_group(leader: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
+
+
+def _wait_for_group(leader: subprocess.Popen[str]) -> None:
+    """Until the leader and all others of its group have ended, as they do when they have written their stacks."""
+    deadline = time.monotonic() + _ANSWER_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            leader.poll()
+            os.killpg(leader.pid, 0)
+            time.sleep(0.05)
 
 
 def _tail(text: str, num_lines: int) -> str:
