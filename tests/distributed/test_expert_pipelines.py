@@ -27,7 +27,17 @@ from support.expert_pipelines import (
     state,
     steps,
 )
-from support.jobs import BATCH, LENGTH, MICRO_BATCHES, TINY, ds_config, finetune, flags, step_batches
+from support.jobs import (
+    BATCH,
+    LENGTH,
+    MICRO_BATCHES,
+    TINY,
+    ds_config,
+    finetune,
+    flags,
+    step_batches,
+    wait_for_what_is_sent_ahead,
+)
 from support.ranks import run_ranks
 
 STEPS = 4
@@ -242,6 +252,7 @@ def train_ahead(case: Case) -> list[dict[str, Any]]:
     from paceline.planning.experts import Placement
     from paceline.planning.switching import SwitchRule
 
+    wait_for_what_is_sent_ahead()
     rebalancer.LEAST_BYTES = 1
     consider = SwitchRule.consider
     found: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ import torch
 from lab.device import DEVICE
 from lab.emulation import OPTIMIZERS, EmulatedLayer, Emulation, SpeedChange, loss
 from lab.partitions import best, step_s
-from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches, wait_for_what_is_sent_ahead
 from support.ranks import run_ranks
 from support.work_time import WORK_TIME, Work
 
@@ -91,6 +91,7 @@ def run(
 
     deepspeed.init_distributed()
     expect_short_moves()
+    wait_for_what_is_sent_ahead()
     WORK_TIME.rule()
     told = Warnings()
     config: dict[str, Any] = {

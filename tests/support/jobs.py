@@ -216,3 +216,13 @@ def finetune(argv: list[str]) -> tuple[int, str]:
         except SystemExit as exit:
             code = exit.code
     return code, errors.getvalue()
+
+
+def wait_for_what_is_sent_ahead() -> None:
+    """From now on whoever asks this rank whether values have come, which are sent beside steps, waits until they have.
+
+    Steps of small models are short: a run might be over before.
+    """
+    from paceline.state.values_ahead import ValuesAhead
+
+    ValuesAhead.is_done = property(lambda values: values.wait() is None)  # type: ignore[method-assign, assignment]
