@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -10,9 +11,10 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from multiprocessing import connection
 from typing import Any
 
 import pytest
@@ -66,6 +68,7 @@ def serve_island(
 ) -> None:
     """Does what it is told, and tells what came of it."""
     weighted_sums.CHUNK_BYTES, rounds._STALL_S = SMALL_CHUNK, stall_s
+    rounds.CONNECT_S = weighted_sums.CONNECT_S = runner.PATIENCE_S  # however late another one is
     islands: Islands | None = None
     while True:
         try:
@@ -86,6 +89,10 @@ def serve_island(
             elif what == "is called":
                 assert islands is not None
                 result = islands.is_called(*args)
+            elif what == "may leave":
+                assert islands is not None
+                (islands._stays.release if args[0] else islands._stays.acquire)()
+                result = None
             else:
                 assert islands is not None
                 result = take_part(islands, *args)
@@ -110,9 +117,43 @@ def take_part(islands: Islands, report: Report, tensors: list[Tensor], die: str 
                 yield chunk
 
         weighted_sums._chunks = some
-    outcome = islands.round(report, tensors)
+
+    def sent(reports: Sequence[Report]) -> list[Tensor]:
+        rounds._STALL_S = runner.PATIENCE_S  # of the attempts after this one: nobody stands still in them
+        return tensors
+
+    outcome = islands.round(report, tensors if rounds._STALL_S == runner.PATIENCE_S else sent)
     assert all(torch.equal(x, y) for x, y in zip(before, tensors, strict=True)), "the inputs have changed"
     return outcome
+
+
+class Silent(Exception):
+    """An island that is alive was left out of a round: this machine had no time for its heartbeats."""
+
+
+TRIES = 5
+
+
+def again_if_silent(scenario: Callable[..., None]) -> Callable[..., None]:
+    """A test in which an island counts as dead when it is silent for seconds. It begins anew if a living one is."""
+
+    @wraps(scenario)
+    def test(sea: Sea, **options: Any) -> None:
+        for _ in range(TRIES - 1):
+            try:
+                return scenario(sea, **options)
+            except Silent:
+                sea.begin_anew()
+        return scenario(sea, **options)
+
+    return test
+
+
+def wait_for(condition: Callable[[], bool], message: str) -> None:
+    deadline = time.monotonic() + runner.PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.05)
 
 
 class Sea:
@@ -133,8 +174,16 @@ class Sea:
         self.processes.append(process)
         return process
 
-    def lighthouse(self, *more: str) -> None:
+    def lighthouse(self, *, notices_deaths: bool = False) -> None:
+        """One that answers. Islands are alive for it, however late their heartbeats are, unless it notices deaths."""
+        more = () if notices_deaths else ("--heartbeat-timeout-s", str(runner.PATIENCE_S))
         self.light = self.start(serve_lighthouse, self.port, *more)
+        wait_for(lambda: self.status() is not None, "the lighthouse does not answer")
+
+    def status(self) -> str | None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.address}/status") as page:
+            return str(page.read().decode())
+        return None
 
     def island(
         self,
@@ -157,23 +206,53 @@ class Sea:
 
     def islands(self, count: int, **options: Any) -> list[Island]:
         """Islands that have joined, and so wait for each other."""
-        islands = [self.island(number, **options) for number in range(count)]
+        return self.joined([self.island(number, **options) for number in range(count)])
+
+    def joined(self, islands: list[Island]) -> list[Island]:
         for island in islands:
             island.tell("join")
         for island in islands:
             island.joined()
         return islands
 
-    def wait_for_questions(self, count: int) -> None:
-        """Until so many wait for a quorum: a newcomer is in the others' next round only if it asked before them."""
-        deadline = time.monotonic() + runner.PATIENCE_S
-        while True:
-            with urllib.request.urlopen(f"http://{self.address}/status") as page:
-                status = page.read().decode()
-            if f"/{count} participants healthy" in status:
-                return
-            assert time.monotonic() < deadline, status
-            time.sleep(0.05)
+    def wait_for_questions(self, *islands: Island) -> None:
+        """Until these wait for a quorum: a newcomer is in the others' next round only if it asked before them."""
+
+        def have_asked() -> bool:
+            if any(island.pipe.poll() for island in islands):
+                raise Silent("the others are missing")
+            return f"/{len(islands)} participants healthy" in (self.status() or "")
+
+        wait_for(have_asked, f"{len(islands)} have not asked")
+
+    def answers(self, islands: Sequence[Island]) -> Iterator[tuple[Island, Any]]:
+        """As they come: one that was left out of a round may wait for ever."""
+        waiting = {island.pipe: island for island in islands}
+        while waiting:
+            answered = connection.wait(list(waiting), runner.PATIENCE_S)
+            assert answered, f"islands {[island.number for island in waiting.values()]} hang"
+            for pipe in answered:
+                island = waiting.pop(pipe)
+                yield island, island.answer()
+
+    def outcomes(self, islands: Sequence[Island], least_attempts: int = 1) -> list[Outcome]:
+        """Of these islands, in their order.
+
+        Raises:
+            Silent: a round was without one of them, or, as it took fewer attempts, without one that makes it fail.
+        """
+        found: dict[Island, Outcome] = {}
+        for island, answer in self.answers(islands):
+            found[island] = outcome = outcome_of(answer)
+            together = [report.island for report in outcome.reports]
+            if together != [each.number for each in islands] or outcome.attempts < least_attempts:
+                raise Silent(f"a round of islands {together} in {outcome.attempts} attempts")
+        return [found[island] for island in islands]
+
+    def begin_anew(self) -> None:
+        self.end()
+        self.port = runner.free_port()
+        self.address = f"127.0.0.1:{self.port}"
 
     def end(self) -> None:
         for process in self.processes:
@@ -181,6 +260,7 @@ class Sea:
         for process in self.processes:
             process.join()
             process.close()
+        self.processes.clear()
 
 
 class Island:
@@ -203,11 +283,23 @@ class Island:
         return pickle.loads(self.pipe.recv_bytes())
 
     def finish(self) -> Outcome:
-        outcome = self.answer()
-        if isinstance(outcome, Exception):
-            raise outcome
-        assert isinstance(outcome, Outcome)
-        return outcome
+        return outcome_of(self.answer())
+
+    def is_called(self, finished: int) -> bool:
+        self.tell("is called", finished)
+        return bool(self.answer())
+
+    def may_leave(self, may: bool) -> None:
+        """Whether it leaves when it has been called and does not come."""
+        self.tell("may leave", may)
+        assert self.answer() is None
+
+
+def outcome_of(answer: Any) -> Outcome:
+    if isinstance(answer, Exception):
+        raise answer
+    assert isinstance(answer, Outcome)
+    return answer
 
 
 @pytest.fixture
@@ -267,27 +359,27 @@ def test_all_have_just_started_and_differ(sea: Sea) -> None:
 
 
 @pytest.mark.parametrize(("die", "count"), [("met", 3), ("sending", 4)])
+@again_if_silent
 def test_one_is_killed_and_comes_back(sea: Sea, die: str, count: int) -> None:
-    sea.lighthouse()
+    sea.lighthouse(notices_deaths=True)
     *others, last = sea.islands(count)
     for island in others:
         island.begin()
     last.begin(die=die)
-    for outcome in [island.finish() for island in others]:
+    for outcome in sea.outcomes(others, least_attempts=2):
         assert outcome.weights == [1 / (count - 1)] * (count - 1)
         assert outcome.round == 4
-        assert outcome.attempts > 1
         assert_same(outcome.tensors, mean_of(*range(count - 1)))
     last.process.join(runner.PATIENCE_S)
     assert last.process.exitcode == -signal.SIGKILL
 
     last = sea.newcomer(count - 1)
     last.begin(NEW, checksum=7.0, loss=0.0)
-    sea.wait_for_questions(1)
+    sea.wait_for_questions(last)
     everyone = [*others, last]
     for island in others:
         island.begin(round=4)
-    for outcome in [island.finish() for island in everyone]:
+    for outcome in sea.outcomes(everyone):
         assert outcome.weights == [1 / (count - 1)] * (count - 1) + [0.0]
         assert [report.counts for report in outcome.reports] == [True] * (count - 1) + [False]
         assert (outcome.round, outcome.attempts) == (5, 1)
@@ -295,7 +387,7 @@ def test_one_is_killed_and_comes_back(sea: Sea, die: str, count: int) -> None:
 
     for island in everyone:
         island.begin(round=5)
-    for outcome in [island.finish() for island in everyone]:
+    for outcome in sea.outcomes(everyone):
         assert outcome.weights == [1 / count] * count
         assert outcome.round == 6
 
@@ -321,65 +413,79 @@ def test_another_model_is_refused(sea: Sea) -> None:
             island.finish()
 
 
+@again_if_silent
 def test_who_comes_wrongly_is_refused_and_the_others_go_on(sea: Sea) -> None:
-    sea.lighthouse()
+    sea.lighthouse(notices_deaths=True)
     islands = sea.islands(2)
     second, other = sea.newcomer(1), sea.newcomer(2)
     second.begin(NEW)
     other.begin(NEW, digest=5)
-    sea.wait_for_questions(2)
+    sea.wait_for_questions(second, other)
     for island in islands:
         island.begin()
-    with pytest.raises(ValueError, match="island 1 is refused: 2 islands have the number 1; give each its own"):
-        second.finish()
-    with pytest.raises(ValueError, match=r"islands 2 and 0 differ in the model .* start all with the same model"):
-        other.finish()
-    for outcome in [island.finish() for island in islands]:
+    refused = {
+        second: "island 1 is refused: 2 islands have the number 1; give each its own",
+        other: r"islands 2 and [01] differ in the model .* start all with the same model",
+    }
+    come = dict[Island, Outcome]()
+    for island, answer in sea.answers([*islands, second, other]):
+        if isinstance(answer, Outcome) and (island in (second, other) or refused):
+            raise Silent("not all were there at once")
+        if island in islands:
+            come[island] = outcome_of(answer)
+        else:
+            with pytest.raises(ValueError, match=refused.pop(island)):
+                raise answer
+    for outcome in come.values():
         assert [report.island for report in outcome.reports] == [0, 1]
         assert_same(outcome.tensors, mean_of(0, 1))
 
 
+@again_if_silent
 def test_one_is_stopped_and_goes_on(sea: Sea) -> None:
     """The others did the round without it: it takes the next one's average, and does not count in it."""
-    sea.lighthouse()
+    sea.lighthouse(notices_deaths=True)
     islands = sea.islands(3, stall_s=2.0)
     *others, last = islands
     for island in others:
         island.begin()
     last.begin(die="stopped")
-    for outcome in [island.finish() for island in others]:
+    for outcome in sea.outcomes(others, least_attempts=2):
         assert outcome.weights == [0.5, 0.5]
-        assert outcome.attempts > 1
         assert_same(outcome.tensors, mean_of(0, 1))
     os.kill(last.process.pid, signal.SIGCONT)
-    sea.wait_for_questions(1)
+    sea.wait_for_questions(last)
     for island in others:
         island.begin(round=4)
-    for outcome in [island.finish() for island in islands]:
+    for outcome in sea.outcomes(islands):
         assert outcome.weights == [0.5, 0.5, 0.0]
         assert outcome.round == 5
         assert_same(outcome.tensors, mean_of(0, 1))
 
 
+@again_if_silent
 def test_one_that_does_not_come_is_called_and_then_left_out(sea: Sea) -> None:
     """Though it is alive; when it comes, it takes the next round's average, and counts from then on."""
-    sea.lighthouse("--heartbeat-timeout-s", "2")
-    islands = sea.islands(3, grace_s=0.5)
+    sea.lighthouse(notices_deaths=True)
+    # The first one waits for ever: nobody calls the second one, should that be late.
+    islands = sea.joined([sea.island(number, grace_s=grace_s) for number, grace_s in enumerate((math.inf, 0.5, 0.5))])
     for island in islands:
         island.begin(NEW)
-    for island in islands:
-        island.finish()
+    sea.outcomes(islands)
     *others, last = islands
+    last.may_leave(False)
     for island in others:
         island.begin(round=0)
-    deadline = time.monotonic() + runner.PATIENCE_S
-    is_called = False
-    while not is_called and time.monotonic() < deadline:
-        last.tell("is called", 0)
-        is_called = last.answer()
-    assert is_called
-    for outcome in [island.finish() for island in others]:
-        assert [report.island for report in outcome.reports] == [0, 1]
+
+    def is_called() -> bool:
+        if any(island.pipe.poll() for island in others):
+            raise Silent("the others did not wait")
+        return last.is_called(0)
+
+    wait_for(is_called, "nobody calls")
+    last.may_leave(True)
+    wait_for(lambda: not last.is_called(0), "it does not leave")
+    for outcome in sea.outcomes(others):
         assert (outcome.round, outcome.weights) == (1, [0.0, 1.0]) or outcome.weights == [1.0, 0.0]
     last.begin(round=0)
     with pytest.raises(Left, match="island 2 has left the other islands"):
@@ -387,10 +493,10 @@ def test_one_that_does_not_come_is_called_and_then_left_out(sea: Sea) -> None:
     last.tell("join")
     last.joined()
     last.begin(round=0)
-    sea.wait_for_questions(1)
+    sea.wait_for_questions(last)
     for island in others:
         island.begin(round=1, trained=3)
-    for outcome in [island.finish() for island in islands]:
+    for outcome in sea.outcomes(islands):
         assert (outcome.weights, outcome.round) == ([0.5, 0.5, 0.0], 2)
         assert_same(outcome.tensors, mean_of(0, 1))
 
@@ -433,7 +539,7 @@ def test_the_lighthouse_is_started_anew(sea: Sea) -> None:
     for island in islands:
         island.finish()
     islands[0].begin(round=4)
-    sea.wait_for_questions(1)
+    sea.wait_for_questions(islands[0])
     sea.light.kill()
     sea.light.join()
     sea.lighthouse()
@@ -444,11 +550,8 @@ def test_the_lighthouse_is_started_anew(sea: Sea) -> None:
 
 def test_nobody_else_comes(sea: Sea) -> None:
     """The other is alive and does not come."""
-    sea.lighthouse("--heartbeat-timeout-s", str(runner.PATIENCE_S))  # it stays alive, however late its heartbeats are
-    waits, absent = sea.island(0, timeout_s=10.0), sea.island(1)
-    for island in (absent, waits):  # the first one waits for the lighthouse
-        island.tell("join")
-        island.joined()
+    sea.lighthouse()
+    waits, _ = sea.joined([sea.island(0, timeout_s=10.0), sea.island(1)])
     waits.begin()
     with pytest.raises(TimeoutError, match=r"^island 0: round 4 is not done after 10 s .*others are alive.*lighthouse"):
         waits.finish()
