@@ -24,7 +24,9 @@ from support import ranks as runner
 from support.accidents import Running, accident
 
 LIMIT_S = 20.0
-"""Without progress: more than steps take on a machine that is busy, ranks of other jobs included."""
+"""Without progress: more than steps take on a machine that is busy, ranks of other jobs included.
+
+Engines may take longer to start: before the watch does."""
 STEPS = 400
 VICTIM, AT_STEP = 1, 3
 
@@ -44,6 +46,23 @@ def all_of() -> Iterator[Any]:
         running.kill()
 
 
+def watch(what: str) -> None:
+    """Start the watch: one that takes no rank for gone, or for mute, because this machine stands still for a while.
+
+    Unless a rank stops; then its silence has to tell.
+    """
+    from paceline.supervise import watch as watching
+    from paceline.supervise.first_cause import Limits
+    from paceline.supervise.watch import WATCH
+
+    watching._ANSWER_S = runner.PATIENCE_S
+    limits = Limits.of(LIMIT_S) if what == "is stopped" else Limits(LIMIT_S, silent_s=runner.PATIENCE_S)
+    WATCH.start(LIMIT_S)  # where an engine has not done it, with a longer limit
+    WATCH._limits = limits
+    if WATCH._hub is not None:
+        WATCH._hub._limits = limits
+
+
 def train(what: str, victim: int) -> None:
     """A loop of collectives, in which one rank has an accident. Ends as the main job does."""
     import deepspeed
@@ -53,12 +72,17 @@ def train(what: str, victim: int) -> None:
     from paceline.supervise.watch import EVERYONE, WATCH
 
     deepspeed.init_distributed("gloo")
-    WATCH.start(LIMIT_S)
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), int(os.environ["RANK"])
+    watch(what)
     try:
         for step in range(STEPS):
             WATCH.step = step
             WATCH.doing("loading data")
-            hit = step == AT_STEP and int(os.environ["RANK"]) == victim
+            hit = step == AT_STEP and rank == victim
+            if hit:  # the others have come through the step before
+                store.wait([f"at step {other}" for other in range(3) if other != victim])
+            elif step == AT_STEP:
+                store.set(f"at step {rank}", "")
             if hit and what == "hangs loading":
                 time.sleep(1000)
             WATCH.doing("computing")
@@ -109,10 +133,10 @@ def looks(what: str) -> None:
     from support.jobs import ds_config, model_config, step_batches
 
     deepspeed.init_distributed("gloo")
-    WATCH.start(LIMIT_S)
     section = {"pipeline": {"stages": 3, "schedule": {"type": "adaptive", "retune_every": 1}}}
     config = ds_config(gradient_accumulation_steps=8, paceline=section)
     engine, *_ = paceline.initialize(model=model_config(), config=config)
+    watch(what)
     if engine.global_rank == VICTIM:
         gather = engine.reports.gather
 
@@ -156,11 +180,12 @@ def misfortune(what: str) -> None:
 
     from paceline.comm.control import ControlPlane
     from paceline.launch.finetune import _fail, _leave_together, _stop_all
-    from paceline.supervise import watch
+    from paceline.supervise import watch as watching
     from paceline.supervise.lifetime import Preemption, end_process
     from paceline.supervise.watch import EVERYONE, WATCH
 
-    watch._ANSWER_S = runner.PATIENCE_S  # however long the machine stands still
+    if what != "shared but by rank 0":
+        watching._SHARED_S = runner.PATIENCE_S  # it is rank 0 that says it, however late
 
     def wait_in_c() -> None:
         mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -168,7 +193,7 @@ def misfortune(what: str) -> None:
         lock(mutex)
 
     deepspeed.init_distributed("gloo")
-    WATCH.start(LIMIT_S)
+    watch(what)
     rank, WATCH.step = int(os.environ["RANK"]), AT_STEP
     store = torch.distributed.distributed_c10d._get_default_store()
     torch.distributed.barrier()  # one that goes while another still connects is another misfortune
@@ -294,7 +319,8 @@ from pathlib import Path
 from paceline.supervise.lifetime import PREEMPTED, Preemption, end_process
 shared, rank = Path(sys.argv[-1]), os.environ["RANK"]
 with Preemption() as preemption:
-    (shared / f"pid{rank}").write_text(str(os.getpid()))
+    (shared / f"own{rank}").write_text(str(os.getpid()))
+    (shared / f"own{rank}").rename(shared / f"pid{rank}")  # whole as soon as it is there
     while not (shared / "stop").exists():
         if preemption.requested:
             (shared / f"asked{rank}").write_text(preemption.reason)
