@@ -1,12 +1,12 @@
 """Experts that follow the load, from the JSON: what is looked at, when experts move, and that no number depends on it.
 
-Experts sleep for each of their rows, so that the most loaded rank sets the pace on any machine.
+Experts take their time for each of their rows by a clock that only work moves on, so that the most loaded rank sets the
+pace on any machine.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 
 from support.expert_models import ds_config, engine_for
 from support.ranks import run_ranks
+from support.work_time import WORK_TIME, Work
 
 ROW_S = 4e-4
-"""Of each row in a forward, and twice that in a backward: much longer than it takes, on cores that are busy."""
+"""Of each row in a forward, and twice that in a backward."""
 EVERY = 3
 STEPS = 10
 FAMILY = "qwen3_moe"
@@ -28,19 +29,6 @@ SKEWED = [0, 1, 2]
 """The experts that most tokens go to: all on the first rank, as DeepSpeed places them."""
 
 
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
-
-
 def emulate(layers: Any, row_s: float) -> None:
     """Experts that take their time, by the rows that they get; padding of a few rows counts as rows."""
     for layer in layers:
@@ -48,7 +36,7 @@ def emulate(layers: Any, row_s: float) -> None:
         compute = type(experts).forward
 
         def slow(self: Any, x: Any, counts: Any, compute: Any = compute) -> Any:
-            return Sleep.apply(compute(self, x, counts), row_s * x.shape[0])
+            return Work.apply(compute(self, x, counts), row_s * x.shape[0])
 
         experts.__class__ = type("Emulated", (type(experts),), {"forward": slow})
 
@@ -86,6 +74,7 @@ def run(section: dict[str, Any] | None, *, skewed: bool, row_s: float, ep: int) 
     else:
         from support.expert_models import EIGHT, build
 
+        WORK_TIME.rule()
         model = build(FAMILY, **EIGHT[FAMILY])
         config = ds_config(1, ep, paceline={"moe": section})
         engine = paceline.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -93,14 +82,12 @@ def run(section: dict[str, Any] | None, *, skewed: bool, row_s: float, ep: int) 
     emulate(layers, row_s)
     route(layers, skewed)
     rank = torch.distributed.get_rank()
-    found: dict[str, Any] = {"losses": [], "seconds": []}
+    found: dict[str, Any] = {"losses": []}
     for step in range(STEPS):
         ids = tokens(step, rank)
-        begun = time.perf_counter()
         loss = engine(input_ids=ids, labels=ids)["loss"]
         engine.backward(loss)
         engine.step()
-        found["seconds"].append(time.perf_counter() - begun)
         found["losses"].append(loss.item())
     if section is not None:
         assert engine.rebalancer is not None
@@ -149,7 +136,7 @@ def test_hot_experts_are_spread_and_no_number_changes(tmp_path: Path) -> None:
         for layer in window["layers"]:
             assert sum(layer["loads"]) == pytest.approx(2 * TOKENS * TOP_K)
     assert [json.loads(line) for line in file.read_text().splitlines()] == windows
-    # It pays: the emulated time is what the busiest rank sleeps.
+    # It pays: the time is that of the busiest rank.
     assert first["predicted_best_s"] < 0.85 * first["predicted_now_s"]
 
 
