@@ -341,9 +341,8 @@ class CausalLMStage(nn.Module):
             sums = empty_sums(stream.shape[0] * stream.shape[1], stream.device)
         if self.head_rows is None:
             return outputs.last_hidden_state, sums
+        assert labels is not None, "they travel with the side inputs"
         hidden = self._hidden.pop()
-        if labels is None:  # of a measurement
-            labels = torch.zeros(stream.shape[:2], dtype=torch.int64, device=stream.device)
         sums = add_logits(sums, outputs.logits, labels, self.head_rows.start)
         return (sums, None) if self.cut.last else (hidden, sums)
 

@@ -150,7 +150,7 @@ def pieces(
         is_left_out = trained_only and isinstance(tensor, nn.Parameter)
         if replica >= numbering.num_shares or is_copy(tensor, tied) or is_left_out:
             continue
-        if not tensor.dim():
+        if numbering.rows is None and numbering.shape == tuple(tensor.shape):
             yield Piece(name, VALUE, tensor.detach())
         else:
             for first, end, number in numbering.runs(0, len(tensor)):
