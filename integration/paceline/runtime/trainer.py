@@ -230,12 +230,13 @@ class PipelineTraining(_Trainer):
 
     def _parameter_groups(self, pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """As Trainer groups them: what decays, and norms and biases, which do not."""
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        does_decay: dict[nn.Parameter, bool] = {}  # a rank with both ends of the pipeline has one tied weight
         for model in pipeline.models:
             decays = set(self.get_decay_parameter_names(model))
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    groups[name in decays].append(parameter)
+                    does_decay.setdefault(parameter, name in decays)
+        groups = {kind: [p for p, decays in does_decay.items() if decays is kind] for kind in (True, False)}
         decay = value_at(ds_config, "optimizer.params.weight_decay")
         decay = self.args.weight_decay if decay is None else decay
         return [{"params": groups[True], "weight_decay": decay}, {"params": groups[False], "weight_decay": 0.0}]
