@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.runtime.model_export import _naming
 from support.jobs import ds_config, model_config, step_batches
 from support.ranks import RankError, run_ranks
 
@@ -181,6 +183,12 @@ def test_full_disk_ends_every_rank_and_leaves_no_model(tmp_path: Path) -> None:
         assert list((small / "model").iterdir()) == [], "nothing goes on filling the disk"
     finally:
         os.system(f"umount {small}")
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
+    """As a file of the config, or one that joins those of the stages, is written."""
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"), _naming(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def train_from(source: str, stages: int, output: str) -> list[float]:

@@ -69,6 +69,17 @@ def export(
 
 
 @contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """An error names the place, which the system does not where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
+@contextmanager
 def _no_draft_after_a_failure(target: Path, control: ControlPlane) -> Iterator[None]:
     """Delete the draft, of which a disk may be full, if what is done inside fails: it does so on all ranks."""
     try:
@@ -112,7 +123,7 @@ def _write_model(
     with control.together(f"writing stage {pipeline.stage_id} to {target}"):
         for name, keys in zip(names[first:], files, strict=False):
             hub_files.write_tensors({key: state[key] for key in keys}, draft / name)
-    with control.together(f"finishing {target}"):
+    with control.together(f"finishing {target}"), _naming(target):
         if control.rank == 0:
             hub_files.save_config(pipeline.stage.model, draft)
             if tokenizer is not None:
@@ -142,7 +153,7 @@ def _write_adapters(
                 found = adapter_state(stage.model, adapters)
                 state |= {name: tensor.detach().cpu() for name, tensor in found.items()}
     states = control.gather_at_first(state)
-    with control.together(f"writing {target}"):
+    with control.together(f"writing {target}"), _naming(target):
         if control.rank == 0:
             draft = hub_files.begin(target)
             write_adapters({name: tensor for one in states for name, tensor in one.items()}, draft)
