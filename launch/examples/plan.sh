@@ -19,5 +19,5 @@ paceline plan "$work/config.json" --devices 2 --measure --train-batch-size 16 --
 best=$(sed -n 's/.*paceline.launch.finetune --deepspeed \([^ ]*\.json\).*/\1/p' "$work/plan/plans.txt" | head -n 1)
 
 sizes=hidden_size=64,intermediate_size=128,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=4
-deepspeed --num_gpus 2 --module paceline.launch.finetune --deepspeed "$best" --output_dir "$work/model" \
-  --model_type llama --config_overrides "$sizes" --block_size 32 --max_steps 4 --learning_rate 1e-3
+deepspeed --num_gpus 2 --master_port "${MASTER_PORT:-29500}" --module paceline.launch.finetune --deepspeed "$best" \
+  --output_dir "$work/model" --model_type llama --config_overrides "$sizes" --block_size 32 --max_steps 4 --learning_rate 1e-3

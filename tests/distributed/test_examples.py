@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from support.archipelago import lighthouse
-from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, run_ranks
+from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, free_port, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 LOOPS = {
@@ -70,6 +70,7 @@ def test_an_island(tmp_path: Path) -> None:
 def test_a_plan_and_its_run() -> None:
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": search, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment["MASTER_PORT"] = str(free_port())
     run = subprocess.run(
         ["bash", str(EXAMPLES / "plan.sh")],
         env=environment,
