@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -99,7 +100,8 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
     start_distributed()
-    measured = measure(args)
+    partition = {"method": args.partition, "repartition_every": 0}
+    measured = measure(args, {"whole": {}, "halves": {"half_layers": True}}, partition)
     if dist.get_rank() == 0:
         counted = {
             name: {stages: largest_stage(config, stages) for stages in STAGES} for name, config in MODELS.items()
@@ -116,9 +118,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of steps of both engines, turn by turn."""
-    config = LlamaConfig(
+def model_of(args: argparse.Namespace) -> LlamaConfig:
+    """The model that is measured."""
+    return LlamaConfig(
         hidden_size=args.hidden,
         intermediate_size=7 * args.hidden // 2,
         num_hidden_layers=args.layers,
@@ -127,8 +129,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         vocab_size=args.vocabulary,
         tie_word_embeddings=False,
     )
+
+
+def measure(
+    args: argparse.Namespace, cuts: dict[str, dict[str, Any]], partition: Any, rounding: float = 0.0
+) -> dict[str, Any]:
+    """Seconds of steps of two engines, turn by turn.
+
+    Args:
+        cuts: of each engine by its name, keys of ``"pipeline"`` that say how it is cut.
+        rounding: by which losses of a step may differ, of their size.
+    """
+    config = model_of(args)
     engines = {}
-    for name, is_on in (("whole", False), ("halves", True)):
+    for name, keys in cuts.items():
         engines[name], *_ = paceline.initialize(
             model=config,
             config={
@@ -137,13 +151,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
                 "gradient_clipping": 0.0,
                 "steps_per_print": None,
-                "paceline": {
-                    "pipeline": {
-                        "stages": dist.get_world_size(),
-                        "partition": {"method": args.partition, "repartition_every": 0},
-                        "half_layers": is_on,
-                    }
-                },
+                "paceline": {"pipeline": {"stages": dist.get_world_size(), "partition": partition, **keys}},
             },
         )
     generator = torch.Generator().manual_seed(0)
@@ -163,11 +171,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for pair in range(args.warmup + args.pairs):
         order = list(engines) if pair % 2 else list(engines)[::-1]
         got = {name: timed(name) for name in order}
-        assert got["whole"][1] == got["halves"][1], f"losses differ in step {pair}: {got}"
+        losses = [loss for _, loss in got.values()]
+        assert math.isclose(*losses, rel_tol=rounding), f"losses differ in step {pair}: {got}"
         if pair >= args.warmup:
             for name, (taken, _) in got.items():
                 seconds[name].append(taken)
-    ratios = sorted(a / b for a, b in zip(seconds["whole"], seconds["halves"], strict=True))
+    ratios = sorted(a / b for a, b in zip(*seconds.values(), strict=True))
     return {
         "times_as_fast": statistics.median(ratios),
         "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
