@@ -43,13 +43,13 @@ CUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=49152)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--slices", type=int, default=8)
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
