@@ -24,6 +24,7 @@ from lab.hosts import Hosts, available
 from support.ranks import PATIENCE_S
 
 RANKS, TOKENS = 4, 64
+TRIES = 10
 EMULATION = ExpertEmulation(
     tuple(tuple(map(tuple, sample)) for sample in read_trace()), row_s=1e-3, num_tokens=TOKENS, steps_a_sample=10
 )
@@ -117,16 +118,23 @@ def test_no_rows_take_no_time() -> None:
 def test_contestants_train_alike_in_the_time_of_their_most_loaded_rank() -> None:
     skewed = (4.0, 4.0, 1.0, 1.0, 1.0, 1.0)  # the first rank has 9 of 12 parts, at best 6
     emulation = ExpertEmulation(((skewed,),) * 2, row_s=5e-4, num_tokens=48, steps_a_sample=3, intermediate=8)
-    with Hosts(2) as hosts:
-        records = train_experts(hosts, {"stock": None, "moving": {"rebalance_every": 3}}, emulation, timeout=PATIENCE_S)
-    assert [(r["contestant"], r["round"], r["step"]) for r in records] == [
-        (label, number, 3 * number + step) for number in range(2) for label in ("stock", "moving") for step in range(3)
-    ]
-    stock, moving = ([r for r in records if r["contestant"] == label] for label in ("stock", "moving"))
-    assert [r["loss"] for r in stock] == [r["loss"] for r in moving]
-    assert [d["switched"] for d in moving[2]["decisions"]] == [True]
     row_s = (1 + BACKWARD) * emulation.row_s
-    for record, most in ((stock[5], 144), (moving[5], 96)):
-        assert most * row_s <= max(record["expert_s"][0]) <= record["seconds"]
-        assert sum(record["expert_s"][0]) >= 192 * row_s
-    assert min(max(record["expert_s"][0]) for record in moving[4:]) < 144 * row_s
+
+    def is_shorter() -> bool:
+        """Whether experts moved and that paid, on a machine that may be busy: all else is so on any."""
+        job = {"stock": None, "moving": {"rebalance_every": 3}}
+        records = train_experts(hosts, job, emulation, timeout=PATIENCE_S)
+        assert [(r["contestant"], r["round"], r["step"]) for r in records] == [
+            (label, number, 3 * number + step) for number in range(2) for label in job for step in range(3)
+        ]
+        stock, moving = ([r for r in records if r["contestant"] == label] for label in job)
+        assert [r["loss"] for r in stock] == [r["loss"] for r in moving]
+        for record, most in ((stock[5], 144), (moving[5], 96)):
+            assert most * row_s <= max(record["expert_s"][0]) <= record["seconds"]
+            assert sum(record["expert_s"][0]) >= 192 * row_s
+        (decision,) = moving[2]["decisions"]
+        taken_s = min(max(record["expert_s"][0]) for record in moving[4:])
+        return decision["switched"] and taken_s < 144 * row_s
+
+    with Hosts(2) as hosts:
+        assert any(is_shorter() for _ in range(TRIES))
