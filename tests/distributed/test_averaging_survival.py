@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.jobs import MICRO_BATCHES, model_config, step_batches
 from support.ranks import RANK_ENVIRONMENT, RankError, run_ranks
 
 KILLED_AT, SAVED_AT, EVERY = 5, 3, 2
+"""Steps; it is killed later, if it has not counted yet in a round."""
 TOGETHER = 3
 """Rounds in which both count after one has come back; before it is killed there are fewer."""
 CASES: dict[str, dict[str, Any]] = {
@@ -66,9 +68,9 @@ def island(
         train_step(engine, number)
         if dies and engine.global_steps == SAVED_AT and folder is not None:
             engine.save_checkpoint(folder)
-        if dies and engine.global_steps == KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
         weights = [exchange["weights"] for exchange in engine.averager.exchanges]
+        if dies and engine.global_steps >= KILLED_AT and engine.control.from_first([0.5, 0.5] in weights):
+            os.kill(os.getpid(), signal.SIGKILL)
         came = max((i for i, w in enumerate(weights) if 0.0 in w), default=0)
         if [1.0] in weights[
             weights.index([0.5, 0.5]) if [0.5, 0.5] in weights else len(weights) :
@@ -89,7 +91,8 @@ def test_a_killed_island_comes_back(from_checkpoint: bool, tmp_path: Path) -> No
     """All its ranks at once; the other goes on alone until it is there again, and both end with the same weights."""
     section = {"outer": "nesterov", "decay_tokens": 1000 * TOKENS}
     folder, alone = tmp_path / "saved" if from_checkpoint else None, tmp_path / "alone"
-    with lighthouse() as light, ThreadPoolExecutor(1) as pool:
+    # A machine that is busy has no time for heartbeats for a while: nobody is to count as dead for that.
+    with lighthouse("--heartbeat-timeout-s", "10") as light, ThreadPoolExecutor(1) as pool:
         args = light, 1, {**section, "min_islands": 1}, None, False, False, alone
         other = pool.submit(run_ranks, island, 1, *args, env={**RANK_ENVIRONMENT, "PACELINE_ISLAND": "0"})
         environment = {**RANK_ENVIRONMENT, "PACELINE_ISLAND": "1"}
@@ -103,7 +106,8 @@ def test_a_killed_island_comes_back(from_checkpoint: bool, tmp_path: Path) -> No
     assert_equal(whole(again), whole(stayed))
     exchanges = again[0][0]
     assert sorted(exchanges[0]["weights"]) == [0.0, 1.0]  # it takes the other's
-    assert all(exchange["weights"] == [0.5, 0.5] for exchange in exchanges[1:]), exchanges
+    for before, exchange in pairwise(exchanges):  # it counts, unless it was late and a round went on without it
+        assert exchange["weights"] == [0.5, 0.5] or exchange["round"] > before["round"] + 1, exchanges
     assert exchanges[0]["round"] > 2
     assert stayed[0][0][-1]["round"] == exchanges[-1]["round"]
 
