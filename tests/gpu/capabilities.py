@@ -118,6 +118,7 @@ CAPABILITIES: dict[str, Capability] = {
     "zbv": _pipeline(with_nccl=True, schedule="zbv"),
     "half layers": _pipeline(with_nccl=True, partition=[0, 4, 10], keys={"half_layers": True}),
     "head alone": _pipeline(with_nccl=True, partition=[0, 5, 6]),
+    "head slices": _pipeline(partition=[0, 6, 9], keys={"head_slices": 4}),
     "int8 boundaries": _pipeline(with_nccl=True, tolerance=HALF, keys={"boundary": INT8}),
     "compiled layers": _pipeline(with_nccl=True, keys={"compile": True}),
     "recomputed layers": _pipeline(with_nccl=True, keys={"recompute": [1, 2]}),
