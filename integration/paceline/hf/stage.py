@@ -55,6 +55,8 @@ class Cut:
 
     def slices(self, anatomy: Anatomy) -> range:
         """The slices of the head, by number; a head that is not cut is one."""
+        if anatomy.head_slices == 1:
+            return range(self.last)
         layers = anatomy.num_layer_blocks
         return range(max(self.start, layers) - layers, max(self.stop, layers) - layers + self.last)
 
