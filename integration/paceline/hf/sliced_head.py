@@ -155,8 +155,8 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 class _Sums(torch.autograd.Function):
-    """Of logits ``[N, R]``: the logarithm of the sum of each row's exponentials, and the logit of its target, 0 where
-    that is -1. Logits in float32 exist a piece at a time; the backward computes each piece anew."""
+    """For each row of logits ``[N, R]``: the logarithm of the sum of its exponentials, and the logit of its target, 0
+    where that is -1. Logits in float32 exist a piece at a time; the backward computes each piece anew."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ _RUNS = "paceline_runs_stage"
 """Attribute of a model: whether its stage's forward is under way."""
 SIDE_INPUTS = ("attention_mask", "position_ids")
 LABELS = "labels"
-"""Beside the side inputs, what stages that share a head need."""
+"""Name of the labels among the side inputs: stages that share a head need them."""
 ADAPTED = ("base_layer", "original_module")
 """Attributes in which PEFT's modules keep the modules that they replace."""
 
@@ -279,7 +279,7 @@ class CausalLMStage(nn.Module):
     """
 
     head_rows: Rows | None = None
-    """Of a head in slices, the rows that the stage has."""
+    """The rows that the stage has of a head in slices."""
 
     def __init__(self, model: PreTrainedModel, cut: Cut, anatomy: Anatomy | None = None) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class CausalLMStage(nn.Module):
     def _with_slices(
         self, outputs: Any, stream: Tensor, labels: Tensor | None, sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What goes on to the next slice: hidden states and sums; after the last one these alone."""
+        """Hidden states and sums for the next slice; after the last one the sums alone."""
         if sums is None:
             sums = empty_sums(stream.shape[0] * stream.shape[1], stream.device)
         if self.head_rows is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .trainer_loss import TrainersLoss
 
 PACKED = (*SIDE_INPUTS, LABELS)
-"""What may be packed into one tensor beside the hidden states, in order."""
+"""Names of all that may be packed into one tensor beside the hidden states, in order."""
 
 Seen = tuple[Tensor, object]
 """Sum of a micro-batch's losses, and what somebody wanted of its logits."""
@@ -122,7 +122,7 @@ class StreamShapes(Shapes):
 
 
 def side_names(shape: MicroBatchShape, *, has_slices: bool) -> tuple[str, ...]:
-    """What is packed into one tensor beside the hidden states, in order."""
+    """Names of the tensors that are packed into one beside the hidden states, in order."""
     return (*shape.side, LABELS) if has_slices else shape.side
 
 

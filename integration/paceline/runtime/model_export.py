@@ -186,7 +186,7 @@ def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
 
 
 def _own_rows(pipeline: CausalLMPipeline) -> dict[str, tuple[Rows, Tensor]]:
-    """What this rank has of a head in slices that is not tied to the embedding, by Hugging Face's names."""
+    """This rank's rows of a head in slices that is not tied to the embedding, by Hugging Face's names."""
     in_rows, tied = pipeline.parameters_in_rows(), {id(tie.weight) for tie in pipeline.ties}
     named = [named for stage in pipeline.own_stages for named in stage.model.named_parameters()]
     return {name: (in_rows[own], own.detach().cpu()) for name, own in named if own in in_rows and id(own) not in tied}

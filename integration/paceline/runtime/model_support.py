@@ -115,7 +115,7 @@ class ModelSupport(ABC):
 
     @property
     def ties(self) -> list[Tie]:
-        """What another stage has too, of the weights here."""
+        """Weights here, or rows of them, that another stage has too."""
         return [Tie(weight, group) for weight, group in self.module.get_tied_weights_and_groups()]
 
     def _modules_of(self, stage: int) -> nn.Module:

@@ -579,7 +579,7 @@ class CausalLMPipeline(PipelineModule):
 
     @property
     def ties(self) -> list[Tie]:
-        """What another stage has too, of the weights here."""
+        """Weights here, or rows of them, that another stage has too."""
         whole = [Tie(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
         return whole + self.ties_of_slices
 

@@ -21,7 +21,7 @@ class Tie(NamedTuple):
     rows: tuple[int, int] | None = None
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """What both have of the weight, or of its gradient."""
+        """The part of the weight, or of its gradient, that both have."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
     @property
