@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.checkpoint import Checkpoint
 from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
-from support.ranks import OneAfterAnother, on, run_ranks
+from support.ranks import OneAfterAnother, RankError, on, run_ranks
 
 STEPS = 4
 UNTIED = {"tie_word_embeddings": False}
@@ -45,6 +45,7 @@ RUNS = OneAfterAnother(
         **{kind: slices(2, kind=kind, **UNTIED) for kind in KINDS},
         **{schedule: slices(2, schedule={"type": schedule}, **UNTIED) for schedule in SCHEDULES},
         **{schedule: slices(2, FOUR_PARTS, schedule={"type": schedule}, **TIED) for schedule in IN_CHUNKS},
+        "zbh1, tied": slices(2, schedule={"type": "zbh1"}, **TIED),
         "gpt2": slices(3, family="gpt2"),
         "bf16": slices(2, more=BF16, **UNTIED),
         "bf16, whole": on(2, 2, partition="uniform", more=BF16, steps=STEPS, **UNTIED),
@@ -121,6 +122,15 @@ def test_batches(kind: str) -> None:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *IN_CHUNKS])
 def test_schedules(schedule: str) -> None:
     assert_alike(RUNS[schedule], "tied" if schedule in IN_CHUNKS else "untied")
+
+
+def test_a_rank_with_slices_on_two_stages_is_refused() -> None:
+    with pytest.raises(RankError, match="put slices of the head on stages 1 and 3, which one rank holds"):
+        run_ranks(train, 2, 2, partition=[0, 5, 6, 7, LAST], schedule="interleaved", keys={"head_slices": SLICES})
+
+
+def test_a_split_backward_of_rows_of_an_embedding() -> None:
+    assert_alike(RUNS["zbh1, tied"], "tied")
 
 
 def test_another_family() -> None:

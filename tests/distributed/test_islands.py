@@ -236,7 +236,7 @@ class Sea:
                 yield island, island.answer()
 
     def outcomes(self, islands: Sequence[Island], least_attempts: int = 1) -> list[Outcome]:
-        """Of these islands, in their order.
+        """The outcomes of these islands, in their order.
 
         Raises:
             Silent: a round was without one of them, or, as it took fewer attempts, without one that makes it fail.
@@ -290,7 +290,7 @@ class Island:
         return bool(self.answer())
 
     def may_leave(self, may: bool) -> None:
-        """Whether it leaves when it has been called and does not come."""
+        """Tell it if it leaves when it has been called and does not come."""
         self.tell("may leave", may)
         assert self.answer() is None
 

@@ -19,7 +19,7 @@ from support.ranks import run_ranks
 from support.work_time import WORK_TIME, Work
 
 ROW_S = 4e-4
-"""Of each row in a forward, and twice that in a backward."""
+"""A row's time in a forward; it takes twice that in a backward."""
 EVERY = 3
 STEPS = 10
 FAMILY = "qwen3_moe"

@@ -382,7 +382,7 @@ class _Ranks:
         raise RankTimeout(late[0], "\n".join(part for part in parts if part))
 
     def _stack(self, rank: int) -> str:
-        """What it writes, line by line, once it writes no more: on a busy machine it may rest between two lines."""
+        """Its stacks, line by line, once it writes no more: on a busy machine it may rest between two lines."""
         file, process = self.directory / f"stack{rank}", self.processes[rank]
         if not file.exists():
             return "(the rank had not begun)"

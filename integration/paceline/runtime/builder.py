@@ -15,7 +15,6 @@ from ..comm.control import ControlPlane
 from ..config import RunPlan
 from ..config.resolve import check_features
 from ..config.section import HETERO
-from ..hf.anatomy import UnsupportedModelError
 from ..hf.sliced_head import check_head
 from ..hf.weights import skeleton
 from ..planning.partition_methods import by_work
@@ -124,6 +123,6 @@ def _may_slice(pipeline: CausalLMPipeline, resolved: RunPlan) -> bool:
     try:
         check_features(resolved.ds_config, section, resolved.expert_parallel)
         check_head(skeleton(pipeline.config), replace(pipeline.anatomy, head_slices=ADVISED_SLICES))
-    except (ValueError, UnsupportedModelError):
+    except ValueError:
         return False
-    return resolved.partition != HETERO
+    return resolved.partition != HETERO and pipeline.stage.router_loss is None

@@ -426,7 +426,22 @@ class CausalLMPipeline(PipelineModule):
 
     def _partition_layers(self, method: Method = WORK) -> None:
         self.parts = partition_items(self.items, self.num_virtual_stages, method, route_of_chunks(self.routes))
+        self._check_slices_of_ranks()
         self._set_bounds(self.parts[self.held[0]], self.parts[self.held[0] + 1])
+
+    def _check_slices_of_ranks(self) -> None:
+        """Raise ValueError, on every rank, if one has slices on two stages: both would have one name in checkpoints."""
+        stage_of: dict[int, int] = {}
+        for stage, device in enumerate(self.routes[0]):
+            if not self.has_slices or not cut_of(self.parts, stage).slices(self.anatomy):
+                continue
+            if device in stage_of:
+                raise ValueError(
+                    f"boundaries {self.parts} put slices of the head on stages {stage_of[device]} and {stage}, which "
+                    "one rank holds, and a rank can have them on one stage: give boundaries in which it has "
+                    "(paceline.pipeline.partition), or take a schedule with one stage a rank."
+                )
+            stage_of[device] = stage
 
     def _build(self) -> None:
         held = self.held

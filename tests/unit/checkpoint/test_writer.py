@@ -344,7 +344,7 @@ def test_a_full_disk(small_disk: Path, culprit: int) -> None:
 def test_what_is_in_place_is_the_last_checkpoint_however_full_the_disk_is(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last steps of a save none needs room: it was told to have failed, and ``latest`` named the one before."""
+    """No last step of a save needs room: it was told to have failed, and ``latest`` named the one before."""
     saved(small_disk, 1)
     move = publishing._move_into_place
 

@@ -1,4 +1,4 @@
-"""What is said of a first partition."""
+"""Advice on a first partition."""
 
 from __future__ import annotations
 
