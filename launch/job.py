@@ -111,6 +111,7 @@ class Job:
                 gradient_checkpointing=self.args.gradient_checkpointing,
                 is_quantised=bool(self.model_args.load_in_4bit or self.model_args.load_in_8bit),
                 plans_unasked=True,
+                needs_logits=bool(self.args.sample_every),
                 kept=self.kept,
             )
             self._tell_what_is_left_out(self._plan(resolved))  # there is data for a step

@@ -45,12 +45,13 @@ def measure_otherwise(last_rank: str) -> None:
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
 
 
-def measure_facts(bytes_per_s: float | None, device_bytes: float | None) -> None:
-    """All layers take as long and nothing else does, links carry so much, and replicas would exchange gradients for
-    hours.
+def measure_facts(bytes_per_s: float | None, device_bytes: float | None, head_layers: float = 0.0) -> None:
+    """All layers take as long, and nothing else but the head takes time; links carry so much, and replicas would
+    exchange gradients for hours.
 
     Args:
         device_bytes: memory of a device; None: as measured.
+        head_layers: that take as long as the head.
     """
     from paceline.planning.cluster import Cluster, Fabric
     from paceline.planning.workload import NOTHING_BESIDE
@@ -63,10 +64,8 @@ def measure_facts(bytes_per_s: float | None, device_bytes: float | None) -> None
     def profile_items(*args: Any, **kwargs: Any) -> Any:
         embedding, *layers, head = measured(*args, **kwargs)
         layers = [replace(item, forward_s=0.01, backward_s=0.02) for item in layers]
-        return [
-            replace(item, forward_s=0.0, backward_s=0.0) if item in (embedding, head) else item
-            for item in (embedding, *layers, head)
-        ]
+        embedding = replace(embedding, forward_s=0.0, backward_s=0.0)
+        return [embedding, *layers, replace(head, forward_s=0.01 * head_layers, backward_s=0.02 * head_layers)]
 
     def measure_cluster(control: Any, device: Any, memory_bytes: int) -> Cluster:
         link = Fabric(bytes_per_s, 0.0, all_reduce_bytes_per_s=1e12, zero1_bytes_per_s=1.0)
@@ -99,6 +98,7 @@ def trained(
     last_rank: str = "",
     bytes_per_s: float | None = None,
     device_bytes: float | None = None,
+    head_layers: float = 0.0,
     **changes: Any,
 ) -> dict[str, Any]:
     """On every rank: what was planned, unless stages are given, and the losses of two steps.
@@ -114,7 +114,7 @@ def trained(
     import paceline
 
     measure_otherwise(last_rank)
-    measure_facts(bytes_per_s, device_bytes)
+    measure_facts(bytes_per_s, device_bytes, head_layers)
     with_adapters = note_adapters()
     lines: list[str] = []
     handler = logging.Handler()
@@ -290,6 +290,46 @@ def test_stages_end_within_layers_where_that_is_faster(lora: bool) -> None:
         assert failed["losses"] == whole["losses"]
 
 
+SLICES = "paceline.pipeline.head_slices"
+
+
+def test_stages_share_the_head_where_that_is_faster() -> None:
+    """Two layers and a head worth four of them in two stages: two and four, or three each. The same is learned."""
+    asks, facts = {"stages": 2, "head_slices": "plan"}, {"layers": 2, "bytes_per_s": FAST}
+    whole = same(run_ranks(trained, 2, {"stages": 2}, layers=2))
+    found = same(run_ranks(trained, 2, asks, head_layers=4.0, **facts))
+    assert found["chosen"][SLICES] == 16
+    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+    (line,) = (line for line in found["lines"] if line.startswith("plan: 2 stages: "))
+    assert line.endswith(", the head in 16 slices")
+    even = same(run_ranks(trained, 2, asks, **facts))
+    assert even["chosen"][SLICES] == 1
+    assert even["losses"] == whole["losses"]
+    unasked = same(run_ranks(trained, 2, {}, head_layers=4.0, **facts))
+    assert SLICES not in unasked["chosen"], "stages alone were to be planned"
+    both = asks | {"half_layers": "plan"}
+    found = same(run_ranks(trained, 2, both, layers=3, head_layers=4.5, bytes_per_s=FAST))
+    assert (found["chosen"][SLICES], found["chosen"][HALVES]) == (16, False), "3.75 layers each without halves"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"lora": True}, ""),
+        ({"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}, ""),
+        ({"last_rank": "is slow", "bytes_per_s": None, "head_layers": 0.0}, ""),
+        ({"family": "mixtral"}, "output_router_logits"),
+    ],
+)
+def test_a_head_that_cannot_be_cut_stays_whole(changes: dict[str, Any], why: str) -> None:
+    asks = {"stages": 2, "head_slices": "plan"}
+    facts = {"head_layers": 4.0, "bytes_per_s": FAST} | changes
+    found = same(run_ranks(trained, 2, asks, layers=2, **facts))
+    assert found["chosen"].get(SLICES, 1) == 1
+    assert any("not with slices" in line for line in found["lines"]) == bool(why)
+    assert all(why in line for line in found["lines"] if "not with slices" in line)
+
+
 def test_layers_that_cannot_be_cut_stay_whole() -> None:
     """Attention and MLP of GPT-NeoX are side by side."""
     asks = {"stages": 2, "half_layers": "plan"}
@@ -445,9 +485,9 @@ def test_a_job_keeps_its_chunks_when_it_goes_on(tmp_path: Path) -> None:
     assert losses("parts") == pytest.approx(losses("whole"), rel=1e-6)
 
 
-def job_on_fast_links(argv: list[str]) -> tuple[int, str]:
+def job_on_fast_links(argv: list[str], head_layers: float = 0.0) -> tuple[int, str]:
     """On every rank: the job, where all layers take as long and links take no time."""
-    measure_facts(FAST, None)
+    measure_facts(FAST, None, head_layers)
     return finetune(argv)
 
 
@@ -480,6 +520,28 @@ def test_a_job_keeps_its_halves_of_layers_when_it_goes_on(tmp_path: Path) -> Non
         said = run(output, **more, **changes)
         assert ("paceline.pipeline.half_layers = true (as before" in said) == (output == "parts")
     assert losses("parts") == losses("other") == losses("halves")
+
+
+def test_a_job_shares_the_head_unasked_and_keeps_that(tmp_path: Path) -> None:
+    """Where the head is worth more than a stage of layers; not where completions of a prompt need all logits."""
+    text, silent = tmp_path / "text.txt", tmp_path / "silent.json"
+    text.write_text("to be or not to be, that is the question\n" * 4000)
+    sizes = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": 2}
+    silent.write_text(json.dumps(sizes | {"zero_optimization": {"stage": 1}}))
+
+    def run(output: str, **changes: Any) -> str:
+        """The job's output."""
+        sizes = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "constant"}
+        files = {"train_file": text, "deepspeed": silent, "output_dir": tmp_path / output}
+        layers = {"config_overrides": TINY["config_overrides"].replace("num_hidden_layers=4", "num_hidden_layers=3")}
+        found = run_ranks(job_on_fast_links, 2, flags(**TINY | layers | sizes | files | changes), 8.0)
+        assert [code for code, _ in found] == [0, 0], found
+        return found[0][1]
+
+    assert "paceline.pipeline.head_slices = 16 (" in run("slices", max_steps=2)
+    assert "paceline.pipeline.head_slices = 16 (as before" in run("slices", resume_from_checkpoint="true")
+    completed = {"sample_prompt": "to be", "sample_every": 1, "max_steps": 1}
+    assert "head_slices" not in run("completed", **completed)
 
 
 SCRIPT = """

@@ -15,7 +15,7 @@ from ..schedules.generator import GENERATED
 from ..schedules.split_families import SPLIT
 from .recompute_keys import FIT
 from .section import HETERO, PLAN, SECTION, PacelineConfig, show, value_at
-from .stage_counts import may_be_late, resolve_method, schedule_type
+from .stage_counts import head_slices, may_be_late, resolve_method, schedule_type
 
 MATHEMATICS, UPSTREAM, NOT_BUILT = "mathematics", "upstream", "not built"
 GROUNDS = {
@@ -136,7 +136,7 @@ def _half_layers(features: Features) -> str | None:
 
 
 def _head_slices(features: Features) -> str | None:
-    slices = features.section.pipeline.head_slices
+    slices = head_slices(features.section)
     return f"{SECTION}.pipeline.head_slices is {slices}" if features.is_pipeline and slices > 1 else None
 
 
@@ -148,6 +148,7 @@ def _hetero(features: Features) -> str | None:
 def _planned(features: Features) -> str | None:
     pipeline = features.section.pipeline
     keys = {"stages": pipeline.stages, "half_layers": pipeline.half_layers, "recompute": pipeline.recompute}
+    keys["head_slices"] = pipeline.head_slices
     keys["schedule.chunks"] = None if pipeline.schedule is None else pipeline.schedule.chunks
     found = next((key for key, value in keys.items() if value in (PLAN, FIT)), None)
     return None if found is None else f"{SECTION}.pipeline.{found} is {show(keys[found])}"

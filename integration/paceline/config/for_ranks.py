@@ -10,7 +10,7 @@ from .auto import open_autos
 from .resolve import resolve
 from .run_plan import RunPlan
 from .section import PacelineConfig
-from .stage_counts import blocks_per_layer, fewest_that_go, resolve_method
+from .stage_counts import blocks_per_layer, fewest_that_go, head_slices, resolve_method
 
 MANY = 64
 """Decoder layers for each rank, of a model that is not known: more than any schedule asks for."""
@@ -52,4 +52,4 @@ def _layers_of(section: PacelineConfig, ds_config: Mapping[str, Any]) -> int:
     boundaries, _ = resolve_method(section, ds_config)
     if not isinstance(boundaries, tuple):
         return 0
-    return (boundaries[-1] - 1 - section.pipeline.head_slices) // blocks_per_layer(section)
+    return (boundaries[-1] - 1 - head_slices(section)) // blocks_per_layer(section)

@@ -21,7 +21,15 @@ from .run_plan import Choice, RunPlan
 from .schedulers import check_scheduler
 from .schedules import resolve_schedule
 from .section import SECTION, PacelineConfig, show, value_at
-from .stage_counts import STAGES, blocks_per_layer, resolve_method, resolve_stages, schedule_type, stages_a_rank
+from .stage_counts import (
+    STAGES,
+    blocks_per_layer,
+    head_slices,
+    resolve_method,
+    resolve_stages,
+    schedule_type,
+    stages_a_rank,
+)
 
 ZERO_STAGE = "zero_optimization.stage"
 
@@ -75,7 +83,7 @@ def resolve(
     check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers, may_share=blocks > 1)
     method, path = resolve_method(section, config)
     if isinstance(method, tuple):
-        slices = section.pipeline.head_slices if stages > 1 else 1
+        slices = head_slices(section) if stages > 1 else 1
         finer = (blocks - 1) * num_layers + slices - 1
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items + finer, blocks, slices)
     partition, defaults = resolve_partition(section, method)

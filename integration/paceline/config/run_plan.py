@@ -16,7 +16,7 @@ from .recompute_keys import Recompute
 from .replica_keys import first_shares, interval
 from .schedules import ScheduleChoice, resolve_schedule
 from .section import PacelineConfig, ReportConfig
-from .stage_counts import resolve_method
+from .stage_counts import head_slices, resolve_method
 
 if TYPE_CHECKING:
     from ..planning.stage_pool import StagePool
@@ -69,7 +69,7 @@ class RunPlan:
     @property
     def head_slices(self) -> int:
         """Parts that the head may be cut into; one stage has it whole."""
-        return self.section.pipeline.head_slices if self.stages > 1 else 1
+        return head_slices(self.section) if self.stages > 1 else 1
 
     @property
     def partition(self) -> str | list[int] | dict[str, float]:

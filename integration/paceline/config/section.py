@@ -425,11 +425,12 @@ class PipelineConfig(Part):
         '"plan": where that makes a step shorter, by what the ranks measure at the start. Left out: "plan" in the job '
         "where it plans the stages, elsewhere false.",
     )
-    head_slices: Annotated[int, Field(ge=1)] = Field(
+    head_slices: NumberOrPlan = Field(
         default=1,
         description="The head of a Hugging Face model is cut into so many slices, each with a run of the vocabulary's "
         "rows, for stages to share where it is more work than one: items are then the embedding, the layers, and the "
-        "slices. Left out: 1, the last stage has the whole head.",
+        'slices. "plan": 16 where that makes a step shorter, by what the ranks measure at the start. Left out: "plan" '
+        "in the job where it plans the stages, elsewhere 1, the last stage has the whole head.",
     )
     schedule: Annotated[ScheduleConfig | None, BeforeValidator(_schedule_long_form)] = Field(
         default=None,

@@ -21,6 +21,8 @@ FEWEST_THAT_GO = "the fewest that go with the batch sizes and the experts"
 STAGES = f"{SECTION}.pipeline.stages"
 PARTITION = f"{SECTION}.pipeline.partition"
 HALVES = f"{SECTION}.pipeline.half_layers"
+SLICES = f"{SECTION}.pipeline.head_slices"
+_UNCUT: dict[str, Any] = {"half_layers": False, "head_slices": 1}
 TYPE = f"{SECTION}.pipeline.schedule.type"
 PLANNED_CHUNKS = f"{SECTION}.pipeline.schedule.chunks"
 CHUNKS = 2
@@ -50,7 +52,7 @@ def resolve_stages(
     schedule = section.pipeline.schedule
     asked = None if schedule is None else schedule.directions
     a_rank = stages_a_rank(section)
-    num_blocks = num_layers * blocks_per_layer(section) + section.pipeline.head_slices - 1
+    num_blocks = num_layers * blocks_per_layer(section) + head_slices(section) - 1
     usable = [s for s in divisors(world_size) if s * a_rank <= num_blocks]
     blocks = _named_blocks(section, num_layers)
     limits = f"{world_size} ranks and {blocks}"
@@ -98,15 +100,21 @@ def blocks_per_layer(section: PacelineConfig) -> int:
     return 2 if section.pipeline.half_layers is True else 1
 
 
+def head_slices(section: PacelineConfig) -> int:
+    """Parts that the head may be cut into; where they are planned, as long as nothing is measured."""
+    slices = section.pipeline.head_slices
+    return slices if isinstance(slices, int) else 1
+
+
 def _named_blocks(section: PacelineConfig, num_layers: int) -> str:
-    count, slices = blocks_per_layer(section), section.pipeline.head_slices
+    count, slices = blocks_per_layer(section), head_slices(section)
     blocks = f"{num_layers} decoder layers" if count == 1 else f"{count * num_layers} halves of decoder layers"
     return blocks if slices == 1 else f"{blocks} and {slices} slices of the head"
 
 
 def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked: bool = False) -> bool:
-    """Whether a run chooses its number of stages, or alone that of chunks or whether layers are cut in halves, by what
-    it measures at the start: as asked, if nothing implies one.
+    """Whether a run chooses its number of stages, or alone that of chunks or whether layers or the head are cut, by
+    what it measures at the start: as asked, if nothing implies one.
 
     Only 1F1B and what the tuner chooses are predicted. With any other schedule the fewest that fit are taken.
 
@@ -120,7 +128,7 @@ def is_planned(section: PacelineConfig, ds_config: Mapping[str, Any], *, unasked
     has_open_stages = section.pipeline.stages == PLAN or (unasked and is_left and section.pipeline.stages is None)
     is_open = (has_open_stages and not has_stages(section, ds_config)) or asks_for_less(section)
     has_counts = section.pipeline.recompute not in (None, FIT)  # of stages that are known
-    if not is_open or isinstance(method, tuple) or has_counts or section.pipeline.head_slices > 1:
+    if not is_open or isinstance(method, tuple) or has_counts or head_slices(section) > 1:
         return False
     is_predicted = schedule_type(section) in ("1f1b", "adaptive") and stages_a_rank(section) == 1
     return is_predicted and not may_be_late(section)
@@ -143,9 +151,24 @@ def asks_for_halves(section: PacelineConfig) -> bool:
     return section.pipeline.half_layers == PLAN
 
 
-def without_halves(section: PacelineConfig) -> PacelineConfig:
-    """The section in whole decoder layers."""
-    return section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"half_layers": False})})
+def asks_for_slices(section: PacelineConfig) -> bool:
+    """Whether the section lets a run choose if the head is cut into slices."""
+    return section.pipeline.head_slices == PLAN
+
+
+def uncut(section: PacelineConfig) -> PacelineConfig:
+    """The section in whole decoder layers, with the whole head."""
+    return section.model_copy(update={"pipeline": section.pipeline.model_copy(update=_UNCUT)})
+
+
+def as_it_starts(section: PacelineConfig, stages: int) -> PacelineConfig:
+    """The section with so many stages, and what else it lets a run choose as it is where nothing is chosen."""
+    pipeline = section.pipeline
+    open_cuts = {key: value for key, value in _UNCUT.items() if getattr(pipeline, key) == PLAN}
+    values: dict[str, Any] = {"stages": stages} | open_cuts
+    if pipeline.schedule is not None and pipeline.schedule.chunks == PLAN:
+        values["schedule"] = pipeline.schedule.model_copy(update={"chunks": None})
+    return section.model_copy(update={"pipeline": pipeline.model_copy(update=values)})
 
 
 def may_plan_halves(section: PacelineConfig) -> bool:
@@ -153,9 +176,14 @@ def may_plan_halves(section: PacelineConfig) -> bool:
     return asks_for_halves(section) or "half_layers" not in section.pipeline.model_fields_set
 
 
+def may_plan_slices(section: PacelineConfig) -> bool:
+    """Whether the section leaves open if the head is cut into slices: it asks to plan it, or is silent."""
+    return asks_for_slices(section) or "head_slices" not in section.pipeline.model_fields_set
+
+
 def asks_for_less(section: PacelineConfig) -> bool:
     """Whether the section lets a run choose something of a pipeline whose stages it may tell."""
-    return asks_for_chunks(section) or asks_for_halves(section)
+    return asks_for_chunks(section) or asks_for_halves(section) or asks_for_slices(section)
 
 
 def may_have_chunks(section: PacelineConfig) -> bool:
@@ -176,6 +204,8 @@ def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_
             may.append("hold each in two chunks")
         if asks_for_halves(section):
             may.append("cut decoder layers in halves")
+        if asks_for_slices(section):
+            may.append("cut the head in slices")
         return f"stages: a run measures its cluster, and may {' and '.join(may)}." if may else ""
     who = "the job paceline.launch.finetune" if section.pipeline.stages is None else "a run"
     return f"stages: {who} measures its cluster, and may take another number."

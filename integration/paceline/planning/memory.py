@@ -135,6 +135,7 @@ class ItemMemory(NamedTuple):
             second half of a recomputed layer, whose first half has it otherwise.
         is_second: the second half of the decoder layer that the item before it begins. A stage that has both recomputes
             both or none.
+        is_slice: of the head. A stage computes its slices at once.
     """
 
     name: str
@@ -146,6 +147,7 @@ class ItemMemory(NamedTuple):
     empty: int = 0
     first_bytes: float = 0.0
     is_second: bool = False
+    is_slice: bool = False
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -206,6 +208,33 @@ def stage_memory(
     saved = held[0].first_bytes + sum(item.saved_bytes for item in held) + outgoing
     # One input that arrives early, its predecessor's gradient on its way out, and the gradient that arrives.
     transport = 2 * incoming + outgoing
-    return StageMemory(
-        weights, gradients, masters, moments, live * saved, max(item.working_bytes for item in held), transport
+    working = max(
+        sum(item.working_bytes for item in held if item.is_slice),
+        max((item.working_bytes for item in held if not item.is_slice), default=0.0),
     )
+    return StageMemory(weights, gradients, masters, moments, live * saved, working, transport)
+
+
+def with_head_slices(items: Sequence[ItemMemory], number: int) -> list[ItemMemory]:
+    """The items with the head, which is the last one, in ``number`` equal slices.
+
+    A stage that begins with a slice keeps the hidden states, which come to it; what travels besides, twelve bytes a
+    token, is not counted.
+    """
+    *others, head = items
+    hidden = others[-1].output_bytes
+    return [
+        *others,
+        *(
+            ItemMemory(
+                f"{head.name}.{index}",
+                head.num_parameters * (index + 1) // number - head.num_parameters * index // number,
+                head.saved_bytes / number,
+                hidden if index < number - 1 else head.output_bytes,
+                head.working_bytes / number,
+                first_bytes=hidden,
+                is_slice=True,
+            )
+            for index in range(number)
+        ),
+    ]

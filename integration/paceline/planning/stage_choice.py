@@ -1,6 +1,7 @@
 """Number of pipeline stages for a cluster that was measured, whole or in two chunks a rank: other ranks are replicas.
 
-Where stages of whole decoder layers are far from equal, they may end within layers, between attention and MLP.
+Where stages of whole decoder layers are far from equal, they may end within layers, between attention and MLP. Where
+the head is more work than a stage, the last stages may share it.
 
 All options train on the same samples a step, so the choice changes how long a step takes and nothing of what it learns.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .best_schedule import NEAR, with_best_schedule, with_two_chunks
 from .cluster import Cluster
@@ -49,6 +50,8 @@ class Option(NamedTuple):
         chunks: of each stage.
         num_recomputed: layers that are recomputed so that the rest fits.
         whole_s: seconds of a step in whole decoder layers, where it is cut in halves of them; 0: it is in whole ones.
+        head_slices: into which the head is cut.
+        whole_head_s: seconds of a step with a whole head, where it is cut into slices.
     """
 
     stages: int
@@ -62,6 +65,8 @@ class Option(NamedTuple):
     chunks: int = 1
     num_recomputed: int = 0
     whole_s: float = 0.0
+    head_slices: int = 1
+    whole_head_s: float = 0.0
 
     @property
     def halves(self) -> bool:
@@ -85,7 +90,8 @@ class Option(NamedTuple):
         memory = f"{self.memory_bytes / 2**30:.3g} GiB"
         memory += f" with {self.num_recomputed} recomputed layers" if self.num_recomputed else ""
         halves = ", cut within layers" if self.halves else ""
-        return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {memory}{halves}"
+        slices = f", the head in {self.head_slices} slices" if self.head_slices > 1 else ""
+        return f"{shape}: {self.step_s:.4g} s a step of {batches}{order}, {memory}{halves}{slices}"
 
 
 def predicted(
@@ -99,6 +105,8 @@ def predicted(
     recomputed: Workload | None = None,
     halved: Workload | None = None,
     halved_again: Workload | None = None,
+    sliced: Workload | None = None,
+    sliced_halves: Workload | None = None,
 ) -> Option:
     """The option with its step time and memory, or the reason why it cannot be, or need not be looked at.
 
@@ -110,24 +118,48 @@ def predicted(
         recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
         halved: the workload in halves of decoder layers, if stages may end within them: they do where that is faster.
         halved_again: the same with all layers recomputed, if some may be.
+        sliced: the workload with the head in slices, if stages may share it: they do where that is faster.
+        sliced_halves: the same in halves of decoder layers, if stages may end within them too.
     """
-    whole = _as_cut(option, workload, cluster, expert, within_s, recomputed, tuned=tuned)
+    how: dict[str, Any] = {"expert": expert, "within_s": within_s, "tuned": tuned}
+    with_head = _in_halves_if_faster(option, workload, recomputed, halved, halved_again, cluster, **how)
+    if sliced is None:
+        return with_head
+    found = _in_halves_if_faster(option, sliced, None, sliced_halves, None, cluster, **how)
+    if not _is_clearly_faster(found, with_head):
+        return with_head
+    slices = len(sliced.items) - len(workload.items) + 1
+    return found._replace(head_slices=slices, whole_head_s=with_head.step_s)
+
+
+def _in_halves_if_faster(
+    option: Option,
+    workload: Workload,
+    recomputed: Workload | None,
+    halved: Workload | None,
+    halved_again: Workload | None,
+    cluster: Cluster,
+    **how: Any,
+) -> Option:
+    whole = _as_cut(option, workload, cluster, recomputed=recomputed, **how)
     if halved is None:
         return whole
-    found = _as_cut(option, halved, cluster, expert, within_s, halved_again, tuned=tuned)
-    if found.why_not or found.step_s * (1 + NEAR) > whole.step_s:
-        return whole
-    return found._replace(whole_s=whole.step_s)
+    found = _as_cut(option, halved, cluster, recomputed=halved_again, **how)
+    return found._replace(whole_s=whole.step_s) if _is_clearly_faster(found, whole) else whole
+
+
+def _is_clearly_faster(finer: Option, coarser: Option) -> bool:
+    return not finer.why_not and finer.step_s * (1 + NEAR) <= coarser.step_s
 
 
 def _as_cut(
     option: Option,
     workload: Workload,
     cluster: Cluster,
+    *,
     expert: int,
     within_s: float,
     recomputed: Workload | None,
-    *,
     tuned: bool,
 ) -> Option:
     if option.data_parallel % expert:

@@ -25,6 +25,8 @@ class Entry:
         recomputed: the workload with all layers recomputed, if some may be so that the rest fits.
         halved: the workload in halves of decoder layers, if stages may end within them.
         halved_again: the same with all layers recomputed, where ``recomputed`` is there.
+        sliced: the workload with the head in slices, if stages may share it.
+        sliced_halves: the same in halves of decoder layers, where ``halved`` is there.
     """
 
     option: Option
@@ -35,18 +37,25 @@ class Entry:
     recomputed: Workload | None = None
     halved: Workload | None = None
     halved_again: Workload | None = None
+    sliced: Workload | None = None
+    sliced_halves: Workload | None = None
 
-    def as_it_runs(self, *, halves: bool) -> Entry:
+    def as_it_runs(self, *, halves: bool, slices: bool = False) -> Entry:
         """Cut as told, with no other choice."""
         workload, again = self.workload, self.recomputed
         if halves and self.halved is not None:
             workload, again = self.halved, self.halved_again
-        return replace(self, workload=workload, recomputed=again, halved=None, halved_again=None)
+        cut = self.sliced_halves if halves and self.sliced_halves is not None else self.sliced
+        if slices and cut is not None:
+            workload, again = cut, None
+        return Entry(self.option, workload, self.expert, self.tuned, self.memory_bytes, again)
 
     def predicted(self, cluster: Cluster, slowness: float = 1.0, within_s: float = inf) -> Option:
         """The option on ``cluster``, whose devices take ``slowness`` times as long as they did."""
-        optional = (self.recomputed, self.halved, self.halved_again)
-        again, halved, halved_again = (None if each is None else scaled(each, slowness) for each in optional)
+        optional = (self.recomputed, self.halved, self.halved_again, self.sliced, self.sliced_halves)
+        again, halved, halved_again, sliced, sliced_halves = (
+            None if each is None else scaled(each, slowness) for each in optional
+        )
         cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, self.memory_bytes))
         return predicted(
             *(self.option, scaled(self.workload, slowness), cluster),
@@ -56,6 +65,8 @@ class Entry:
             recomputed=again,
             halved=halved,
             halved_again=halved_again,
+            sliced=sliced,
+            sliced_halves=sliced_halves,
         )
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .experts import Placement, checked_loads, imbalance
-from .memory import ItemMemory, States
+from .memory import ItemMemory, States, with_head_slices
 from .placement import greedy
 
 
@@ -139,6 +139,13 @@ class Workload:
         """
         mixed = tuple(again.items[index] if index in items else item for index, item in enumerate(self.items))
         return replace(self, items=mixed, recomputed=tuple(sorted(items)))
+
+    def in_head_slices(self, number: int) -> Workload:
+        """The workload with the head in ``number`` equal slices, for stages to share."""
+        *others, head = self.items
+        seconds = head.forward_s / number, head.backward_s / number
+        slices = with_head_slices([item.memory for item in self.items], number)[len(others) :]
+        return replace(self, items=(*others, *(Item(memory, *seconds) for memory in slices)))
 
     @property
     def num_layers(self) -> int:

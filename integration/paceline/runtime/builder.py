@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
@@ -15,9 +13,10 @@ from ..comm.control import ControlPlane
 from ..config import RunPlan
 from ..config.resolve import check_features
 from ..config.section import HETERO
+from ..config.stage_counts import SLICES
 from ..hf.sliced_head import check_head
 from ..hf.weights import skeleton
-from ..planning.partition_methods import by_work
+from ..planning.finer_cuts import HEAD_SLICES, largest_stages
 from .module import CausalLMPipeline, ModelSource
 from .startup import compile_as_written, dtype_of, first_partition, recompute_as_written
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline")
 
-ADVISED_SLICES = 16
 WORTH_A_LINE = 0.1
 """Share of the largest stage's work that slices must save to be advised."""
 
@@ -88,8 +86,11 @@ def build_pipeline(
 
 
 def _advise_slices(pipeline: CausalLMPipeline, resolved: RunPlan) -> None:
-    """Say once, on the first rank, where a head in slices would make the largest stage clearly smaller."""
-    if pipeline.control.rank or pipeline.num_virtual_stages > pipeline.num_stages or pipeline.has_slices:
+    """Say once, on the first rank, where a head in slices would make the largest stage clearly smaller, unless the run
+    has compared them."""
+    if SLICES in resolved.planned or pipeline.control.rank:
+        return
+    if pipeline.num_virtual_stages > pipeline.num_stages or pipeline.has_slices:
         return
     now, sliced = largest_stages([item.work for item in pipeline.items], pipeline.parts)
     if sliced > (1 - WORTH_A_LINE) * now or not _may_slice(pipeline, resolved):
@@ -97,32 +98,17 @@ def _advise_slices(pipeline: CausalLMPipeline, resolved: RunPlan) -> None:
     logger.info(
         'partition: the largest stage has %.2f times a mean one\'s work; "head_slices": %d in "pipeline", with which '
         "stages share the head, would make it %.2f times",
-        *(now, ADVISED_SLICES, sliced),
+        *(now, HEAD_SLICES, sliced),
     )
-
-
-def largest_stages(work: Sequence[float], parts: Sequence[int]) -> tuple[float, float]:
-    """Work of the largest stage by that of a mean one: as it is, and with the head in :data:`ADVISED_SLICES`.
-
-    Args:
-        work: of the items, the head last.
-        parts: boundaries between the stages.
-    """
-    stages, mean = len(parts) - 1, sum(work) / (len(parts) - 1)
-    finer = [*work[:-1], *[work[-1] / ADVISED_SLICES] * ADVISED_SLICES]
-    found = []
-    for items, edges in ((work, parts), (finer, by_work(finer, [1.0] * stages))):
-        found.append(max(sum(items[first:end]) for first, end in pairwise(edges)) / mean if mean else 1.0)
-    return found[0], found[1]
 
 
 def _may_slice(pipeline: CausalLMPipeline, resolved: RunPlan) -> bool:
     """Whether neither the model nor another feature of the run is in the way of a head in slices."""
-    keys = resolved.section.pipeline.model_copy(update={"head_slices": ADVISED_SLICES})
+    keys = resolved.section.pipeline.model_copy(update={"head_slices": HEAD_SLICES})
     section = resolved.section.model_copy(update={"pipeline": keys})
     try:
         check_features(resolved.ds_config, section, resolved.expert_parallel)
-        check_head(skeleton(pipeline.config), replace(pipeline.anatomy, head_slices=ADVISED_SLICES))
+        check_head(skeleton(pipeline.config), replace(pipeline.anatomy, head_slices=HEAD_SLICES))
     except ValueError:
         return False
     return resolved.partition != HETERO and pipeline.stage.router_loss is None

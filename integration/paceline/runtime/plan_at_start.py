@@ -2,7 +2,8 @@
 
 Layers, links and the optimizer are measured on the ranks that are to train. For each number of stages, whole or in two
 chunks a rank, the step is predicted as ``paceline plan`` predicts it, and the fastest is taken. Where stages of whole
-decoder layers would be far from equal, halves of layers are measured too.
+decoder layers would be far from equal, halves of layers are measured too, and where the head is more work than a stage,
+it is also compared in slices.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,12 +32,16 @@ from ..config.stage_counts import (
     HALVES,
     PARTITION,
     PLANNED_CHUNKS,
+    SLICES,
     STAGES,
     TYPE,
+    as_it_starts,
     asks_for_chunks,
     asks_for_halves,
+    asks_for_slices,
     has_stages,
     may_plan_halves,
+    may_plan_slices,
 )
 from ..hf.anatomy import anatomy_of
 from ..hf.check import require_halves
@@ -50,15 +54,16 @@ from ..json_values import as_whole
 from ..measure.collectives import agreed
 from ..measure.profile_file import ItemProfile, Profile, device_profile
 from ..planning.cluster import Cluster
+from ..planning.finer_cuts import HEAD_SLICES, halves_may_gain, slices_may_gain
 from ..planning.memory import States
-from ..planning.partition_methods import by_work
-from ..planning.stage_choice import NEAR, Option, Stages, choose, scaled, slowdown
+from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown
 from ..planning.stage_pool import Entry, StagePool
 from ..planning.workload import StageTimes, Workload
 from ..supervise.watch import EVERYONE, WATCH
 from .compiled_layers import compile_layers_of
 from .hetero import Shape
 from .measured_cluster import measure_cluster
+from .module import check_slices
 from .split_times import measure_stage
 
 if TYPE_CHECKING:
@@ -82,6 +87,7 @@ class Measured(NamedTuple):
             quantised.
         trained: share of the parameters that is trained.
         halves: the profile in halves of decoder layers, where they were measured.
+        may_slice: the stages may share the head.
     """
 
     profile: Profile
@@ -90,6 +96,12 @@ class Measured(NamedTuple):
     may_move: bool = True
     trained: float = 1.0
     halves: Profile | None = None
+    may_slice: bool = False
+
+    @property
+    def item_s(self) -> list[float]:
+        """Seconds of a micro-batch's forward and backward through each item, in whole layers."""
+        return [item.forward_s + item.backward_s for item in self.profile.items]
 
     @property
     def is_unequal(self) -> bool:
@@ -210,24 +222,22 @@ def _as_wholes(halves: Sequence[ItemProfile], wholes: Sequence[ItemProfile]) -> 
     return (*found, wholes[-1])
 
 
-def _may_gain(measured: Measured, options: Iterable[Stages]) -> bool:
-    """Whether stages that end within decoder layers may make a step shorter."""
-    seconds = [item.forward_s + item.backward_s for item in measured.profile.items]
-    return measured.is_unequal or any(_are_coarse(seconds, stages) for stages in options)
-
-
-def _are_coarse(seconds: Sequence[float], stages: Stages) -> bool:
-    """Whether the largest stage is clearly above what it would be if decoder layers could be cut anywhere.
-
-    Args:
-        seconds: of the items: embedding, whole decoder layers, head.
-    """
-    count = stages.num_stages * stages.chunks
-    if not 1 < count <= len(seconds) - 2:
-        return False
-    edges = by_work(seconds, [1.0] * count)
-    largest = max(sum(seconds[first:last]) for first, last in pairwise(edges))
-    return largest > (1 + NEAR) * max(sum(seconds) / count, seconds[0], seconds[-1])
+def _with_slices(
+    measured: Measured, hf_config: PretrainedConfig, control: ControlPlane, options: Iterable[Stages]
+) -> Measured:
+    """With a head that may be in slices, if that would help and the model stays the same so. Collective."""
+    if measured.is_unequal or not any(slices_may_gain(measured.item_s, *stages) for stages in options):
+        return measured
+    try:
+        with control.together("checking a head in slices"):
+            check_slices(hf_config, HEAD_SLICES)
+    except Exception as error:  # a whole head is planned all the same
+        if not is_shared(error):
+            raise
+        if control.rank == 0:
+            logger.info("plan: not with slices of the head: %s", error)
+        return measured
+    return measured._replace(may_slice=True)
 
 
 def plan_stages(
@@ -240,6 +250,7 @@ def plan_stages(
     kept: Mapping[str, object] | None = None,
     *,
     may_halve: bool = False,
+    may_slice: bool = False,
 ) -> RunPlan | None:
     """The option that is predicted to be fastest here, with the reasons; None where there is nothing to choose.
 
@@ -252,13 +263,18 @@ def plan_stages(
         peft_config: of adapters, if nothing else is trained.
         kept: ``RunPlan.planned`` of the run that goes on: it stays, and others are only compared with it.
         may_halve: stages may end within decoder layers.
+        may_slice: stages may share the head.
     """
     begun = time.perf_counter()
     try:
         measured = measure(hf_config, control, shape, peft_config, compile_layers_of(usual))
         had_halves = kept is not None and kept.get(HALVES) is True
-        if may_halve and (had_halves or _may_gain(measured, options)):
+        if may_halve and (
+            had_halves or measured.is_unequal or any(halves_may_gain(measured.item_s, *each) for each in options)
+        ):
             measured = _with_halves(measured, hf_config, control, shape, peft_config)
+        if may_slice:
+            measured = _with_slices(measured, hf_config, control, options)
         chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:
@@ -303,18 +319,19 @@ def _chosen(
             if kept is not None:
                 chosen = as_before(options, kept)
                 now = next(entry for entry in pool if entry.option.shape == stages_of(chosen))
-                _tell_better(best, now.as_it_runs(halves=chosen.half_layers).predicted(measured.cluster))
+                _tell_better(best, _as_it_runs(now, chosen).predicted(measured.cluster))
             elif best is not None:
                 chosen = _with_reasons(options[best.shape], best, found, measured, usual, fits=fits)
             if chosen is not None:
                 runs = stages_of(chosen)
-                cut = [
-                    entry.as_it_runs(halves=chosen.half_layers) if entry.option.shape == runs else entry
-                    for entry in pool
-                ]
+                cut = [_as_it_runs(entry, chosen) if entry.option.shape == runs else entry for entry in pool]
                 chosen = replace(chosen, pool=StagePool(tuple(cut), measured.cluster, runs))
     result: RunPlan | None = control.from_first(chosen)
     return result
+
+
+def _as_it_runs(entry: Entry, plan: RunPlan) -> Entry:
+    return entry.as_it_runs(halves=plan.half_layers, slices=plan.head_slices > 1)
 
 
 def entries(
@@ -355,8 +372,15 @@ def entries(
             workloads += [scaled(each, factor) for each in counted] + [None] * (2 - len(ways))
         whole, *others = workloads
         assert whole is not None, "layers as they are"
-        experts, is_tuned, limit = plan.expert_parallel, plan.schedule.is_tuned, plan.partition_choice.memory_bytes
-        found.append(Entry(option, whole, experts, is_tuned, limit or inf, *others))
+        entry = Entry(
+            *(option, whole, plan.expert_parallel, plan.schedule.is_tuned),
+            plan.partition_choice.memory_bytes or inf,
+            *others,
+        )
+        if measured.may_slice and not fits and slices_may_gain(measured.item_s, stages, chunks):
+            halved = None if entry.halved is None else entry.halved.in_head_slices(HEAD_SLICES)
+            entry = replace(entry, sliced=whole.in_head_slices(HEAD_SLICES), sliced_halves=halved)
+        found.append(entry)
     return found
 
 
@@ -400,6 +424,13 @@ def _with_reasons(
         chosen[HALVES] = Choice(True, f"{best.step_s:.4g} s a step predicted, {in_whole}")
     elif asks_for_halves(usual.section):
         chosen[HALVES] = Choice(False, "stages within layers would not be clearly faster, or cannot be")
+    if best.head_slices > 1:
+        whole = (
+            f"{best.whole_head_s:.4g} with a whole one" if isfinite(best.whole_head_s) else "a whole one does not fit"
+        )
+        chosen[SLICES] = Choice(best.head_slices, f"{best.step_s:.4g} s a step predicted, {whole}")
+    elif asks_for_slices(usual.section) or measured.may_slice:
+        chosen[SLICES] = Choice(1, "a head in slices would not make a step clearly shorter, or cannot be")
     if fits and usual.recompute is None:
         chosen[RECOMPUTE] = Choice(FIT, "nothing fits into the memory of the devices otherwise")
     return _planned(plan, chosen)
@@ -425,6 +456,7 @@ def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, object]) -> 
         TYPE: plan.schedule.type == kept.get(TYPE),
         RECOMPUTE: plan.recompute is None,
         HALVES: may_plan_halves(plan.section),
+        SLICES: may_plan_slices(plan.section),
     }
     why = "as before the checkpoint; --replan chooses anew"
     return _planned(plan, {path: Choice(value, why) for path, value in kept.items() if is_open.get(path, True)})
@@ -432,12 +464,12 @@ def as_before(options: Mapping[Stages, RunPlan], kept: Mapping[str, object]) -> 
 
 def _planned(plan: RunPlan, chosen: dict[str, Choice]) -> RunPlan:
     """``plan`` with what was ``chosen`` for it, layers that go by speed included."""
-    section = plan.section
+    section = as_it_starts(plan.section, plan.stages)
     if PARTITION in chosen:
         method = {"method": chosen[PARTITION].value}
         partition = (section.pipeline.partition or PartitionConfig()).model_copy(update=method)
         section = section.model_copy(update={"pipeline": section.pipeline.model_copy(update={"partition": partition})})
-    for path, key in ((RECOMPUTE, "recompute"), (HALVES, "half_layers")):
+    for path, key in ((RECOMPUTE, "recompute"), (HALVES, "half_layers"), (SLICES, "head_slices")):
         if path in chosen:
             pipeline = section.pipeline.model_copy(update={key: chosen[path].value})
             section = section.model_copy(update={"pipeline": pipeline})

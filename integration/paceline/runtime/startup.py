@@ -32,24 +32,29 @@ from ..config import (
 from ..config.batch_sizes import MICRO_BATCH, TRAIN_BATCH
 from ..config.exclusions import COMPILED, LAYERS
 from ..config.expert_parallel import EXPERT_PARALLEL
+from ..config.planned_cuts import halves_excluded, slices_excluded
 from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, PLAN, SECTION, WORK, ScheduleConfig, show, value_at
 from ..config.stage_counts import (
     FEWEST_THAT_GO,
     HALVES,
+    SLICES,
     STAGES,
     TYPE,
     asks_for_chunks,
     asks_for_halves,
     asks_for_less,
+    asks_for_slices,
     blocks_per_layer,
     fewest_that_go,
     has_stages,
+    head_slices,
     is_planned,
     may_have_chunks,
     may_plan_halves,
+    may_plan_slices,
     states_fit,
-    without_halves,
+    uncut,
 )
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
@@ -62,7 +67,8 @@ from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device, DoesNotFit
 from ..planning.divisors import divisors
-from ..planning.memory import ItemMemory, States
+from ..planning.finer_cuts import HEAD_SLICES
+from ..planning.memory import ItemMemory, States, with_head_slices
 from ..planning.recomputation import Recomputable, counts_of_layers, first_layers, layers_of_stages, num_layers
 from ..planning.recomputed_stages import fastest_stages
 from ..planning.shared_devices import held_by, whole_schedule
@@ -110,6 +116,7 @@ def plan_for(
     gradient_checkpointing: bool = False,
     is_quantised: bool = False,
     plans_unasked: bool = False,
+    needs_logits: bool = False,
     kept: Mapping[str, object] | None = None,
 ) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once. Collective.
@@ -124,6 +131,7 @@ def plan_for(
         gradient_checkpointing: layers are computed again in the backward.
         is_quantised: weights will be quantised when they are loaded.
         plans_unasked: a number of stages that is left out is planned, as with ``"plan"``.
+        needs_logits: the run takes whole logits, and its head stays whole unless the JSON gives its slices.
         kept: ``RunPlan.planned`` of a run in as many ranks that goes on, and is not to be planned anew.
 
     Raises:
@@ -131,8 +139,8 @@ def plan_for(
     """
     if blocks_per_layer(section) > 1:
         require_halves(hf_config)
-    if section.pipeline.head_slices > 1:
-        check_slices(hf_config, section.pipeline.head_slices)
+    if head_slices(section) > 1:
+        check_slices(hf_config, head_slices(section))
     model = skeleton(hf_config)
     text = hf_config.get_text_config()
     num_layers = anatomy_of(model).num_layers
@@ -178,9 +186,16 @@ def plan_for(
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
     had_halves = kept is not None and kept.get(HALVES) is True
     may_halve = may_plan_halves(section) and (plans_unasked or had_halves or asks_for_halves(section))
-    may_halve = may_halve and _may_have_halves(usual)
-    if kept is not None and had_halves and not may_halve:
-        kept = {path: value for path, value in kept.items() if path != HALVES}
+    may_halve = may_halve and _goes("in halves of layers", halves_excluded(usual), is_asked=asks_for_halves(section))
+    had_slices = kept is not None and kept.get(SLICES, 1) != 1
+    may_slice = may_plan_slices(section) and (plans_unasked or had_slices or asks_for_slices(section))
+    if may_slice:
+        why_not = "logits are needed" if needs_logits else ""
+        why_not = why_not or slices_excluded(usual, HEAD_SLICES, has_adapters=peft_config is not None)
+        may_slice = _goes("with slices of the head", why_not, is_asked=asks_for_slices(section))
+    for path, had, may in ((HALVES, had_halves, may_halve), (SLICES, had_slices, may_slice)):
+        if kept is not None and had and not may:
+            kept = {key: value for key, value in kept.items() if key != path}
     if kept is not None and recomputes:  # what this start asks for goes before the one before
         kept = {path: value for path, value in kept.items() if path != PATH}
     if is_open:
@@ -189,9 +204,9 @@ def plan_for(
             counts |= set(fitting)
             counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
         chunks = (1, 2) if may_have_chunks(section) and not recomputes else (1,)
-        if is_planned(without_halves(section), ds_config, unasked=plans_unasked):
+        if is_planned(uncut(section), ds_config, unasked=plans_unasked):
             options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
-        else:  # halves alone are planned, for the stages and the schedule that there are without
+        else:  # finer cuts alone are planned, for the stages and the schedule that there are without
             options = {stages_of(usual): usual}
         if kept is not None and stages_kept(kept) not in options:
             if dist.get_rank() == 0:
@@ -201,14 +216,16 @@ def plan_for(
             kept = None
     elif (section.pipeline.stages == PLAN or asks_for_less(section)) and dist.get_rank() == 0:
         logger.warning(
-            'plan: paceline.pipeline.stages, half_layers or schedule.chunks is "plan", and this run cannot plan them: '
+            "plan: paceline.pipeline.stages, half_layers, head_slices or schedule.chunks is "
+            '"plan", and this run cannot plan them: '
             "it takes several ranks, a model that is not quantised, the schedule 1f1b or adaptive, and no boundaries; "
             "it starts with %d",
             usual.stages,
         )
+    asks_for_cuts = (asks_for_halves(section) and may_halve) or (asks_for_slices(section) and may_slice)
     if len(options) == 1 and kept is not None and len(kept) > 1:
         planned = as_before(options, kept)
-    elif len(options) > 1 or (options and asks_for_halves(section) and may_halve and max(options).num_stages > 1):
+    elif len(options) > 1 or (options and asks_for_cuts and max(options).num_stages > 1):
         shape = Shape(
             dtype_of(usual.ds_config),
             usual.micro_batch_size,
@@ -216,7 +233,9 @@ def plan_for(
             recomputes,
             usual.half_layers,
         )
-        planned = plan_stages(hf_config, control, options, usual, shape, peft_config, kept, may_halve=may_halve)
+        planned = plan_stages(
+            *(hf_config, control, options, usual, shape, peft_config, kept), may_halve=may_halve, may_slice=may_slice
+        )
     if planned is not None:
         section = planned.section
         ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}
@@ -311,18 +330,11 @@ def _options(
     return found
 
 
-def _may_have_halves(usual: RunPlan) -> bool:
-    """Whether nothing else that the run has is in the way of stages that end within decoder layers."""
-    pipeline = usual.section.pipeline.model_copy(update={"half_layers": True})
-    section = usual.section.model_copy(update={"pipeline": pipeline})
-    try:
-        check_features(usual.ds_config, section, usual.expert_parallel)
-    except ValueError as error:
-        if dist.get_rank() == 0:
-            level = logging.INFO if asks_for_halves(usual.section) else logging.DEBUG
-            logger.log(level, "plan: not in halves of layers: %s", error)
-        return False
-    return True
+def _goes(how: str, why_not: str, *, is_asked: bool) -> bool:
+    """Whether nothing is in the way of stages that are cut so."""
+    if why_not and dist.get_rank() == 0:
+        logger.log(logging.INFO if is_asked else logging.DEBUG, "plan: not %s: %s", how, why_not)
+    return not why_not
 
 
 def _check_said_once(resolved: RunPlan, *, recomputes: bool) -> None:
@@ -445,7 +457,7 @@ def _by_work(
     """Boundaries over items that give all stages about equally much work, as far as memory allows.
 
     Where what a stage keeps cannot be counted (a forward that depends on values, several stages a rank, experts on
-    several ranks, a head in slices) work alone decides.
+    several ranks) work alone decides.
     """
     model = skeleton(hf_config)
     anatomy = anatomy_of(model, half_layers=shape.half_layers, head_slices=resolved.head_slices)
@@ -454,13 +466,15 @@ def _by_work(
     num_stages = len(routes[0])
     if resolved.recompute == FIT:
         return as_it_takes(hf_config, resolved, shape, limit_bytes, WORK)
-    is_uncounted = resolved.expert_parallel > 1 or resolved.head_slices > 1
+    is_uncounted = resolved.expert_parallel > 1
     if resolved.schedule.has_directions or is_uncounted or num_stages > resolved.stages:
         return FirstPartition(partition_items(items, num_stages, WORK, route_of_chunks(routes)))
     try:
         memories = count_items(hf_config, **shape._asdict())
     except ValueError:
         return FirstPartition(partition_items(items, resolved.stages, WORK))
+    if resolved.head_slices > 1:
+        memories = with_head_slices(memories, resolved.head_slices)
     schedule = resolved.schedule.first(resolved.stages, resolved.micro_batches)
     return FirstPartition(work_boundaries(items, memories, limit_bytes, _states(resolved), schedule))
 
@@ -630,7 +644,7 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
         )
     slices = pipeline.anatomy.head_slices
     asked_slices = section.pipeline.head_slices
-    if asked_slices not in (1, slices):
+    if asked_slices not in (1, PLAN, slices):
         raise ValueError(
             f"paceline.pipeline.head_slices is {asked_slices} and the pipeline was built with {slices}: leave the key "
             f"out, or build it with head_slices={asked_slices}."

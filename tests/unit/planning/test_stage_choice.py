@@ -8,7 +8,7 @@ import pytest
 
 from paceline.planning.best_schedule import NEAR
 from paceline.planning.cluster import Cluster, Fabric
-from paceline.planning.memory import ItemMemory, States
+from paceline.planning.memory import ItemMemory, States, stage_memory, with_head_slices
 from paceline.planning.recomputation import recomputed
 from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
 from paceline.planning.stage_pool import Entry, StagePool
@@ -232,3 +232,37 @@ def test_a_run_in_whole_layers_is_compared_as_it_is() -> None:
     assert whole.step_s > halves.step_s == entry.predicted(where).step_s
     pool = StagePool((entry.as_it_runs(halves=False), Entry(Option(2, 2, 1, 8), work)), where, Stages(4))
     assert pool.entries[0].predicted(where).step_s == whole.step_s
+
+
+def test_stages_share_a_head_that_is_more_than_one_of_them() -> None:
+    """Eight layers and a head worth five of them on four devices: 3.25 layers each, where the head alone is five."""
+    large = Item(ItemMemory("head", 16_000_000, 8 * MIB, 0.0, 4 * MIB), 0.05, 0.1)
+    work = replace(workload(), items=(*workload().items[:-1], large))
+    where, option = cluster(100_000), Option(4, 1, 1, 16)
+    sliced = work.in_head_slices(16)
+    whole, found = predicted(option, work, where), predicted(option, work, where, sliced=sliced)
+    assert (whole.head_slices, found.head_slices) == (1, 16)
+    assert found.whole_head_s == whole.step_s > 1.3 * found.step_s
+    assert found.text.endswith(", the head in 16 slices")
+    assert predicted(option, workload(), where, sliced=workload().in_head_slices(16)).head_slices == 1, "a small head"
+    both = predicted(
+        option, nine_layers(), where, halved=in_halves(nine_layers()), sliced=nine_layers().in_head_slices(16)
+    )
+    assert (both.halves, both.head_slices) == (True, 1), "what halves do alone needs no slices"
+    entry = Entry(option, work, tuned=False, sliced=sliced)
+    assert entry.predicted(where) == found
+    assert entry.as_it_runs(halves=False, slices=True).predicted(where).step_s == found.step_s
+    assert entry.as_it_runs(halves=False).predicted(where) == whole
+
+
+def test_slices_of_a_head_are_all_of_it() -> None:
+    """In one stage they keep what the head keeps; a stage that begins with one has its input besides."""
+    items = [item.memory for item in workload().items]
+    items[-1] = ItemMemory("head", 1_000_003, 8 * MIB, 0.0, 3 * MIB)
+    sliced, states, before = with_head_slices(items, 16), States(), len(items) - 1
+    together = stage_memory(sliced, [0, 1, before + 16], 1, states, 2)
+    assert together == stage_memory(items, [0, 1, before + 1], 1, states, 2)
+    apart = [stage_memory(sliced, [0, before, before + 8, before + 16], stage, states, 1) for stage in (1, 2)]
+    assert sum(need.weights for need in apart) == 4 * 1_000_003
+    assert [need.working for need in apart] == [1.5 * MIB, 1.5 * MIB]
+    assert [need.activations for need in apart] == [4 * MIB + 4 * MIB + 4 * MIB, 4 * MIB + 4 * MIB]

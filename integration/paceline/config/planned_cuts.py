@@ -1,0 +1,37 @@
+"""What is in the way of stages that end within decoder layers, or share the head, where a run may choose them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .optimizers import ELEMENTWISE
+from .resolve import check_features
+from .run_plan import RunPlan
+from .section import WORK, show, value_at
+from .stage_counts import PARTITION, as_it_starts
+
+
+def halves_excluded(plan: RunPlan) -> str:
+    """Why stages of ``plan`` cannot end within decoder layers; empty: they can."""
+    return _excluded(plan, "half_layers", True)
+
+
+def slices_excluded(plan: RunPlan, number: int, *, has_adapters: bool) -> str:
+    """Why stages of ``plan`` cannot share a head of so many slices; empty: they can, as far as the JSON tells."""
+    method, name = plan.partition_choice.method, value_at(plan.ds_config, "optimizer.type") or "AdamW"
+    if method != WORK:
+        return f'{PARTITION} is {show(method)}, and only "{WORK}" has stages share the head'
+    if str(name).lower() not in {each.lower() for each in (*ELEMENTWISE, "Lion")}:
+        return f"optimizer.type is {name}, which is not elementwise"
+    if has_adapters:
+        return "adapters are trained"
+    return _excluded(replace(plan, section=as_it_starts(plan.section, plan.stages)), "head_slices", number)
+
+
+def _excluded(plan: RunPlan, key: str, value: object) -> str:
+    pipeline = plan.section.pipeline.model_copy(update={key: value})
+    try:
+        check_features(plan.ds_config, plan.section.model_copy(update={"pipeline": pipeline}), plan.expert_parallel)
+    except ValueError as error:
+        return str(error)
+    return ""
