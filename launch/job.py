@@ -111,7 +111,6 @@ class Job:
                 gradient_checkpointing=self.args.gradient_checkpointing,
                 is_quantised=bool(self.model_args.load_in_4bit or self.model_args.load_in_8bit),
                 plans_unasked=True,
-                needs_logits=bool(self.args.sample_every),
                 kept=self.kept,
             )
             self._tell_what_is_left_out(self._plan(resolved))  # there is data for a step
@@ -304,8 +303,6 @@ class Job:
                 raise
             remedy = "install what it needs, or choose eager or sdpa"
             raise ValueError(f"--attn_implementation {args.attn_implementation}: {error}; {remedy}.") from error
-        if self.args.sample_every:
-            pipeline.require_logits("--sample_every")
         if self.rank == 0:
             for line in pipeline.describe():
                 logger.info("%s", line)

@@ -109,6 +109,36 @@ def test_replicas_and_sharded_states() -> None:
     assert_alike(RUNS["ZeRO 1"][::2], "untied")
 
 
+def looked_at(stages: int, partition: list[int] | None, schedule: str | None = None) -> list[torch.Tensor]:
+    """On every rank: logits of batches of several lengths, before a step and after it, and of the last one alone."""
+    import paceline
+
+    pipeline = {"stages": stages, "schedule": schedule}
+    if partition is not None:
+        pipeline |= {"partition": partition, "head_slices": SLICES}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": pipeline})
+    engine, *_ = paceline.initialize(model=model_config(**TIED), config=config)
+    batches, found = step_batches(0, "ragged"), []
+    for _ in range(2):
+        found += [logits for _, logits in engine.predict(batches, lambda logits, labels: logits)]
+        assert engine.evaluate(batches)["eval_loss"] > 0
+        engine.train_batch(iter(batches))
+    _, last = engine.eval_batch(iter(batches), return_logits=True)
+    return [*found, last] if engine.is_last_stage() else found
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts", "schedule"), [(2, 2, None), (4, 4, None), (2, 4, "interleaved")], ids=["2", "4", "interleaved"]
+)
+def test_an_evaluation_may_look_at_all_logits(stages: int, parts: int, schedule: str | None) -> None:
+    """Where one stage, or three, have slices; what a function makes of the logits comes to all ranks."""
+    (wanted,) = run_ranks(looked_at, 1, 1, None)
+    for rank in run_ranks(looked_at, stages, stages, WITH_LAYERS[parts], schedule):
+        assert len(rank) >= 2 * MICRO_BATCHES
+        for ours, theirs in zip(rank, wanted, strict=False):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_norms_count_tied_rows_once() -> None:
     assert_alike(RUNS["clipping"][::2], "clipping")
     assert RUNS["clipping"][0]["norms"] == pytest.approx(ALONE["clipping"][0]["norms"], rel=1e-5)

@@ -255,6 +255,20 @@ def test_a_pipeline_trains_as_one_process_does(stages: int, tmp_path: Path) -> N
     assert_recorded(ours, found[0])
 
 
+def test_metrics_of_a_head_in_slices(tmp_path: Path) -> None:
+    """The last stage has the logits of all slices in an evaluation; a loss of somebody's own is refused in training."""
+    ours, theirs, changes = tmp_path / "ours", tmp_path / "theirs", {"max_steps": 3}
+    config = pipeline(2)
+    config["paceline"]["pipeline"] |= {"head_slices": 4, "partition": [0, 6, 9]}
+    found = run_ranks(train, 2, str(ours), config, changes=changes)
+    (wanted,) = run_ranks(train, 1, str(theirs), None, changes=changes)
+    for rank in found:
+        assert_same(rank, wanted)
+    assert_same_weights(ours / "final", theirs / "final")
+    with pytest.raises(RankError, match=r"head_slices is 4 and a loss of one's own .* needs the logits"):
+        run_ranks(train, 2, str(tmp_path / "own"), config, changes=changes, loss="function")
+
+
 def assert_recorded(output: Path, found: dict[str, Any]) -> None:
     """The run's files are in the output directory, as the main job's are: losses, evaluations, a report, a timeline."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ Legend: B batch, S sequence, H hidden size, V vocabulary, E experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Mapping
+from collections.abc import Container, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ CUT = "paceline_is_cut"
 _RUNS = "paceline_runs_stage"
 """Attribute of a model: whether its stage's forward is under way."""
 SIDE_INPUTS = ("attention_mask", "position_ids")
-LABELS = "labels"
+LABELS, LOGITS = "labels", "logits"
 """Name of the labels among the side inputs: stages that share a head need them."""
 ADAPTED = ("base_layer", "original_module")
 """Attributes in which PEFT's modules keep the modules that they replace."""
@@ -268,7 +268,8 @@ class CausalLMStage(nn.Module):
 
     * ``stream``: token ids ``[B, S]`` (int64) on the first stage, hidden states ``[B, S, H]`` on the others;
     * ``side``: the batch's ``attention_mask`` and ``position_ids`` ``[B, S]``, where it has them; with a head in slices
-      its labels too;
+      its labels too, and, where somebody wants them, the logits ``[B, S, R]`` of the slices so far, to which the stage
+      adds its own in place;
     * ``routing``: the experts' running sums (:mod:`paceline.hf.router`), where the model asks for its router loss; with
       a head in slices their sums (:mod:`paceline.hf.sliced_head`).
 
@@ -300,11 +301,11 @@ class CausalLMStage(nn.Module):
         self.tied_weight = tied_weight(model, self.anatomy)
 
     def forward(
-        self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None
+        self, stream: Tensor, side: MutableMapping[str, Tensor] | None = None, routing: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         inputs: dict[str, Any] = {"input_ids" if self.cut.first else "inputs_embeds": stream}
         for name, tensor in (side or {}).items():
-            if name == LABELS:
+            if name in (LABELS, LOGITS):
                 continue
             if name not in self.accepts:
                 raise UnsupportedModelError(
@@ -332,20 +333,21 @@ class CausalLMStage(nn.Module):
                 device=stream.device,
             )
         if self._is_sliced:
-            return self._with_slices(outputs, stream, (side or {}).get(LABELS), routing)
+            return self._with_slices(outputs, stream, side or {}, routing)
         return (outputs.logits if self.cut.last else outputs.last_hidden_state), routing
 
     def _with_slices(
-        self, outputs: Any, stream: Tensor, labels: Tensor | None, sums: Tensor | None
+        self, outputs: Any, stream: Tensor, side: MutableMapping[str, Tensor], sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states and sums for the next slice; after the last one the sums alone."""
+        """Hidden states and sums for the next slice; after the last one the sums alone. Adds to logits in ``side``."""
         if sums is None:
             sums = empty_sums(stream.shape[0] * stream.shape[1], stream.device)
         if self.head_rows is None:
             return outputs.last_hidden_state, sums
-        assert labels is not None, "they travel with the side inputs"
         hidden = self._hidden.pop()
-        sums = add_logits(sums, outputs.logits, labels, self.head_rows.start)
+        if LOGITS in side:
+            side[LOGITS] = torch.cat([side[LOGITS], outputs.logits], -1) if side[LOGITS].numel() else outputs.logits
+        sums = add_logits(sums, outputs.logits, side[LABELS], self.head_rows.start)
         return (sums, None) if self.cut.last else (hidden, sums)
 
     def _note_hidden(self, trunk: nn.Module, args: Any, output: Any) -> None:

@@ -1,7 +1,8 @@
 """Compute one stage of a Hugging Face causal LM.
 
 Between stages pass hidden states, then the side inputs packed into one int32 tensor, then sums: the experts', or those
-of a head in slices, whose labels are packed with the side inputs. Gradients pass likewise, without the side inputs.
+of a head in slices, whose labels are packed with the side inputs, and whose logits follow where an evaluation looks at
+them. Gradients pass likewise, without the side inputs.
 
 Legend: B batch, S sequence, V vocabulary.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.shapes import Meta, Shapes, Value, meta_of
 from ..hf.masks import known
-from ..hf.stage import LABELS, SIDE_INPUTS, CausalLMStage
+from ..hf.stage import LABELS, LOGITS, SIDE_INPUTS, CausalLMStage
 from ..optim.gradient_buckets import Completes
 from .micro_batches import MicroBatch, MicroBatchShape
 from .module import CausalLMPipeline
@@ -86,11 +87,19 @@ class Inspection:
     seen: list[Seen] = field(default_factory=list)
 
 
+class WithLogits(NamedTuple):
+    """Key of a message that ends with logits. How many rows of the vocabulary they have depends on the boundary."""
+
+    batch: int
+    length: int
+    side: tuple[str, ...]
+
+
 class StreamShapes(Shapes):
     """Shapes of what passes between the stages of a causal LM.
 
     Batch and length are in the step's table. Width and dtype of the hidden states are the model's business (some keep
-    them in fp32 under bf16), and announced with the first message.
+    them in fp32 under bf16), and announced with the first message; with logits all is.
 
     Args:
         router_size: numbers that the experts' sums are, if the model has a router loss.
@@ -103,6 +112,8 @@ class StreamShapes(Shapes):
         self._stream: tuple[int, torch.dtype] | None = None
 
     def of(self, key: Hashable) -> Meta | None:
+        if isinstance(key, WithLogits):
+            return super().of(key)
         if self._stream is None:
             return None
         assert isinstance(key, MicroBatchShape)
@@ -119,6 +130,8 @@ class StreamShapes(Shapes):
     def learn(self, key: Hashable, meta: Meta) -> None:
         (_, _, width), dtype = meta.tensors[0]
         self._stream = (width, dtype)
+        if isinstance(key, WithLogits):
+            super().learn(key, meta)
 
 
 def side_names(shape: MicroBatchShape, *, has_slices: bool) -> tuple[str, ...]:
@@ -168,7 +181,10 @@ class CausalLMRunner(StageRunner):
         batch = self._book.loaded[number]
         if self.is_first:
             side = {**batch.side, LABELS: batch.labels} if self._module.has_slices else batch.side
-            live.inputs = (self._moved(batch.input_ids), {n: self._moved(t) for n, t in side.items()}, None)
+            side = {name: self._moved(tensor) for name, tensor in side.items()}
+            if self._passes_logits:
+                side[LOGITS] = torch.empty(0, device=self._device)
+            live.inputs = (self._moved(batch.input_ids), side, None)
         if self.is_last:
             live.labels = self._moved(batch.labels)
 
@@ -186,15 +202,28 @@ class CausalLMRunner(StageRunner):
         if not self.is_last:
             live.outputs = (out, routing_out, side)
         elif self.inspection is not None:
-            self._inspect(live, number, out, routing_out)
+            self._inspect(live, number, out, routing_out, side.get(LOGITS))
         else:
-            live.outputs = (self._loss(live, number, out, routing_out), None, None)
+            live.outputs = (self._loss(live, number, out, routing_out, side.get(LOGITS)), None, None)
 
-    def _loss(self, live: Live, number: int, logits: Tensor, routing: Tensor | None) -> Tensor:
-        """The micro-batch's share in the loss of the step, of all replicas together."""
+    @property
+    def _passes_logits(self) -> bool:
+        """Whether those of a head in slices pass from stage to stage."""
+        if not self._module.has_slices:
+            return False
+        return self._wants_logits() if self.inspection is None else self.inspection.see is not None
+
+    def _loss(
+        self, live: Live, number: int, logits: Tensor, routing: Tensor | None, wanted: Tensor | None = None
+    ) -> Tensor:
+        """The micro-batch's share in the loss of the step, of all replicas together.
+
+        Args:
+            wanted: the logits, where ``logits`` are the sums of a head in slices.
+        """
         book, losses = self._book, self._losses
         if self._wants_logits():
-            losses.outputs = logits
+            losses.outputs = logits if wanted is None else wanted
         num_losses = len(book.shapes) * self._num_replicas
         has_tokens = bool(book.shapes[number].tokens)
         # What only fills a short step up has no share in the router loss.
@@ -218,11 +247,13 @@ class CausalLMRunner(StageRunner):
         losses.total = loss.detach() if losses.total is None else losses.total + loss.detach()
         return loss
 
-    def _inspect(self, live: Live, number: int, logits: Tensor, routing: Tensor | None) -> None:
+    def _inspect(
+        self, live: Live, number: int, logits: Tensor, routing: Tensor | None, wanted: Tensor | None = None
+    ) -> None:
         inspection, labels = self.inspection, live.labels
         assert inspection is not None
         loss = self._whole_loss(number, logits, labels, routing if inspection.whole_loss else None)
-        seen = None if inspection.see is None else inspection.see(logits, labels)
+        seen = None if inspection.see is None else inspection.see(logits if wanted is None else wanted, labels)
         # To the host at once: all logits of a step may be more than a GPU has room for.
         inspection.seen.append((loss, tree_map_only(Tensor, Tensor.cpu, seen)))
 
@@ -259,8 +290,9 @@ class CausalLMRunner(StageRunner):
 
     # -- the boundary
 
-    def activation_key(self, number: int) -> MicroBatchShape:
-        return self._book.shapes[number]
+    def activation_key(self, number: int) -> MicroBatchShape | WithLogits:
+        shape = self._book.shapes[number]
+        return WithLogits(shape.batch, shape.length, shape.side) if self._passes_logits else shape
 
     def leaving(self, live: Live) -> tuple[Tensor, ...]:
         out, routing, side = live.outputs
@@ -269,6 +301,8 @@ class CausalLMRunner(StageRunner):
             leaving.append(torch.stack([side[name].to(torch.int32) for name in PACKED if name in side]))
         if routing is not None:
             leaving.append(routing)
+        if side and LOGITS in side and side[LOGITS].numel():
+            leaving.append(side[LOGITS])
         return tuple(leaving)
 
     def arrived(self, live: Live, number: int, value: Value) -> None:
@@ -278,7 +312,9 @@ class CausalLMRunner(StageRunner):
         if names:
             packed = more.pop(0)
             side = {name: packed[i].long() for i, name in enumerate(names)}
-        routing = more.pop() if more else None
+        routing = more.pop(0) if more else None
+        if self._passes_logits:
+            side[LOGITS] = more.pop() if more else stream.new_empty(0)
         if torch.is_grad_enabled() and self.sends_gradients:
             stream.requires_grad_()
             if routing is not None:

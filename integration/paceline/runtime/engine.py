@@ -681,8 +681,6 @@ class PacelineEngine(PipelineEngine):
                 "reduce_output is None and the loss is to be broadcast, which is one number: give bcast_loss=False "
                 "to have those of the micro-batches on the last stage (without a monitor in the JSON)."
             )
-        if return_logits:
-            self.support.require_logits("return_logits=True")
         _check_iterator(data_iter)
         trained_on = self.data_iterator
         with self.between_steps():
@@ -715,8 +713,6 @@ class PacelineEngine(PipelineEngine):
         self, batches: Iterable[Any], see: Callable[[Tensor, Tensor], Any] | None = None
     ) -> Iterator[tuple[Tensor, Any]]:
         """See :meth:`~paceline.runtime.evaluation.Evaluation.predict`."""
-        if see is not None:
-            self.support.require_logits("predict() with a function of logits")
         return self._evaluates().predict(batches, see)
 
     def _evaluates(self) -> Evaluation:

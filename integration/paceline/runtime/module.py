@@ -7,7 +7,7 @@ import copy
 import io
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -517,7 +517,11 @@ class CausalLMPipeline(PipelineModule):
         return [stage.model for stage in self.stages]
 
     def forward(
-        self, stream: Tensor, side: Mapping[str, Tensor] | None = None, routing: Tensor | None = None, chunk: int = 0
+        self,
+        stream: Tensor,
+        side: MutableMapping[str, Tensor] | None = None,
+        routing: Tensor | None = None,
+        chunk: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Forward of a chunk; see :class:`paceline.hf.stage.CausalLMStage`."""
         out: tuple[Tensor, Tensor | None] = self.stages[chunk](stream, side, routing)

@@ -87,7 +87,7 @@ class Measured(NamedTuple):
             quantised.
         trained: share of the parameters that is trained.
         halves: the profile in halves of decoder layers, where they were measured.
-        may_slice: the stages may share the head.
+        sliced: stages that may share the head.
     """
 
     profile: Profile
@@ -96,7 +96,7 @@ class Measured(NamedTuple):
     may_move: bool = True
     trained: float = 1.0
     halves: Profile | None = None
-    may_slice: bool = False
+    sliced: frozenset[Stages] = frozenset()
 
     @property
     def item_s(self) -> list[float]:
@@ -223,10 +223,20 @@ def _as_wholes(halves: Sequence[ItemProfile], wholes: Sequence[ItemProfile]) -> 
 
 
 def _with_slices(
-    measured: Measured, hf_config: PretrainedConfig, control: ControlPlane, options: Iterable[Stages]
+    measured: Measured,
+    hf_config: PretrainedConfig,
+    control: ControlPlane,
+    options: Iterable[Stages],
+    kept: Mapping[str, object] | None,
 ) -> Measured:
-    """With a head that may be in slices, if that would help and the model stays the same so. Collective."""
-    if measured.is_unequal or not any(slices_may_gain(measured.item_s, *stages) for stages in options):
+    """With the stages that may share the head, if the model stays the same so: where that would help, and where the run
+    that goes on has it so. Collective."""
+    sliced = set()
+    if not measured.is_unequal:
+        sliced = {stages for stages in options if slices_may_gain(measured.item_s, *stages)}
+    if kept is not None and kept.get(SLICES, 1) != 1:
+        sliced.add(stages_kept(kept))
+    if not sliced:
         return measured
     try:
         with control.together("checking a head in slices"):
@@ -237,7 +247,7 @@ def _with_slices(
         if control.rank == 0:
             logger.info("plan: not with slices of the head: %s", error)
         return measured
-    return measured._replace(may_slice=True)
+    return measured._replace(sliced=frozenset(sliced))
 
 
 def plan_stages(
@@ -274,7 +284,7 @@ def plan_stages(
         ):
             measured = _with_halves(measured, hf_config, control, shape, peft_config)
         if may_slice:
-            measured = _with_slices(measured, hf_config, control, options)
+            measured = _with_slices(measured, hf_config, control, options, kept)
         chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
     except Exception as error:
@@ -377,7 +387,7 @@ def entries(
             plan.partition_choice.memory_bytes or inf,
             *others,
         )
-        if measured.may_slice and not fits and slices_may_gain(measured.item_s, stages, chunks):
+        if (stages, chunks) in measured.sliced and not fits:
             halved = None if entry.halved is None else entry.halved.in_head_slices(HEAD_SLICES)
             entry = replace(entry, sliced=whole.in_head_slices(HEAD_SLICES), sliced_halves=halved)
         found.append(entry)
@@ -429,7 +439,7 @@ def _with_reasons(
             f"{best.whole_head_s:.4g} with a whole one" if isfinite(best.whole_head_s) else "a whole one does not fit"
         )
         chosen[SLICES] = Choice(best.head_slices, f"{best.step_s:.4g} s a step predicted, {whole}")
-    elif asks_for_slices(usual.section) or measured.may_slice:
+    elif asks_for_slices(usual.section) or best.shape in measured.sliced:
         chosen[SLICES] = Choice(1, "a head in slices would not make a step clearly shorter, or cannot be")
     if fits and usual.recompute is None:
         chosen[RECOMPUTE] = Choice(FIT, "nothing fits into the memory of the devices otherwise")

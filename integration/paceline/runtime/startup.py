@@ -116,7 +116,7 @@ def plan_for(
     gradient_checkpointing: bool = False,
     is_quantised: bool = False,
     plans_unasked: bool = False,
-    needs_logits: bool = False,
+    has_own_loss: bool = False,
     kept: Mapping[str, object] | None = None,
 ) -> RunPlan:
     """Resolve what ``ds_config`` leaves open for this model on this world, and log the result once. Collective.
@@ -131,7 +131,8 @@ def plan_for(
         gradient_checkpointing: layers are computed again in the backward.
         is_quantised: weights will be quantised when they are loaded.
         plans_unasked: a number of stages that is left out is planned, as with ``"plan"``.
-        needs_logits: the run takes whole logits, and its head stays whole unless the JSON gives its slices.
+        has_own_loss: the loss is made of whole logits by something else than the model: a head that may be cut stays
+            whole.
         kept: ``RunPlan.planned`` of a run in as many ranks that goes on, and is not to be planned anew.
 
     Raises:
@@ -190,7 +191,7 @@ def plan_for(
     had_slices = kept is not None and kept.get(SLICES, 1) != 1
     may_slice = may_plan_slices(section) and (plans_unasked or had_slices or asks_for_slices(section))
     if may_slice:
-        why_not = "logits are needed" if needs_logits else ""
+        why_not = "the loss is not the model's own" if has_own_loss else ""
         why_not = why_not or slices_excluded(usual, HEAD_SLICES, has_adapters=peft_config is not None)
         may_slice = _goes("with slices of the head", why_not, is_asked=asks_for_slices(section))
     for path, had, may in ((HALVES, had_halves, may_halve), (SLICES, had_slices, may_slice)):

@@ -132,11 +132,6 @@ class PipelineTraining(_Trainer):
         """Whether the JSON asks for a pipeline."""
         return asks_for_pipeline(self.args)
 
-    @property
-    def _has_metrics(self) -> bool:
-        """Whether evaluations give whole logits to a function."""
-        return self.compute_metrics is not None and not self.args.prediction_loss_only
-
     # -- what is built -------------------------------------------------------------------------------------------
 
     def _build(self) -> CausalLMPipeline:
@@ -172,7 +167,7 @@ class PipelineTraining(_Trainer):
             num_steps=steps,
             peft_config=config_of_adapters(model),
             gradient_checkpointing=bool(recomputes),
-            needs_logits=self._has_metrics or trainers_loss(self, 1) is not None,
+            has_own_loss=trainers_loss(self, 1) is not None,
         )
         if resolved.micro_batches != self.args.gradient_accumulation_steps:
             raise ValueError(
@@ -188,8 +183,6 @@ class PipelineTraining(_Trainer):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
         end_with(self.pipeline, groups)
-        if self._has_metrics:
-            self.pipeline.require_logits("compute_metrics")
         grid = self.pipeline._grid
         group = grid.get_data_parallel_group()
         self._shares = ReplicaShares(grid.data_parallel_size, grid.data_parallel_id, group)
