@@ -131,6 +131,26 @@ def model_of(args: argparse.Namespace) -> LlamaConfig:
     )
 
 
+def engine_of(args: argparse.Namespace, partition: Any, keys: dict[str, Any], config: PretrainedConfig) -> Any:
+    """An engine of as many stages as there are ranks.
+
+    Args:
+        keys: more of ``"pipeline"``.
+    """
+    engine, *_ = paceline.initialize(
+        model=config,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": args.micro_batches,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+            "paceline": {"pipeline": {"stages": dist.get_world_size(), "partition": partition, **keys}},
+        },
+    )
+    return engine
+
+
 def measure(
     args: argparse.Namespace, cuts: dict[str, dict[str, Any]], partition: Any, rounding: float = 0.0
 ) -> dict[str, Any]:
@@ -141,19 +161,7 @@ def measure(
         rounding: by which losses of a step may differ, of their size.
     """
     config = model_of(args)
-    engines = {}
-    for name, keys in cuts.items():
-        engines[name], *_ = paceline.initialize(
-            model=config,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": args.micro_batches,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-                "gradient_clipping": 0.0,
-                "steps_per_print": None,
-                "paceline": {"pipeline": {"stages": dist.get_world_size(), "partition": partition, **keys}},
-            },
-        )
+    engines = {name: engine_of(args, partition, keys, config) for name, keys in cuts.items()}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY_KEPT, (args.micro_batches, 1, args.length), generator=generator)
 

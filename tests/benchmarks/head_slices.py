@@ -4,7 +4,8 @@
 
 Two parts. What is measured: two engines in the same processes, with the same weights and data, train turn by turn, the
 one with a whole head, the other with ``"head_slices"``; losses must be equal up to rounding, and the median of the
-ratios of adjacent steps counts. Each stage has a core. What is counted: floating-point operations of the largest stage
+ratios of adjacent steps counts. Each stage has a core. Before that an engine with ``"head_slices": "plan"`` says what
+it chooses, and which steps it predicts. What is counted: floating-point operations of the largest stage
 by those of a mean stage, for the shapes of some models, cut by "work"; a step of many micro-batches takes about as much
 longer.
 """
@@ -22,7 +23,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from facts import facts
-from half_layers import LENGTH, MODELS, STAGES, largest_by_mean, measure, model_of
+from half_layers import LENGTH, MODELS, STAGES, engine_of, largest_by_mean, measure, model_of
 from transformers import PretrainedConfig
 
 from paceline.hf.anatomy import anatomy_of
@@ -57,11 +58,13 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
     start_distributed()
+    planned = _planned(args)
     measured = measure(args, {"whole": {}, "slices": {"head_slices": args.slices}}, "work", ROUNDING)
     if dist.get_rank() == 0:
         counted = {name: {stages: largest_stage(of, stages) for stages in STAGES} for name, of in MODELS.items()}
         result = {
             **measured,
+            "planned": planned,
             "by_operations": _by_operations(model_of(args), args),
             "emulated_compute": False,
             "largest_stage_by_mean": counted,
@@ -71,6 +74,14 @@ def main() -> None:
         print(json.dumps(result, indent=2))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _planned(args: argparse.Namespace) -> dict[str, object]:
+    """What a run chooses by itself, and why."""
+    engine = engine_of(args, "work", {"head_slices": "plan"}, model_of(args))
+    choice = engine.plan.chosen["paceline.pipeline.head_slices"]
+    engine.destroy()
+    return {"head_slices": choice.value, "why": choice.why}
 
 
 def _by_operations(config: PretrainedConfig, args: argparse.Namespace) -> float:

@@ -19,6 +19,8 @@ from support.ranks import RankError, run_ranks
 
 SAMPLES = 16
 """Samples of a step, in eight batches of two."""
+LARGE = 5256
+"""Vocabulary whose head has the operations of four layers of the tests' model, with as many tokens as it takes."""
 
 
 def measure_otherwise(last_rank: str) -> None:
@@ -129,7 +131,7 @@ def trained(
         "paceline": {"pipeline": {"stages": "plan"} | asked},
         **changes,
     }
-    model: Any = model_config(family, num_hidden_layers=layers)
+    model: Any = model_config(family, num_hidden_layers=layers, **({"vocab_size": LARGE} if head_layers else {}))
     if lora:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
@@ -296,7 +298,7 @@ SLICES = "paceline.pipeline.head_slices"
 def test_stages_share_the_head_where_that_is_faster() -> None:
     """Two layers and a head worth four of them in two stages: two and four, or three each. The same is learned."""
     asks, facts = {"stages": 2, "head_slices": "plan"}, {"layers": 2, "bytes_per_s": FAST}
-    whole = same(run_ranks(trained, 2, {"stages": 2}, layers=2))
+    whole, small = (same(run_ranks(trained, 2, {"stages": 2}, layers=2, head_layers=layers)) for layers in (4.0, 0.0))
     found = same(run_ranks(trained, 2, asks, head_layers=4.0, **facts))
     assert found["chosen"][SLICES] == 16
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
@@ -304,7 +306,7 @@ def test_stages_share_the_head_where_that_is_faster() -> None:
     assert line.endswith(", the head in 16 slices")
     even = same(run_ranks(trained, 2, asks, **facts))
     assert even["chosen"][SLICES] == 1
-    assert even["losses"] == whole["losses"]
+    assert even["losses"] == small["losses"]
     unasked = same(run_ranks(trained, 2, {}, head_layers=4.0, **facts))
     assert SLICES not in unasked["chosen"], "stages alone were to be planned"
     both = asks | {"half_layers": "plan"}
@@ -533,8 +535,9 @@ def test_a_job_shares_the_head_unasked_and_keeps_that(tmp_path: Path) -> None:
         """The job's output."""
         sizes = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "constant"}
         files = {"train_file": text, "deepspeed": silent, "output_dir": tmp_path / output}
-        layers = {"config_overrides": TINY["config_overrides"].replace("num_hidden_layers=4", "num_hidden_layers=3")}
-        found = run_ranks(job_on_fast_links, 2, flags(**TINY | layers | sizes | files | changes), 8.0)
+        three = TINY["config_overrides"].replace("num_hidden_layers=4", "num_hidden_layers=3")
+        model = {"config_overrides": f"{three},vocab_size={8 * LARGE}"}
+        found = run_ranks(job_on_fast_links, 2, flags(**TINY | model | sizes | files | changes), 8.0)
         assert [code for code, _ in found] == [0, 0], found
         return found[0][1]
 

@@ -92,7 +92,7 @@ def with_two_chunks(
         return None
     share, times = share_of(strategy, workload, TWO_CHUNKS), item_times(strategy, workload, cluster)
     route = v_route(stages)
-    boundaries = even_boundaries(share, times, route)
+    boundaries = even_boundaries(times, route, workload.work)
     weights_s = _weights_s(workload, times, head_is_tied=bool(workload.tied_parameters))
     stage_times = times_of_stages(workload, times, boundaries)
     held = [(rank, 2 * stages - 1 - rank) for rank in range(stages)]

@@ -240,7 +240,8 @@ def _plan_of(
     stream = schedule.stream(strategy.pipeline, micro_batches)
     if stream is None:
         if boundaries is None:
-            boundaries = boundaries_of(share, times, strategy.pipeline, cluster.memory_bytes, micro_batches)
+            limits = cluster.memory_bytes, micro_batches
+            boundaries = boundaries_of(share, times, strategy.pipeline, *limits, workload.work)
         memory = memory_of(share, boundaries, micro_batches)
     else:
         try:

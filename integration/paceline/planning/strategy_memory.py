@@ -16,7 +16,7 @@ from ..schedules.stream import Stream
 from .blocks import Block, Device, DoesNotFit
 from .memory import ItemMemory, StageMemory, States, stage_memory
 from .partition import partition
-from .partition_methods import by_work_of_devices
+from .partition_methods import by_work, by_work_of_devices
 from .shared_devices import held_by
 from .stages import plan_stages
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
@@ -86,12 +86,25 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
 
 
 def boundaries_of(
-    share: Share, times: Sequence[ItemTime], stages: int, memory_bytes: float, micro_batches: int
+    share: Share,
+    times: Sequence[ItemTime],
+    stages: int,
+    memory_bytes: float,
+    micro_batches: int,
+    work: Sequence[float] = (),
 ) -> tuple[int, ...]:
-    """The split over items whose slowest stage is fastest, of those that fit; if none fits, of all."""
+    """The split over items whose slowest stage is fastest, of those that fit; if none fits, of all.
+
+    Args:
+        work: of the items; the split by work is taken where it fits.
+    """
     items = share.items
     if stages == 1:
         return (0, len(items))
+    if work:
+        found = tuple(_by_work(tuple(work), stages))
+        if max(need.total for need in memory_of(share, found, micro_batches)) <= memory_bytes:
+            return found
     live = live_micro_batches(stages, micro_batches)
     blocks = _blocks(share, times)
     message = max(item.output_bytes for item in items)
@@ -103,16 +116,22 @@ def boundaries_of(
     return partition(blocks, [Device()] * stages).boundaries
 
 
-def even_boundaries(share: Share, times: Sequence[ItemTime], route: Sequence[int]) -> tuple[int, ...]:
+def even_boundaries(times: Sequence[ItemTime], route: Sequence[int], work: Sequence[float] = ()) -> tuple[int, ...]:
     """The split over items that a run makes by work where devices hold several stages, whatever these need.
 
     Args:
         route: device of each stage.
+        work: of the items; left out, their seconds.
     """
-    return tuple(_by_work_of_devices(tuple(time.total_s for time in times), tuple(route)))
+    return tuple(_by_work_of_devices(tuple(work or (time.total_s for time in times)), tuple(route)))
 
 
 _by_work_of_devices = lru_cache(maxsize=64)(by_work_of_devices)
+
+
+@lru_cache(maxsize=64)
+def _by_work(work: tuple[float, ...], stages: int) -> list[int]:
+    return by_work(work, [1.0] * stages)
 
 
 def _blocks(share: Share, times: Sequence[ItemTime]) -> list[Block]:

@@ -82,6 +82,7 @@ class Workload:
         stage: times beside those of items.
         recomputed: items whose activations backwards compute anew, as their times and memory say.
         blocks_per_layer: items that a decoder layer is: itself, or its two halves.
+        work: of each item, by which stages are cut as far as memory allows; empty: by seconds.
 
     Raises:
         ValueError: sizes or loads that cannot be.
@@ -105,6 +106,7 @@ class Workload:
     stage: StageTimes = NOTHING_BESIDE
     recomputed: tuple[int, ...] = ()
     blocks_per_layer: int = 1
+    work: tuple[float, ...] = ()
     _imbalance: dict[int, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +147,9 @@ class Workload:
         *others, head = self.items
         seconds = head.forward_s / number, head.backward_s / number
         slices = with_head_slices([item.memory for item in self.items], number)[len(others) :]
-        return replace(self, items=(*others, *(Item(memory, *seconds) for memory in slices)))
+        items = (*others, *(Item(memory, *seconds) for memory in slices))
+        work = (*self.work[:-1], *(self.work[-1] / number for _ in slices)) if self.work else ()
+        return replace(self, items=items, work=work)
 
     @property
     def num_layers(self) -> int:

@@ -27,7 +27,7 @@ from ..config import RunPlan
 from ..config.recompute_keys import FIT
 from ..config.recompute_keys import PATH as RECOMPUTE
 from ..config.run_plan import Choice
-from ..config.section import HETERO, PartitionConfig
+from ..config.section import HETERO, WORK, PartitionConfig
 from ..config.stage_counts import (
     HALVES,
     PARTITION,
@@ -47,7 +47,7 @@ from ..hf.anatomy import anatomy_of
 from ..hf.check import require_halves
 from ..hf.layer_profile import Bench, CompileLayers, fingerprint, profile_items
 from ..hf.model_workload import Shape as WorkloadShape
-from ..hf.model_workload import workload_of
+from ..hf.model_workload import work_of_items, workload_of
 from ..hf.peft import Adapters, trained_share, without_memory
 from ..hf.weights import skeleton
 from ..json_values import as_whole
@@ -379,6 +379,11 @@ def entries(
         for cut, of_cut in cuts:
             ways = [cut] + [replace(cut, gradient_checkpointing=True)] * (fits and chunks == 1)
             counted = [replace(workload_of(hf_config, way, profile=of_cut), states=states) for way in ways]
+            if plan.partition_choice.method == WORK and not follows:
+                model = skeleton(hf_config)
+                anatomy = anatomy_of(model, half_layers=cut.half_layers)
+                work = work_of_items(model, anatomy, cut.sequence_length, recomputes=cut.gradient_checkpointing)
+                counted = [replace(each, work=tuple(work)) for each in counted]
             workloads += [scaled(each, factor) for each in counted] + [None] * (2 - len(ways))
         whole, *others = workloads
         assert whole is not None, "layers as they are"

@@ -9,9 +9,12 @@ import pytest
 from paceline.planning.best_schedule import NEAR
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States, stage_memory, with_head_slices
+from paceline.planning.partition_methods import by_work
 from paceline.planning.recomputation import recomputed
 from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
 from paceline.planning.stage_pool import Entry, StagePool
+from paceline.planning.strategy import Plan, plan_of
+from paceline.planning.strategy_shape import Strategy
 from paceline.planning.workload import Item, Workload
 
 MIB = 2.0**20
@@ -266,3 +269,18 @@ def test_slices_of_a_head_are_all_of_it() -> None:
     assert sum(need.weights for need in apart) == 4 * 1_000_003
     assert [need.working for need in apart] == [1.5 * MIB, 1.5 * MIB]
     assert [need.activations for need in apart] == [4 * MIB + 4 * MIB + 4 * MIB, 4 * MIB + 4 * MIB]
+
+
+def test_a_run_that_cuts_by_work_is_predicted_as_it_cuts() -> None:
+    """Though its seconds would be more alike otherwise; unless that does not fit into memory."""
+    work, strategy = workload(), Strategy(1, DEVICES, 1, 1)
+    counted = replace(work, work=(0.0, *[1.0] * 8, 4.0))
+    by_seconds, by_operations = (plan_of(strategy, each, cluster(100_000)) for each in (work, counted))
+    assert isinstance(by_seconds, Plan)
+    assert isinstance(by_operations, Plan)
+    assert by_operations.boundaries == tuple(by_work(counted.work, [1.0] * DEVICES)) != by_seconds.boundaries
+    assert by_operations.step_s > by_seconds.step_s
+    short = cluster(100_000, max(need.total for need in by_seconds.memory) / 2**30)
+    assert max(need.total for need in by_operations.memory) > short.memory_bytes
+    fitting = plan_of(strategy, counted, short)
+    assert isinstance(fitting, Plan), "cut otherwise"
