@@ -127,6 +127,7 @@ def model_of(args: argparse.Namespace) -> LlamaConfig:
         num_attention_heads=args.hidden // 64,
         num_key_value_heads=args.hidden // 128,
         vocab_size=args.vocabulary,
+        max_position_embeddings=args.length,  # by which a start counts and measures
         tie_word_embeddings=False,
     )
 
