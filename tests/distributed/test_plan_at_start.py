@@ -95,7 +95,7 @@ def note_adapters() -> list[bool]:
 def trained(
     asked: dict[str, Any],
     layers: int = 4,
-    lora: bool = False,
+    lora: bool | list[str] = False,
     family: str = "llama",
     last_rank: str = "",
     bytes_per_s: float | None = None,
@@ -131,13 +131,17 @@ def trained(
         "paceline": {"pipeline": {"stages": "plan"} | asked},
         **changes,
     }
-    model: Any = model_config(family, num_hidden_layers=layers, **({"vocab_size": LARGE} if head_layers else {}))
+    more = {"vocab_size": LARGE} if head_layers else {}
+    if isinstance(lora, list):  # adapters may be in the head
+        more["tie_word_embeddings"] = False
+    model: Any = model_config(family, num_hidden_layers=layers, **more)
     if lora:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        model = get_peft_model(AutoModelForCausalLM.from_config(model), LoraConfig(target_modules="all-linear"))
+        targets = lora if isinstance(lora, list) else "all-linear"
+        model = get_peft_model(AutoModelForCausalLM.from_config(model), LoraConfig(target_modules=targets))
     engine, *_ = paceline.initialize(model=model, config=config)
     plan, losses = engine.plan, []
     for step in range(2):
@@ -304,6 +308,10 @@ def test_stages_share_the_head_where_that_is_faster() -> None:
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
     (line,) = (line for line in found["lines"] if line.startswith("plan: 2 stages: "))
     assert line.endswith(", the head in 16 slices")
+    with_lora = {"lora": True, "head_layers": 4.0, **facts}
+    adapted, as_whole = (same(run_ranks(trained, 2, asks | {"head_slices": n}, **with_lora)) for n in ("plan", 1))
+    assert adapted["chosen"][SLICES] == 16
+    assert adapted["losses"] == pytest.approx(as_whole["losses"], rel=1e-6)
     even = same(run_ranks(trained, 2, asks, **facts))
     assert even["chosen"][SLICES] == 1
     assert even["losses"] == small["losses"]
@@ -317,7 +325,7 @@ def test_stages_share_the_head_where_that_is_faster() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"lora": True}, "adapters are trained"),
+        ({"lora": ["q_proj", "lm_head"]}, "adapters are in the head"),
         ({"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}, "not elementwise"),
         ({"last_rank": "is slow", "bytes_per_s": None, "head_layers": 0.0}, ""),
         ({"family": "mixtral"}, "output_router_logits"),

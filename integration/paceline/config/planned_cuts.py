@@ -16,15 +16,13 @@ def halves_excluded(plan: RunPlan) -> str:
     return _excluded(plan, "half_layers", True)
 
 
-def slices_excluded(plan: RunPlan, number: int, *, has_adapters: bool) -> str:
+def slices_excluded(plan: RunPlan, number: int) -> str:
     """Why stages of ``plan`` cannot share a head of so many slices; empty: they can, as far as the JSON tells."""
     method, name = plan.partition_choice.method, value_at(plan.ds_config, "optimizer.type") or "AdamW"
     if method != WORK:
         return f'{PARTITION} is {show(method)}, and only "{WORK}" has stages share the head'
     if str(name).lower() not in {each.lower() for each in (*ELEMENTWISE, "Lion")}:
         return f"optimizer.type is {name}, which is not elementwise"
-    if has_adapters:
-        return "adapters are trained"
     return _excluded(replace(plan, section=as_it_starts(plan.section, plan.stages)), "head_slices", number)
 
 

@@ -192,7 +192,9 @@ def plan_for(
     may_slice = may_plan_slices(section) and (plans_unasked or had_slices or asks_for_slices(section))
     if may_slice:
         why_not = "the loss is not the model's own" if has_own_loss else ""
-        why_not = why_not or slices_excluded(usual, HEAD_SLICES, has_adapters=peft_config is not None)
+        if peft_config is not None and _has_adapted_head(hf_config, peft_config):
+            why_not = why_not or "adapters are in the head"
+        why_not = why_not or slices_excluded(usual, HEAD_SLICES)
         may_slice = _goes("with slices of the head", why_not, is_asked=asks_for_slices(section))
     for path, had, may in ((HALVES, had_halves, may_halve), (SLICES, had_slices, may_slice)):
         if kept is not None and had and not may:
@@ -329,6 +331,16 @@ def _options(
         for shape, why in refused.items():
             logger.debug("plan: not %s: %s", shape.text, why)
     return found
+
+
+def _has_adapted_head(hf_config: PretrainedConfig, peft_config: PeftConfig) -> bool:
+    """Whether adapters are in the head, or may be."""
+    model = skeleton(hf_config)
+    try:
+        without_memory(peft_config, model, anatomy_of(model))
+    except NotImplementedError:  # adapters that cannot be made without memory
+        return True
+    return type(model.get_output_embeddings()) is not torch.nn.Linear
 
 
 def _goes(how: str, why_not: str, *, is_asked: bool) -> bool:
