@@ -62,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
     from paceline.hf.activations import count_items
     from paceline.hf.check import require_halves
     from paceline.hf.sources import model_config_at
-    from paceline.planning.memory import States
+    from paceline.planning.memory import States, with_head_slices
     from paceline.planning.recomputation import counts_of_layers, recomputed
     from paceline.planning.shared_devices import whole_schedule
     from paceline.runtime.hetero import shared_memory
+    from paceline.runtime.module import check_slices
     from paceline.schedules.stream import Stream
 
     if args.world_size < 1:
@@ -80,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if resolved.half_layers:
         require_halves(config)
     if resolved.head_slices > 1:
-        raise ValueError(
-            f"paceline.pipeline.head_slices is {resolved.head_slices}, and what stages keep is counted with a whole "
-            "head only: leave it out here; then the last stage takes more than it will, and those before it less."
-        )
+        check_slices(config, resolved.head_slices)
     checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
     states = States.from_config(resolved.ds_config, resolved.data_parallel)
     length = tokens_of_sample(args.seq_length, config)
@@ -96,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         half_layers=resolved.half_layers,
     )
     items = shared_memory(config, items, resolved.expert_parallel, half_layers=resolved.half_layers)
+    if resolved.head_slices > 1:
+        items = with_head_slices(items, resolved.head_slices)
     choice = resolved.schedule
     schedule = choice.planned(resolved.stages, resolved.micro_batches)
     if isinstance(schedule, Stream) and not choice.has_directions:
@@ -121,7 +121,9 @@ def run(args: argparse.Namespace) -> int:
         "gradient_checkpointing": checkpointing,
         "recomputed": list(
             counts_of_layers(
-                boundaries, range(1, len(items) - 1) if checkpointing else again, blocks_per_layer(resolved.section)
+                boundaries,
+                range(1, len(items) - resolved.head_slices) if checkpointing else again,
+                blocks_per_layer(resolved.section),
             )
         ),
         "schedule": schedule.name,
@@ -289,7 +291,7 @@ def _boundaries(
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, found.recomputed
     model = skeleton(config)
-    anatomy = anatomy_of(model, half_layers=resolved.half_layers)
+    anatomy = anatomy_of(model, half_layers=resolved.half_layers, head_slices=resolved.head_slices)
     own = items_of(model, anatomy, length, recomputes=checkpointing)
     routes = resolved.schedule.routes(resolved.stages)
     num_stages = len(routes[0])
@@ -341,12 +343,18 @@ def _stages(
     from paceline.planning.shared_devices import held_by
 
     rows = []
-    head = items[-1]._replace(num_parameters=items[-1].num_parameters - tied)
+    first = next((index for index, item in enumerate(items) if item.is_slice), len(items) - 1)
+    number = len(items) - first
+    # A device that has the embedding has the rows of its head once.
+    sharing = [
+        *items[:first],
+        *(item._replace(num_parameters=item.num_parameters - tied // number) for item in items[first:]),
+    ]
     for row, (held, limit) in enumerate(zip(held_by(schedule, owners), limits, strict=True)):
-        shares = schedule.num_directions == 1 and {0, len(boundaries) - 2} <= {*held.stages}
+        shares = schedule.num_directions == 1 and 0 in held.stages
         spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
         holds = {"items": spans[0]} if len(spans) == 1 else {"stages": list(held.stages), "items": spans}
-        need = held.memory([*items[:-1], head] if shares else items, boundaries, states)
+        need = held.memory(sharing if shares else items, boundaries, states)
         limited = {"limit": round(limit), "fits": need.total <= limit}
         rows.append({"stage": row, **holds, "live_micro_batches": held.peak, **need.to_dict(), **limited})
     return rows

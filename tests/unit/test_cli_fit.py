@@ -98,9 +98,25 @@ def test_recomputed_layers(fit: Any) -> None:
         assert not any("recompute" in remedy for remedy in never["remedies"])
 
 
-def test_slices_of_the_head_are_not_counted(fit: Any) -> None:
-    _, err = fit(ds(2, {"head_slices": 4}), "--world-size", "2", status=2)
-    assert "paceline.pipeline.head_slices is 4, and what stages keep is counted with a whole head only" in err
+def test_slices_of_the_head(fit: Any, model: str) -> None:
+    """Together they are the head; of one that is tied, the device with the embedding has its rows once."""
+    argv = ("--world-size", "2", "--json", "--device-memory-gib", "1")
+    parameters = 2 * 500 * 64 + 64 + 6 * 36992
+    parts = [0, 8, 11]  # a slice beside all layers, then three
+    found, _ = fit(ds(2, {"head_slices": 4, "partition": parts}), *argv)
+    first, last = found["memory"]
+    assert found["partition"] == parts
+    assert first["weights"] + last["weights"] == 4 * parameters
+    assert last["weights"] == 4 * 3 * (500 * 64 + 64) // 4
+    assert (first["working"], last["working"]) == (2 * 128 * 125 * 8, 2 * 128 * 375 * 8)
+    again, _ = fit(ds(2, {"head_slices": 4, "partition": parts}), *argv, "--gradient-checkpointing")
+    assert again["recomputed"] == [6, 0]
+    by_work, _ = fit(ds(2, {"head_slices": 4}), *argv)
+    assert by_work["partition"][-1] == 11
+    LlamaConfig(**SIZES, tie_word_embeddings=True).save_pretrained(model)
+    tied, _ = fit(ds(2, {"head_slices": 4, "partition": parts}), *argv)
+    assert tied["memory"][0]["weights"] == first["weights"] - 4 * 500 * 64 // 4
+    assert tied["memory"][1]["weights"] == last["weights"]
 
 
 def test_recomputed_halves_of_layers(fit: Any) -> None:

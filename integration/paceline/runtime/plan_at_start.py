@@ -441,7 +441,7 @@ def _with_reasons(
         chosen[HALVES] = Choice(False, "stages within layers would not be clearly faster, or cannot be")
     if best.head_slices > 1:
         whole = (
-            f"{best.whole_head_s:.4g} with a whole one" if isfinite(best.whole_head_s) else "a whole one does not fit"
+            f"{best.whole_head_s:.4g} with a whole head" if isfinite(best.whole_head_s) else "a whole head does not fit"
         )
         chosen[SLICES] = Choice(best.head_slices, f"{best.step_s:.4g} s a step predicted, {whole}")
     elif asks_for_slices(usual.section) or best.shape in measured.sliced:
