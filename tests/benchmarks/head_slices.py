@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _planned(args: argparse.Namespace) -> dict[str, object]:
-    """What a run chooses by itself, and why."""
+    """The slices that a run chooses by itself, and its reason."""
     engine = engine_of(args, "work", {"head_slices": "plan"}, model_of(args))
     choice = engine.plan.chosen["paceline.pipeline.head_slices"]
     engine.destroy()

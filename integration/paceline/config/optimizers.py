@@ -27,6 +27,11 @@ def is_elementwise(optimizer: object) -> bool:
     return type(optimizer).__name__ in ELEMENTWISE | _ELEMENTWISE_OF_DEEPSPEED
 
 
+def is_elementwise_name(name: str) -> bool:
+    """Whether the optimizer of this name in a DeepSpeed JSON is elementwise, as far as the name tells."""
+    return name.lower() in {each.lower() for each in (*ELEMENTWISE, "Lion")}
+
+
 REFUSED = {
     "LBFGS": "it evaluates the loss again and again within a step",
     "Muon": "it is for matrices only; pass initialize an optimizer of your own that joins it with another",

@@ -1,10 +1,10 @@
-"""What is in the way of stages that end within decoder layers, or share the head, where a run may choose them."""
+"""Reasons why a run may not choose stages that end within decoder layers, or that share the head."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .optimizers import ELEMENTWISE
+from .optimizers import is_elementwise_name
 from .resolve import check_features
 from .run_plan import RunPlan
 from .section import WORK, show, value_at
@@ -21,7 +21,7 @@ def slices_excluded(plan: RunPlan, number: int) -> str:
     method, name = plan.partition_choice.method, value_at(plan.ds_config, "optimizer.type") or "AdamW"
     if method != WORK:
         return f'{PARTITION} is {show(method)}, and only "{WORK}" has stages share the head'
-    if str(name).lower() not in {each.lower() for each in (*ELEMENTWISE, "Lion")}:
+    if not is_elementwise_name(str(name)):
         return f"optimizer.type is {name}, which is not elementwise"
     return _excluded(replace(plan, section=as_it_starts(plan.section, plan.stages)), "head_slices", number)
 

@@ -87,8 +87,8 @@ class Evaluation:
 
         Args:
             batches: as for :meth:`evaluate`; replicas have as many each.
-            see: called on the last stage with logits ``[B, S, V]`` and labels ``[B, S]``; what it returns, tensors in
-                tuples, lists or dicts, comes to all stages.
+            see: given on all ranks or on none; called on the last stage with logits ``[B, S, V]`` and labels
+                ``[B, S]``. What it returns, tensors in tuples, lists or dicts, comes to all stages.
 
         Yields:
             On every rank, in order; tensors are on the CPU.
