@@ -88,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut decoder layers between attention and MLP too (default: as the profile was measured)",
     )
     step.add_argument(
+        "--head-slices",
+        action="store_true",
+        help="pipelines whose last stages share the head in slices, where that is faster",
+    )
+    step.add_argument(
         "--adaptive",
         action="store_true",
         help='pipelines with the fastest of the schedules of "adaptive", not 1F1B, with one stage a rank or two',
@@ -144,9 +149,10 @@ def run(args: argparse.Namespace) -> int:
     if args.gradient_checkpointing is None and not shape.gradient_checkpointing:
         again = replace(shape, gradient_checkpointing=True)
         recomputed = cache(lambda: _workload(args, config, again, cluster, profile))
-    ranking = search(workload, cluster, _late(args, shape), recomputed)
+    sliced = _sliced(config, workload) if args.head_slices else None
+    ranking = search(workload, cluster, _late(args, shape), recomputed, sliced)
     if args.adaptive:
-        ranking = with_best_schedules(ranking, workload, cluster, recomputed)
+        ranking = with_best_schedules(ranking, workload, cluster, recomputed, sliced)
     shown = facts(args, config, shape, cluster, ranking)
     if args.write is not None:
         write(Path(args.write), shown, args, shape)
@@ -303,6 +309,19 @@ def _workload(
             label = f"row {index} of [[tokens of each expert] of each MoE layer]"
             loads.append(tuple(as_number(f"expert {n} in {label}", load) for n, load in enumerate(as_list(label, row))))
         return replace(workload, loads=tuple(loads), rebalanced=args.rebalanced)
+
+
+def _sliced(config: Any, workload: Workload) -> Workload:
+    """The workload with the head in slices.
+
+    Raises:
+        ValueError: the model cannot have it so.
+    """
+    from paceline.planning.finer_cuts import HEAD_SLICES
+    from paceline.runtime.module import check_slices
+
+    check_slices(config, HEAD_SLICES)
+    return workload.in_head_slices(HEAD_SLICES)
 
 
 def _late(args: argparse.Namespace, shape: Shape) -> list[str]:

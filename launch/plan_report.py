@@ -67,6 +67,7 @@ def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
         "expert_data": strategy.expert_data,
         "micro_batches": plan.micro_batches,
         "boundaries": list(plan.boundaries),
+        "head_slices": plan.head_slices,
         "step_s": plan.step_s,
         "terms": dict(plan.terms),
         "simulated": plan.simulated,
@@ -139,6 +140,8 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
         pipeline["partition"] = plan["boundaries"]
         if shape.half_layers:
             pipeline["half_layers"] = True
+        if plan["head_slices"] > 1:
+            pipeline["head_slices"] = plan["head_slices"]
     if sum(plan["recomputed"]) == _num_layers(plan, half_layers=shape.half_layers):
         config["pipeline"] = {"activation_checkpoint_interval": 1}
     elif plan["gradient_checkpointing"]:
@@ -200,7 +203,8 @@ def text(shown: Mapping[str, Any]) -> str:
     if not shown["plans"]:
         return "\n".join(lines)
     recomputes = ["recomputes"] if any(plan["gradient_checkpointing"] for plan in shown["plans"]) else []
-    titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", *recomputes, "runs"]
+    head = ["head"] if any(plan["head_slices"] > 1 for plan in shown["plans"]) else []
+    titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", *recomputes, *head, "runs"]
     rows = [titles]
     for plan in shown["plans"]:
         runs = "here" if plan["runs_here"] else plan["why_not"]
@@ -208,9 +212,12 @@ def text(shown: Mapping[str, Any]) -> str:
         room = f"{plan['memory_gib']:.3g}"
         share = f"{sum(plan['recomputed'])} of {_num_layers(plan, half_layers=shown['half_layers'])} layers"
         again = [share if plan["gradient_checkpointing"] else "-"][: len(recomputes)]
+        cut = [f"{plan['head_slices']} slices" if plan["head_slices"] > 1 else "whole"][: len(head)]
         count = str(plan["micro_batches"])
-        rows.append([str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, count, *again, runs])
-    lines += aligned(rows, left=[1, *range(len(titles) - 1 - len(recomputes), len(titles))])
+        rows.append(
+            [str(plan["rank"]), plan["name"], f"{plan['step_s']:.4g}", *seconds, room, count, *again, *cut, runs]
+        )
+    lines += aligned(rows, left=[1, *range(len(titles) - 1 - len(recomputes) - len(head), len(titles))])
     lines += [f"{plan['name']}: {plan['command']}" for plan in shown["plans"] if plan["command"]]
     return "\n".join(lines)
 
@@ -219,7 +226,9 @@ def _num_layers(plan: Mapping[str, Any], *, half_layers: bool) -> int:
     """Decoder layers of all stages. One within which a stage ends counts for the next stage, too."""
     from paceline.planning.recomputation import layers_of_stages, num_layers
 
-    return sum(num_layers(held, 2 if half_layers else 1) for held in layers_of_stages(plan["boundaries"]))
+    end = plan["boundaries"][-1] - plan["head_slices"] + 1
+    whole = [min(boundary, end) for boundary in plan["boundaries"]]
+    return sum(num_layers(held, 2 if half_layers else 1) for held in layers_of_stages(whole))
 
 
 def _terms_shown(shown: Mapping[str, Any]) -> list[str]:

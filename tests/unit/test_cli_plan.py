@@ -27,6 +27,8 @@ SIZES: dict[str, Any] = {
 MODELS = {
     "llama": LlamaConfig(**SIZES),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "routed": MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True),
+    "wide": LlamaConfig(**SIZES | {"vocab_size": 8000}),
 }
 CLUSTER = ["--devices", "2", "--flops-per-s", "1e12", "--intra-node-bytes-per-s", "1e10"]
 STEP = ["--train-batch-size", "16"]
@@ -577,3 +579,40 @@ def test_halves_of_layers_are_recomputed_where_that_alone_fits(plan: Any, tmp_pa
     whole = plan("llama", *argv, "--gradient-checkpointing", "--write", str(tmp_path / "whole"))[0]
     file = next(row["file"] for row in whole["plans"] if row["name"] == name)
     assert json.loads(Path(file).read_text())["pipeline"] == {"activation_checkpoint_interval": 1}, "all layers are"
+
+
+@pytest.mark.parametrize("flags", [[], ["--adaptive"], ["--half-layers"]])
+def test_stages_share_a_head_that_is_more_work_than_a_stage(plan: Any, tmp_path: Path, flags: list[str]) -> None:
+    """The head is cut where that is faster, and the JSON says so."""
+    argv = [*CLUSTER, *STEP, *flags, "--memory-gib", "1", "--json"]
+    name = "tp1_pp2_dp1_ep1"
+    usual, sliced = plan("wide", *argv)[0], plan("wide", *argv, "--head-slices", "--write", str(tmp_path / "p"))[0]
+    whole, row = (next(row for row in shown["plans"] if row["name"] == name) for shown in (usual, sliced))
+    assert (whole["head_slices"], row["head_slices"]) == (1, 16)
+    assert row["step_s"] < 0.97 * whole["step_s"]
+    assert row["step_s"] == pytest.approx(sum(row["terms"].values()))
+    layers = 8 if "--half-layers" in flags else 4
+    assert row["boundaries"][1] > 1 + layers, "the first stage has all layers and a part of the head"
+    assert row["boundaries"][-1] == 1 + layers + 16
+    assert {each["head_slices"] for each in sliced["plans"] if each["pipeline"] == 1} == {1}
+    written = json.loads(Path(row["file"]).read_text())
+    assert not near_misses(written)
+    job = resolve(written, world_size=2, num_layers=4, num_items=6, state_bytes=None, device_bytes=None, cpu=True)
+    assert (job.head_slices, job.partition) == (16, row["boundaries"])
+    assert " 16 slices " in next(
+        line for line in (tmp_path / "p" / "plans.txt").read_text().splitlines() if name in line
+    )
+    assert all(each["head_slices"] == 1 for each in plan("llama", *argv, "--head-slices")[0]["plans"])
+
+
+def test_a_head_that_fits_in_slices_alone_and_a_head_that_cannot_be_cut(plan: Any) -> None:
+    argv = ["--devices", "4", *CLUSTER[2:], *STEP, "--no-gradient-checkpointing", "--json"]
+    name = "tp1_pp4_dp1_ep1"
+    need = next(row["memory_gib"] for row in plan("wide", *argv)[0]["plans"] if row["name"] == name)
+    tight = [*argv, "--memory-gib", str(0.8 * need)]
+    assert name not in names(plan("wide", *tight)[0])
+    row = next(row for row in plan("wide", *tight, "--head-slices")[0]["plans"] if row["name"] == name)
+    assert row["head_slices"] == 16
+    assert row["memory_gib"] <= 0.8 * need
+    _, err = plan("routed", *argv, "--head-slices", status=2)
+    assert "leave head_slices out, or write output_router_logits false in the model's config" in err

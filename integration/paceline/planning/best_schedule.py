@@ -22,7 +22,7 @@ from .choose import Planner, Prediction
 from .cluster import Cluster
 from .gradient_costs import GradientCosts
 from .memory import StageMemory, stage_memory
-from .strategy import MEMORY, Dropped, Plan, Ranking
+from .strategy import MEMORY, NEAR, Dropped, Plan, Ranking
 from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs, times_of_stages
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
@@ -31,8 +31,6 @@ from .workload import Workload
 
 ADAPTIVE = "adaptive"
 TWO_CHUNKS = PipelineSchedule(ADAPTIVE, chunks=2)
-NEAR = 0.03
-"""Share of a step by which an option must be faster than the usual one: two measurements differ by as much."""
 
 
 def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Plan, str]:
@@ -128,16 +126,23 @@ def may_have_two_chunks(workload: Workload, stages: int) -> bool:
 
 
 def with_best_schedules(
-    ranking: Ranking, workload: Workload, cluster: Cluster, recomputed: Callable[[], Workload] | None = None
+    ranking: Ranking,
+    workload: Workload,
+    cluster: Cluster,
+    recomputed: Callable[[], Workload] | None = None,
+    sliced: Workload | None = None,
 ) -> Ranking:
     """The ranking of all plans :func:`with_best_schedule`, and of pipelines :func:`with_two_chunks` that are clearly
     faster than with one stage a device.
 
     Args:
         recomputed: as in :func:`~paceline.planning.strategy.search`.
+        sliced: likewise.
     """
 
     def of(plan: Plan) -> Workload:
+        if sliced is not None and plan.head_slices > 1:
+            return sliced
         if recomputed is None or not plan.recomputes:
             return workload
         return workload.with_recomputed(recomputed(), plan.recomputed)

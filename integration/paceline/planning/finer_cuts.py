@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .best_schedule import NEAR
 from .partition_methods import by_work
+from .strategy import NEAR
 
 HEAD_SLICES = 16
 """Slices that are planned and advised: of most shapes as good as more."""

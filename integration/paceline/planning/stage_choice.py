@@ -13,9 +13,9 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
-from .best_schedule import NEAR, with_best_schedule, with_two_chunks
+from .best_schedule import with_best_schedule, with_two_chunks
 from .cluster import Cluster
-from .strategy import Dropped, Plan, plan_of
+from .strategy import NEAR, Dropped, Plan, plan_of
 from .strategy_shape import ONE_F_ONE_B, Strategy
 from .workload import Workload
 

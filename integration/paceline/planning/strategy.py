@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -29,6 +29,9 @@ from .workload import Workload
 
 BATCH, MEMORY = "batch", "memory"
 """Reasons for which a strategy is dropped."""
+
+NEAR = 0.03
+"""Share of a step by which an option must be faster than the usual one: two measurements differ by as much."""
 
 
 class Dropped(NamedTuple):
@@ -64,6 +67,7 @@ class Plan:
         schedule: of the pipeline; without a flush the step is one of the steady state.
         recomputed: items whose activations backwards compute anew.
         blocks_per_layer: items that a decoder layer is: itself, or its two halves.
+        head_slices: items that the head is.
     """
 
     strategy: Strategy
@@ -75,6 +79,7 @@ class Plan:
     schedule: PipelineSchedule = ONE_F_ONE_B
     recomputed: tuple[int, ...] = ()
     blocks_per_layer: int = 1
+    head_slices: int = 1
 
     @property
     def recomputes(self) -> bool:
@@ -138,6 +143,7 @@ def search(
     cluster: Cluster,
     late: Collection[str] = (),
     recomputed: Callable[[], Workload] | None = None,
+    sliced: Workload | None = None,
 ) -> Ranking:
     """All strategies, predicted. Among equally fast ones those with fewer kinds of parallelism come first.
 
@@ -145,6 +151,8 @@ def search(
         late: types of schedule without a flush that are tried beside 1F1B.
         recomputed: the same workload with all layers recomputed, for strategies that do not fit otherwise: of these as
             few layers are as it takes. Models with experts have no schedule without a flush then.
+        sliced: the same workload with the head in slices. Stages of 1F1B share them where that is clearly faster, or
+            where nothing fits otherwise; not with tensor parallelism, whose engine has no pipelines.
 
     Raises:
         ValueError: a step takes longer than a number can say.
@@ -162,12 +170,21 @@ def search(
     for strategy in found:
         for schedule in (ONE_F_ONE_B, *late_schedules(strategy, late)):
             plan = plan_of(strategy, workload, cluster, schedule, recomputed)
+            if sliced is not None and strategy.tensor == 1 < strategy.pipeline and schedule == ONE_F_ONE_B:
+                plan = _in_slices_if_faster(plan, sliced, len(sliced.items) - len(workload.items) + 1, cluster)
             if isinstance(plan, Dropped):
                 dropped.append(plan)
             else:
                 plans.append(plan)
     plans.sort(key=lambda plan: (plan.step_s, plan.strategy, plan.schedule))
     return Ranking(tuple(plans), tuple(dropped))
+
+
+def _in_slices_if_faster(plan: Plan | Dropped, sliced: Workload, number: int, cluster: Cluster) -> Plan | Dropped:
+    finer = _plan_of(plan.strategy, sliced, cluster, plan.schedule)
+    if isinstance(finer, Dropped) or (isinstance(plan, Plan) and finer.step_s * (1 + NEAR) > plan.step_s):
+        return plan
+    return replace(finer, head_slices=number)
 
 
 def plan_of(
