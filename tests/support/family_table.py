@@ -9,7 +9,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -44,14 +44,14 @@ README = Path("integration", "paceline", "hf", "README.md")
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 
 
-def measure(config_class: type[PretrainedConfig]) -> Family:
+def measure(config_class: type[PretrainedConfig], boundaries: Sequence[tuple[int, ...]] = ()) -> Family:
     """Compare one family on small configs: :func:`check_split`, and the stream with every dropout turned up."""
     model_type = config_class.model_type
     if model_type in REASONS:
         return _refused(REASONS[model_type])
     try:
         with quiet(), _time_limit(TIME_LIMIT_S), torch.random.fork_rng(devices=[]):
-            return _measure(config_class)
+            return _measure(config_class, boundaries)
     except UnsupportedModelError as error:
         return _refused(str(error).partition("cannot be a pipeline: ")[2].rstrip(".") or str(error))
     except Exception as error:
@@ -59,7 +59,7 @@ def measure(config_class: type[PretrainedConfig]) -> Family:
         return _refused(f"no small copy of it can be built ({type(error).__name__}: {lines[0]})")
 
 
-def _measure(config_class: type[PretrainedConfig]) -> Family:
+def _measure(config_class: type[PretrainedConfig], boundaries: Sequence[tuple[int, ...]]) -> Family:
     configs = tiny_configs(config_class)
     differences, tied, router_loss = [], False, False
     for config in configs:
@@ -73,7 +73,7 @@ def _measure(config_class: type[PretrainedConfig]) -> Family:
             raise ValueError(f"the small copy has {size} parameters, more than {MAX_PARAMETERS}")
         tied |= tied_weight(model, anatomy_of(model)) is not None
         check_stream_identity(_with_dropout(config))
-        differences.append(check_split(config, NUM_LAYERS).worst)
+        differences.append(check_split(config, NUM_LAYERS, boundaries=boundaries).worst)
     difference = max(differences)
     if not difference <= ROUNDING:
         return _refused(f"cut into stages it differs from the whole model by {difference:.1e}")
@@ -163,7 +163,8 @@ def to_markdown(rows: dict[str, Family], transformers: str, torch_version: str) 
         "pipelines with exactly the loss, logits and gradients of the unsplit model (difference 0.0), "
         f"{len(cut) - len(exact)} with a difference in rounding, and {len(rows) - len(cut)} are refused with the "
         f"reason. Measured in float32 on the CPU (torch {torch_version}) on small copies of four layers, cut into "
-        f"1 and 3 and into 1, 2 and 1, by `{COMMAND}`; the tests repeat it with transformers {OLDEST}.",
+        f"1 and 3, into 1, 2 and 1, and behind the embedding and before the head, by `{COMMAND}`; the tests repeat it, "
+        f"one cut a family and all cuts of those used most, and with transformers {OLDEST}.",
         "",
         "| Families | | |",
         "|---|--:|---|",

@@ -57,6 +57,7 @@ def check_split(
     *,
     half_layers: bool = False,
     head_slices: int = 1,
+    boundaries: Sequence[tuple[int, ...]] = (),
     seed: int = 0,
     batch: int = 2,
     length: int = 12,
@@ -69,6 +70,7 @@ def check_split(
 
     Args:
         config: of a model small enough for this process; float32 on the CPU, in training mode.
+        boundaries: cuts to compare instead, each the blocks that its stages after the first begin at.
 
     Raises:
         UnsupportedModelError: the model cannot be cut, or a cut does not run.
@@ -86,26 +88,27 @@ def check_split(
     side["attention_mask"][-1, -length // 4 :] = 0
     labels[-1, -length // 4 :] = -100
 
-    num_blocks, boundaries = num_layers, [(1,), (1, num_layers - 1), (0, num_layers)]
+    num_blocks, usual = num_layers, [(1,), (1, num_layers - 1), (0, num_layers)]
     if half_layers:
-        num_blocks, boundaries = 2 * num_layers, [(3, 6), tuple(range(1, 2 * num_layers))]
+        num_blocks, usual = 2 * num_layers, [(3, 6), tuple(range(1, 2 * num_layers))]
     if head_slices > 1:
         num_blocks = num_layers + head_slices - 1
-        boundaries = [(num_layers + 1,), (1, *range(num_layers, num_blocks + 1))]
+        usual = [(num_layers + 1,), (1, *range(num_layers, num_blocks + 1))]
     finer: dict[str, Any] = {"half_layers": half_layers, "head_slices": head_slices}
     ways = [
         [load_stage(None, config, cut, allow_empty=True, **finer) for cut in cuts(num_blocks, *edges)]
-        for edges in boundaries
+        for edges in boundaries or usual
     ]
     side = {name: tensor for name, tensor in side.items() if all(name in s.accepts for way in ways for s in way)}
     reference = _reference(whole, ids, labels, side)
     results = []
     for stages in ways:
         for stage in stages:
-            state = whole.state_dict()
+            held = stage.model.state_dict()
+            state = {name: tensor for name, tensor in whole.state_dict().items() if name in held}
             for name, rows in _names_in_rows(stage).items():
                 state[name] = state[name][rows.start : rows.stop]
-            stage.model.load_state_dict({k: v for k, v in state.items() if k in stage.model.state_dict()})
+            stage.model.load_state_dict(state)
             stage.train()
         try:
             with applied(*transformers_masking_utils.PATCHES), known(facts_of(side, labels)):  # as the engine runs them
