@@ -22,9 +22,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 from safetensors import safe_open
@@ -61,39 +62,70 @@ class Broken(AssertionError):
     """Something did not survive."""
 
 
-def start(output: Path, num_steps: int, log: Path) -> subprocess.Popen[bytes]:
-    """The job under the `deepspeed` command, two stages."""
-    flags = [part for name, value in JOB.items() for part in (f"--{name}", str(value))]
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
-    command = [*runner, "--module", "paceline.launch.finetune", *flags]
-    command += ["--output_dir", str(output), "--max_steps", str(num_steps)]
-    environment = {**os.environ, **RANK_ENVIRONMENT, MARK: uuid.uuid4().hex}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
-    process.mark = environment[MARK]  # type: ignore[attr-defined]
-    return process
+class Job(Protocol):
+    """The job with two stages, as it runs."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def ask(self) -> None:
+        """Have it stop, by SIGTERM."""
+
+    def processes(self) -> list[psutil.Process]:
+        """All that still are."""
+
+    def ranks(self) -> list[psutil.Process]: ...
 
 
-def processes(mark: str) -> list[psutil.Process]:
-    """Every process of a job, wherever it has gone in the tree."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+Begin = Callable[[list[str], Path], Job]
+"""Begins the job with these arguments, and has it add what it prints to a file."""
 
 
-def ranks_of(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in processes(mark):
-        with contextlib.suppress(psutil.Error):
-            if any(part.startswith("--local_rank=") for part in process.cmdline()):
-                found.append(process)
-    return found
+class Launched:
+    """The job under the `deepspeed` command."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+        command += ["--master_port", str(free_port()), "--module", "paceline.launch.finetune", *arguments]
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, **RANK_ENVIRONMENT, MARK: self.mark}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def wait(self, timeout: float) -> int:
+        return self.process.wait(timeout)
+
+    def ask(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def processes(self) -> list[psutil.Process]:
+        """Wherever they have gone in the tree."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if any(part.startswith("--local_rank=") for part in process.cmdline()):
+                    found.append(process)
+        return found
+
+
+def arguments(output: Path, num_steps: int) -> list[str]:
+    flags = {**JOB, "output_dir": output, "max_steps": num_steps}
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
 def last_step(log: Path, offset: int) -> int:
@@ -102,11 +134,11 @@ def last_step(log: Path, offset: int) -> int:
     return int(found[-1]) if found else 0
 
 
-def wait_until_gone(process: subprocess.Popen[bytes], since: float) -> float:
+def wait_until_gone(job: Job, since: float) -> float:
     """Seconds from ``since`` until the job has no process left."""
     while True:
-        process.poll()
-        left = processes(process.mark)  # type: ignore[attr-defined]
+        job.poll()
+        left = job.processes()
         took = time.monotonic() - since
         if not left:
             return took
@@ -118,17 +150,16 @@ def wait_until_gone(process: subprocess.Popen[bytes], since: float) -> float:
         time.sleep(0.1)
 
 
-def accident(how: str, process: subprocess.Popen[bytes], output: Path, chance: random.Random) -> None:
-    mark = process.mark  # type: ignore[attr-defined]
+def accident(how: str, job: Job, output: Path, chance: random.Random) -> None:
     if how == "kill":
-        victims = ranks_of(mark)
+        victims = job.ranks()
         if victims:
             with contextlib.suppress(psutil.Error):
                 chance.choice(victims).send_signal(signal.SIGKILL)
         else:
-            process.send_signal(signal.SIGTERM)
+            job.ask()
     elif how == "term":
-        process.send_signal(signal.SIGTERM)
+        job.ask()
     else:
         fill(output)
 
@@ -163,14 +194,18 @@ def weights(output: Path) -> dict[str, bytes]:
     return found
 
 
-def run_to_end(output: Path, num_steps: int, log: Path) -> None:
-    process = start(output, num_steps, log)
-    if process.wait(timeout=900) != 0:
+def run_to_end(begin: Begin, output: Path, num_steps: int, log: Path) -> None:
+    if begin(arguments(output, num_steps), log).wait(timeout=PATIENCE_S) != 0:
         raise Broken(f"the run to the end failed:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -> dict[str, object]:
+def survive(
+    accidents: Sequence[str], num_steps: int, seed: int, folder: Path, begin: Begin = Launched
+) -> dict[str, object]:
     """Have ``accidents`` ("kill", "term", "disk") happen one after the other to a job of ``num_steps`` steps.
+
+    Args:
+        begin: called for a run without accidents, for each accident, and for the run from there to the end.
 
     Raises:
         ValueError: too few steps for so many accidents.
@@ -181,7 +216,7 @@ def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -
         raise ValueError(
             f"{num_steps} steps for {len(accidents)} accidents: give {2 * LOGS_EVERY + 1} for each and more."
         )
-    run_to_end(folder / "undisturbed", num_steps, folder / "undisturbed.log")
+    run_to_end(begin, folder / "undisturbed", num_steps, folder / "undisturbed.log")
     disk = folder / "disk"
     disk.mkdir()
     took, codes, steps = [], [], []
@@ -191,30 +226,30 @@ def survive(accidents: Sequence[str], num_steps: int, seed: int, folder: Path) -
         output = disk / "output"
         for how in accidents:
             offset = log.stat().st_size
-            process = start(output, num_steps, log)
+            job = begin(arguments(output, num_steps), log)
             # Mostly while it trains and saves, sometimes while it starts. By steps, not by time: machines differ.
             in_training = how == "disk" or chance.random() < 0.8
             strikes_at = len(took) * apart + chance.randrange(LOGS_EVERY, apart - LOGS_EVERY)
-            begin = time.monotonic()
-            while in_training and process.poll() is None and last_step(log, offset) < strikes_at:
-                if time.monotonic() - begin > PATIENCE_S:
+            begun = time.monotonic()
+            while in_training and job.poll() is None and last_step(log, offset) < strikes_at:
+                if time.monotonic() - begun > PATIENCE_S:
                     raise Broken(
                         f"not at step {strikes_at} in {PATIENCE_S:g} s:\n{log.read_text(errors='replace')[-3000:]}"
                     )
                 time.sleep(0.02)
             time.sleep(chance.uniform(0.0, 0.2 if in_training else 10.0))
-            if process.poll() is not None:
-                if process.returncode != 0:
+            if (code := job.poll()) is not None:
+                if code != 0:
                     raise Broken(f"ended by itself:\n{log.read_text(errors='replace')[-3000:]}")
                 raise Broken(f"{num_steps} steps are too few: done before the accident")
             since = time.monotonic()
-            accident(how, process, output, chance)
-            took.append(wait_until_gone(process, since))
-            codes.append(process.wait(timeout=10))
+            accident(how, job, output, chance)
+            took.append(wait_until_gone(job, since))
+            codes.append(job.wait(timeout=10))
             ballast(output).unlink(missing_ok=True)
             latest = output / "latest"
             steps.append(int(latest.read_text().rpartition("-")[2]) if latest.exists() else 0)
-        run_to_end(output, num_steps, log)
+        run_to_end(begin, output, num_steps, log)
         if weights(output) != weights(folder / "undisturbed"):
             raise Broken("the weights differ from those of the undisturbed run")
     return {
