@@ -90,6 +90,8 @@ def accident(what: str) -> None:
     if what == "spins":
         while True:
             pass
+    if what == "hangs":
+        time.sleep(10_000)
     if what == "exits":
         sys.exit(0)
 
