@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.ranks import OF_A_LAUNCHER, PATIENCE_S, RANK_ENVIRONMENT
+from support.ranks import OF_A_LAUNCHER, PATIENCE_S, RANK_ENVIRONMENT, run_ranks
 
 SCRIPT = """
 import sys
@@ -44,33 +45,31 @@ print("loss", loss)
 """
 
 
+def alone(way: str, folder: str) -> float:
+    """The script in a process that has imported everything."""
+    for name in OF_A_LAUNCHER:
+        del os.environ[name]
+    sys.argv = ["-c", way, folder]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, names)
+    return names["loss"]
+
+
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """One step each by a loop of one's own, by a Trainer with a pipeline, and by one with DeepSpeed alone."""
+def loss() -> float:
+    """Of one step by a loop of one's own."""
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER} | RANK_ENVIRONMENT
-    directory = tmp_path_factory.mktemp("plain")
-    processes = {
-        way: subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, way, str(Path(directory, way))],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for way in ("initialize", "pipeline", "deepspeed")
-    }
-    found = {}
-    for way, process in processes.items():
-        out, errors = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, f"{way}: {errors}"
-        found[way] = float(out.rpartition("loss ")[2].split()[0])
-    return found
+    command = [sys.executable, "-c", SCRIPT, "initialize"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.rpartition("loss ")[2].split()[0])
 
 
-def test_a_loop_of_ones_own(losses: dict[str, float]) -> None:
-    assert 4.0 < losses["initialize"] < 5.0  # ln 97
+def test_a_loop_of_ones_own(loss: float) -> None:
+    assert 4.0 < loss < 5.0  # ln 97
 
 
 @pytest.mark.parametrize("way", ["pipeline", "deepspeed"])
-def test_the_trainer(losses: dict[str, float], way: str) -> None:
-    assert losses[way] == pytest.approx(losses["initialize"], rel=1e-5)
+def test_the_trainer(loss: float, way: str, tmp_path: Path) -> None:
+    """With a pipeline, and with DeepSpeed alone."""
+    assert run_ranks(alone, 1, way, str(tmp_path)) == [pytest.approx(loss, rel=1e-5)]

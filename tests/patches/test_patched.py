@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.ranks import launch, run_ranks
+from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, run_ranks
 
 SHOW = """
 import json, sys
@@ -58,9 +61,11 @@ def test_the_script_sees_what_it_would_see_alone(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
     (tmp_path / "sibling.py").write_text("")
-    [(status, out, _)] = run_ranks(run, 1, ["--local_rank=0", str(script), "--lr", "1", "-m"])
-    shown: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert status == 0
+    command = [sys.executable, "-m", "paceline.launch.patched", "--local_rank=0", str(script), "--lr", "1", "-m"]
+    environment = {**os.environ, **RANK_ENVIRONMENT}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    shown: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # All but the engine classes, the broadcasts of shared GPUs, and what a batch tells the masks of a stage.
     from paceline.patches.registry import all_patches
 
@@ -94,14 +99,13 @@ def test_wrong_usage(argv: list[str], status: int, message: str) -> None:
     assert err.startswith(message)
 
 
-@pytest.mark.launcher
-def test_a_plain_trainer_script_through_the_launcher(tmp_path: Path) -> None:
+def test_a_plain_trainer_script(tmp_path: Path) -> None:
     """AutoEP, no optimizer in the JSON, save_model: stock fails three times over."""
     from transformers import AutoModelForCausalLM
 
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = launch(["--module", "paceline.launch.patched", str(script), str(tmp_path / "model")], 2)
-    assert done.returncode == 0, done.stderr
+    ended = run_ranks(run, 2, [str(script), str(tmp_path / "model")])
+    assert [status for status, _, _ in ended] == [0, 0]
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())

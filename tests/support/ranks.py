@@ -9,10 +9,12 @@ step here and may be out of step under the launcher.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import faulthandler
 import importlib
 import importlib.util
+import json
 import multiprocessing
 import operator
 import os
@@ -215,6 +217,7 @@ def launch(
     timeout: float = PATIENCE_S,
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
+    with_command: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``deepspeed --num_gpus num_ranks *args`` in this Python environment and wait for it.
 
@@ -223,6 +226,7 @@ def launch(
         timeout: seconds until the launcher and all its ranks are killed.
         cwd: the job's working directory; by default this process's.
         env: environment variables beside, or instead of, ``RANK_ENVIRONMENT``.
+        with_command: if not, its launch.py alone: that saves an import of DeepSpeed.
 
     Returns:
         The launcher's exit status and what it and the ranks wrote, whatever the status is.
@@ -231,11 +235,7 @@ def launch(
         RankTimeout: it took too long. The message ends with what the job wrote last, stacks of all threads included.
     """
     __tracebackhide__ = True
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    launcher = shutil.which("deepspeed", path=search)
-    if launcher is None:
-        raise FileNotFoundError(f"no `deepspeed` command beside {sys.executable} or on PATH: install deepspeed")
-    command = [sys.executable, launcher, "--num_gpus", str(num_ranks), "--master_port", str(free_port()), *args]
+    command = [*(deepspeed_command(num_ranks) if with_command else launch_py(num_ranks)), *args]
     environment = _environment(env) | {"PYTHONFAULTHANDLER": "1"}
     if environment["DS_ACCELERATOR"] == "cpu":
         environment.pop("CUDA_VISIBLE_DEVICES", None)  # the launcher sets it, and warns of one that is set
@@ -259,6 +259,21 @@ def launch(
         shown = _tail(stdout, _TAIL_LINES) + "\n" + _tail(stderr, 3 * _TAIL_LINES)
         raise RankTimeout(-1, f"not over after {timeout:g} s: {' '.join(command)}\n{shown}")
     return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+
+def deepspeed_command(num_ranks: int) -> list[str]:
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    launcher = shutil.which("deepspeed", path=search)
+    if launcher is None:
+        raise FileNotFoundError(f"no `deepspeed` command beside {sys.executable} or on PATH: install deepspeed")
+    return [sys.executable, launcher, "--num_gpus", str(num_ranks), "--master_port", str(free_port())]
+
+
+def launch_py(num_ranks: int) -> list[str]:
+    """What the `deepspeed` command starts on a host."""
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(num_ranks))}).encode()).decode()
+    launcher = [sys.executable, "-m", "deepspeed.launcher.launch"]
+    return [*launcher, f"--world_info={world}", f"--master_port={free_port()}"]
 
 
 def hang_of(act: Callable[[float], Any], *shown: str, first_s: float = 10.0) -> str:

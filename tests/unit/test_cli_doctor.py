@@ -1,7 +1,9 @@
-"""``paceline doctor`` alone, as a process of its own: what it looks at comes with the interpreter."""
+"""``paceline doctor`` alone: what it looks at comes with the interpreter."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.cli import main
+from support.ranks import OF_A_LAUNCHER, run_ranks
 
 WELL = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def doctor(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As a process of its own."""
     command = [sys.executable, "-m", "paceline.launch.cli", "doctor", *args]
     return subprocess.run(
         command, env={**os.environ, **WELL, **variables}, capture_output=True, text=True, check=False, timeout=900
@@ -35,6 +39,17 @@ def test_json(tmp_path: Path) -> None:
     assert shown["system"]["torch_version"] == shown["facts"]["versions"]["torch"]
 
 
+def look(args: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """In a process that has imported everything: exit status, and what was printed."""
+    for name in OF_A_LAUNCHER:
+        del os.environ[name]
+    os.environ.update(variables)
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = main(["doctor", *args])
+    return status, out.getvalue(), errors.getvalue()
+
+
 def test_problems_and_what_to_fix(tmp_path: Path) -> None:
     lock = tmp_path / "py311_cpu" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
@@ -42,25 +57,24 @@ def test_problems_and_what_to_fix(tmp_path: Path) -> None:
     os.utime(lock, (1e9, 1e9))
     config = tmp_path / "ds.json"
     config.write_text('{"paceline": {"pipelin": {}}}')
-    done = doctor(
-        "--deepspeed",
-        str(config),
-        TORCH_EXTENSIONS_DIR=str(tmp_path),
-        GLOO_SOCKET_IFNAME="wrong0",
-        RANK="0",
-        HF_TOKEN="hf_secret",
-    )
-    assert done.returncode == 1
-    assert "\nDeepSpeed general environment info:\n" in done.stdout
-    lines = done.stdout.splitlines()
+    variables = {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "GLOO_SOCKET_IFNAME": "wrong0",
+        "RANK": "0",
+        "HF_TOKEN": "hf_secret",
+    }
+    [(status, out, errors)] = run_ranks(look, 1, ["--deepspeed", str(config)], variables)
+    assert status == 1
+    assert "\nDeepSpeed general environment info:\n" in out
+    lines = out.splitlines()
     problems = [line.split()[1] for line in lines if line.startswith("problem ")]
     assert problems == ["build", "deepspeed", "GLOO_SOCKET_IFNAME", "launcher"]
     todo = lines[lines.index("What to fix") + 1 :]
     assert len(todo) == 4
     assert todo[0].startswith(f"1. rm {lock} ")
     assert todo[1].startswith("2. correct ")
-    assert "hf_secret" not in done.stdout
-    assert "Traceback" not in done.stderr
+    assert "hf_secret" not in out
+    assert "Traceback" not in errors
 
 
 def test_a_broken_accelerator_is_one_problem() -> None:
