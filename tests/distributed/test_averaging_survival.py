@@ -31,7 +31,6 @@ KILLED_AT, SAVED_AT, EVERY = 5, 3, 2
 TOGETHER = 3
 """Rounds in which both count after one has come back; before it is killed there are fewer."""
 CASES: dict[str, dict[str, Any]] = {
-    "mean": {"combine_rounds": 2},
     "nesterov": {"outer": "nesterov"},
     "overlapping parts": {"parts": 2, "overlap_steps": 1, "combine_rounds": 2, "decay_tokens": 100 * TOKENS},
     "states": {"optimizer_state": "average"},

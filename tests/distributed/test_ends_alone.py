@@ -116,9 +116,16 @@ def losses_with(what: str, partition: Any) -> list[float]:
     return [float(engine.train_batch(iter(step_batches(step, "full")))) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("what", ["adapters", "natural gradients"])
+WHAT = ("adapters", "natural gradients")
+LOSSES = OneAfterAnother(
+    losses_with,
+    {(what, place): on(2, what, cut) for what in WHAT for place, cut in [("alone", HEAD), ("usual", "uniform")]},
+)
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_a_head_alone_changes_no_loss(what: str) -> None:
     """With adapters the stage of the head has nothing to train."""
-    usual, alone = (run_ranks(losses_with, 2, what, partition) for partition in ("uniform", HEAD))
-    assert alone == usual
+    usual = LOSSES[what, "usual"]
+    assert LOSSES[what, "alone"] == usual
     assert len(set(usual[0])) == STEPS
