@@ -8,6 +8,7 @@ anything in the machine's own network.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
@@ -29,6 +30,7 @@ BURST_BYTES = 128 * 1024
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _TAIL_LINES = 60
+_CLONE_NEWNET = 0x40000000
 
 
 class HostError(RuntimeError):
@@ -115,6 +117,11 @@ class Hosts:
             _kill([process for process in self._started if process.returncode is None])  # other threads wait for them
         self._open.close()
 
+    @property
+    def namespaces(self) -> list[str]:
+        """Of the hosts, for :func:`enter`."""
+        return [host.path for host in self._hosts]
+
     def set_rate(self, host: int, mbit: float | None) -> None:
         """Limit what ``host`` sends to ``mbit`` Mbit/s of bytes on the wire, from now on; None: no limit.
 
@@ -197,6 +204,13 @@ class Hosts:
             return [file.read_text(errors="replace") for file in files]
 
 
+def enter(namespace: str) -> None:
+    """Be on a host from here on: the thread that calls this, and those that it starts."""
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}: {namespace}")
+
+
 def set_own_rate(mbit: float) -> None:
     """As :meth:`Hosts.set_rate`, called on the host itself, by a rank for instance."""
     subprocess.run(_limiting(mbit), check=True)
@@ -224,7 +238,8 @@ class _Namespace:
             self.__exit__()
             raise RuntimeError(message or "no network namespace could be made")
         self.pid = self._holder.pid
-        self.inside = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
+        self.path = f"/proc/{self.pid}/ns/net"
+        self.inside = ["nsenter", f"--net={self.path}", "--"]
         return self
 
     def __exit__(self, *exception: object) -> None:
