@@ -512,6 +512,8 @@ def _rank_main(
     """The whole life of one rank. Does not return: what others do as an interpreter ends may abort in gloo."""
     os.setsid()
     _die_with_parent()
+    # A rank's own processes (workers of a DataLoader) begin as elsewhere, and not from a server that imports all again.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(environment)
     rank = int(environment["RANK"])
