@@ -51,9 +51,8 @@ def test_the_same_run_in_every_shape(kind: str, options: dict[str, Any], switche
     wanted = run(tmp_path / "1", kind, 1, 1, options, switches)
     assert len(wanted) == 6
     assert wanted[3] < wanted[0]
-    for ranks, stages in ((2, 2), (4, 2)):
-        got = run(tmp_path / f"{ranks}x{stages}", kind, ranks, stages, options, switches)
-        assert got[:-1] == pytest.approx(wanted[:-1], rel=1e-5), (ranks, stages)
+    got = run(tmp_path / "4", kind, 4, 2, options, switches)
+    assert got[:-1] == pytest.approx(wanted[:-1], rel=1e-5)
 
 
 def test_an_evaluation_without_held_out_data_is_said(tmp_path: Path) -> None:

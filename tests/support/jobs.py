@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import runpy
+import sys
 from typing import Any
 
 import torch
@@ -216,6 +218,17 @@ def finetune(argv: list[str]) -> tuple[int, str]:
         except SystemExit as exit:
             code = exit.code
     return code, errors.getvalue()
+
+
+def finetune_as_a_process(argv: list[str], *unset: str) -> None:
+    """The main job as ``python -m`` runs it, without some variables: this process ends with the job's status."""
+    from paceline.launch import inputs
+
+    inputs.TOKENIZER_TEXTS = TOKENIZER_TEXTS
+    for name in unset:
+        os.environ.pop(name, None)
+    sys.argv = ["finetune", *argv]
+    runpy.run_module("paceline.launch.finetune", run_name="__main__", alter_sys=True)
 
 
 def wait_for_what_is_sent_ahead() -> None:
