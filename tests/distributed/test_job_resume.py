@@ -17,7 +17,7 @@ from paceline.checkpoint import Checkpoint
 from support.jobs import TINY, finetune, flags
 from support.ranks import run_ranks
 
-STEPS, STOP = 7, 3
+STEPS, STOP = 5, 3
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
@@ -44,34 +44,12 @@ def data_of(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "blocks":
         return {}
     file = folder / f"{kind}.jsonl"
-    if kind == "chat":
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": f"number {i}?"},
-                    {"role": "assistant", "content": "it is " + "x" * (i % 9) + str(i)},
-                ]
-            }
-            for i in range(120)
-        ]
-    else:
-        rows = [{"text": f"row {i} " + "word " * (i % 13)} for i in range(400)]
+    rows = [{"text": f"row {i} " + "word " * (i % 13)} for i in range(400)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # A model from scratch brings no tokenizer with a chat template.
-    template = folder / "template.jinja"
-    template.write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}")
-    settings: dict[str, Any] = {"train_file": file, "max_train_samples": 10_000}
-    if kind == "chat":
-        settings["chat_template_path"] = template
-    if kind.startswith("stream"):
-        del settings["max_train_samples"]
-        settings |= {"streaming": True, "shuffle_buffer_size": 50}
-    if kind in ("packed", "stream packed", "chat packed"):
-        settings["packing"] = True
-    return settings
+    return {"train_file": file, "streaming": True, "shuffle_buffer_size": 50, "packing": True}
 
 
-@pytest.mark.parametrize("kind", ["blocks", "packed", "chat", "stream", "stream packed"])
+@pytest.mark.parametrize("kind", ["blocks", "stream packed"])
 def test_interrupted_in_mid_epoch(kind: str, tmp_path: Path) -> None:
     data = data_of(kind, tmp_path)
     drop = {"max_train_samples"} if kind.startswith("stream") else set()
