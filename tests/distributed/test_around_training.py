@@ -233,8 +233,11 @@ WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 8, "total_num_
 RANGE_TEST = {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2}}
 
 
-@pytest.mark.parametrize("schedule", ["one_direction", "multidirection"])
-@pytest.mark.parametrize("scheduler", [WARMUP, RANGE_TEST], ids=["warm-up", "range test"])
+@pytest.mark.parametrize(
+    ("scheduler", "schedule"),
+    [(WARMUP, "one_direction"), (RANGE_TEST, "multidirection")],
+    ids=["warm-up-one_direction", "range test-multidirection"],
+)
 def test_learning_rates_of_deepspeeds_own_schedulers(schedule: str, scheduler: dict[str, Any]) -> None:
     wanted = run_ranks(rates_of_steps, 1, 1, "1f1b", scheduler)[0]
     assert len(set(wanted)) >= STEPS

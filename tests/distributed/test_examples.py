@@ -7,14 +7,20 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import isfinite
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.launch import cli
 from support.archipelago import lighthouse
-from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, free_port, run_ranks
+from support.jobs import finetune
+from support.ranks import PATIENCE_S, RANK_ENVIRONMENT, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 LOOPS = {
@@ -35,13 +41,16 @@ def run_example(script: str, argv: list[str]) -> Any:
 
 
 def run_loops(cases: dict[str, list[str]]) -> dict[str, list[float]]:
-    """All on one world."""
-    return {name: run_example("own_loop.py", [str(EXAMPLES / f"{name}.json"), *more]) for name, more in cases.items()}
+    """All on one world. What they do every second step they do twice."""
+    return {
+        name: run_example("own_loop.py", [str(EXAMPLES / f"{name}.json"), "--steps", "4", *more])
+        for name, more in cases.items()
+    }
 
 
 def test_own_loop_with_every_json() -> None:
     for found in run_ranks(run_loops, 2, LOOPS):
-        assert {name: len(losses) for name, losses in found.items()} == dict.fromkeys(LOOPS, 6)
+        assert {name: len(losses) for name, losses in found.items()} == dict.fromkeys(LOOPS, 4)
         assert all(isfinite(loss) for losses in found.values() for loss in losses)
 
 
@@ -61,27 +70,85 @@ def test_an_island(tmp_path: Path) -> None:
     with lighthouse() as address:
         config["paceline"]["averaging"]["lighthouse"] = address
         (tmp_path / "islands.json").write_text(json.dumps(config))
-        argv = [str(tmp_path / "islands.json")]
+        argv = [str(tmp_path / "islands.json"), "--steps", "4"]
         losses = run_ranks(run_example, 2, "own_loop.py", argv, env={**RANK_ENVIRONMENT, "PACELINE_ISLAND": "0"})[0]
-    assert len(losses) == 6
+    assert len(losses) == 4
 
 
-@pytest.mark.launcher
-def test_a_plan_and_its_run() -> None:
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "PATH": search, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    environment["MASTER_PORT"] = str(free_port())
-    run = subprocess.run(
-        ["bash", str(EXAMPLES / "plan.sh")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+COMMAND = """#!{python}
+import sys
+from multiprocessing.connection import Client
+with Client({address!r}) as line:
+    line.send(sys.argv)
+    sys.exit(line.recv())
+"""
+
+
+@contextmanager
+def commands(folder: Path, **acts: Callable[[list[str]], Any]) -> Iterator[str]:
+    """A PATH on which commands are calls of this process, whose results are their status, or what they complain of."""
+    with Listener(str(folder / "line")) as listener:
+        for name in acts:
+            (folder / name).write_text(COMMAND.format(python=sys.executable, address=listener.address))
+            (folder / name).chmod(0o755)
+
+        def serve() -> None:
+            while True:
+                with listener.accept() as line:
+                    command, *argv = line.recv()
+                    if command == "end":
+                        return
+                    try:
+                        told = acts[Path(command).name](argv)
+                    except Exception as error:
+                        told = f"{type(error).__name__}: {error}"
+                    line.send(told)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(serve)
+            try:
+                yield os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+            finally:
+                with Client(listener.address) as line:
+                    line.send(["end"])
+
+
+def measured(argv: list[str]) -> int:
+    from paceline.launch.measure import main
+
+    return main(argv)
+
+
+def test_a_plan_and_its_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two commands, without the launcher, which ``test_measured_first`` and the main job's test start."""
+
+    def launched(argv: list[str], function: Callable[[list[str]], Any], module: str) -> list[Any]:
+        assert argv[:3] == ["--num_gpus", "2", "--master_port"]
+        assert argv[4:6] == ["--module", module]
+        return run_ranks(function, 2, argv[6:])
+
+    def measure(command: list[str]) -> str:
+        return str(launched(command[3:], measured, "paceline.launch.measure"))
+
+    def train(argv: list[str]) -> int:
+        ((code, errors), _) = launched(argv, finetune, "paceline.launch.finetune")
+        print(errors)
+        return code
+
+    monkeypatch.setattr("paceline.launch.plan._output", measure)
+    with commands(tmp_path, paceline=cli.main, deepspeed=train) as path:
+        run = subprocess.run(
+            ["bash", str(EXAMPLES / "plan.sh")],
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "3 strategies" in run.stdout
-    assert "step 4/4: loss" in run.stdout + run.stderr
+    told = capfd.readouterr().out
+    assert "3 strategies" in told
+    assert "step 4/4: loss" in told
 
 
 def test_every_example_is_short_and_listed() -> None:

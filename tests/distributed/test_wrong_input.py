@@ -17,8 +17,17 @@ import torch
 from datasets import Dataset
 
 from paceline.planning.candidates import Candidate
-from support.jobs import MICRO_BATCHES, STEPS, TINY, ds_config, finetune, flags, model_config, step_batches
-from support.ranks import RankError, RankTimeout, launch, run_ranks
+from support.jobs import (
+    MICRO_BATCHES,
+    TINY,
+    ds_config,
+    finetune,
+    finetune_as_a_process,
+    flags,
+    model_config,
+    step_batches,
+)
+from support.ranks import RankError, RankTimeout, run_ranks
 
 
 def write(path: Path, content: Any) -> Path:
@@ -102,6 +111,7 @@ def test_one_clear_line(case: str, tmp_path: Path) -> None:
     lines = [line for line in lines if line.startswith("paceline")]
     assert len(lines) == 1, ranks[0][1]
     assert re.search(message, lines[0]), lines[0]
+    assert not re.search(message, ranks[1][1]), "told twice"
 
 
 def test_error_on_one_rank_stops_all(tmp_path: Path) -> None:
@@ -126,21 +136,20 @@ def test_torn_checkpoint_stops_all(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-8])
     values = {k: v for k, v in TINY.items() if k not in ("model_type", "config_overrides")}
     text = write(tmp_path / "text.txt", "to be or not to be\n" * 4000)
-    argv = flags(**values, model_name_or_path=start, train_file=text, output_dir=tmp_path / "m")
+    values |= {"gradient_accumulation_steps": 8, "model_name_or_path": start, "train_file": text}
+    argv = flags(**values, output_dir=tmp_path / "m")
     ranks = run_ranks(finetune, 2, argv)
     assert [code for code, _ in ranks] == [1, 1]
     told = f"{start}: the weights cannot be loaded: {shard.name} is incomplete or damaged (SafetensorError"
     assert told in ranks[0][1]
 
 
-@pytest.mark.launcher
-def test_through_the_launcher(tmp_path: Path) -> None:
-    """The launcher's own exit code, and that nobody is left hanging."""
+def test_processes_end_with_the_status(tmp_path: Path) -> None:
+    """By which a launcher knows it, and nobody is left hanging."""
     ds_config = write(tmp_path / "ds.json", section(stages=3))
-    argv = ["--module", "paceline.launch.finetune", *flags(**TINY, deepspeed=ds_config, output_dir=tmp_path / "m")]
-    done = launch(argv, num_ranks=2)
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("stages must divide the ranks") == 1
+    argv = flags(**TINY, deepspeed=ds_config, output_dir=tmp_path / "m")
+    with pytest.raises(RankError, match=r"died with exit status 2"):
+        run_ranks(finetune_as_a_process, 2, argv)
 
 
 def train_until_data_ends(stages: int, batches: int) -> list[str]:
@@ -239,6 +248,9 @@ def refused_batch_size(schedule: Any) -> tuple[str, Any]:
     engine.train_batch(iter(step_batches(0)))
     return str(error.value), (engine.train_batch_size(), engine.micro_batches, engine.replica_micro_batches)
 
+
+STEPS = 3
+"""Before another batch size is set, and as many after it."""
 
 SIZES = {"type": "adaptive", "micro_batch_sizes": [1, 2, 4]}
 
