@@ -338,39 +338,33 @@ def of_optimizer(kind: str, **params: Any) -> dict[str, Any]:
 
 UNTIED = {"tie_word_embeddings": False}
 BF16 = {"bf16": {"enabled": True}}
+WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}
+OWN: dict[str, Any] = {"frozen": True, "groups": True, "without": ["optimizer"]}
 MODELS: dict[int, list[Case]] = {
     2: [
-        case("Adam", seed=1),
-        case("bf16", seed=2, more=BF16, changes=UNTIED),
-        case("momentum", seed=3, more={**of_optimizer("SGD", momentum=0.9), **BF16}),
-        case("Adagrad", seed=4, more=of_optimizer("Adagrad")),
-        case("Adafactor", seed=5, more=of_optimizer("Adafactor")),
-        case("recomputing", seed=6, interval=1),
-        case("gpt2", seed=7, family="gpt2"),
-        case("mixtral", seed=8, family="mixtral"),
-        case("groups", seed=9, frozen=True, groups=True, without=["optimizer"]),
-        case("ahead", seed=23, frozen=True, ahead=True, without=["optimizer"], groups=True),
-        case("warm-up", seed=10, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}),
-        case("numbers", seed=22, numbers=True, without=["optimizer"]),
-        case("schedules", seed=11, schedules={0: "kfkb k=2", 2: "eager slack=1", 3: "gpipe", 4: "1f1b"}),
+        case("momentum, bf16, warm-up", seed=3, more={**of_optimizer("SGD", momentum=0.9), **BF16, **WARM_UP}),
+        case("Adagrad, gpt2, recomputing", seed=4, family="gpt2", interval=1, more=of_optimizer("Adagrad")),
+        case(
+            "Adafactor, schedules",
+            seed=11,
+            more=of_optimizer("Adafactor"),
+            schedules={0: "kfkb k=2", 2: "eager slack=1", 3: "gpipe", 4: "1f1b"},
+        ),
+        case("groups, frozen, ahead", seed=23, ahead=True, **OWN),
+        case("numbers", seed=22, numbers=True, without=["optimizer"], changes=UNTIED),
     ],
     3: [
-        case("ZeRO 1", 3, seed=12, zero=1),
-        case("paired", 3, seed=13, order="paired", interval=1, schedules={1: "kfkb k=2", 3: "gpipe"}),
+        case("ZeRO 1, paired", 3, seed=13, zero=1, order="paired", interval=1, schedules={1: "kfkb k=2", 3: "gpipe"}),
     ],
     4: [
-        case("four stages", 4, seed=14, changes=UNTIED),
-        case("ZeRO 0, two replicas", seed=15),
-        case("ZeRO 1, two replicas", seed=16, zero=1),
-        case("ZeRO 1, two replicas, bf16", seed=17, zero=1, more=BF16, changes=UNTIED),
-        case("ZeRO 0, two replicas, bf16", seed=18, more=BF16),
         case("ZeRO 1, Adafactor", seed=19, zero=1, more=of_optimizer("Adafactor")),
-        case("ZeRO 1, ahead", seed=24, zero=1, frozen=True, ahead=True, more=BF16),
+        case("ZeRO 1, groups, frozen, ahead", seed=24, zero=1, ahead=True, more=BF16, **OWN),
         case("ZeRO 1, trained, ahead", seed=25, zero=1, ahead=True, changes=UNTIED),
         case("ZeRO 0, mixtral, ahead", seed=26, family="mixtral", ahead=True, more=BF16),
-        case("ZeRO 1, groups, frozen", seed=20, zero=1, frozen=True, groups=True, without=["optimizer"]),
     ],
 }
+"""Whatever changes how a layer moves is in one of them; several things that have to do with nothing of each other's
+are in the same."""
 
 
 @pytest.mark.parametrize("world_size", MODELS)
@@ -381,7 +375,6 @@ def test_a_language_model_trains_as_without(world_size: int) -> None:
 
 HALVES: dict[int, list[Case]] = {
     2: [
-        case("halves", seed=41, items=2 * LAYERS + 2, halves=True),
         case("halves, mixtral", seed=42, items=2 * LAYERS + 2, halves=True, family="mixtral", ahead=True, more=BF16),
         case("halves, recomputing", seed=43, items=2 * LAYERS + 2, halves=True, interval=1),
     ],
@@ -400,7 +393,7 @@ def test_halves_of_layers_train_as_without(world_size: int) -> None:
 
 def test_with_clipping_it_trains_as_without_to_rounding() -> None:
     """The norm is summed in another order."""
-    cases = [case(f"ZeRO {zero}", seed=21, zero=zero, clipping=0.5) for zero in (0, 1)]
+    cases = [case("ZeRO 1", seed=21, zero=1, clipping=0.5)]
     for found in run_ranks(compare, 4, False, cases, relative=1e-6):
         assert not any(found.values()), found
 
@@ -464,9 +457,8 @@ def freezes_and_moves(zero: int) -> list[str]:
     return odd
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_layers_that_are_frozen_for_some_steps_move_as_they_are(zero: int) -> None:
-    for odd in run_ranks(freezes_and_moves, 2 + 2 * zero, zero):
+def test_layers_that_are_frozen_for_some_steps_move_as_they_are() -> None:
+    for odd in run_ranks(freezes_and_moves, 4, 1):
         assert not odd, odd
 
 
@@ -592,7 +584,7 @@ def count(engine: Any) -> dict[str, int]:
 
 
 def go_back_and_forth(plain: bool, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """What there is after ten migrations, and after fifty; parameters that outlive the layers that have left."""
+    """What there is after six migrations, and after thirty; parameters that outlive the layers that have left."""
     import deepspeed
 
     deepspeed.init_distributed()
@@ -606,10 +598,10 @@ def go_back_and_forth(plain: bool, zero: int) -> tuple[dict[str, int], dict[str,
         engine.repartition([0, items // 2, items])
         engine.train_batch(engineer.batches(engine, 1))
 
-    for _ in range(5):
+    for _ in range(3):
         back_and_forth()
     before = count(engine)
-    for _ in range(20):
+    for _ in range(12):
         back_and_forth()
     after = count(engine)
     gc.disable()  # what only the collector finds would take memory until it comes
@@ -629,9 +621,9 @@ def go_back_and_forth(plain: bool, zero: int) -> tuple[dict[str, int], dict[str,
 
 @pytest.mark.parametrize(("plain", "zero"), [(False, 1), (True, 0)])
 def test_nothing_grows_with_the_number_of_migrations(plain: bool, zero: int) -> None:
-    for before, after, left in run_ranks(go_back_and_forth, 4, plain, zero):
+    for before, after, left in run_ranks(go_back_and_forth, 2 + 2 * zero, plain, zero):
         # A thread of gloo may not have let go yet of what it sent last, and one that was told to end may not have yet.
-        # What each of forty moves left would be more.
+        # What each of 24 moves left would be more.
         slack = {"tensors": 20, "bytes": 20 * 1024, "threads": 20}
         assert all(after[name] <= before[name] + slack.get(name, 0) for name in before), (before, after)
         assert left == 0
@@ -654,23 +646,26 @@ def saving(root: str, moves: Moves) -> dict[Any, Tensor]:
         for parts in moves.get(step, ()):
             engine.repartition(parts)
         engine.train_batch(engineer.batches(engine, step))
-    engine.save_checkpoint(root, tag="end")
+    engine.finish_checkpoint()
     return whole_state(engine)
 
 
 def resuming(root: str, wanted: Mapping[Any, Tensor]) -> dict[str, list[str]]:
+    """Into other boundaries, and into those that the run began with, to be moved again."""
     found = {}
-    for tag, first in SAVED.items():
-        for partition, moves in (("uniform", {}), ([0, 3, ITEMS], {}), ("uniform", CHECKPOINTED)):
-            engineer = Engineer(2, 1, more=BF16, partition=partition)
-            engine = engineer.engine()
-            engine.load_checkpoint(root, tag=tag)
-            for step in range(first, STEPS):
-                for parts in moves.get(step, ()):
-                    engine.repartition(parts)
-                engine.train_batch(engineer.batches(engine, step))
-            found[f"{tag}, {partition}, {list(moves)}"] = differences(wanted, whole_state(engine))
-            engine.destroy()
+    for tag, partition, moves in (
+        ("after", [0, 3, ITEMS], {}),
+        ("before", "uniform", CHECKPOINTED),
+    ):
+        engineer = Engineer(2, 1, more=BF16, partition=partition)
+        engine = engineer.engine()
+        engine.load_checkpoint(root, tag=tag)
+        for step in range(SAVED[tag], STEPS):
+            for parts in moves.get(step, ()):
+                engine.repartition(parts)
+            engine.train_batch(engineer.batches(engine, step))
+        found[f"{tag}, {partition}, {list(moves)}"] = differences(wanted, whole_state(engine))
+        engine.destroy()
     return found
 
 
@@ -682,7 +677,7 @@ def test_checkpoints_and_exports_are_those_without_migrations(tmp_path: Path) ->
         run_ranks(saving, 4, str(tmp_path / name), moves)[0] for name, moves in (("stay", {}), ("move", CHECKPOINTED))
     )
     assert differences(wanted, found) == []
-    for tag in (*SAVED, "end"):
+    for tag in SAVED:
         one, other = (Checkpoint.open(tmp_path / name / tag) for name in ("stay", "move"))
         contents = [
             {(name, kind): saved.read(name, kind) for name in saved.names for kind in saved.kinds(name)}
@@ -693,7 +688,7 @@ def test_checkpoints_and_exports_are_those_without_migrations(tmp_path: Path) ->
         assert not any(odd.values()), odd
     exported = []
     for name in ("stay", "move"):
-        assert cli.main(["export", str(tmp_path / name / "end"), str(tmp_path / name / "model")]) == 0
+        assert cli.main(["export", str(tmp_path / name / "after"), str(tmp_path / name / "model")]) == 0
         exported.append({p.name: p.read_bytes() for p in sorted((tmp_path / name / "model").iterdir())})
     assert exported[0] == exported[1]
     assert "model.safetensors" in exported[0]
