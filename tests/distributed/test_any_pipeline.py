@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import product
 from typing import Any
 
 import pytest
@@ -82,10 +81,14 @@ def both(stages: int, zero: int, interval: int) -> Any:
     return results
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+CASES = {(1, 1): [(0, 1)], (2, 1): [(1, 0)], (3, 1): [(0, 1)], (2, 2): [(0, 0), (1, 1)]}
+"""Of each number of stages and replicas: ZeRO stages, and checkpointed or not."""
+
+
+@pytest.mark.parametrize(("stages", "replicas"), CASES)
 def test_any_pipeline_module(stages: int, replicas: int) -> None:
     """Tied layers, and DeepSpeed's own (reentrant) activation checkpointing, which finishes gradients several times."""
-    for zero, interval in product((0, 1), (0, 1)):
+    for zero, interval in CASES[stages, replicas]:
         for (stock, *wanted), (ours, *found) in run_ranks(both, stages * replicas, stages, zero, interval):
             assert (stock, ours) == ("PipelineEngine", "PacelineEngine")
             assert found[0] == pytest.approx(wanted[0], rel=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from paceline.checkpoint import Checkpoint
 from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import run_ranks
 
-BEFORE, AFTER = 3, 5
-INTO = {(1, 1): (2, 2), (2, 1): (4, 1), (4, 1): (1, 1), (1, 2): (4, 2), (2, 2): (1, 2), (4, 2): (2, 1)}
+BEFORE, AFTER = 3, 4
+INTO = {(2, 1): (4, 1), (1, 2): (3, 1), (3, 1): (2, 2), (2, 2): (1, 1)}
 """Shape (stages, replicas) that is saved, and the one that it is loaded into."""
-VARIANTS = [(zero, dtype) for zero, dtype in product((0, 1), ("fp32", "bf16"))]
+VARIANTS = [(0, "fp32"), (1, "bf16")], [(1, "fp32"), (0, "bf16")]
+"""What is saved of the shapes in turn; it is loaded with the other ZeRO stage."""
 
 
 def make(stages: int, zero: int, dtype: str, partition: Any = "uniform", **changes: Any) -> Any:
@@ -42,10 +42,10 @@ def steps(engine: Any, first: int, count: int) -> list[float]:
     ]
 
 
-def save(root: str, stages: int) -> dict[str, list[float]]:
+def save(root: str, stages: int, variants: list[tuple[int, str]]) -> dict[str, list[float]]:
     """Train, save, and go on without a break: the reference."""
     losses = {}
-    for zero, dtype in VARIANTS:
+    for zero, dtype in variants:
         engine = make(stages, zero, dtype)
         steps(engine, 0, BEFORE)
         engine.save_checkpoint(f"{root}/{zero}{dtype}", tag="saved", client_state={"seen": BEFORE})
@@ -54,10 +54,10 @@ def save(root: str, stages: int) -> dict[str, list[float]]:
     return losses
 
 
-def load(root: str, stages: int) -> dict[str, list[float]]:
+def load(root: str, stages: int, variants: list[tuple[int, str]]) -> dict[str, list[float]]:
     """Load into this shape and the other ZeRO stage; what was loaded is saved again as it is."""
     losses = {}
-    for zero, dtype in VARIANTS:
+    for zero, dtype in variants:
         engine = make(stages, 1 - zero, dtype, partition="parameters")
         path, state = engine.load_checkpoint(f"{root}/{zero}{dtype}")
         assert path is not None
@@ -86,10 +86,11 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("shape", list(INTO), ids=lambda shape: "x".join(map(str, shape)))
 def test_every_shape_into_another(shape: tuple[int, int], tmp_path: Path) -> None:
     stages, replicas = shape
-    wanted = run_ranks(save, stages * replicas, str(tmp_path), stages)[0]
+    variants = VARIANTS[list(INTO).index(shape) % 2]
+    wanted = run_ranks(save, stages * replicas, str(tmp_path), stages, variants)[0]
     into_stages, into_replicas = INTO[shape]
-    found = run_ranks(load, into_stages * into_replicas, str(tmp_path), into_stages)
-    for zero, dtype in VARIANTS:
+    found = run_ranks(load, into_stages * into_replicas, str(tmp_path), into_stages, variants)
+    for zero, dtype in variants:
         key = f"{zero}{dtype}"
         assert_same_tensors(tmp_path / key / "saved", tmp_path / key / "again")
         for rank in found:
@@ -115,7 +116,7 @@ def test_tied_weights_and_uneven_stages(tmp_path: Path) -> None:
     wanted = run_ranks(tied, 4, str(tmp_path), 2, [0, 2, 6], False)[0]
     stored = Checkpoint.open(tmp_path / f"global_step{BEFORE}")
     assert "lm_head.weight" not in stored.names
-    for world_size, stages, partition in ((3, 3, [0, 1, 5, 6]), (1, 1, [0, 6]), (4, 2, [0, 4, 6])):
+    for world_size, stages, partition in ((3, 3, [0, 1, 5, 6]), (1, 1, [0, 6])):
         found = run_ranks(tied, world_size, str(tmp_path), stages, partition, True)
         assert found[0] == pytest.approx(wanted, rel=1e-5)
 
