@@ -16,7 +16,7 @@ from support.expert_models import NATIVE
 from support.ranks import RankError, run_ranks
 from support.work_time import WORK_TIME
 
-STEPS = 12
+STEPS, MOVING_STEPS = 12, 8
 BY_HAND = {"paceline": {"moe": {"rebalance_every": 0}}}
 
 
@@ -60,14 +60,14 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
 
     rebalancer.LEAST_BYTES = 0
     start()
-    micro_steps = range(STEPS * accumulation)
+    micro_steps = range(MOVING_STEPS * accumulation)
     engine = built(family, zero, ep, accumulation, layer)
     stock = models.train(engine, micro_steps)
     wanted = dict(engine.module.state_dict())
 
     engine = built(family, zero, ep, accumulation, layer, paceline={"moe": {"rebalance_every": 4}})
     ours, placements, moves, prepared = [], set(), [], []
-    for step in range(STEPS):
+    for step in range(MOVING_STEPS):
         if step % 4 == 2:
             prepared.append(models.scatter_experts(engine, step + 1, "prepare_experts"))
         if step % 2:
@@ -97,12 +97,9 @@ def moving_job(family: str, zero: int, ep: int, accumulation: int, layer: dict[s
         ("mixtral", 1, 2, 2, 1, {"bf16": True}),
         ("mixtral", 2, 2, 2, 2, {}),
         ("qwen3_moe", 1, 2, 2, 1, {"checkpointing": True}),
-        ("deepseek_v2", 1, 2, 2, 1, {}),
-        ("deepseek_v3", 0, 2, 4, 1, {}),
-        ("qwen3_moe", 1, 4, 4, 1, {}),
+        ("deepseek_v3", 0, 4, 4, 1, {}),
         (NATIVE, 0, 2, 2, 1, {"k": 1, "noisy_gate_policy": "RSample", "use_residual": True}),
-        (NATIVE, 1, 2, 4, 1, {"k": 3}),
-        (NATIVE, 1, 4, 4, 1, {"drop_tokens": False}),
+        (NATIVE, 1, 2, 4, 1, {"k": 3, "drop_tokens": False}),
     ],
 )
 def test_moves_change_nothing(
@@ -115,10 +112,10 @@ def test_moves_change_nothing(
         assert rank["ours"] == rank["stock"]
         assert rank["other weights"] == []
         assert rank["placements"] >= 4
-        assert rank["prepared"] == [True] * 3
+        assert rank["prepared"] == [True] * 2
         assert rank["paused for all"] == []
-        assert rank["steps"] == STEPS
-        assert len(set(rank["stock"])) == STEPS * accumulation
+        assert rank["steps"] == MOVING_STEPS
+        assert len(set(rank["stock"])) == MOVING_STEPS * accumulation
 
 
 ROW_S, TIMES = 4e-4, 4

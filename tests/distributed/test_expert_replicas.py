@@ -80,7 +80,6 @@ def copies_job(family: str, zero: int, ep: int, accumulation: int, splitting: st
     ("family", "zero", "ep", "ranks", "accumulation", "splitting"),
     [
         ("mixtral", 0, 2, 2, 2, "even"),
-        ("qwen3_moe", 1, 2, 2, 2, "fresh"),
         ("mixtral", 2, 2, 2, 2, "even"),
         ("qwen3_moe", 1, 2, 4, 1, "planned"),
         ("mixtral", 0, 4, 4, 1, "fresh"),
