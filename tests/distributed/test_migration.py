@@ -289,6 +289,8 @@ def train(engineer: Engineer, moves: Moves, steps: int = STEPS, schedules: Mappi
         if is_ahead and (coming := moves.get(step + 1)):
             engine.prepare_repartition(coming[0] if step != 3 else coming[-1])  # once for another move than comes
         if is_ahead and step == 1:
+            while not engine.repartition_is_prepared():  # what is sent is what was there before
+                pass
             with torch.no_grad():
                 for parameter in engine.module.parameters():
                     parameter.mul_(1.0 if parameter.requires_grad else 1.5)
