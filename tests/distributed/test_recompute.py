@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
@@ -61,7 +62,18 @@ def trained(
         mlp_runs.append(mlp_counts)
     weights = {name: p.detach().clone() for stage in engine.module.stages for name, p in stage.model.named_parameters()}
     parts = list(engine.module.parts)
+    engine.destroy()
     return {"losses": losses, "weights": weights, "parts": parts, "runs": runs, "mlp_runs": mlp_runs}
+
+
+def all_trained(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """On every rank: :func:`trained` of one case after another. Whether a model's layers can be cut is found once."""
+    return [trained(**case) for case in cases]
+
+
+def each(*cases: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Of each case, what both ranks have."""
+    return list(map(list, zip(*run_ranks(all_trained, 2, cases), strict=True)))
 
 
 def count(counts: dict[int, int], layer: int, *_: Any) -> None:
@@ -88,18 +100,19 @@ def assert_same(ranks: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_so_many_layers_of_each_stage_are_recomputed(family: str) -> None:
     """From its first; no bit of a loss or of a weight changes."""
-    plain = run_ranks(trained, 2, family=family)
+    wanted: list[tuple[Any, list[int]]] = [([2, 1], [0, 1, 3])]
+    if family == "llama":
+        wanted += [(1, [0, 3]), (99, [*range(LAYERS)]), ([0, 3], [3, 4, 5])]
+    plain, *runs = each({"family": family}, *({"pipeline": {"recompute": n}, "family": family} for n, _ in wanted))
     assert recomputed(plain) == []
-    for asked, wanted in (([2, 1], [0, 1, 3]), (1, [0, 3]), (99, [*range(LAYERS)]), ([0, 3], [3, 4, 5])):
-        found = run_ranks(trained, 2, {"recompute": asked}, family=family)
-        assert recomputed(found) == wanted, asked
+    for (asked, layers), found in zip(wanted, runs, strict=True):
+        assert recomputed(found) == layers, asked
         assert_same(found, plain)
 
 
 def test_layers_that_move_stay_recomputed() -> None:
     moves = {1: [0, 2, ITEMS], 2: [0, 6, ITEMS], 3: [0, 4, ITEMS]}
-    plain = run_ranks(trained, 2, moves=moves)
-    found = run_ranks(trained, 2, {"recompute": [2, 1]}, moves=moves)
+    plain, found = each({"moves": moves}, {"pipeline": {"recompute": [2, 1]}, "moves": moves})
     assert [recomputed(found, step) for step in range(STEPS)] == [[0, 1, 3]] * STEPS
     assert_same(found, plain)
 
@@ -114,31 +127,29 @@ def recomputed_parts(ranks: list[dict[str, Any]], step: int = 0) -> tuple[list[i
 
 
 def test_a_stage_recomputes_what_it_has_of_a_layer() -> None:
-    plain = run_ranks(trained, 2, HALVES)
-    assert recomputed_parts(plain) == ([], [])
-    whole = run_ranks(trained, 2)
-    assert plain[0]["losses"] == whole[0]["losses"]
-    for asked, wanted in (
+    wanted: list[tuple[Any, tuple[list[int], list[int]]]] = [
         ([2, 1], ([0, 1], [0, 1])),
-        ([1, 1], ([0], [0, 1])),
         ([2, 0], ([0, 1], [0])),
         (1, ([0], [0, 1])),
-    ):
-        found = run_ranks(trained, 2, HALVES | {"recompute": asked})
-        assert recomputed_parts(found) == wanted, asked
+    ]
+    runs = ({"pipeline": HALVES | {"recompute": asked}} for asked, _ in wanted)
+    whole, plain, *recomputing = each({}, {"pipeline": HALVES}, *runs)
+    assert recomputed_parts(plain) == ([], [])
+    assert plain[0]["losses"] == whole[0]["losses"]
+    for (asked, parts), found in zip(wanted, recomputing, strict=True):
+        assert recomputed_parts(found) == parts, asked
         assert_same(found, plain)
 
 
 def test_halves_that_meet_are_recomputed_if_both_were() -> None:
     moves = {1: [0, 3, HALF_ITEMS], 2: [0, 5, HALF_ITEMS], 3: [0, 4, HALF_ITEMS]}
-    plain = run_ranks(trained, 2, HALVES, moves=moves)
-    found = run_ranks(trained, 2, HALVES | {"recompute": [2, 1]}, moves=moves)
-    assert [recomputed_parts(found, step) for step in range(STEPS)] == [([0, 1], [0, 1])] * STEPS
-    assert_same(found, plain)
-    found = run_ranks(trained, 2, HALVES | {"recompute": [2, 0]}, moves=moves)
+    asked = ({"recompute": [2, 1]}, {"recompute": [2, 0]})
+    plain, *runs = each(*({"pipeline": HALVES | some, "moves": moves} for some in ({}, *asked)))
     apart, together = ([0, 1], [0]), ([0], [0])
-    assert [recomputed_parts(found, step) for step in range(STEPS)] == [apart, together, together, apart]
-    assert_same(found, plain)
+    steps = [([0, 1], [0, 1])] * STEPS, [apart, together, together, apart]
+    for found, wanted in zip(runs, steps, strict=True):
+        assert [recomputed_parts(found, step) for step in range(STEPS)] == wanted
+        assert_same(found, plain)
 
 
 def test_a_model_keeps_the_layers_that_its_owner_chose() -> None:
@@ -164,40 +175,65 @@ def test_as_few_layers_are_recomputed_as_it_takes() -> None:
     """1F1B keeps two micro-batches on the first stage, which has too little room for all that its three layers keep."""
     parts = [0, 4, ITEMS]
     limit = (memory_of(parts, [])[0] + memory_of(parts, [0])[0]) / 2
-    plain = run_ranks(trained, 2, {"partition": parts})
-    partition = {"method": parts, "memory_gib": limit / 2**30}
-    found = run_ranks(trained, 2, {"partition": partition, "recompute": "fit"})
+
+    def within(memory_bytes: float) -> dict[str, Any]:
+        partition = {"method": parts, "memory_gib": memory_bytes / 2**30}
+        return {"pipeline": {"partition": partition, "recompute": "fit"}}
+
+    plain, found, roomy = each({"pipeline": {"partition": parts}}, within(limit), within(2.0**30))
     assert found[0]["parts"] == parts
     assert recomputed(found) == [0]
     assert max(memory_of(parts, [0])) <= limit
     assert_same(found, plain)
-    roomy = run_ranks(trained, 2, {"partition": {"method": parts, "memory_gib": 1.0}, "recompute": "fit"})
     assert recomputed(roomy) == []
 
 
 def test_as_few_halves_are_recomputed_as_it_takes() -> None:
     parts = [0, 8, HALF_ITEMS]  # three layers and an attention
     limit = (memory_of(parts, [], half_layers=True)[0] + memory_of(parts, [0, 1], half_layers=True)[0]) / 2
-    plain = run_ranks(trained, 2, {"half_layers": True, "partition": parts})
     partition = {"method": parts, "memory_gib": limit / 2**30}
-    found = run_ranks(trained, 2, {"half_layers": True, "partition": partition, "recompute": "fit"})
+    plain, found = each(
+        {"pipeline": {"half_layers": True, "partition": parts}},
+        {"pipeline": {"half_layers": True, "partition": partition, "recompute": "fit"}},
+    )
     assert recomputed_parts(found) == ([0], [0]), "a whole layer"
     assert max(memory_of(parts, [0, 1], half_layers=True)) <= limit
     assert_same(found, plain)
 
 
-@pytest.mark.parametrize("method", ["work", "hetero"])
-def test_boundaries_within_layers_and_recomputed_layers_are_found_together(method: str) -> None:
+def test_boundaries_within_layers_and_recomputed_layers_are_found_together() -> None:
     parts = [0, 7, HALF_ITEMS]
     least = memory_of(parts, [*range(2 * LAYERS)], half_layers=True)[0]
     limit = 0.6 * memory_of(parts, [], half_layers=True)[0] + 0.4 * least
-    partition = {"method": method, "memory_gib": limit / 2**30, "repartition_every": 0}
-    found = run_ranks(trained, 2, {"half_layers": True, "partition": partition, "recompute": "fit"})
-    attention, mlp = recomputed_parts(found)
-    assert attention
-    again = sorted([2 * layer for layer in attention] + [2 * layer + 1 for layer in mlp])
-    assert max(memory_of(found[0]["parts"], again, half_layers=True)) <= limit
-    assert_same(found, run_ranks(trained, 2, {"half_layers": True, "partition": found[0]["parts"]}))
+    pipelines = [
+        {
+            "half_layers": True,
+            "partition": {"method": method, "memory_gib": limit / 2**30, "repartition_every": 0},
+            "recompute": "fit",
+        }
+        for method in ("work", "hetero")
+    ]
+    for found, plain in each_and_plain(pipelines):
+        attention, mlp = recomputed_parts(found)
+        assert attention
+        again = sorted([2 * layer for layer in attention] + [2 * layer + 1 for layer in mlp])
+        assert max(memory_of(found[0]["parts"], again, half_layers=True)) <= limit
+        assert_same(found, plain)
+
+
+def with_plain(pipelines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """On every rank: of each pipeline, its run, and one within the same boundaries that recomputes nothing."""
+    found = []
+    for pipeline in pipelines:
+        ours = trained(dict(pipeline))
+        found += [ours, trained({"half_layers": pipeline.get("half_layers", False), "partition": ours["parts"]})]
+    return found
+
+
+def each_and_plain(pipelines: Sequence[Mapping[str, Any]]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Of each pipeline, what both ranks have of :func:`with_plain`."""
+    runs = list(map(list, zip(*run_ranks(with_plain, 2, pipelines), strict=True)))
+    return list(zip(runs[::2], runs[1::2], strict=True))
 
 
 @pytest.mark.parametrize("method", ["work", "hetero"])
@@ -206,13 +242,12 @@ def test_boundaries_and_recomputed_layers_are_found_together(method: str) -> Non
     limit = (memory_of(parts, [0, 1])[0] + memory_of(parts, [0, 1])[1]) / 2
     assert memory_of(parts, [0, 1])[0] < limit < memory_of(parts, [])[1], "both stages are short of it"
     partition = {"method": method, "memory_gib": limit / 2**30, "repartition_every": 0}
-    found = run_ranks(trained, 2, {"partition": partition, "recompute": "fit"})
+    ((found, plain),) = each_and_plain([{"partition": partition, "recompute": "fit"}])
     again = recomputed(found)
     assert again
     assert max(memory_of(found[0]["parts"], again)) <= limit
     first, last = (range(max(a - 1, 0), min(b - 1, LAYERS)) for a, b in pairwise(found[0]["parts"]))
     assert again == [*first[: sum(i in first for i in again)], *last[: sum(i in last for i in again)]]
-    plain = run_ranks(trained, 2, {"partition": found[0]["parts"]})
     assert_same(found, plain)
 
 
@@ -249,8 +284,11 @@ SPLIT = {"type": "zbv"}, [0, 3, 4, 6, ITEMS]
 BOTH_WAYS = {"type": "multidirection", "directions": 2}, [0, 4, ITEMS]
 
 
-@pytest.mark.parametrize("method", ["written", "work", "hetero"])
-@pytest.mark.parametrize(("schedule", "parts"), [ROUND, SPLIT, BOTH_WAYS], ids=["round", "split", "both ways"])
+@pytest.mark.parametrize(
+    ("schedule", "parts", "method"),
+    [(*ROUND, "hetero"), (*SPLIT, "work"), (*BOTH_WAYS, "written"), (*SPLIT, "written")],
+    ids=["round-hetero", "split-work", "both ways-written", "split-written"],
+)
 def test_stages_of_a_device_share_its_memory(schedule: dict[str, Any], parts: list[int], method: str) -> None:
     """Each has room for some less than the stages of any boundaries keep."""
     inner = combinations(range(2, ITEMS - 1), len(parts) - 2)
@@ -336,8 +374,9 @@ def test_a_pipeline_that_is_built_recomputes_as_written() -> None:
     assert run_ranks(built, 2, [1, 2]) == [[1, 4, 5]] * 2
 
 
-def resumed(recomputes: bool) -> Any:
-    """On every rank: the number of layers that a run recomputes whose start before had found the fewest that fit."""
+def resumed() -> list[Any]:
+    """On every rank: stages and number of layers that a run recomputes whose start before had found the fewest that
+    fit, unless it asks for all, and if it does."""
     import deepspeed
 
     from paceline.comm.control import ControlPlane
@@ -348,18 +387,20 @@ def resumed(recomputes: bool) -> Any:
 
     deepspeed.init_distributed()
     config: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "paceline": {"pipeline": {}}}
-    plan = plan_for(
-        model_config(num_hidden_layers=LAYERS),
-        config,
-        PacelineConfig.of(config),
-        ControlPlane.create(),
-        gradient_checkpointing=recomputes,
-        plans_unasked=True,
-        kept={STAGES: 2, PATH: "fit"},
-    )
-    return plan.stages, plan.recompute
+    control, found = ControlPlane.create(), []
+    for recomputes in (False, True):
+        plan = plan_for(
+            model_config(num_hidden_layers=LAYERS, max_position_embeddings=64),
+            config,
+            PacelineConfig.of(config),
+            control,
+            gradient_checkpointing=recomputes,
+            plans_unasked=True,
+            kept={STAGES: 2, PATH: "fit"},
+        )
+        found.append((plan.stages, plan.recompute))
+    return found
 
 
 def test_a_run_that_goes_on_keeps_what_was_found_unless_all_layers_are_asked_for() -> None:
-    assert run_ranks(resumed, 2, False) == [(2, "fit")] * 2
-    assert run_ranks(resumed, 2, True) == [(2, None)] * 2
+    assert run_ranks(resumed, 2) == [[(2, "fit"), (2, None)]] * 2
