@@ -14,7 +14,7 @@ from support.jobs import ds_config, model_config, step_batches
 from support.ranks import OneAfterAnother, on, run_ranks
 from support.small_layers import layers, loss_of
 
-STEPS, MICRO_BATCHES = 3, 8
+STEPS, MICRO_BATCHES = 2, 6
 PIECE_BYTES = cross_entropy.PIECE_BYTES
 
 
@@ -119,7 +119,9 @@ def train(case: Case, count: int | None, kind: Any = None) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": []}
     found["orders"] = []
     for step in range(case.steps):
-        found["losses"].append(engine.train_batch(iter(step_batches(step, case.data)[replica::replicas])).item())
+        found["losses"].append(
+            engine.train_batch(iter(step_batches(step, case.data)[replica:MICRO_BATCHES:replicas])).item()
+        )
         found["norms"].append(engine.grad_norm())
         found["orders"].append(engine.schedule.name)
     found["evaluated"] = engine.evaluate(step_batches(7, case.data)[:5])
@@ -138,38 +140,25 @@ def whole_and_split(case: Case, count: int) -> list[dict[str, Any]]:
     return [train(case, None), train(case, count)]
 
 
-LORA = {"prepare": "lora"}
 TIED = {"tie_word_embeddings": True}
+BF16 = {"bf16": {"enabled": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 EXPERT_PARALLEL = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+NATURAL = {"natural_gradient": {"rank_in": 8, "rank_out": 8}}
 CASES = {
-    "three stages": (Case(stages=3), 2),
-    "one stage": (Case(stages=1), 3),
-    "all at the end": (Case(), MICRO_BATCHES),
-    "paired": (Case(order="paired"), 2),
-    "replicas, ZeRO 1": (Case(replicas=2, zero=1), 1),
-    "interleaved": (Case(kind="interleaved"), 3),
-    "dualpipev": (Case(kind="dualpipev"), 3),
-    "recomputed": (Case(recompute=True), 2),
-    "gpt2": (Case(family="gpt2"), 2),
-    "experts with router loss": (Case(family="mixtral"), 2),
+    "three stages, paired, clipping": (Case(stages=3, order="paired", options={"gradient_clipping": 0.05}), 2),
+    "recomputed, all at the end": (Case(recompute=True), MICRO_BATCHES),
+    "gpt2, interleaved": (Case(kind="interleaved", family="gpt2"), 3),
     "experts, recomputed": (Case(family="mixtral", recompute=True), 2),
     "experts on two ranks": (Case(replicas=2, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}), 2),
-    "bf16": (Case(options={"bf16": {"enabled": True}}), 2),
-    "autocast": (Case(options={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}), 2),
-    "clipping": (Case(options={"gradient_clipping": 0.05}), 2),
-    "LoRA": (Case(**LORA), 2),
+    "bf16, frozen layer": (Case(prepare="frozen", options=BF16), 2),
+    "autocast, frozen head": (Case(prepare="frozen head", options=AUTOCAST), 2),
     "LoRA with a whole head": (Case(prepare="lora, head"), 2),
-    "frozen layer": (Case(prepare="frozen"), 2),
-    "frozen head": (Case(prepare="frozen head"), 2),
-    "tied": (Case(changes=TIED), 2),
     "tied, on one rank": (Case(stages=1, changes=TIED), 2),
     "tied, on one rank of two": (Case(kind="dualpipev", changes=TIED), 3),
-    "tied, natural gradients": (Case(changes=TIED, section={"natural_gradient": {}}), 2),
-    "loss in pieces": (Case(prepare="pieces"), 2),
-    "loss of one's own": (Case(prepare="own loss"), 2),
-    "natural gradients": (Case(section={"natural_gradient": {}}), 2),
-    "packed": (Case(data="packed"), 2),
-    "ragged": (Case(data="ragged"), 2),
+    "tied, natural gradients": (Case(changes=TIED, section=NATURAL), 2),
+    "loss in pieces, packed": (Case(prepare="pieces", data="packed"), 2),
+    "loss of one's own, ragged": (Case(prepare="own loss", data="ragged"), 2),
 }
 
 
@@ -228,9 +217,9 @@ def moves(count: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
         engine.set_schedule(late(engine.schedule, count))
     losses = []
     for step, parts in enumerate([[0, 2, 6], [0, 4, 6], [0, 3, 6]]):
-        losses.append(engine.train_batch(iter(step_batches(step))).item())
+        losses.append(engine.train_batch(iter(step_batches(step)[:MICRO_BATCHES])).item())
         engine.repartition(parts)
-    losses.append(engine.train_batch(iter(step_batches(3))).item())
+    losses.append(engine.train_batch(iter(step_batches(3)[:MICRO_BATCHES])).item())
     weights = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
     found = losses, weights
     engine.destroy()
@@ -249,25 +238,23 @@ def test_layers_that_move_are_split_where_they_come() -> None:
 
 FAMILIES = ["zbh1", "zbh2", "zbv", "vhalf", "vmin"]
 SETTINGS = {
-    "two stages": Case(),
-    "three stages": Case(stages=3, changes={"num_hidden_layers": 6}),
-    "replicas, ZeRO 1": Case(replicas=2, zero=1),
-    "paired": Case(order="paired"),
-    "experts with router loss": Case(family="mixtral"),
-    "LoRA": Case(prepare="lora"),
+    "two stages": (Case(), FAMILIES),
+    "three stages, paired": (Case(stages=3, order="paired", changes={"num_hidden_layers": 6}), ["zbh2", "vmin"]),
+    "replicas, ZeRO 1": (Case(replicas=2, zero=1), ["zbv"]),
+    "experts with router loss": (Case(family="mixtral"), ["zbh1", "zbv"]),
+    "LoRA": (Case(prepare="lora"), ["zbh1", "zbv"]),
 }
 
 
 OF_FAMILIES = {
     setting: OneAfterAnother(
-        train, {kind: on(case.stages * case.replicas, case, None, kind) for kind in ("1f1b", *FAMILIES)}
+        train, {kind: on(case.stages * case.replicas, case, None, kind) for kind in ("1f1b", *kinds)}
     )
-    for setting, case in SETTINGS.items()
+    for setting, (case, kinds) in SETTINGS.items()
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "kind"), [(name, kind) for name, (_, kinds) in SETTINGS.items() for kind in kinds])
 def test_families_give_every_bit_of_1f1b(setting: str, kind: str) -> None:
     ranks = list(zip(OF_FAMILIES[setting]["1f1b"], OF_FAMILIES[setting][kind], strict=True))
     whole = {name: weight for found, _ in ranks for name, weight in found["weights"].items()}
@@ -282,10 +269,8 @@ def test_families_give_every_bit_of_1f1b(setting: str, kind: str) -> None:
 
 
 TUNED = {
-    "adaptive": {"type": "adaptive", "retune_every": 2},
     "adaptive, two stages a rank": {"type": "adaptive", "retune_every": 2, "chunks": 2},
     "generated": {"type": "generated", "retune_every": 2, "chunks": 1},
-    "generated, two stages a rank": {"type": "generated", "retune_every": 2, "memory_gib": 1},
 }
 
 
@@ -347,18 +332,14 @@ def reductions(case: Case) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
 
 EARLY = {
     "zbh1": Case(kind="zbh1", replicas=2),
-    "zbh1, ZeRO 1": Case(kind="zbh1", replicas=2, zero=1),
-    "zbh1, paired": Case(kind="zbh1", replicas=2, zero=1, order="paired"),
-    "zbh1, tied": Case(kind="zbh1", replicas=2, zero=1, changes=TIED),
+    "zbh1, tied, paired": Case(kind="zbh1", replicas=2, zero=1, order="paired", changes=TIED),
     "zbh1, tied, one stage": Case(stages=1, kind="zbh1", replicas=2, changes=TIED),
     "zbh1, experts on two ranks": Case(
         kind="zbh1", replicas=2, zero=1, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}
     ),
-    "zbh2, bf16": Case(kind="zbh2", replicas=2, zero=1, options={"bf16": {"enabled": True}}),
-    "zbh1, recomputed": Case(kind="zbh1", replicas=2, recompute=True),
-    "zbh1, LoRA": Case(kind="zbh1", replicas=2, zero=1, prepare="lora"),
-    "zbv": Case(kind="zbv", replicas=2, zero=1),
-    "zbv, tied": Case(kind="zbv", replicas=2, changes=TIED),
+    "zbh2, bf16": Case(kind="zbh2", replicas=2, zero=1, options=BF16),
+    "zbh1, LoRA, recomputed": Case(kind="zbh1", replicas=2, zero=1, prepare="lora", recompute=True),
+    "zbv, tied": Case(kind="zbv", replicas=2, zero=1, changes=TIED),
 }
 
 
@@ -466,9 +447,8 @@ def kept(names: list[str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_as_much_is_alive_as_the_proof_says(num_ranks: int) -> None:
+def test_as_much_is_alive_as_the_proof_says() -> None:
     names = ["1f1b", *FAMILIES, "our-dualpipev-split"]
-    for found in run_ranks(kept, num_ranks, names):
+    for found in run_ranks(kept, 3, names):
         for name, (alive, verified) in zip(names, found, strict=True):
             assert alive == verified, name
