@@ -73,7 +73,7 @@ def train(case: Case, schedule: Any) -> dict[str, Any]:
     engine = build(case, schedule)
     replica = engine.grid.data_parallel_id
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(2):
         losses.append(engine.train_batch(iter(case.batches(step, replica))).item())
         norms.append(engine.grad_norm())
     evaluated = engine.evaluate(case.batches(7, replica)[:5])
@@ -111,37 +111,28 @@ def trained_or_moved(case: Case, schedule: Any, parts: list[int] | None) -> dict
     return train(case, schedule) if parts is None else moved(case, schedule, parts)
 
 
-PARTS = {"[0, 2, 3, 6, 8]": [0, 2, 3, 6, 8], "[0, 3, 4, 6, 8]": [0, 3, 4, 6, 8], "[0, 2, 4, 6, 8]": [0, 2, 4, 6, 8]}
-MOVES = {
-    zero: OneAfterAnother(
-        trained_or_moved,
-        {
-            PLAIN: on(2, Case(zero=zero), PLAIN, None),
-            **{
-                (schedule, name): on(
-                    2,
-                    Case(partition=(0, 3, 5, 6, 8) if parts[1:3] == [2, 4] else (0, 2, 4, 6, 8), zero=zero),
-                    SCHEDULES[schedule],
-                    parts,
-                )
-                for schedule in SCHEDULES
-                for name, parts in PARTS.items()
-            },
+PARTS = {"[0, 2, 3, 6, 8]": ([0, 2, 3, 6, 8], 1), "[0, 3, 4, 6, 8]": ([0, 3, 4, 6, 8], 0)}
+"""Boundaries that layers move to, and the ZeRO stage."""
+MOVES = OneAfterAnother(
+    trained_or_moved,
+    {
+        PLAIN: on(2, Case(), PLAIN, None),
+        **{
+            (schedule, name): on(2, Case(partition=(0, 2, 4, 6, 8), zero=zero), SCHEDULES[schedule], parts)
+            for schedule in SCHEDULES
+            for name, (parts, zero) in PARTS.items()
         },
-        at_once=7,
-    )
-    for zero in (0, 1)
-}
+    },
+)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_layers_move_between_the_stages_of_all_ranks(schedule: str, parts: str, zero: int) -> None:
-    plain, several = MOVES[zero][PLAIN], MOVES[zero][schedule, parts]
+def test_layers_move_between_the_stages_of_all_ranks(schedule: str, parts: str) -> None:
+    plain, several = MOVES[PLAIN], MOVES[schedule, parts]
     for one, other in zip(plain, several, strict=True):
         assert other["losses"] == one["losses"]
-        assert other["moves"][0]["to"] == PARTS[parts]
+        assert other["moves"][0]["to"] == PARTS[parts][0]
     assert_same_weights(plain, several)
 
 
@@ -165,13 +156,8 @@ def weights_of_all(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 CASES = {
     "two ranks": Case(),
-    "three ranks": Case(devices=3),
-    "paired": Case(order="paired"),
-    "packed": Case(data="packed"),
-    "replicas": Case(replicas=2, zero=1, micro_batches=4),
-    "own boundaries": Case(partition=(0, 2, 3, 5, 8)),
-    "recomputed": Case(recompute=True),
-    "router loss": Case(family="mixtral"),
+    "three ranks, paired, packed": Case(devices=3, order="paired", data="packed"),
+    "own boundaries, recomputed": Case(partition=(0, 2, 3, 5, 8), recompute=True),
     "experts": Case(
         replicas=2,
         zero=1,
@@ -180,17 +166,16 @@ CASES = {
         options={"expert_parallel": {"enabled": True, "autoep_size": 2}},
         section={"moe": {"rebalance_every": 1}},
     ),
-    "natural gradient": Case(section={"natural_gradient": {}}),
-    "gpt2": Case(family="gpt2"),
+    "natural gradient": Case(section={"natural_gradient": {"rank_in": 8, "rank_out": 8}}),
+    "gpt2, replicas": Case(replicas=2, zero=1, micro_batches=4, family="gpt2"),
 }
 
 
-COPIES = "experts with copies"
-TIED = {zero: Case(replicas=1 + zero, tied=True, zero=zero, options={"gradient_clipping": 0.05}) for zero in (0, 1)}
+COPIES, TIED = "experts with copies", "tied, clipping"
 ALL = {
     **CASES,
     COPIES: replace(CASES["experts"], section={"moe": {"rebalance_every": 1, "replicas": 1}}),
-    **{f"tied, ZeRO {zero}": case for zero, case in TIED.items()},
+    TIED: Case(replicas=2, tied=True, zero=1, options={"gradient_clipping": 0.05}),
 }
 TRAINED = {
     name: OneAfterAnother(
@@ -198,6 +183,7 @@ TRAINED = {
         {
             kind: on(case.devices * case.replicas, case, schedule)
             for kind, schedule in {PLAIN: PLAIN, **SCHEDULES}.items()
+            if name != COPIES or kind != "interleaved"
         },
     )
     for name, case in ALL.items()
@@ -220,19 +206,17 @@ def test_every_bit_is_that_of_one_stage_a_rank(case: str, schedule: str) -> None
     assert_same_weights(ranks, other_ranks)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_with_copies_of_experts_it_is_one_stage_a_rank_to_rounding(schedule: str) -> None:
+def test_with_copies_of_experts_it_is_one_stage_a_rank_to_rounding() -> None:
     """When experts get copies depends on what computing takes, and copies add up their gradients in parts."""
-    for plain, several in zip(TRAINED[COPIES][PLAIN], TRAINED[COPIES][schedule], strict=True):
+    for plain, several in zip(TRAINED[COPIES][PLAIN], TRAINED[COPIES]["dualpipev"], strict=True):
         assert several["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert several["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("zero", [0, 1])
-def test_tied_weights_and_clipping_agree_to_rounding(schedule: str, zero: int) -> None:
+def test_tied_weights_and_clipping_agree_to_rounding(schedule: str) -> None:
     """The embedding's gradient is a sum of two in another order, and the norm one over other parts of the model."""
-    ranks, other_ranks = (TRAINED[f"tied, ZeRO {zero}"][kind] for kind in (PLAIN, schedule))
+    ranks, other_ranks = (TRAINED[TIED][kind] for kind in (PLAIN, schedule))
     for plain, several in zip(ranks, other_ranks, strict=True):
         assert several["losses"] == pytest.approx(plain["losses"], rel=1e-6)
         assert several["norms"] == pytest.approx(plain["norms"], rel=1e-5)
@@ -242,7 +226,7 @@ def test_tied_weights_and_clipping_agree_to_rounding(schedule: str, zero: int) -
 
 
 def saved_by_each(case: Case, where: str) -> dict[tuple[str, str | None], float]:
-    """By schedule: three steps, a checkpoint after the second, and an export. Then each goes on from another's.
+    """By schedule: three steps, a checkpoint after the second, and an export. Then another goes on from each.
 
     Returns:
         The last loss of each run that saved, by its schedule, and of each that went on, by the pair.
@@ -251,8 +235,8 @@ def saved_by_each(case: Case, where: str) -> dict[tuple[str, str | None], float]
 
     found: dict[tuple[str, str | None], float] = {}
     schedules = {PLAIN: PLAIN, **SCHEDULES}
-    pairs = [pair for other in SCHEDULES for pair in ((PLAIN, other), (other, PLAIN))]
-    for saved, loaded in [(kind, None) for kind in schedules] + pairs:
+    pairs = zip(schedules, [*SCHEDULES, PLAIN], strict=True)
+    for saved, loaded in [*((kind, None) for kind in schedules), *pairs]:
         print(f"case {saved}, {loaded}", flush=True)
         engine = build(case, schedules[loaded or saved])
         if loaded is None:
@@ -270,11 +254,10 @@ def saved_by_each(case: Case, where: str) -> dict[tuple[str, str | None], float]
 @pytest.mark.parametrize(
     "case",
     [
-        Case(),
         Case(tied=True),
         Case(replicas=2, family="mixtral", options={"expert_parallel": {"enabled": True, "autoep_size": 2}}),
     ],
-    ids=["plain", "tied", "experts"],
+    ids=["tied", "experts"],
 )
 def test_checkpoints_and_exports_fit_any_schedule(case: Case, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -284,7 +267,7 @@ def test_checkpoints_and_exports_fit_any_schedule(case: Case, tmp_path: Path) ->
         pair: AutoModelForCausalLM.from_pretrained(tmp_path / f"{pair[0]} {pair[1]}").state_dict() for pair in ranks[0]
     }
     gone_on = [pair for pair in ranks[0] if pair[1] is not None]
-    assert len(gone_on) == 4
+    assert len(gone_on) == 3
     for saved, loaded in gone_on:
         for found in ranks:
             assert found[saved, loaded] == pytest.approx(found[saved, None], rel=1e-6), (saved, loaded)
@@ -347,11 +330,9 @@ def train_layers(
 
 
 OWN = {
-    "tuples": (("pair", 2, 0, 0), 1, "uniform"),
     "three ranks": (("pair", 3, 0, 0), 1, "parameters"),
     "replicas": (("pair", 2, 1, 0), 2, [0, 2, 3, 5, 7]),
-    "tied": (("tied", 2, 0, 0), 1, "uniform"),
-    "recomputed": (("tied", 2, 0, 1), 1, "uniform"),
+    "tied, recomputed": (("tied", 2, 0, 1), 1, "uniform"),
 }
 OWN_TRAINED = OneAfterAnother(
     train_layers,
