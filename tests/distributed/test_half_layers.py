@@ -26,16 +26,13 @@ MIDDLE = {2: [0, 4, LAST], 3: [0, 2, 5, LAST], 4: [0, 2, 4, 7, LAST]}
 RUNS = OneAfterAnother(
     train,
     {
-        **{("whole", n): on(n, n, **UNTIED) for n in (1, 2)},
-        **{("halves", n): halves(n, MIDDLE[n], **UNTIED) for n in MIDDLE},
-        ("ZeRO 1", "whole"): on(4, 2, zero=1, **UNTIED),
-        ("ZeRO 1", "halves"): halves(4, MIDDLE[2], 2, zero=1, **UNTIED),
+        "whole": on(1, 1, **UNTIED),
+        **{("halves", n): halves(n, MIDDLE[n], **UNTIED) for n in (2, 3)},
+        "bf16, ZeRO 1, whole": on(4, 2, zero=1, more=BF16, **UNTIED),
+        "bf16, ZeRO 1": halves(4, MIDDLE[2], 2, zero=1, more=BF16, **UNTIED),
         **{family: halves(3, MIDDLE[3], family=family, steps=STEPS) for family in ("gpt2", "mixtral")},
-        **{("recomputed", is_on): halves(2, MIDDLE[2], checkpointing=is_on, **UNTIED) for is_on in (False, True)},
-        **{kind: halves(2, MIDDLE[2], schedule={"type": kind}, **UNTIED) for kind in ("kfkb", "zbh1")},
+        "recomputed": halves(2, MIDDLE[2], checkpointing=True, **UNTIED),
         **{kind: halves(2, MIDDLE[4], schedule={"type": kind}, **UNTIED) for kind in ("interleaved", "zbv")},
-        "bf16": halves(2, MIDDLE[2], more=BF16, **UNTIED),
-        "bf16, whole": on(2, 2, more=BF16, **UNTIED),
         "work": halves(3, **UNTIED),
     },
     at_once=8,
@@ -47,9 +44,9 @@ def alone(family: str) -> dict[str, Any]:
     return run_ranks(train_alone, 1, family=family, steps=STEPS)[0]
 
 
-@pytest.mark.parametrize("stages", MIDDLE)
+@pytest.mark.parametrize("stages", [2, 3])
 def test_no_bit_differs_from_whole_layers(stages: int) -> None:
-    assert_equal(RUNS["halves", stages], RUNS["whole", 1])
+    assert_equal(RUNS["halves", stages], RUNS["whole"])
 
 
 def test_each_half_is_on_one_rank() -> None:
@@ -66,8 +63,8 @@ def test_each_half_is_on_one_rank() -> None:
     assert not first["state"].keys() & second["state"].keys()
 
 
-def test_replicas_and_sharded_states() -> None:
-    assert_equal(RUNS["ZeRO 1", "halves"], RUNS["ZeRO 1", "whole"])
+def test_replicas_and_sharded_states_in_bf16() -> None:
+    assert_equal(RUNS["bf16, ZeRO 1"], RUNS["bf16, ZeRO 1, whole"])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
@@ -79,18 +76,14 @@ def test_other_families(family: str) -> None:
         assert rank["evaluation"]["eval_loss"] == pytest.approx(wanted["evaluation"]["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["kfkb", "zbh1", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules(schedule: str) -> None:
-    assert_equal(RUNS[schedule], RUNS["whole", 1])
+    assert_equal(RUNS[schedule], RUNS["whole"])
 
 
 def test_activation_checkpointing() -> None:
-    assert_equal(RUNS["recomputed", True], RUNS["recomputed", False])
-
-
-def test_bf16() -> None:
-    assert_equal(RUNS["bf16"], RUNS["bf16, whole"])
+    assert_equal(RUNS["recomputed"], RUNS["whole"])
 
 
 def test_work_decides_where_layers_are_cut() -> None:
-    assert_equal(RUNS["work"], RUNS["whole", 1])
+    assert_equal(RUNS["work"], RUNS["whole"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,15 @@ def slices(ranks: int, partition: Any = None, stages: int | None = None, keys: A
 
 
 FOUR_PARTS = WITH_LAYERS[4]
-SCHEDULES = ("kfkb", "adaptive", "zbh1")
+SCHEDULES = ("kfkb", "zbh1")
 IN_CHUNKS = ("interleaved", "zbv")
 KINDS = ("packed", "ragged")
 RUNS = OneAfterAnother(
     train,
     {
-        **{("tied", n): slices(n, **TIED) for n in WITH_LAYERS},
-        **{("untied", n): slices(n, **UNTIED) for n in WITH_LAYERS},
+        **{("tied", n): slices(n, **TIED) for n in (3, 4)},
+        ("untied", 4): slices(4, **UNTIED),
         "clipping": slices(4, None, 2, zero=1, clipping=0.05, **TIED),
-        "ZeRO 1": slices(4, None, 2, zero=1, **UNTIED),
         **{kind: slices(2, kind=kind, **UNTIED) for kind in KINDS},
         **{schedule: slices(2, schedule={"type": schedule}, **UNTIED) for schedule in SCHEDULES},
         **{schedule: slices(2, FOUR_PARTS, schedule={"type": schedule}, **TIED) for schedule in IN_CHUNKS},
@@ -85,8 +85,7 @@ def whole_weight(runs: list[dict[str, Any]], name: str, like: torch.Tensor) -> t
     return whole[0] if whole else torch.cat(found)
 
 
-@pytest.mark.parametrize("stages", WITH_LAYERS)
-@pytest.mark.parametrize("ties", ["tied", "untied"])
+@pytest.mark.parametrize(("ties", "stages"), [("tied", 3), ("tied", 4), ("untied", 4)])
 def test_losses_and_weights_are_those_of_a_whole_head(ties: str, stages: int) -> None:
     assert_alike(RUNS[ties, stages], ties)
 
@@ -103,10 +102,6 @@ def test_no_stage_has_the_whole_head() -> None:
     found = [len(rank["state"]["lm_head.weight"]) for rank in RUNS["untied", 4][2:]]
     assert found == [48, 49]
     assert "lm_head.weight" not in RUNS["untied", 4][1]["state"]
-
-
-def test_replicas_and_sharded_states() -> None:
-    assert_alike(RUNS["ZeRO 1"][::2], "untied")
 
 
 def looked_at(stages: int, partition: list[int] | None, schedule: str | None = None) -> list[torch.Tensor]:
@@ -127,19 +122,24 @@ def looked_at(stages: int, partition: list[int] | None, schedule: str | None = N
     return [*found, last] if engine.is_last_stage() else found
 
 
-@pytest.mark.parametrize(
-    ("stages", "parts", "schedule"), [(2, 2, None), (4, 4, None), (2, 4, "interleaved")], ids=["2", "4", "interleaved"]
-)
-def test_an_evaluation_may_look_at_all_logits(stages: int, parts: int, schedule: str | None) -> None:
-    """Where one stage, or three, have slices; what a function makes of the logits comes to all ranks."""
-    (wanted,) = run_ranks(looked_at, 1, 1, None)
-    for rank in run_ranks(looked_at, stages, stages, WITH_LAYERS[parts], schedule):
+@lru_cache
+def logits_of_a_whole_head() -> list[torch.Tensor]:
+    (found,) = run_ranks(looked_at, 1, 1, None)
+    return list(found)
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(4, None), (2, "interleaved")], ids=["4", "interleaved"])
+def test_an_evaluation_may_look_at_all_logits(stages: int, schedule: str | None) -> None:
+    """Where three stages have slices; what a function makes of the logits comes to all ranks."""
+    wanted = logits_of_a_whole_head()
+    for rank in run_ranks(looked_at, stages, stages, WITH_LAYERS[4], schedule):
         assert len(rank) >= 2 * MICRO_BATCHES
         for ours, theirs in zip(rank, wanted, strict=False):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_norms_count_tied_rows_once() -> None:
+    """With replicas, and states that are sharded."""
     assert_alike(RUNS["clipping"][::2], "clipping")
     assert RUNS["clipping"][0]["norms"] == pytest.approx(ALONE["clipping"][0]["norms"], rel=1e-5)
 
@@ -218,21 +218,11 @@ def load(root: str, partition: list[int]) -> dict[str, list[float]]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("ranks", "before", "into", "after"),
-    [
-        (4, [0, 6, 9], 3, [0, 3, 7, 12]),
-        (2, [0, 3, 6], 4, [0, 3, 5, 6, 8]),
-        (3, [0, 3, 6, 7], 1, [0, 6]),
-    ],
-    ids=["into other slices", "of a whole head", "into a whole head"],
-)
-def test_checkpoints_have_the_whole_head(
-    ranks: int, before: list[int], into: int, after: list[int], tmp_path: Path
-) -> None:
-    """Boundaries of the stages that save, and of others that load: the same tensors, and steps that go on alike."""
-    wanted = run_ranks(save, ranks, str(tmp_path), before)[0]
-    for rank in run_ranks(load, into, str(tmp_path), after):
+def test_checkpoints_have_the_whole_head(tmp_path: Path) -> None:
+    """In four slices where they are saved, and seven where they are loaded: the same tensors, and steps that go on
+    alike."""
+    wanted = run_ranks(save, 4, str(tmp_path), [0, 6, 9])[0]
+    for rank in run_ranks(load, 3, str(tmp_path), [0, 3, 7, 12]):
         for tied in (False, True):
             assert rank[str(tied)] == pytest.approx(wanted[str(tied)], rel=1e-5)
     for tied in (False, True):
