@@ -68,12 +68,12 @@ def build(case: Case, schedule: Any) -> Any:
     return engine
 
 
-def train(case: Case, schedule: Any) -> dict[str, Any]:
+def train(case: Case, schedule: Any, steps: int = 2) -> dict[str, Any]:
     """Losses, gradient norms, an evaluation, logits, and the weights of this rank by Hugging Face's names."""
     engine = build(case, schedule)
     replica = engine.grid.data_parallel_id
     losses, norms = [], []
-    for step in range(2):
+    for step in range(steps):
         losses.append(engine.train_batch(iter(case.batches(step, replica))).item())
         norms.append(engine.grad_norm())
     evaluated = engine.evaluate(case.batches(7, replica)[:5])
@@ -108,7 +108,7 @@ def moved(case: Case, schedule: Any, parts: list[int]) -> Any:
 
 
 def trained_or_moved(case: Case, schedule: Any, parts: list[int] | None) -> dict[str, Any]:
-    return train(case, schedule) if parts is None else moved(case, schedule, parts)
+    return train(case, schedule, STEPS) if parts is None else moved(case, schedule, parts)
 
 
 PARTS = {"[0, 2, 3, 6, 8]": ([0, 2, 3, 6, 8], 1), "[0, 3, 4, 6, 8]": ([0, 3, 4, 6, 8], 0)}
